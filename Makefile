@@ -1,0 +1,37 @@
+# Every target sets up .venv by itself (launch/setup.sh does nothing when it is up to date).
+.DEFAULT_GOAL := help
+PYTHON := .venv/bin/python
+PYTEST := $(PYTHON) -m pytest
+.PHONY: help setup quickstart test test-unit test-faults lint bench lock clean
+
+help:            ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+setup:           ## .venv with the pinned CPU stack
+	@launch/setup.sh
+
+quickstart: setup ## train a tiny policy with real Megatron and real SGLang, in minutes
+	@launch/quickstart.sh
+
+test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real roles together
+	$(PYTEST) tests -m "not faults and not slow"
+
+test-unit: setup ## no server and no process group: under two minutes
+	$(PYTEST) tests/unit
+
+test-faults: setup ## kill -9 of every role, and what a run does about it
+	$(PYTEST) tests -m faults
+
+lint: setup      ## ruff and mypy
+	$(PYTHON) -m ruff check megarl checkpoints_tools tests benchmarks setup.py
+	$(PYTHON) -m ruff format --check megarl checkpoints_tools tests benchmarks setup.py
+	$(PYTHON) -m mypy megarl checkpoints_tools
+
+bench: setup     ## benchmarks/end_to_end.py: megarl against TRL and against its own bound
+	launch/bench.sh
+
+lock: setup      ## resolve requirements/cpu.in into requirements/cpu.txt
+	launch/lock.sh
+
+clean:           ## remove runs/ (keeps .venv)
+	rm -rf runs

@@ -1,0 +1,111 @@
+"""The learner's conversation with the controller: one request, one reply, over ZeroMQ REQ/ROUTER in msgpack.
+
+The learner executes and the controller decides. Rank 0 asks `Next`; the answer is the next collective command:
+
+    learner (rank 0)                          controller
+    Next(step=7, version=7)          ───────► Publish(version=7, servers=[a, b])     servers are behind
+    Published(version=7, results)    ───────► Ack
+    Next(step=7, version=7)          ───────► Train(batch 7)                          the B oldest tickets are done
+      … trains: version 8 …
+    Next(step=8, version=8)          ───────► Wait(reason)                            nothing within wait_s; ask again
+    Next(step=8, version=8)          ───────► Stop(reason)                            after the last step's evaluation
+
+`Next` is idempotent: the same step gets the same batch, from the journal if need be, so a restarted learner replays
+what it lost. A learner says which incarnation it is; a new one makes every server's weights suspect until published.
+"""
+
+from megarl.types import Batch, Record
+
+
+class ServerAddress(Record):
+    """Where weights go. `tensor_parallel`: ranks the server takes part with in a process group."""
+
+    id: int
+    url: str
+    tensor_parallel: int = 1
+
+
+class Next(Record, tag="next"):
+    """What shall the learner, about to train `step` with weights of `version` (= step), do now?"""
+
+    incarnation: str
+    step: int
+    version: int
+
+
+class ServerResult(Record):
+    """How publication went on one server; `error` is empty when its checksum equals the others'."""
+
+    id: int
+    error: str = ""
+    checksum: str = ""
+    probe_logprob_diff: float = 0.0
+
+
+class Published(Record, tag="published"):
+    """Publication of `version` is over. Seconds are wall time of the slowest server."""
+
+    incarnation: str
+    version: int
+    results: tuple[ServerResult, ...]
+    pause_seconds: float
+    transfer_seconds: float
+    resume_seconds: float
+    probe_seconds: float
+    bytes_sent: int
+
+
+class Stopped(Record, tag="stopped"):
+    """The learner has saved and leaves."""
+
+    incarnation: str
+    step: int
+
+
+Request = Next | Published | Stopped
+
+
+class Train(Record, tag="train"):
+    """Train this batch. `stats`: controller-side metrics of the step, merged into its row of metrics.jsonl.
+
+    compute_hours at the time of the reply; the learner adds its own time at `compute_devices` devices.
+    """
+
+    batch: Batch
+    compute_hours: float
+    compute_devices: int
+    stats: dict[str, float]
+    replay: bool = False
+
+
+class Publish(Record, tag="publish"):
+    """Bring these servers to `version`, the learner's weights now. They are dirty from here on."""
+
+    version: int
+    servers: tuple[ServerAddress, ...]
+
+
+class Wait(Record, tag="wait"):
+    """Nothing to do yet; ask again."""
+
+    reason: str
+
+
+class Stop(Record, tag="stop"):
+    """Save a checkpoint and leave; `error` if the run must end as failed."""
+
+    reason: str
+    error: bool = False
+
+
+class Ack(Record, tag="ack"):
+    """Noted."""
+
+
+class Refused(Record, tag="refused"):
+    """The request makes no sense to this controller (schema, step out of range); the learner ends with this text."""
+
+    error: str
+
+
+Reply = Train | Publish | Wait | Stop | Ack | Refused

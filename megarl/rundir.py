@@ -1,0 +1,122 @@
+"""The run directory: its fixed form, the addresses of a live run, and the one JSONL writer.
+
+    RUN/recipe.yaml        resolved            RUN/rollouts/      the journal
+    RUN/metrics.jsonl      one object a step   RUN/logs/          one file a process
+    RUN/eval.jsonl         one an evaluation   RUN/checkpoints/   step-000000N/
+    RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  RUN/reward.png
+    RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
+    RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
+"""
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megarl.errors import MegarlError
+from megarl.recipe import Recipe
+
+
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the roles of a live run are. `session` names one life of the supervisor: compute is counted within it."""
+
+    session: str
+    controller: str  # tcp://host:port
+    servers: tuple[str, ...]  # http://host:port
+    api_key: str
+    admin_key: str
+    rendezvous_port: int  # of the learner's ranks
+
+
+class RunDir:
+    """Paths of a run, and safe ways to write in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.eval = path / "eval.jsonl"
+        self.summary = path / "summary.json"
+        self.status = path / "status.json"
+        self.endpoints_file = path / "endpoints.json"
+        self.stop_file = path / "stop"
+        self.rollouts = path / "rollouts"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.report = path / "report.html"
+        self.picture = path / "reward.png"
+        self.weights = path / "weights"
+
+    @staticmethod
+    def of(recipe: Recipe) -> "RunDir":
+        return RunDir(recipe.run.path)
+
+    def create(self) -> None:
+        for folder in (self.path, self.rollouts, self.logs, self.checkpoints, self.tensorboard):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def endpoints(self) -> Endpoints:
+        if not self.endpoints_file.exists():
+            raise MegarlError(f"{self.endpoints_file}: no such file; the run is not live. Start it with `megarl train`.")
+        return msgspec.json.decode(self.endpoints_file.read_bytes(), type=Endpoints)
+
+    def write_endpoints(self, endpoints: Endpoints) -> None:
+        write_atomically(self.endpoints_file, msgspec.json.encode(endpoints), mode=0o600)
+
+
+def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """The file is the old one or the new one, never a part."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, mode)
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def append_jsonl(path: Path, row: dict[str, Any]) -> None:
+    """One line, flushed; a line left unfinished by a crash is closed first so that it spoils only itself."""
+    data = json.dumps(row, allow_nan=True).encode() + b"\n"
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                data = b"\n" + data
+        file.write(data)
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows in order; a line that a crash cut short is passed over."""
+    if not path.exists():
+        return
+    with path.open() as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def latest_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows by step, a later row of the same step superseding the earlier one (replay after a crash)."""
+    return [row for _, row in sorted({row["step"]: row for row in read_jsonl(path)}.items())]
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """That many different ports nobody listens on now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind((host, 0))
+        return [s.getsockname()[1] for s in sockets]

@@ -1,0 +1,176 @@
+"""What passes between the roles: prompts, rollouts, groups, batches.
+
+A rollout is a list of segments, each from one weight version, sampled by the policy or put in by us:
+
+    prompt  "27+58="
+    segment [<think> 7 + 8 = 1]          version 4, trained
+    segment [5 ; 1 + 2]                  version 5, trained     (weights were replaced in between)
+    segment [</think>]                   version 5, masked      (interruption phrase: not sampled, not trained)
+    segment [8 5 <eos>]                  version 5, trained
+
+Token ids and log-probs are int32 and float32 numpy arrays in memory and raw little-endian bytes in msgpack (`encode`,
+`decode`), so nothing on the hot path walks over tokens in Python.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+SCHEMA_VERSION = 1
+"""Of every frame between roles and every journal file; a reader refuses another one."""
+
+Finish = Literal["stop", "length", "void"]
+"""`stop`: the end token was sampled. `length`: the answer budget ran out first (a truncated rollout)."""
+
+
+class Record(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """Base of everything that is sent or written. Not comparable: compare `encode(a) == encode(b)`."""
+
+
+class Prompt(Record):
+    """One problem. `tokens` [prompt_len] int32, as the tokenizer made them; `answer` is what the grader compares with."""
+
+    id: str
+    tokens: np.ndarray
+    answer: str
+    task: str = "math"
+    difficulty: int = 0
+
+
+class Segment(Record):
+    """Consecutive completion tokens of one origin.
+
+    tokens [n] int32; logprobs [n] float32: behaviour log-probs as recorded at sampling, 0 where not trained;
+    weight_version: of the weights that sampled them (of the request's start, for tokens salvaged from a lost server).
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    weight_version: int
+    trained: bool = True
+
+
+class Rollout(Record):
+    """One completion of a ticket's prompt, graded. `sample` counts 0 … generations-1 within the group."""
+
+    sample: int
+    segments: tuple[Segment, ...]
+    reward: float
+    correct: bool
+    finish: Finish
+    interrupted: bool = False  # the interruption phrase was put in
+    format_ok: bool = True  # the thinking trace was closed and something stands after it
+    grader_timeout: bool = False
+    retries: int = 0  # requests that were lost and continued elsewhere
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All completion tokens, masked ones too. [completion_len] int32"""
+        return _joined([s.tokens for s in self.segments], np.int32)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """Behaviour log-probs, 0 where masked. [completion_len] float32"""
+        return _joined([s.logprobs for s in self.segments], np.float32)
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Which tokens the loss may see. [completion_len] bool"""
+        return _joined([np.full(len(s.tokens), s.trained) for s in self.segments], np.bool_)
+
+    @property
+    def versions(self) -> np.ndarray:
+        """Weight version of each token. [completion_len] int32"""
+        return _joined([np.full(len(s.tokens), s.weight_version) for s in self.segments], np.int32)
+
+    @property
+    def trained_tokens(self) -> int:
+        """|y|: the tokens that count in an aggregation."""
+        return sum(len(s.tokens) for s in self.segments if s.trained)
+
+
+class Group(Record):
+    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none and fills its slot."""
+
+    ticket: int
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    void: str = ""  # the reason, if void
+    epoch: int = 0
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """[generations] float64"""
+        return np.array([r.reward for r in self.rollouts], dtype=np.float64)
+
+    @property
+    def pass_rate(self) -> float:
+        """Share of right answers; 0 for a void group."""
+        return float(np.mean([r.correct for r in self.rollouts])) if self.rollouts else 0.0
+
+    @property
+    def has_variance(self) -> bool:
+        """Whether its rewards differ: only then has it a gradient."""
+        return len({r.reward for r in self.rollouts}) > 1
+
+
+class Batch(Record):
+    """What step `step` trains: the oldest B tickets, in ticket order."""
+
+    step: int
+    groups: tuple[Group, ...]
+
+
+_ARRAY_CODES: dict[Any, int] = {np.dtype(np.int32): 1, np.dtype(np.float32): 2}
+_ARRAY_DTYPES = {1: np.dtype("<i4"), 2: np.dtype("<f4")}
+T = TypeVar("T")
+
+
+def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
+
+
+def _enc_hook(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return msgspec.msgpack.Ext(_ARRAY_CODES[value.dtype], np.ascontiguousarray(value).tobytes())
+    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+
+
+def _ext_hook(code: int, data: memoryview) -> np.ndarray:
+    if code not in _ARRAY_DTYPES:
+        raise msgspec.ValidationError(f"unknown extension code {code}")
+    return np.frombuffer(bytes(data), dtype=_ARRAY_DTYPES[code])
+
+
+def _dec_hook(kind: type, value: Any) -> Any:
+    if kind is np.ndarray and isinstance(value, np.ndarray):
+        return value
+    raise msgspec.ValidationError(f"expected an array, got {type(value).__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+_decoders: dict[Any, msgspec.msgpack.Decoder] = {}
+
+
+def encode(record: Any) -> bytes:
+    """msgpack bytes of a record."""
+    return _encoder.encode(record)
+
+
+def decode(data: bytes | memoryview, kind: type[T] | Any) -> T:
+    """The record of type (or tagged union) `kind` in `data`; msgspec.ValidationError or DecodeError if it is not one."""
+    if kind not in _decoders:
+        _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_dec_hook, ext_hook=_ext_hook)
+    return _decoders[kind].decode(data)
+
+
+def int32(values: Iterable[int]) -> np.ndarray:
+    """Token ids as this project keeps them."""
+    return np.fromiter(values, dtype=np.int32)
+
+
+def float32(values: Iterable[float]) -> np.ndarray:
+    """Log-probs as this project keeps them."""
+    return np.fromiter(values, dtype=np.float32)
