@@ -14,7 +14,12 @@ The learner executes and the controller decides. Rank 0 asks `Next`; the answer 
 what it lost. A learner says which incarnation it is; a new one makes every server's weights suspect until published.
 """
 
-from megarl.types import Batch, Record
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from megarl.types import SCHEMA_VERSION, Batch, Record, decode, encode
 
 
 class ServerAddress(Record):
@@ -109,3 +114,18 @@ class Refused(Record, tag="refused"):
 
 
 Reply = Train | Publish | Wait | Stop | Ack | Refused
+
+
+_SCHEMA = f"megarl {SCHEMA_VERSION}".encode()
+
+
+def to_frames(message: Any) -> list[bytes]:
+    """The ZeroMQ frames of a request or reply: schema version, msgpack body."""
+    return [_SCHEMA, encode(message)]
+
+
+def from_frames(frames: Sequence[bytes], kind: Any) -> Any:
+    """The message of union `kind` (Request or Reply); msgspec.DecodeError if these frames are none of this schema."""
+    if len(frames) != 2 or frames[0] != _SCHEMA:
+        raise msgspec.DecodeError(f"not a frame of schema {_SCHEMA.decode()!r}: {[f[:20] for f in frames]}")
+    return decode(frames[1], kind)
