@@ -1,0 +1,240 @@
+"""The quickstart's task: addition and subtraction, worked digit by digit from the right, as a data set and a tiny model.
+
+    prompt      27+58=                       52-27=
+    completion  <think>7+8+0=15;2+5+1=8</think>85       <think>12-7-0=5;5-2-1=2</think>25
+
+Each column is an equation that can be checked: the two digits, then what is carried (`+1`) or was borrowed (`-1`); a
+column that borrows writes ten more on its left. The answer is read off the columns and is all that is graded.
+
+`write` makes four things in a directory, all of them functions of one seed:
+
+    heldout.jsonl   prompts of evaluations, drawn first        train.jsonl   prompts of RL: none of the held-out ones
+    sft.jsonl       traces of a teacher that errs (`TRACES`)   init/         a Llama of a million random parameters
+
+The teacher errs on purpose: a policy warmed up on it is right about a third of the time, leaves its trace open, rambles or
+thinks too long now and then, and has seen the interruption phrase. What RL is for is then seen within minutes.
+"""
+
+import json
+import logging
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.errors import MegarlError
+from megarl.rundir import write_atomically
+
+log = logging.getLogger(__name__)
+
+TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
+DIGITS = {1: 0.05, 2: 0.25, 3: 0.4, 4: 0.3}
+"""Share of problems whose longer operand has that many digits. The number is the prompt's difficulty."""
+
+CHARACTERS = "0123456789+-=;.,:?!*/%()[]<>"
+PAD, END, THINK, END_OF_THINKING = "<pad>", "<eos>", "<think>", "</think>"
+SPECIAL = (PAD, END, THINK, END_OF_THINKING)
+INTERRUPTION = "..." + END_OF_THINKING
+
+TRACES = {
+    "right": 0.43,
+    "wrong": 0.45,  # one column is false; what follows, and the answer, are worked from it
+    "interrupted": 0.04,  # cut by the interruption phrase; the right answer follows: the policy learns to answer after it
+    "overlong": 0.03,  # empty columns follow until far beyond the thinking budget
+    "rambling": 0.02,  # the answer is repeated until beyond the answer budget
+    "unclosed": 0.03,  # ends within the trace: a format error
+}
+"""Shares of the teacher's kinds of trace."""
+
+
+class Problem(NamedTuple):
+    """`left sign right`, with left ≥ right in a subtraction, so that no answer is negative."""
+
+    left: int
+    sign: str
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}{self.sign}{self.right}="
+
+    @property
+    def answer(self) -> int:
+        return self.left + self.right if self.sign == "+" else self.left - self.right
+
+    @property
+    def digits(self) -> int:
+        return len(str(max(self.left, self.right)))
+
+
+def main(directory: Path | str, seed: int = 0) -> int:
+    """`megarl data arithmetic DIR`."""
+    write(Path(directory), seed)
+    print(
+        f"{directory}: {TRAIN_PROMPTS} prompts to train on, {HELDOUT_PROMPTS} held out, {SFT_TRACES} traces for the warm start, "
+        "and a model in init/"
+    )
+    return 0
+
+
+def write(directory: Path, seed: int) -> None:
+    """The whole data set. Each file appears complete or not at all; the same seed gives the same bytes."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MegarlError(f"{directory}: cannot make this directory: {error.strerror}") from None
+    rng = random.Random(seed)
+    drawn = problems(rng, HELDOUT_PROMPTS + TRAIN_PROMPTS)
+    heldout, train = drawn[:HELDOUT_PROMPTS], drawn[HELDOUT_PROMPTS:]
+    _write_rows(directory / "heldout.jsonl", [prompt_row(f"heldout-{i}", p) for i, p in enumerate(heldout)])
+    _write_rows(directory / "train.jsonl", [prompt_row(f"train-{i}", p) for i, p in enumerate(train)])
+    _write_rows(directory / "sft.jsonl", sft_rows(rng, SFT_TRACES, avoid=set(heldout)))
+    save_model(directory / "init", seed)
+
+
+# Problems and traces
+
+
+def problems(rng: random.Random, count: int) -> list[Problem]:
+    """That many different problems, in random order."""
+    found: dict[Problem, None] = {}
+    while len(found) < count:
+        found[problem(rng)] = None
+    return list(found)
+
+
+def problem(rng: random.Random) -> Problem:
+    """A random problem: the longer operand's digits by `DIGITS`, the other one's evenly from 1 to as many."""
+    digits = rng.choices(list(DIGITS), list(DIGITS.values()))[0]
+    one, other = _number(rng, digits), _number(rng, rng.randint(1, digits))
+    if rng.random() < 0.5:
+        one, other = other, one
+    sign = rng.choice("+-")
+    if sign == "-" and one < other:
+        one, other = other, one
+    return Problem(one, sign, other)
+
+
+def _number(rng: random.Random, digits: int) -> int:
+    return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
+
+
+def columns(problem: Problem, wrong: int | None = None, rng: random.Random | None = None) -> tuple[list[str], int]:
+    """The scratchpad's equations, and the answer read off them.
+
+    With `wrong`, that column (0: the rightmost) has a false result drawn from `rng`, and so has the answer.
+    """
+    lines, digits, over = [], [], 0  # over: carried from, or borrowed by, the column before
+    for place in range(problem.digits):
+        left, right = problem.left // 10**place % 10, problem.right // 10**place % 10
+        if problem.sign == "+":
+            result = left + right + over
+            possible = 19
+        else:
+            borrowed = left - right - over < 0
+            left += 10 * borrowed
+            result = left - right - over
+            possible = 9
+        if place == wrong and rng is not None:
+            result = rng.choice([r for r in range(possible + 1) if r != result])
+        lines.append(f"{left}{problem.sign}{right}{problem.sign}{over}={result}")
+        digits.append(result % 10)
+        over = result // 10 if problem.sign == "+" else int(borrowed)
+    last = over if problem.sign == "+" else 0
+    return lines, sum(digit * 10**place for place, digit in enumerate([*digits, last]))
+
+
+def trace(problem: Problem, kind: str, rng: random.Random) -> str:
+    """A completion of one of the kinds of `TRACES`, without the end token."""
+    wrong = rng.randrange(problem.digits) if kind == "wrong" else None
+    lines, answer = columns(problem, wrong, rng)
+    pad = ";".join(lines)
+    match kind:
+        case "interrupted":
+            return f"{THINK}{pad[: rng.randrange(len(pad) + 1)]}{INTERRUPTION}{answer}"
+        case "overlong":
+            zeros = ";".join([f"0{problem.sign}0{problem.sign}0=0"] * rng.randint(6, 8))
+            return f"{THINK}{pad};{zeros}{END_OF_THINKING}{answer}"
+        case "rambling":
+            return f"{THINK}{pad}{END_OF_THINKING}{'='.join([str(answer)] * 8)}"
+        case "unclosed":
+            return f"{THINK}{pad}"
+        case _:
+            return f"{THINK}{pad}{END_OF_THINKING}{answer}"
+
+
+def prompt_row(name: str, problem: Problem) -> dict[str, Any]:
+    """A row of train.jsonl or heldout.jsonl."""
+    return {
+        "id": name,
+        "prompt": problem.prompt,
+        "answer": str(problem.answer),
+        "task": "arithmetic",
+        "difficulty": problem.digits,
+    }
+
+
+def sft_rows(rng: random.Random, count: int, avoid: set[Problem]) -> Iterator[dict[str, str]]:
+    """Rows of sft.jsonl: kinds of trace by their shares, no problem of `avoid`. The end token is the trainer's to add."""
+    kinds = rng.choices(list(TRACES), list(TRACES.values()), k=count)
+    for kind in kinds:
+        chosen = problem(rng)
+        while chosen in avoid:
+            chosen = problem(rng)
+        yield {"prompt": chosen.prompt, "completion": trace(chosen, kind, rng)}
+
+
+# The tokenizer and the model
+
+
+def character_tokenizer() -> Any:
+    """32 tokens: one a character, one for each special text. Any other character is an error when it is encoded."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {text: number for number, text in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[THINK, END_OF_THINKING],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save_model(directory: Path, seed: int) -> None:
+    """A Llama of about a million random parameters in fp32, with the tokenizer, in Hugging Face form."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = character_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    directory.mkdir(exist_ok=True)
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for file in sorted(Path(folder).iterdir()):
+            write_atomically(directory / file.name, file.read_bytes())
+
+
+def _write_rows(path: Path, rows: Sequence[dict[str, Any]] | Iterator[dict[str, Any]]) -> None:
+    write_atomically(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
