@@ -1,0 +1,16 @@
+"""megarl: reinforcement learning for language models with Megatron-Core learners and SGLang servers.
+
+megarl/
+  cli.py         every subcommand, thin            recipe.py      the typed recipe; recipes/*.yaml by name
+  types.py       prompt, segment, rollout, group   messages.py    what learner and controller say to each other
+  rundir.py      the run directory's form          process.py     what a role process does with itself
+  admission.py   tickets and the lag rule, pure    batch.py       advantages, aggregation weights, packing, pure
+  supervisor/    `megarl train`: start, watch, restart, live view
+  rollout/       `megarl rollout`: the controller  serving/       `megarl serve`: one SGLang server
+  learner/       `megarl learn`, `megarl sft`      weights/       publication of weights to the servers
+  models/        one file a family                 grading/       rewards
+  evaluation/    held-out pass rate                data/          prompt sets, tokenizers, the quickstart's task
+  monitor/       metrics, summary, report          doctor.py      what this machine can run
+"""
+
+__version__ = "0.1.0"

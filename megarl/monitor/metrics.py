@@ -1,0 +1,107 @@
+"""The names of the metrics, and their writer: one row a step into RUN/metrics.jsonl and TensorBoard.
+
+    controller's Train.stats ─┐
+    learner's train_step ─────┴─► one dict ─► MetricsWriter.row ─► metrics.jsonl, tensorboard/
+    controller ─► eval.jsonl ────────────────► (mirrored) ───────► tensorboard/
+
+`NAMES` says what each metric is and under which heading it is shown; a number with another name is kept too, under
+`other`. Rows supersede by step: after a crash the replayed steps are written again.
+"""
+
+import math
+import time
+from typing import Any
+
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from megarl.monitor.tail import Tail
+from megarl.rundir import RunDir, append_jsonl, read_jsonl
+
+NAMES: dict[str, tuple[str, str]] = {
+    # name: (heading, meaning and unit)
+    "step": ("run", "the step this row is about, from 0"),
+    "weight_version": ("run", "weights after the step (step + 1)"),
+    "time": ("run", "seconds since the epoch at the end of the step"),
+    "compute_hours": ("run", "devices held x wall time, cumulative over the run's lives"),
+    "compute_unit": ("run", "gpu or core"),
+    "replay": ("run", "1 if the batch came back from the journal after a crash"),
+    "pass_rate_train": ("reward", "share of right answers in the batch, zero-variance groups included"),
+    "reward_mean": ("reward", "mean reward of the batch"),
+    "zero_variance_share": ("reward", "groups of the batch with one reward throughout"),
+    "groups_in_loss": ("reward", "groups of the batch that have a gradient"),
+    "void_groups": ("reward", "groups of the batch that could not be generated or graded"),
+    "truncation_rate": ("length", "rollouts that ran out of the answer budget"),
+    "interruption_rate": ("length", "rollouts whose thinking was cut by the interruption phrase"),
+    "format_error_rate": ("length", "rollouts without a closed thinking trace and an answer after it"),
+    "grader_timeout_rate": ("length", "rollouts whose grading ran out of time"),
+    "completion_tokens_mean": ("length", "tokens of a completion"),
+    "loss": ("learner", "the loss"),
+    "entropy": ("learner", "mean entropy of the policy on trained tokens, nats"),
+    "grad_norm": ("learner", "global gradient norm before clipping"),
+    "lr": ("learner", "learning rate of the step"),
+    "ratio_mean": ("learner", "mean importance ratio of trained tokens"),
+    "capped_share": ("learner", "trained tokens whose importance ratio was cut at the cap"),
+    "trained_logprob_diff": ("learner", "mean |learner - behaviour| log-prob of trained tokens (stale weights, stale KV)"),
+    "lag_mean": ("pipeline", "mean of step - weight version over trained tokens"),
+    "lag_max": ("pipeline", "largest of them; never above pipeline.k"),
+    "versions_per_rollout": ("pipeline", "mean number of weight versions in a completion"),
+    "retries": ("pipeline", "requests of the batch that were lost and continued elsewhere"),
+    "tokens_per_second": ("speed", "completion tokens of the batch / step_seconds"),
+    "rollout_tokens_per_second": ("speed", "tokens the servers sampled a second, all servers"),
+    "server_busy_share": ("speed", "share of the step's time a server had requests running, mean of servers"),
+    "step_seconds": ("speed", "wall time from the end of the last step to the end of this one"),
+    "train_seconds": ("speed", "forward, backward and optimiser"),
+    "wait_seconds": ("speed", "the learner waited for a batch"),
+    "publish_seconds": ("publish", "all of a publication, in the step's time"),
+    "pause_seconds": ("publish", "until every server stood still"),
+    "transfer_seconds": ("publish", "weights on the way"),
+    "resume_seconds": ("publish", "until every server went on"),
+    "probe_seconds": ("publish", "scoring the probe on both sides"),
+    "probe_logprob_diff": ("publish", "largest |server - learner| log-prob on the probe after the latest publication"),
+    "checkpoint_seconds": ("publish", "the learner stood still for a checkpoint"),
+}
+
+
+class MetricsWriter:
+    """Learner rank 0's. `row` may be called again for a step: the later row counts."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self._path = rundir.metrics
+        self._last_step = max((row["step"] for row in read_jsonl(rundir.metrics)), default=-1)
+        self._board = EventFileWriter(str(rundir.tensorboard))
+        self._evaluations = Tail(rundir.eval)
+        self._evaluations.new()  # those of an earlier life are in its TensorBoard file
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Keep the metrics of `row["step"]`."""
+        append_jsonl(self._path, row)
+        if row["step"] <= self._last_step:  # replay: TensorBoard drops what it has from here on
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._board.add_event(event_pb2.Event(wall_time=time.time(), step=row["step"], session_log=start))
+        self._last_step = row["step"]
+        self._add(row["step"], {tag(name): value for name, value in row.items()})
+        self._mirror_evaluations()
+
+    def close(self) -> None:
+        """Also takes over evaluations that came after the last step."""
+        self._mirror_evaluations()
+        self._board.close()
+
+    def _mirror_evaluations(self) -> None:
+        for row in self._evaluations.new():
+            self._add(row["step"], {f"eval/{name}": row[name] for name in row if name != "step"})
+
+    def _add(self, step: int, scalars: dict[str, Any]) -> None:
+        values = [
+            summary_pb2.Summary.Value(tag=name, simple_value=float(value))
+            for name, value in scalars.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        ]
+        event = event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values))
+        self._board.add_event(event)
+
+
+def tag(name: str) -> str:
+    """TensorBoard's name of a metric: `heading/name`."""
+    return f"{NAMES.get(name, ('other', ''))[0]}/{name}"
