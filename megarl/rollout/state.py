@@ -1,0 +1,225 @@
+"""What the journal records, and the state of the controller as the fold of those records.
+
+    State() ── apply(Session) ── apply(Admitted) ── apply(Finished) ── … ──►  State
+                                                        └─ snapshot() ─► Snapshot ─► State.restored()
+
+`apply` is the only way a state changes, so the state before a crash and the one rebuilt after it are the same.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megarl.admission import Admission
+from megarl.types import Group, Record
+
+
+class Session(Record, tag="session"):
+    """A controller has started within the life `session` of the supervisor, which began at `time` and holds `devices`.
+
+    A second one of the same session (a restarted controller) changes nothing. time: Unix seconds, as everywhere here.
+    """
+
+    session: str
+    time: float
+    devices: int
+    compute_unit: str
+
+
+class Admitted(Record, tag="admitted"):
+    """This prompt has this ticket, drawn in this pass over the data."""
+
+    ticket: int
+    prompt_id: str
+    epoch: int
+
+
+class Finished(Record, tag="finished"):
+    """The group of its ticket is complete, or void."""
+
+    group: Group
+    time: float
+
+
+class Removed(Record, tag="removed"):
+    """The ticket gives up its slot (zero variance under `refill`); of its group the summary stays.
+
+    pass_rate: None if nothing was graded; generated_tokens: sampled for it all the same.
+    """
+
+    ticket: int
+    reason: str
+    pass_rate: float | None = None
+    generated_tokens: int = 0
+
+
+class PublishedVersion(Record, tag="published_version"):
+    """These servers have these weights. Seconds are wall time of the slowest server."""
+
+    version: int
+    time: float
+    compute_hours: float
+    servers: tuple[str, ...]
+    pause_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    resume_seconds: float = 0.0
+    probe_seconds: float = 0.0
+    probe_logprob_diff: float = 0.0
+
+
+class Evaluated(Record, tag="evaluated"):
+    """The held-out pass rate of these weights. compute_hours: when they were published."""
+
+    version: int
+    time: float
+    compute_hours: float
+    pass_rate: float
+    n_prompts: int
+    samples: int
+
+
+class Snapshot(Record, tag="snapshot"):
+    """The state at the head of a journal file: the fold of all files before it. Tickets are int32 arrays."""
+
+    prompts_per_batch: int
+    max_lag: int
+    next_ticket: int
+    forgotten: int
+    queue: np.ndarray
+    unfinished: tuple[Admitted, ...]
+    last_admitted: Admitted | None
+    pass_rates: dict[str, float]
+    published_version: int
+    evaluations: tuple[Evaluated, ...]
+    session: Session | None
+    earlier_hours: float
+    last_time: float
+    generated_tokens: int
+    finished: int
+    void: int
+    removed: int
+
+
+JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Evaluated | Snapshot
+
+
+@dataclass
+class State:
+    """All that the controller must not forget.
+
+    unfinished: the admissions of unfinished tickets, oldest first: what a restarted controller generates again.
+    last_admitted: where the pass over the data stands (its prompt and epoch).
+    pass_rates: of each prompt's latest finished group; void groups say nothing about a prompt.
+    published_version: the highest ever, -1 before the first.
+    evaluations: by version.
+    generated_tokens: sampled for finished and removed tickets.
+    finished, void, removed: tickets; the void ones are finished too.
+    """
+
+    admission: Admission
+    unfinished: dict[int, Admitted] = field(default_factory=dict)
+    last_admitted: Admitted | None = None
+    pass_rates: dict[str, float] = field(default_factory=dict)
+    published_version: int = -1
+    evaluations: dict[int, Evaluated] = field(default_factory=dict)
+    session: Session | None = None
+    earlier_hours: float = 0.0
+    last_time: float = 0.0
+    generated_tokens: int = 0
+    finished: int = 0
+    void: int = 0
+    removed: int = 0
+
+    def compute_hours(self, now: float) -> float:
+        """Devices held × wall time up to `now`: all earlier sessions up to their last record, and this one."""
+        if self.session is None:
+            return 0.0
+        return self.earlier_hours + self.session.devices * max(0.0, now - self.session.time) / 3600
+
+    def apply(self, record: JournalRecord) -> None:
+        """The next record of the journal. ValueError, and no change, if it contradicts those before it."""
+        match record:
+            case Admitted():
+                if record.ticket != self.admission.next_ticket:
+                    raise ValueError(f"ticket {record.ticket} is admitted where {self.admission.next_ticket} is next")
+                self.admission.admit()
+                self.unfinished[record.ticket] = self.last_admitted = record
+            case Finished(group=group):
+                self.admission.finish(group.ticket)
+                del self.unfinished[group.ticket]
+                self.finished += 1
+                self.void += bool(group.void)
+                self.generated_tokens += sum(r.trained_tokens for r in group.rollouts)
+                if not group.void:
+                    self.pass_rates[group.prompt.id] = group.pass_rate
+                self.last_time = max(self.last_time, record.time)
+            case Removed():
+                self.admission.remove(record.ticket)
+                prompt_id = self.unfinished.pop(record.ticket).prompt_id
+                self.removed += 1
+                self.generated_tokens += record.generated_tokens
+                if record.pass_rate is not None:
+                    self.pass_rates[prompt_id] = record.pass_rate
+            case PublishedVersion():
+                self.published_version = max(self.published_version, record.version)
+                self.last_time = max(self.last_time, record.time)
+            case Evaluated():
+                self.evaluations[record.version] = record
+                self.last_time = max(self.last_time, record.time)
+            case Session():
+                if self.session is None or record.session != self.session.session:
+                    self.earlier_hours = self.compute_hours(self.last_time)
+                    self.session, self.last_time = record, record.time
+            case Snapshot():
+                pass  # the fold of what was applied already
+
+    def snapshot(self) -> Snapshot:
+        """This state as a record."""
+        a = self.admission
+        return Snapshot(
+            prompts_per_batch=a.prompts_per_batch,
+            max_lag=a.max_lag,
+            next_ticket=a.next_ticket,
+            forgotten=a.forgotten,
+            queue=np.array(a.queue, dtype=np.int32),
+            unfinished=tuple(self.unfinished.values()),
+            last_admitted=self.last_admitted,
+            pass_rates=self.pass_rates,
+            published_version=self.published_version,
+            evaluations=tuple(self.evaluations.values()),
+            session=self.session,
+            earlier_hours=self.earlier_hours,
+            last_time=self.last_time,
+            generated_tokens=self.generated_tokens,
+            finished=self.finished,
+            void=self.void,
+            removed=self.removed,
+        )
+
+    @staticmethod
+    def restored(s: Snapshot) -> "State":
+        """The state `s` was taken of."""
+        unfinished = {a.ticket: a for a in s.unfinished}
+        admission = Admission(
+            s.prompts_per_batch,
+            s.max_lag,
+            next_ticket=s.next_ticket,
+            forgotten=s.forgotten,
+            queue=s.queue.tolist(),
+            unfinished=unfinished,
+        )
+        return State(
+            admission,
+            unfinished=unfinished,
+            last_admitted=s.last_admitted,
+            pass_rates=dict(s.pass_rates),
+            published_version=s.published_version,
+            evaluations={e.version: e for e in s.evaluations},
+            session=s.session,
+            earlier_hours=s.earlier_hours,
+            last_time=s.last_time,
+            generated_tokens=s.generated_tokens,
+            finished=s.finished,
+            void=s.void,
+            removed=s.removed,
+        )
