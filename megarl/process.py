@@ -7,6 +7,9 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+SUPERVISOR = "MEGARL_SUPERVISOR_PID"
+"""Environment variable of a role that `megarl train` started."""
 
 
 def die_with_parent(sig: int = signal.SIGKILL) -> None:
@@ -18,6 +21,20 @@ def die_with_parent(sig: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sig, 0, 0, 0)
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), sig)
+
+
+def die_with_supervisor() -> None:
+    """In a role that `megarl train` started, before anything slow: die with it, also if it is dead already."""
+    supervisor = os.environ.pop(SUPERVISOR, None)  # not for the role's own children: their parent is the role
+    if supervisor is not None:
+        die_with_parent()
+        if os.getppid() != int(supervisor):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """What a dead role leaves behind becomes a child of this process, which can then find and end it. Linux only."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def start_logging(role: str) -> None:

@@ -138,6 +138,7 @@ class Weights(Section):
 
 class Serving(Section):
     host: str = "127.0.0.1"
+    port: int | None = Field(None, ge=1, le=65_535, description="of server 0, the next ones count up; null: free ports")
     kv_tokens: int | None = Field(None, ge=1, description="null: what fits in memory (GPU only)")
     max_running_requests: int = Field(256, ge=1)
     stream_interval: int = Field(16, ge=1, description="tokens between streamed chunks: what a lost server costs at most")
