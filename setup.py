@@ -32,7 +32,7 @@ setup(
             "torch==2.14.1",
             "megatron-core==0.19.2",
             "transformers==5.19.0",
-            "transformer-engine[pytorch]",
+            "transformer-engine[pytorch,core_cu13]==2.20.2",
         ],
     },
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},
