@@ -1,0 +1,20 @@
+"""Models: Megatron-Core's GPT built, loaded from and written to Hugging Face directories, sharded over any layout.
+
+    cpu.py          megatron-core on CPU processes
+    parallel.py     process groups of TP x PP x CP x EP x DP
+    build.py        this rank's chunks of the model        local_spec.py  norm and attention without Transformer Engine
+                                                           head.py        FP32 logits, padded vocabulary
+    llama.py        a family: configuration, layer spec, names (one file a family)
+    family.py       what a family is; how a Megatron tensor is made of Hugging Face ones
+    hf.py           load, export, save                     checkpoint.py  distributed checkpoints
+
+Importing any module of this package (or `megarl.models` itself) before megatron makes megatron-core importable on a CPU.
+"""
+
+from megarl.models.cpu import run_on_cpu
+
+run_on_cpu()
+
+from megarl.models.family import Family, family_of  # noqa: E402  megatron is imported below here
+
+__all__ = ["Family", "family_of"]

@@ -1,0 +1,142 @@
+"""Run megatron-core on CPU processes over gloo.
+
+    run_on_cpu()              before the first import of megatron: the torch.cuda names it calls are pointed at the CPU
+    import megatron.core
+    after_megatron_import()   once after it: its optimiser accepts torch's Adam state
+
+Both do nothing where there is a GPU. The changes are global to the process, so a server never shares one with a learner.
+Every change says what fails without it; all were taken out one at a time to see that.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+def run_on_cpu() -> None:
+    """Point what megatron-core takes from torch.cuda at the CPU. Idempotent."""
+    if torch.cuda.is_available() or isinstance(torch.cuda.default_generators, _Generators):
+        return
+    # megatron compiles small functions when it is imported; on a CPU that costs a C++ compilation in every process.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    _random_numbers()
+    _devices()
+    _streams()
+
+
+def after_megatron_import() -> None:
+    """Let the distributed optimiser work with torch.optim.AdamW, which it uses where no fused Adam is installed. Idempotent."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if torch.cuda.is_available() or DistributedOptimizer.state_dict.__module__ == __name__:
+        return
+    _own_step_for_each_parameter(DistributedOptimizer)
+    _state_before_first_step(DistributedOptimizer)
+
+
+def _devices() -> None:
+    """`.cuda()`, `device="cuda"` and `torch.cuda.current_device()` mean the CPU."""
+    # AssertionError: Torch not compiled with / no CUDA device, in the constructors of all layers.
+    torch.cuda.current_device = lambda: CPU
+    # The same in the pipeline schedules' barriers and in the checkpoint writer.
+    torch.cuda.synchronize = lambda *_, **__: None
+    # Norm clipping, gradient scaling and the schedules build tensors with device="cuda".
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, _made_on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    # The mixed precision optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
+    name_or_cast = torch.Tensor.type
+    torch.Tensor.type = lambda self, *a, **k: name_or_cast(self, *a, **k) if a or k else _TypeName(name_or_cast(self))
+
+
+def _random_numbers() -> None:
+    """The CUDA generator is the CPU's: megatron saves, forks and restores it around tensor-parallel regions."""
+    torch.cuda.default_generators = _Generators()
+    torch.cuda._lazy_call = lambda callback, **_: callback()
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda *_, **__: torch.get_rng_state()
+
+
+def _streams() -> None:
+    """CPU work is synchronous, so a stream is a name for nothing (overlapped gradient reduction, checkpoint copies)."""
+    stream = _Stream()
+    torch.cuda.Stream = _Stream
+    torch.cuda.current_stream = lambda *_, **__: stream
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
+
+
+def _own_step_for_each_parameter(optimizer_class: Any) -> None:
+    """Without it resuming is silently wrong: all parameters share ONE `step` tensor, which AdamW counts up once for each.
+
+    A fused Adam keeps `step` in the parameter group, torch's in the parameter's state, and megatron restores the former.
+    """
+    original = optimizer_class._set_main_param_and_optimizer_states
+
+    @torch.no_grad()
+    def restore(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        group, index = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        if "step" in state:
+            state["step"] = state["step"].clone()
+            tensors = {**tensors, "step": state["step"]}
+        original(self, model_param, tensors)
+
+    optimizer_class._set_main_param_and_optimizer_states = restore
+
+
+def _state_before_first_step(optimizer_class: Any) -> None:
+    """Without it loading into a new optimiser fails (AssertionError): torch's Adam has no state before its first step."""
+    original = optimizer_class.state_dict
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        if not self.is_stub_optimizer and not self.optimizer.state:
+            for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        return original(self)
+
+    optimizer_class.state_dict = state_dict
+
+
+class _Stream:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, _: "_Stream") -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class _Generators:
+    def __getitem__(self, _: int) -> torch.Generator:
+        return torch.default_generator
+
+
+class _TypeName(str):
+    """'torch.FloatTensor', which also equals 'torch.cuda.FloatTensor'."""
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or "torch.cuda." + self.removeprefix("torch.") == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if isinstance(device, str | torch.device) and torch.device(device).type == "cuda":
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return make
