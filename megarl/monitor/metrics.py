@@ -42,7 +42,10 @@ NAMES: dict[str, tuple[str, str]] = {
     "lr": ("learner", "learning rate of the step"),
     "ratio_mean": ("learner", "mean importance ratio of trained tokens"),
     "capped_share": ("learner", "trained tokens whose importance ratio was cut at the cap"),
-    "trained_logprob_diff": ("learner", "mean |learner - behaviour| log-prob of trained tokens (stale weights, stale KV)"),
+    "trained_logprob_diff": (
+        "learner",
+        "mean |learner - behaviour| log-prob of trained tokens (stale weights, stale KV)",
+    ),
     "lag_mean": ("pipeline", "mean of step - weight version over trained tokens"),
     "lag_max": ("pipeline", "largest of them; never above pipeline.k"),
     "versions_per_rollout": ("pipeline", "mean number of weight versions in a completion"),

@@ -1,0 +1,108 @@
+"""What the run's files say now: read as they grow, by the supervisor alone.
+
+RUN/status.json (controller) ─┐
+RUN/metrics.jsonl (learner) ──┼─► Observer.look() ─► the live view, the restart policy, the watch
+RUN/eval.jsonl (controller) ──┤
+RUN/logs/*.log (all) ─────────┘
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megarl.monitor.tail import Tail
+from megarl.rundir import RunDir
+
+PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
+
+
+class ServerStatus(msgspec.Struct, kw_only=True):
+    """`busy_share`: of the time, with requests running."""
+
+    id: int
+    state: str = "starting"
+    version: int = -1
+    running: int = 0
+    tokens_per_second: float = 0.0
+    busy_share: float = 0.0
+
+
+class TicketStatus(msgspec.Struct, kw_only=True):
+    """`window`: how many may be unfinished or unconsumed at once."""
+
+    window: int = 0
+    running: int = 0
+    waiting: int = 0
+    finished: int = 0
+    void: int = 0
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """RUN/status.json. `phase`: what the learner was last told."""
+
+    time: float
+    step: int = 0
+    version: int = 0
+    phase: str = ""
+    servers: list[ServerStatus] = []
+    tickets: TicketStatus = msgspec.field(default_factory=TicketStatus)
+    compute_hours: float = 0.0
+    compute_unit: str = ""
+    eval: dict[str, Any] | None = None
+    rollout_tokens_per_second: float = 0.0
+
+
+class Observer:
+    """All that is known of a run. `rows` and `evaluations` by step, from all its lives; the others from this life."""
+
+    def __init__(self, rundir: RunDir, logs: Sequence[Path]) -> None:
+        self._rundir = rundir
+        self._metrics, self._eval = Tail(rundir.metrics), Tail(rundir.eval)
+        self._logs = {path: Tail(path) for path in logs}
+        for log in self._logs.values():
+            log.lines()  # problems of an earlier life
+        self.rows: dict[int, dict[str, Any]] = {row["step"]: row for row in self._metrics.new()}
+        self.evaluations: dict[int, dict[str, Any]] = {row["step"]: row for row in self._eval.new()}
+        self.steps_before = len(self.rows)
+        self.stepped = False
+        self.status: Status | None = None
+        self.problem = ""
+
+    def look(self) -> None:
+        """Take in what is new."""
+        for row in self._metrics.new():
+            self.rows[row["step"]] = row
+            self.stepped = True
+        for row in self._eval.new():
+            self.evaluations[row["step"]] = row
+        try:
+            self.status = msgspec.json.decode(self._rundir.status.read_bytes(), type=Status)
+        except (OSError, msgspec.DecodeError):
+            pass  # the controller has not begun, or what it wrote is no status: the last one stays
+        for path, log in self._logs.items():
+            for line in log.lines():
+                if PROBLEM.search(line):
+                    self.problem = f"{path.stem}: {line.strip()}"
+
+    @property
+    def status_age(self) -> float:
+        """Seconds since the controller wrote its status."""
+        return time.time() - self.status.time if self.status else 0.0
+
+    @property
+    def latest(self) -> dict[str, Any]:
+        """Row of the newest step; empty before the first."""
+        return self.rows[max(self.rows)] if self.rows else {}
+
+
+def last_lines(log: Path, count: int = 25, most_bytes: int = 64 << 10) -> list[str]:
+    """The end of a log."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - most_bytes))
+        return file.read().decode(errors="replace").splitlines()[-count:]

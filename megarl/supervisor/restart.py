@@ -1,0 +1,87 @@
+"""What to do when a role dies. Pure: no clock, no processes.
+
+    server died      ──► that server again          the controller finds it lost, the learner brings it up to date
+    controller died  ──► the controller again       it folds its journal; the learner asks again
+    learner died     ──► all its ranks again        it loads its checkpoint and replays what came after
+    learner left (0) ──► the run ends
+    too often        ──► the run ends as failed
+
+A role's exit statuses: 0 it left in order; 2 one error message for the user (`MegarlError`): not worth a second try
+before the run has made its first step, for then it is bad input; anything else is a crash.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+MESSAGE_STATUS = 2
+"""Exit status of a role that ended with a `MegarlError`."""
+MOST_DEATHS = 5
+WINDOW_S = 900.0
+"""More than `MOST_DEATHS` deaths of one role within this time end the run: it would not get better."""
+LONGEST_DELAY_S = 30.0
+
+Kind = Literal["server", "controller", "learner"]
+
+
+@dataclass(frozen=True, order=True)
+class Role:
+    """One process that is watched. The learner is one: torchrun ends all its ranks when one dies."""
+
+    kind: Kind
+    index: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.index}"
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start `role` again after `delay_s` seconds."""
+
+    role: Role
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End the run as failed; `reason` names the role and what it did."""
+
+    role: Role
+    reason: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """The learner has saved and left: end the run."""
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """The controller has nothing more to do; the learner leaves next."""
+
+
+Decision = Restart | GiveUp | Done | Nothing
+
+
+class RestartPolicy:
+    """Deaths so far, by role."""
+
+    def __init__(self, most_deaths: int = MOST_DEATHS, window_s: float = WINDOW_S) -> None:
+        self.most_deaths = most_deaths
+        self.window_s = window_s
+        self._deaths: dict[Role, list[float]] = {}
+
+    def died(self, role: Role, status: int, at: float, stepped: bool) -> Decision:
+        """`role` ended with `status` (negative: by that signal) at `at` seconds; `stepped`: the run made a step since its start."""
+        if status == 0 and role.kind == "learner":
+            return Done()
+        if status == 0 and role.kind == "controller":
+            return Nothing()
+        if status == MESSAGE_STATUS and not stepped:
+            return GiveUp(role, f"{role.name} could not start")
+        recent = [t for t in self._deaths.get(role, []) if at - t < self.window_s] + [at]
+        self._deaths[role] = recent
+        if len(recent) > self.most_deaths:
+            return GiveUp(role, f"{role.name} died {len(recent)} times within {self.window_s / 60:g} minutes")
+        return Restart(role, 0.0 if len(recent) == 1 else min(2.0 ** (len(recent) - 1), LONGEST_DELAY_S))

@@ -1,0 +1,231 @@
+"""The live view: what `Observer` and the supervisor know, as a rich renderable, and as one plain line for logs.
+
+Pure: `render` and `line` make text of a `Frame`; nothing is read or remembered here.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megarl.recipe import Recipe
+from megarl.supervisor.observe import Observer, ServerStatus
+from megarl.supervisor.restart import Role
+
+BARS = "▁▂▃▄▅▆▇█"
+TRUNCATION_WARNING = 0.10
+"""A truncation rate from here on destabilises training (ScaleRL); healthy runs stay under 0.05."""
+RECENT = 20
+"""Steps that rates and shares are averaged over."""
+
+
+@dataclass(frozen=True)
+class RoleView:
+    """`state`: running, restarting or ended; `seconds`: since it began."""
+
+    state: str
+    seconds: float
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Everything one picture shows. `stopping`: what the supervisor is doing about the end of the run, if anything."""
+
+    recipe: Recipe
+    observer: Observer
+    elapsed_s: float
+    roles: dict[Role, RoleView] = field(default_factory=dict)
+    stopping: str = ""
+
+
+def render(frame: Frame) -> RenderableType:
+    """The whole view."""
+    parts: list[RenderableType] = [_progress(frame)]
+    if frame.observer.rows or frame.observer.evaluations:
+        parts += [Text(), _numbers(frame)]
+    parts += [Text(), _processes(frame)]
+    parts += [Text(f"! {w}", style="yellow") for w in warnings(frame)]
+    if frame.observer.problem:
+        parts.append(Text(f"last problem: {frame.observer.problem}", style="red", overflow="ellipsis", no_wrap=True))
+    foot = frame.stopping or "Ctrl-C saves and stops; run.resume=auto goes on"
+    return Panel(
+        Group(*parts),
+        title=f"megarl · {frame.recipe.run.path}",
+        subtitle=Text(foot, style="bold yellow" if frame.stopping else "dim"),
+        width=100,
+        padding=(0, 1),
+    )
+
+
+def line(frame: Frame) -> str:
+    """One line for a terminal that is none."""
+    row, observer = frame.observer.latest, frame.observer
+    parts = [f"[{clock(frame.elapsed_s)}]", frame.stopping or phase(frame)]
+    if observer.rows:
+        parts.append(f"step {row['step'] + 1}/{frame.recipe.run.steps}")
+        parts.append(f"train {number(recent(observer, 'pass_rate_train'), 2)}")
+    if observer.evaluations:
+        newest = observer.evaluations[max(observer.evaluations)]
+        parts.append(f"held-out {newest['pass_rate']:.2f} at {newest['step']}")
+    if observer.rows:
+        parts.append(f"{number(recent(observer, 'tokens_per_second'))} tok/s")
+        parts.append(f"lag {number(row.get('lag_mean'), 1)}/{number(row.get('lag_max'))}")
+        parts.append(f"probe {number(row.get('probe_logprob_diff'), 1, 'e')}")
+    parts += [f"! {w}" for w in warnings(frame)]
+    return "  ".join(parts)
+
+
+def phase(frame: Frame) -> str:
+    """Where the run is: starting (whom it waits for), replaying, or what the learner was last told."""
+    status = frame.observer.status
+    restarting = [role.name for role, view in frame.roles.items() if view.state == "restarting"]
+    if restarting:
+        return f"restarting {', '.join(restarting)}"
+    if status is None:
+        return "starting the controller"
+    starting = [f"server-{s.id}" for s in status.servers if s.state == "starting"]
+    if not frame.observer.stepped and starting and len(starting) == len(status.servers):
+        return f"starting {', '.join(starting)}"
+    if not status.phase:
+        return "starting the learner"
+    return status.phase
+
+
+def warnings(frame: Frame) -> list[str]:
+    """What a user should look at."""
+    found = []
+    truncated = recent(frame.observer, "truncation_rate")
+    if truncated is not None and truncated > TRUNCATION_WARNING:
+        found.append(
+            f"{truncated:.0%} of the answers are cut off: above 10 % training destabilises; raise length.answer_tokens"
+        )
+    row = frame.observer.latest
+    diff, limit = row.get("probe_logprob_diff"), frame.recipe.weights.probe_limit
+    if diff is not None and diff > limit / 2:
+        found.append(f"servers and learner differ by {diff:.2g} log-prob on the probe (the run stops at {limit:g})")
+    if row.get("skipped"):
+        found.append("the last step was skipped: its gradient was not finite")
+    return found
+
+
+def recent(observer: Observer, name: str) -> float | None:
+    """Mean of a metric over the last `RECENT` steps that have it."""
+    values = [observer.rows[s].get(name) for s in sorted(observer.rows)[-RECENT:]]
+    finite = [v for v in values if v is not None and math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else None
+
+
+def sparkline(values: Sequence[float], width: int, lowest: float = 0.0, highest: float = 1.0) -> str:
+    """`values` as bars, averaged into at most `width` of them, on a fixed scale."""
+    count = min(width, len(values))
+    bars = []
+    for i in range(count):
+        part = values[i * len(values) // count : (i + 1) * len(values) // count]
+        share = (sum(part) / len(part) - lowest) / (highest - lowest)
+        bars.append(BARS[max(0, min(len(BARS) - 1, int(share * len(BARS))))])
+    return "".join(bars)
+
+
+def clock(seconds: float) -> str:
+    """`4:05`, `2:13:07`."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def number(value: Any, digits: int = 0, form: str = "f") -> str:
+    """With thousands separators; `–` where there is none."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}{form}}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _progress(frame: Frame) -> RenderableType:
+    total, done = frame.recipe.run.steps, max(frame.observer.rows, default=-1) + 1
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    seconds = recent(frame.observer, "step_seconds")
+    left = f"{seconds:.1f} s a step · {clock(seconds * (total - done))} left · " if seconds and done < total else ""
+    grid.add_row(
+        Text(f"step {done}/{total}", style="bold"),
+        ProgressBar(total=total, completed=done),
+        Text(f"{left}{clock(frame.elapsed_s)}"),
+    )
+    return Group(grid, Text(phase(frame), style="cyan", overflow="ellipsis", no_wrap=True))
+
+
+def _numbers(frame: Frame) -> RenderableType:
+    observer, row = frame.observer, frame.observer.latest
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(no_wrap=True)
+    rates = [r["pass_rate_train"] for _, r in sorted(observer.rows.items()) if "pass_rate_train" in r]
+    grid.add_row("pass rate, training", f"{number(recent(observer, 'pass_rate_train'), 3)}  {sparkline(rates, 50)}")
+    if observer.evaluations:
+        steps = sorted(observer.evaluations)
+        scores = [observer.evaluations[s]["pass_rate"] for s in steps]
+        first = f" · {scores[0]:.3f} at step {steps[0]}" if len(steps) > 1 else ""
+        grid.add_row("pass rate, held out", f"{scores[-1]:.3f}  {sparkline(scores, 30)}  step {steps[-1]}{first}")
+    if not observer.rows:
+        return grid
+    step = recent(observer, "step_seconds") or math.nan
+    shares = [
+        f"{word} {_share(value / step)}"
+        for name, word in (("train_seconds", "trains"), ("wait_seconds", "waits"), ("publish_seconds", "publishes"))
+        if (value := recent(observer, name)) is not None
+    ]
+    grid.add_row("tokens/s", number(recent(observer, "tokens_per_second")))
+    lag = f"mean {number(row.get('lag_mean'), 2)} · max {number(row.get('lag_max'))} · limit {frame.recipe.pipeline.k}"
+    grid.add_row("lag, steps", lag)
+    grid.add_row("learner", " · ".join(shares) or "–")
+    sync = f"{number(row.get('publish_seconds'), 2)} s · probe diff {number(row.get('probe_logprob_diff'), 1, 'e')}"
+    grid.add_row("publication", sync)
+    grid.add_row("entropy · grad norm", f"{number(row.get('entropy'), 3)} · {number(row.get('grad_norm'), 3)}")
+    if observer.status is not None:
+        t = observer.status.tickets
+        text = f"{t.running} running · {t.waiting} waiting · {t.finished} finished · window {t.window}"
+        grid.add_row("tickets", text + (f" · {t.void} void" if t.void else ""))
+        grid.add_row("compute", f"{observer.status.compute_hours:.3f} {observer.status.compute_unit} hours")
+    return grid
+
+
+def _processes(frame: Frame) -> RenderableType:
+    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    for name in ("role", "state", "weights", "requests", "tok/s", "busy", "up", "restarts"):
+        table.add_column(name, justify="left" if name in ("role", "state") else "right", no_wrap=True)
+    status = frame.observer.status
+    servers = {s.id: s for s in status.servers} if status else {}
+    for role, view in sorted(frame.roles.items()):
+        state, cells = view.state, [""] * 4
+        if view.state == "running" and role.kind == "server":
+            server = servers.get(role.index, ServerStatus(id=role.index))
+            state = server.state
+            if not state.startswith("starting"):
+                version = str(server.version) if server.version >= 0 else "–"
+                cells = [version, str(server.running), number(server.tokens_per_second), _share(server.busy_share)]
+        elif view.state == "running" and role.kind == "controller":
+            state = "up" if status else "starting"
+        elif view.state == "running":
+            state = "up" if status and status.phase else "starting"
+        style = {"lost": "red", "restarting": "yellow", "starting": "yellow", "unknown": "yellow"}.get(
+            state.split("(")[0], ""
+        )
+        table.add_row(
+            role.name,
+            Text(state, style=style),
+            *cells,
+            clock(view.seconds),
+            str(view.restarts) if view.restarts else "",
+        )
+    return table

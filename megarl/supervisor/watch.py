@@ -1,0 +1,66 @@
+"""Roles that live and do not move: what is asked of each, and for how long it may go unanswered.
+
+    any process of a role is stopped (SIGSTOP, a debugger)        STOPPED_S      (not on a paused terminal: roles have none)
+    the controller's status.json does not change                  SILENT_S
+    the controller says a server is lost and its process lives    LOST_S
+
+A learner's silence proves nothing (a step may be long); its own collective time-outs end it.
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+
+import psutil
+
+from megarl.supervisor.observe import Status
+from megarl.supervisor.restart import Role
+
+STOPPED_S = 30.0
+SILENT_S = 120.0
+LOST_S = 120.0
+
+
+class Watch:
+    """Since when each role has given cause for complaint."""
+
+    def __init__(self, stopped_s: float = STOPPED_S, silent_s: float = SILENT_S, lost_s: float = LOST_S) -> None:
+        self._limits = {"stopped": stopped_s, "silent": silent_s, "lost": lost_s}
+        self._since: dict[tuple[Role, str], float] = {}
+
+    def hung(
+        self, stopped: set[Role], status: Status | None, status_age: float, running: set[Role], at: float
+    ) -> dict[Role, str]:
+        """Roles of `running` to be killed at `at` seconds, and why. `status_age`: seconds since status.json was written."""
+        complaints = {(role, "stopped") for role in stopped}
+        if status is not None and status_age > self._limits["silent"]:
+            complaints.add((Role("controller"), "silent"))
+        if status is not None and status_age < self._limits["silent"]:
+            complaints |= {(Role("server", s.id), "lost") for s in status.servers if s.state.startswith("lost")}
+        complaints = {c for c in complaints if c[0] in running}
+        self._since = {c: self._since.get(c, at) for c in complaints}
+        found = {}
+        for (role, complaint), since in self._since.items():
+            if complaint == "silent":
+                found[role] = f"has not written its status for {status_age:.0f} s"
+            elif at - since >= self._limits[complaint]:
+                what = "has been stopped" if complaint == "stopped" else "has not answered the controller"
+                found[role] = f"{what} for {at - since:.0f} s"
+        return found
+
+    def forget(self, role: Role) -> None:
+        """It was started anew."""
+        self._since = {c: since for c, since in self._since.items() if c[0] != role}
+
+
+def stopped_roles(leaders: Mapping[Role, int]) -> set[Role]:
+    """Roles with a stopped process in the session that their process leads."""
+    roles = {pid: role for role, pid in leaders.items()}
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                role = roles.get(os.getsid(process.pid))
+                if role is not None:
+                    found.add(role)
+    return found
