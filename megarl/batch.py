@@ -169,34 +169,36 @@ def _deal(microbatches: list[list[int]], lengths: Sequence[int], data_parallel: 
 def batch_statistics(batch: Batch) -> dict[str, float]:
     """What the row of metrics says about the batch of step `batch.step`, groups without variance included.
 
-    Shares are of rollouts, but `void` (of tickets) and `zero_variance` (of groups that are not void). Lags are in steps
-    and of sampled tokens, lengths in completion tokens. A mean over nothing is NaN.
+    Rates are shares of rollouts, `zero_variance_share` of the groups that are not void; lags are in steps, of sampled
+    tokens. A mean over nothing is NaN.
     """
     groups = [g for g in batch.groups if not g.void]
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([sum(len(s.tokens) for s in r.segments) for r in rollouts])
     correct = np.array([r.correct for r in rollouts], dtype=bool)
     sampled = [[s for s in r.segments if s.trained and len(s.tokens)] for r in rollouts]
-    counts = np.array([len(s.tokens) for segments in sampled for s in segments])
+    counts = np.array([len(s.tokens) for segments in sampled for s in segments], dtype=np.int64)
     lags = batch.step - np.array([s.weight_version for segments in sampled for s in segments], dtype=np.int64)
-    versions = np.array([len({s.weight_version for s in segments}) for segments in sampled])
+    versions = np.array([len({s.weight_version for s in segments}) for segments in sampled], dtype=np.int64)
+    varied = [g.has_variance for g in groups]
     return {
         "pass_rate_train": _mean(correct),
         "reward_mean": _mean([r.reward for r in rollouts]),
-        "zero_variance": _mean([not g.has_variance for g in groups]),
-        "void": _mean([bool(g.void) for g in batch.groups]),
-        "truncated": _mean([r.finish == "length" for r in rollouts]),
-        "interrupted": _mean([r.interrupted for r in rollouts]),
-        "format_wrong": _mean([not r.format_ok for r in rollouts]),
-        "grader_timeout": _mean([r.grader_timeout for r in rollouts]),
-        "length_mean": _mean(lengths),
-        "length_right_mean": _mean(lengths[correct]),
-        "length_wrong_mean": _mean(lengths[~correct]),
+        "zero_variance_share": 1 - _mean(varied),
+        "groups_in_loss": float(sum(varied)),
+        "void_groups": float(len(batch.groups) - len(groups)),
+        "truncation_rate": _mean([r.finish == "length" for r in rollouts]),
+        "interruption_rate": _mean([r.interrupted for r in rollouts]),
+        "format_error_rate": _mean([not r.format_ok for r in rollouts]),
+        "grader_timeout_rate": _mean([r.grader_timeout for r in rollouts]),
+        "completion_tokens_mean": _mean(lengths),
+        "completion_tokens_right_mean": _mean(lengths[correct]),
+        "completion_tokens_wrong_mean": _mean(lengths[~correct]),
         "generated_tokens": float(counts.sum()),
         "lag_mean": float(np.average(lags, weights=counts)) if len(lags) else float("nan"),
         "lag_max": float(lags.max(initial=0)),
-        "versions_per_completion_mean": _mean(versions),
-        "versions_per_completion_max": float(versions.max(initial=0)),
+        "versions_per_rollout": _mean(versions),
+        "versions_per_rollout_max": float(versions.max(initial=0)),
         "retries": float(sum(r.retries for r in rollouts)),
     }
 

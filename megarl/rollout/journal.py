@@ -7,10 +7,10 @@
     controller ── append(*records) ──► state.apply(record), one write, one fsync     nothing else changes the state
     learner is behind ── groups(tickets) ──► read back from disk; groups are not kept in memory
 
-A record is its header (mark, length, ticket of a group, checksums of payload and header) and msgpack of one `JournalRecord`.
+A record is a header (mark, length, ticket of a group, checksums) and msgpack of a `JournalRecord`.
 After a crash only the last record can be incomplete: it is cut off, and said. Damage anywhere else is an error. Opening
-reads the last file alone, for the snapshot at its head is the fold of the others; the ticket in the headers lets those be
-searched for groups without reading the groups.
+reads the last file alone, for the snapshot at its head is the fold of the others; with the ticket in their headers
+those are searched for groups without reading the groups.
 """
 
 import fcntl
@@ -64,9 +64,8 @@ LOCK_TIMEOUT_S = 10.0
 
 FILE_HEADER = struct.Struct("<8sI")  # magic, schema version
 MAGIC = b"megarlRJ"
-RECORD_HEADER = struct.Struct(
-    "<4sIqII"
-)  # mark, payload bytes, ticket or -1, CRC-32 of payload, CRC-32 of what is before
+RECORD_HEADER = struct.Struct("<4sIqII")
+# mark, payload bytes, ticket or -1, CRC-32 of the payload, CRC-32 of the header up to here
 MARK = b"\xa5RJ\x5a"
 
 
@@ -180,8 +179,8 @@ class Journal(JournalReader):
     def append(self, *records: JournalRecord) -> None:
         """These records, in order, on disk when it returns, and in `state`. One fsync for all of them.
 
-        ValueError for a record that contradicts the state (nothing is written). MegarlError if it cannot be written: the
-        file ends with the last complete append. After either the journal is closed.
+        ValueError for a record that contradicts the state: nothing is written. MegarlError if it cannot be written:
+        the file ends with the last complete append. After either the journal is closed.
         """
         if self._fd is None:
             raise MegarlError(f"{self.path}: the journal is closed")
@@ -351,7 +350,8 @@ def _check_tail(path: Path, offset: int, after: bytes) -> None:
     while at >= 0:
         if _entry(after[at : at + RECORD_HEADER.size], 0) is not None:
             raise MegarlError(
-                f"{path}: damaged at offset {offset} (checksum), with sound records after it; restore the file from a backup"
+                f"{path}: damaged at offset {offset} (checksum), with sound records after it; "
+                "restore the file from a backup"
             )
         at = after.find(MARK, at + 1)
 

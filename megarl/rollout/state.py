@@ -14,7 +14,7 @@ from megarl.admission import Admission
 from megarl.types import Group, Record
 
 
-class Session(Record, tag="session"):
+class Session(Record, frozen=True, tag="session"):
     """A controller has started within the life `session` of the supervisor, which began at `time` and holds `devices`.
 
     A second one of the same session (a restarted controller) changes nothing. time: Unix seconds, as everywhere here.
@@ -26,22 +26,26 @@ class Session(Record, tag="session"):
     compute_unit: str
 
 
-class Admitted(Record, tag="admitted"):
-    """This prompt has this ticket, drawn in this pass over the data."""
+class Admitted(Record, frozen=True, tag="admitted"):
+    """This prompt has this ticket, drawn in this pass over the data.
+
+    reset: too few prompts were left, so all pass rates were forgotten before this draw (`data.on_exhausted`).
+    """
 
     ticket: int
     prompt_id: str
     epoch: int
+    reset: bool = False
 
 
-class Finished(Record, tag="finished"):
+class Finished(Record, frozen=True, tag="finished"):
     """The group of its ticket is complete, or void."""
 
     group: Group
     time: float
 
 
-class Removed(Record, tag="removed"):
+class Removed(Record, frozen=True, tag="removed"):
     """The ticket gives up its slot (zero variance under `refill`); of its group the summary stays.
 
     pass_rate: None if nothing was graded; generated_tokens: sampled for it all the same.
@@ -53,7 +57,7 @@ class Removed(Record, tag="removed"):
     generated_tokens: int = 0
 
 
-class PublishedVersion(Record, tag="published_version"):
+class PublishedVersion(Record, frozen=True, tag="published_version"):
     """These servers have these weights. Seconds are wall time of the slowest server."""
 
     version: int
@@ -67,7 +71,7 @@ class PublishedVersion(Record, tag="published_version"):
     probe_logprob_diff: float = 0.0
 
 
-class Evaluated(Record, tag="evaluated"):
+class Evaluated(Record, frozen=True, tag="evaluated"):
     """The held-out pass rate of these weights. compute_hours: when they were published."""
 
     version: int
@@ -78,7 +82,7 @@ class Evaluated(Record, tag="evaluated"):
     samples: int
 
 
-class Snapshot(Record, tag="snapshot"):
+class Snapshot(Record, frozen=True, tag="snapshot"):
     """The state at the head of a journal file: the fold of all files before it. Tickets are int32 arrays."""
 
     prompts_per_batch: int
@@ -109,7 +113,7 @@ class State:
 
     unfinished: the admissions of unfinished tickets, oldest first: what a restarted controller generates again.
     last_admitted: where the pass over the data stands (its prompt and epoch).
-    pass_rates: of each prompt's latest finished group; void groups say nothing about a prompt.
+    pass_rates: of each prompt's latest finished group since they were last forgotten; a void group says nothing.
     published_version: the highest ever, -1 before the first.
     evaluations: by version.
     generated_tokens: sampled for finished and removed tickets.
@@ -143,6 +147,8 @@ class State:
                 if record.ticket != self.admission.next_ticket:
                     raise ValueError(f"ticket {record.ticket} is admitted where {self.admission.next_ticket} is next")
                 self.admission.admit()
+                if record.reset:
+                    self.pass_rates.clear()
                 self.unfinished[record.ticket] = self.last_admitted = record
             case Finished(group=group):
                 self.admission.finish(group.ticket)
