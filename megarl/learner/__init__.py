@@ -1,0 +1,15 @@
+"""`megarl learn`: a torchrun world of Megatron ranks that executes what the controller decides.
+
+main.py          the collective command loop: Next -> Train | Publish | Wait | Stop
+link.py          rank 0's conversation with the controller
+trainer.py       one optimiser step over all ranks
+microbatch.py    sequences -> tensors of one micro-batch
+logprobs.py      log-probs and entropy of a split vocabulary
+losses/          one file a loss
+checkpoint.py    save without stopping, load at any layout
+sft.py           `megarl sft`: the same step with cross-entropy
+"""
+
+from megarl.models.cpu import run_on_cpu
+
+run_on_cpu()  # before any module of this package imports megatron

@@ -1,0 +1,89 @@
+"""Learner rank 0's end of the conversation with the controller (megarl/messages.py): ask, wait, ask again.
+
+All requests are idempotent, so a request without an answer is simply sent again over a new socket: a late answer to the old
+one reaches a closed socket, and a controller that was restarted meanwhile hears it for the first time.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from megarl.errors import MegarlError
+from megarl.messages import Reply, Request, from_frames, to_frames
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.2
+"""Between looks at `interrupted` while waiting."""
+
+
+class Interrupted(Exception):
+    """The learner was asked to stop while it waited; the text says by what."""
+
+
+class Link:
+    """To the controller at `address` (tcp://host:port)."""
+
+    def __init__(
+        self, address: str, interrupted: Callable[[], str], *, resend_s: float = 30.0, limit_s: float = 600.0
+    ) -> None:
+        """interrupted() is the reason to give up waiting, or "". A controller silent for `limit_s` is an error."""
+        self.address = address
+        self.interrupted = interrupted
+        self.resend_s = resend_s
+        self.limit_s = limit_s
+        self._context = zmq.Context()
+        self._socket = self._connect()
+
+    def ask(self, request: Request) -> Reply:
+        """The controller's reply. Raises Interrupted, or MegarlError after `limit_s` of silence."""
+        frames = to_frames(request)
+        limit = time.monotonic() + self.limit_s
+        while True:
+            self._look()  # a controller that always answers at once leaves no wait to look in
+            self._socket.send_multipart(frames)
+            reply = self._receive(min(time.monotonic() + self.resend_s, limit))
+            if reply is not None:
+                return reply
+            name = type(request).__name__
+            if time.monotonic() >= limit:
+                raise MegarlError(
+                    f"the controller at {self.address} has not answered {name} for {self.limit_s:g} s; "
+                    "look at logs/rollout.log of the run, then start again with run.resume=auto"
+                )
+            log.warning("no answer to %s within %g s; sending it again", name, self.resend_s)
+            self._socket.close(linger=0)
+            self._socket = self._connect()
+
+    def tell(self, request: Request, limit_s: float = 5.0) -> None:
+        """Send a last word; whether it is heard does not matter."""
+        self._socket.close(linger=0)
+        self._socket = self._connect()
+        self._socket.send_multipart(to_frames(request))
+        self._socket.poll(int(1000 * limit_s))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def _receive(self, until: float) -> Reply | None:
+        """A reply, or None when the time is up. What is no reply of this schema is an error: both sides are one version."""
+        while not self._socket.poll(int(1000 * max(0.0, min(LOOK_S, until - time.monotonic())))):
+            self._look()
+            if time.monotonic() >= until:
+                return None
+        try:
+            return from_frames(self._socket.recv_multipart(), Reply)
+        except msgspec.MsgspecError as error:
+            raise MegarlError(f"the controller at {self.address} speaks another protocol: {error}") from None
+
+    def _look(self) -> None:
+        if reason := self.interrupted():
+            raise Interrupted(reason)
+
+    def _connect(self) -> zmq.Socket:
+        socket = self._context.socket(zmq.REQ)
+        socket.connect(self.address)
+        return socket

@@ -1,0 +1,203 @@
+"""`megarl learn`: the collective command loop.
+
+    rank 0   ── Next ──► controller ── Train | Publish | Wait | Stop ──► rank 0 ── broadcast ──► all ranks execute it
+
+The learner decides nothing; between commands it only looks whether someone wants it to stop (RUN/stop, SIGTERM) and whether a
+checkpoint has reached the disk. Every step leaves one row in RUN/metrics.jsonl.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.batch import training_sequences
+from megarl.errors import MegarlError
+from megarl.learner.checkpoint import Checkpoints
+from megarl.learner.clock import StepClock
+from megarl.learner.link import Interrupted, Link
+from megarl.learner.trainer import Trainer
+from megarl.messages import Next, Publish, Refused, Reply, Request, Stop, Stopped, Train
+from megarl.models import parallel
+from megarl.monitor.metrics import MetricsWriter
+from megarl.process import die_with_parent, start_logging
+from megarl.recipe import Recipe
+from megarl.rundir import RunDir
+from megarl.types import decode, encode
+from megarl.weights.publisher import Publisher
+
+log = logging.getLogger(__name__)
+
+CONTROLLER_LIMIT_S = 600.0
+"""How long the controller may be silent; its restart takes seconds."""
+
+
+def main(recipe: Recipe) -> int:
+    """Run this rank of the learner; with more than one and outside torchrun, become torchrun."""
+    rundir = RunDir.of(recipe)
+    if recipe.resources.learner_ranks > 1 and "RANK" not in os.environ:
+        _become_torchrun(recipe, rundir)
+    if "RANK" in os.environ:
+        die_with_parent()
+        start_logging(f"learner {os.environ['RANK']}")
+    torch.set_num_threads(recipe.resources.threads)
+    # Ranks other than 0 wait in a collective as long as rank 0 waits for the controller.
+    parallel.start(recipe.model, recipe.run.seed, CONTROLLER_LIMIT_S + recipe.weights.timeout_s)
+    learner = Learner(recipe, rundir)
+    try:
+        learner.run()
+    finally:
+        learner.close()
+    parallel.stop()
+    return 0
+
+
+class Learner:
+    """One rank. Only rank 0 has a link to the controller and writes metrics."""
+
+    def __init__(self, recipe: Recipe, rundir: RunDir) -> None:
+        self.recipe, self.rundir = recipe, rundir
+        self.signalled = ""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        endpoints = rundir.endpoints()
+        self.leader = dist.get_rank() == 0
+        self.link = Link(endpoints.controller, self._interrupted, limit_s=CONTROLLER_LIMIT_S) if self.leader else None
+        self.incarnation: str = _shared(uuid.uuid4().hex)
+        self.trainer = Trainer(recipe, Path(recipe.model.path))
+        self.checkpoints = Checkpoints(
+            rundir.checkpoints, recipe.checkpoint.keep, self.trainer, Path(recipe.model.path)
+        )
+        if recipe.run.resume == "auto":
+            self.checkpoints.load_latest()
+        self.publisher = Publisher(recipe, endpoints, self.trainer.chunks, self.trainer.family)
+        self.clock = StepClock()
+        self.metrics = MetricsWriter(rundir) if self.leader else None
+        log.info("learner %s ready at step %d", self.incarnation, self.trainer.step)
+
+    def run(self) -> None:
+        """Execute commands until Stop."""
+        command: Reply = self._next()
+        while not isinstance(command, Stop):
+            self.checkpoints.poll()
+            command = self._execute(command) or self._next()
+        self._stop(command)
+
+    def _execute(self, command: Reply) -> Reply | None:
+        """Do it; what the controller said to the result, if that is to be obeyed too."""
+        match command:
+            case Train():
+                self._train(command)
+            case Publish():
+                return self._publish(command)
+            case Refused():
+                raise MegarlError(f"the controller refused step {self.trainer.step}: {command.error}")
+        return None
+
+    def close(self) -> None:
+        """Checkpoints under way reach the disk."""
+        self.checkpoints.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.link is not None:
+            self.link.close()
+
+    def _next(self) -> Reply:
+        step = self.trainer.step
+        with self.clock.spent("wait"):
+            return self._ask(Next(incarnation=self.incarnation, step=step, version=step))
+
+    def _ask(self, request: Request | None) -> Reply:
+        """The controller's reply to rank 0's request, on all ranks. What ends the wait early is a Stop."""
+        reply: Reply | None = None
+        if self.link is not None and request is not None:
+            try:
+                reply = self.link.ask(request)
+            except Interrupted as reason:
+                reply = Stop(reason=str(reason))
+            except MegarlError as error:
+                reply = Stop(reason=str(error), error=True)
+        return decode(_shared(encode(reply)), Reply)
+
+    def _train(self, command: Train) -> None:
+        received = time.monotonic()
+        step = self.trainer.step
+        if command.batch.step != step:
+            raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
+        with self.clock.spent("train"):
+            metrics = self.trainer.train_step(training_sequences(command.batch, self.recipe))
+        with self.clock.spent("checkpoint"):
+            if self.trainer.step % self.recipe.checkpoint.every == 0:
+                self.checkpoints.save()
+        seconds = self.clock.next_step()
+        if self.metrics is None:
+            return
+        held = (time.monotonic() - received) / 3600 * command.compute_devices
+        self.metrics.row(
+            command.stats
+            | metrics
+            | seconds
+            | {
+                "step": step,
+                "weight_version": self.trainer.step,
+                "time": time.time(),
+                "compute_hours": command.compute_hours + held,
+                "compute_unit": "gpu" if torch.cuda.is_available() else "core",
+                "replay": int(command.replay),
+                "tokens_per_second": command.stats.get("generated_tokens", 0.0) / seconds["step_seconds"],
+            }
+        )
+
+    def _publish(self, command: Publish) -> Stop | None:
+        if command.version != self.trainer.step:
+            raise MegarlError(
+                f"the controller asked for version {command.version}; the weights are {self.trainer.step}"
+            )
+        with self.clock.spent("publish"):
+            result = self.publisher.publish(command, self.incarnation, self.trainer.logprobs)
+            reply = self._ask(result)
+        if result is not None:
+            self.clock.published(result)
+        return reply if isinstance(reply, Stop) else None
+
+    def _stop(self, command: Stop) -> None:
+        """Save and say so."""
+        log.info("stopping at step %d: %s", self.trainer.step, command.reason)
+        self.checkpoints.save()
+        self.checkpoints.finish()
+        if self.link is not None and not command.error:
+            self.link.tell(Stopped(incarnation=self.incarnation, step=self.trainer.step))
+        if command.error:
+            raise MegarlError(command.reason)
+
+    def _interrupted(self) -> str:
+        if self.signalled:
+            return self.signalled
+        return f"{self.rundir.stop_file} exists" if self.rundir.stop_file.exists() else ""
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        self.signalled = f"signal {signal.Signals(number).name}"
+
+
+def _shared(value: Any) -> Any:
+    """Rank 0's value, on all ranks."""
+    if dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def _become_torchrun(recipe: Recipe, rundir: RunDir) -> None:
+    """Replace this process by torchrun, which starts the ranks and ends all of them when one dies."""
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += [f"--nproc-per-node={recipe.resources.learner_ranks}", "--master-addr=127.0.0.1"]
+    command += [f"--master-port={rundir.endpoints().rendezvous_port}"]
+    os.execv(sys.executable, [*command, "-m", "megarl", "learn", str(rundir.recipe)])
