@@ -32,6 +32,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
     admin_key: str
     rendezvous_port: int  # of the learner's ranks
+    gpus: int = 0  # that the roles hold together; 0: compute is counted in cores
 
 
 class RunDir:
