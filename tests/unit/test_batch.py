@@ -1,0 +1,224 @@
+"""What a step trains. References: the paper's formulas written out in plain Python over lists, token by token."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.batch import TrainSequence, advantages, batch_statistics, pack, token_weights, training_sequences
+from megarl.recipe import Recipe, from_tree
+from megarl.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+
+
+def rollout(sample: int, reward: float, *parts: tuple[int, int, bool], **fields: object) -> Rollout:
+    """parts: (tokens, weight version, trained)."""
+    segments = tuple(
+        Segment(
+            tokens=int32(range(100 * sample, 100 * sample + n)),
+            logprobs=float32([-0.5 - sample] * n),
+            weight_version=version,
+            trained=trained,
+        )
+        for n, version, trained in parts
+    )
+    known = {"correct": reward > 0, "finish": "stop", **fields}
+    return Rollout(sample=sample, segments=segments, reward=reward, **known)
+
+
+def group(ticket: int, *rollouts: Rollout, void: str = "") -> Group:
+    prompt = Prompt(id=f"p{ticket}", tokens=int32([1, 2, 3]), answer="4")
+    return Group(ticket=ticket, prompt=prompt, rollouts=rollouts, void=void)
+
+
+def recipe(**batch: object) -> Recipe:
+    return from_tree({"batch": batch})
+
+
+MIXED = Batch(
+    step=6,
+    groups=(
+        group(0, rollout(0, 1.0, (4, 5, True)), rollout(1, -1.0, (3, 4, True), (2, 5, False), (1, 6, True))),
+        group(1, rollout(0, 1.0, (5, 6, True)), rollout(1, 1.0, (7, 6, True))),  # no variance
+        group(2, void="server answered 400"),
+        group(
+            3,
+            rollout(0, -1.0, (2, 6, True), finish="length"),
+            rollout(1, 1.0, (6, 3, True)),
+            rollout(2, 1.0, (1, 6, True)),
+        ),
+    ),
+)
+
+
+def reference_loss(
+    batch: Batch, token_losses: dict[tuple[int, int], list[float]], aggregation: str, keep: bool
+) -> float:
+    """Each aggregation as the paper words it."""
+    groups = [g for g in batch.groups if not g.void and (keep or len({r.reward for r in g.rollouts}) > 1)]
+    per_group = [[token_losses[g.ticket, r.sample] for r in g.rollouts] for g in groups]
+    if aggregation == "prompt":
+        return statistics.mean(sum(map(sum, g)) / sum(map(len, g)) for g in per_group)
+    rollouts = [losses for g in per_group for losses in g]
+    if aggregation == "sample":
+        return statistics.mean(sum(losses) / len(losses) for losses in rollouts)
+    return sum(map(sum, rollouts)) / sum(map(len, rollouts))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("aggregation", ["prompt", "sample", "token"])
+def test_weighted_sum_is_the_aggregation(aggregation: str, keep: bool):
+    rng = np.random.default_rng(0)
+    losses = {
+        (g.ticket, r.sample): rng.normal(size=r.trained_tokens).tolist() for g in MIXED.groups for r in g.rollouts
+    }
+    sequences = training_sequences(MIXED, recipe(aggregation=aggregation, zero_variance="keep" if keep else "drop"))
+    total = 0.0
+    for s in sequences:
+        weights = s.loss_weight[s.loss_weight > 0]
+        total += float(np.dot(weights, losses[s.ticket, s.sample]))
+    assert total == pytest.approx(reference_loss(MIXED, losses, aggregation, keep), rel=1e-6)
+    assert sum(float(s.loss_weight.sum(dtype=np.float64)) for s in sequences) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_advantages_of_the_batch():
+    groups = [g for g in MIXED.groups if not g.void]
+    centred = [[1.0, -1.0], [0.0, 0.0], [-4 / 3, 2 / 3, 2 / 3]]
+    deviation = statistics.pstdev(centred[0] + centred[2])  # rollouts of groups with variance only
+    found = advantages(groups, "batch")
+    for values, expected in zip(found, centred, strict=True):
+        np.testing.assert_allclose(values, np.array(expected) / deviation, rtol=1e-12)
+
+
+def test_advantages_of_the_group_and_undivided():
+    groups = [g for g in MIXED.groups if not g.void]
+    found = advantages(groups, "group")
+    np.testing.assert_allclose(found[0], [1, -1])
+    np.testing.assert_allclose(found[1], [0, 0])
+    np.testing.assert_allclose(found[2], np.array([-4, 2, 2]) / 3 / statistics.pstdev([-1, 1, 1]))
+    np.testing.assert_allclose(advantages(groups, "none")[2], np.array([-4, 2, 2]) / 3)
+
+
+@pytest.mark.parametrize("kind", ["batch", "group", "none"])
+def test_one_reward_throughout_has_advantage_zero_exactly(kind):
+    same = group(
+        0, *(rollout(i, 0.1, (1, 0, True)) for i in range(3))
+    )  # the mean of three 0.1 is not 0.1 in floating point
+    assert advantages([same], kind)[0].tolist() == [0, 0, 0]
+
+
+def test_sequences_hold_the_rollout_as_sampled():
+    sequences = training_sequences(MIXED, recipe())
+    assert [(s.ticket, s.sample) for s in sequences] == [(0, 0), (0, 1), (3, 0), (3, 1), (3, 2)]
+    s = sequences[1]
+    assert isinstance(s, TrainSequence)
+    assert len(s) == 9
+    assert s.prompt_length == 3
+    assert s.tokens.tolist() == [1, 2, 3, 100, 101, 102, 100, 101, 100]
+    trained = [0, 0, 0, 1, 1, 1, 0, 0, 1]  # prompt and the masked segment in the middle are not
+    np.testing.assert_array_equal(s.loss_weight, np.float32(1 / (2 * 8)) * np.array(trained, np.float32))
+    np.testing.assert_array_equal(s.behaviour_logprobs, np.float32(-1.5) * np.array(trained, np.float32))
+    assert {s.tokens.dtype, s.behaviour_logprobs.dtype, s.loss_weight.dtype} == {
+        np.dtype(np.int32),
+        np.dtype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("zero_variance", ["drop", "refill", "keep"])
+def test_nothing_to_train(zero_variance: str):
+    assert training_sequences(Batch(step=0, groups=(group(0, void="dead"),)), recipe(zero_variance=zero_variance)) == []
+
+
+def test_a_batch_without_variance_is_empty_unless_kept():
+    batch = Batch(step=0, groups=(MIXED.groups[1],))
+    assert training_sequences(batch, recipe()) == []
+    assert [s.advantage for s in training_sequences(batch, recipe(zero_variance="keep"))] == [0, 0]
+
+
+@pytest.mark.parametrize("aggregation", ["prompt", "sample", "token"])
+def test_a_rollout_without_a_sampled_token_counts_in_no_mean(aggregation):
+    silent = group(0, rollout(0, 1.0, (4, 0, True)), rollout(1, -1.0, (3, 0, False)))
+    (only,) = training_sequences(Batch(step=0, groups=(silent,)), recipe(aggregation=aggregation))
+    assert only.advantage == 1.0
+    assert only.loss_weight.sum() == pytest.approx(1.0)
+
+
+COUNTS = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+@given(counts=COUNTS, aggregation=st.sampled_from(["prompt", "sample", "token"]))
+def test_weights_sum_to_one(counts, aggregation):
+    weights = token_weights(counts, aggregation)
+    total = sum(float(np.dot(w, c)) for w, c in zip(weights, counts, strict=True))
+    assert total == pytest.approx(1.0 if any(map(any, counts)) else 0.0)
+
+
+@given(counts=COUNTS, aggregation=st.sampled_from(["prompt", "sample", "token"]), data=st.data())
+def test_weights_do_not_depend_on_the_order_of_groups(counts, aggregation, data):
+    order = data.draw(st.permutations(range(len(counts))))
+    weights = token_weights(counts, aggregation)
+    for place, w in zip(order, token_weights([counts[i] for i in order], aggregation), strict=True):
+        np.testing.assert_allclose(w, weights[place], rtol=1e-12)
+
+
+LENGTHS = st.lists(st.integers(1, 150), max_size=60)
+
+
+@settings(deadline=None)
+@given(lengths=LENGTHS, max_tokens=st.integers(1, 200), ranks=st.integers(1, 5))
+def test_packing(lengths, max_tokens, ranks):
+    packed = pack(lengths, max_tokens, ranks)
+    assert packed == pack(lengths, max_tokens, ranks)
+    assert len(packed) == ranks
+    assert len({len(rank) for rank in packed}) == 1
+    microbatches = [m for rank in packed for m in rank]
+    assert sorted(i for m in microbatches for i in m) == list(range(len(lengths)))
+    fitting = [i for i, n in enumerate(lengths) if n <= max_tokens]
+    loads = [sum(lengths[i] for i in m) for m in microbatches if all(lengths[i] <= max_tokens for i in m)]
+    assert all(load <= max_tokens for load in loads)
+    assert all(len(m) == 1 for m in microbatches if any(lengths[i] > max_tokens for i in m))
+    assert sum(1 for m in microbatches if not m) < ranks
+    if fitting:
+        assert max(loads) - min(loads) <= max(lengths[i] for i in fitting)
+    totals = [sum(lengths[i] for m in rank for i in m) for rank in packed]
+    assert max(totals) - min(totals) <= max((sum(lengths[i] for i in m) for m in microbatches), default=0)
+    # no two micro-batches would fit into one, so there are at most twice as many as must be, and those that fill the round
+    alone = len(lengths) - len(fitting)
+    fewest = alone + math.ceil(sum(lengths[i] for i in fitting) / max_tokens)
+    assert len(microbatches) <= 2 * fewest + ranks
+
+
+@given(lengths=LENGTHS, ranks=st.integers(1, 4))
+def test_loss_does_not_depend_on_packing(lengths, ranks):
+    values = np.random.default_rng(1).normal(size=len(lengths))
+    whole = math.fsum(values)
+    parts = [sum(values[i] for m in rank for i in m) for rank in pack(lengths, 64, ranks)]
+    assert math.fsum(parts) == pytest.approx(whole, abs=1e-9)
+
+
+def test_statistics_of_a_mixed_batch():
+    found = batch_statistics(MIXED)
+    assert found["pass_rate_train"] == pytest.approx(5 / 7)  # of all graded rollouts, without variance too
+    assert found["reward_mean"] == pytest.approx(3 / 7)
+    assert found["zero_variance_share"] == pytest.approx(1 / 3)
+    assert found["groups_in_loss"] == 2
+    assert found["void_groups"] == 1
+    assert found["truncation_rate"] == pytest.approx(1 / 7)
+    assert found["completion_tokens_mean"] == pytest.approx((4 + 6 + 5 + 7 + 2 + 6 + 1) / 7)
+    assert found["completion_tokens_right_mean"] == pytest.approx((4 + 5 + 7 + 6 + 1) / 5)
+    assert found["completion_tokens_wrong_mean"] == pytest.approx((6 + 2) / 2)
+    assert found["generated_tokens"] == 4 + 4 + 5 + 7 + 2 + 6 + 1
+    assert found["lag_max"] == 3
+    assert found["lag_mean"] == pytest.approx((4 * 1 + 3 * 2 + 6 * 3) / 29)
+    assert found["versions_per_rollout"] == pytest.approx(8 / 7)
+    assert found["versions_per_rollout_max"] == 2
+    assert all(type(v) is float for v in found.values())
+
+
+def test_statistics_of_a_batch_that_is_void_throughout():
+    found = batch_statistics(Batch(step=0, groups=(group(0, void="dead"),)))
+    assert found["void_groups"] == 1
+    assert found["lag_max"] == found["generated_tokens"] == 0
+    assert math.isnan(found["pass_rate_train"])
