@@ -1,0 +1,17 @@
+"""Rewards: is the answer that stands after the thinking trace right? +1 if so, else −1.
+
+completion text ─► answer_of: what stands after `</think>`; nothing there is a format error, and wrong
+                      ├─ exact: equal to the prompt's answer, blanks around it aside  (here, microseconds)
+                      └─ math:  math-verify finds it mathematically equal           (pool.py, worker.py: processes)
+
+answer.py   Grade, and what of a text is the answer
+grader.py   Grader: what the controller asks
+pool.py     worker processes: a hung or dead one is replaced
+worker.py   what they run
+"""
+
+from megarl.grading.answer import Grade, answer_of, graded
+from megarl.grading.grader import Grader
+from megarl.grading.pool import GraderDown
+
+__all__ = ["Grade", "Grader", "GraderDown", "answer_of", "graded"]

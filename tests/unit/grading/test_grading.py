@@ -1,0 +1,114 @@
+"""Grades by table; and that a worker which hangs or dies costs one answer at most."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from megarl.grading import Grade, Grader
+from megarl.grading.pool import Pool, Verdict
+from megarl.grading.worker import is_equal
+
+END = "</think>"
+
+
+def grade(kind: str, text: str, expected: str) -> Grade:
+    async def run() -> Grade:
+        grader = Grader(kind, END, workers=1, limit_s=10.0)
+        try:
+            return await grader.grade(text, expected)
+        finally:
+            grader.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("text", "correct", "format_ok"),
+    [
+        ("<think>7+8=15</think>85", True, True),
+        ("<think>7+8=15</think> 85\n", True, True),
+        ("<think>7+8=15</think>86", False, True),
+        ("<think>85", False, False),
+        ("85", False, False),
+        ("<think>85</think>", False, False),
+        ("<think>85</think>  ", False, False),
+        ("<think></think>85</think>", False, True),
+        ("<think></think>85 85", False, True),
+        ("<think></think>085", False, True),
+    ],
+)
+def test_exact(text: str, correct: bool, format_ok: bool) -> None:
+    assert grade("exact", text, "85") == Grade(1.0 if correct else -1.0, correct, format_ok)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "equal"),
+    [
+        ("85", "85", True),
+        ("The answer is 85.", "85", True),
+        (r"So \boxed{85}", "85", True),
+        (r"\boxed{85} and not 86", "85", True),
+        (r"\boxed{86} and not 85", "85", False),
+        ("86", "85", False),
+        ("0.5", r"\frac{1}{2}", True),
+        (r"\boxed{\frac{2}{4}}", "1/2", True),
+        (r"\frac{2}{4}", "1/2", True),
+        ("$1+x^2$", "x^2+1", True),
+        ("x^2+1", "1+x^2", True),
+        (r"$\sqrt{8}$", r"2\sqrt{2}", True),
+        ("-7", "-7", True),
+        ("7", "-7", False),
+        ("no idea", "7", False),
+        ("((((", "7", False),
+    ],
+)
+def test_mathematically_equal(answer: str, expected: str, equal: bool) -> None:
+    assert is_equal(answer, expected) is equal
+
+
+def test_math_grader_looks_behind_the_thinking_trace_only() -> None:
+    assert grade("math", rf"{END}\boxed{{\frac12}}", "0.5") == Grade(1.0, True, True)
+    assert grade("math", rf"\boxed{{\frac12}}{END}", "0.5") == Grade(-1.0, False, False)
+
+
+def test_an_answer_that_takes_too_long_is_wrong_and_the_pool_goes_on() -> None:
+    async def run() -> tuple[Verdict, Verdict]:
+        pool = Pool(1, limit_s=1.0)
+        try:
+            return await pool.check("$9^{9^{9^{9}}}+1$", "7"), await pool.check("7", "7")
+        finally:
+            pool.close()
+
+    slow, after = asyncio.run(run())
+    assert slow == Verdict(correct=False, timeout=True)
+    assert after == Verdict(correct=True)
+
+
+def test_a_worker_that_dies_is_replaced_and_the_answer_graded_again() -> None:
+    async def run() -> Verdict:
+        pool = Pool(1, limit_s=5.0)
+        try:
+            (starting,) = pool._workers
+            worker = await starting
+            os.kill(worker.pid, signal.SIGKILL)
+            return await pool.check("7", "7")
+        finally:
+            pool.close()
+
+    assert asyncio.run(run()) == Verdict(correct=True)
+
+
+def test_a_worker_that_hangs_is_killed_and_replaced() -> None:
+    async def run() -> tuple[Verdict, Verdict]:
+        pool = Pool(1, limit_s=0.5)
+        try:
+            (starting,) = pool._workers
+            worker = await starting
+            os.kill(worker.pid, signal.SIGSTOP)
+            return await pool.check("7", "7"), await pool.check("7", "7")
+        finally:
+            pool.close()
+
+    assert asyncio.run(run()) == (Verdict(correct=False, timeout=True), Verdict(correct=True))
