@@ -184,7 +184,7 @@ def test_packing(lengths, max_tokens, ranks):
         assert max(loads) - min(loads) <= max(lengths[i] for i in fitting)
     totals = [sum(lengths[i] for m in rank for i in m) for rank in packed]
     assert max(totals) - min(totals) <= max((sum(lengths[i] for i in m) for m in microbatches), default=0)
-    # no two micro-batches would fit into one, so there are at most twice as many as must be, and those that fill the round
+    # no two micro-batches would fit into one: at most twice as many as must be, and those that fill the round
     alone = len(lengths) - len(fitting)
     fewest = alone + math.ceil(sum(lengths[i] for i in fitting) / max_tokens)
     assert len(microbatches) <= 2 * fewest + ranks

@@ -1,0 +1,383 @@
+"""The journal on a real file system: what is appended comes back after any crash, and damage is never passed over."""
+
+import logging
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.errors import MegarlError
+from megarl.rollout import journal as journal_module
+from megarl.rollout.journal import Journal, JournalReader
+from megarl.rollout.state import (
+    Admitted,
+    Evaluated,
+    Finished,
+    JournalRecord,
+    PublishedVersion,
+    Removed,
+    Session,
+    Snapshot,
+    State,
+)
+from megarl.types import Group, Prompt, Rollout, Segment, encode, float32, int32
+
+
+def finished(ticket: int, correct: bool = True, tokens: int = 5, void: str = "", time: float = 0.0) -> Finished:
+    segment = Segment(tokens=int32(range(tokens)), logprobs=float32([-ticket] * tokens), weight_version=ticket)
+    rollout = Rollout(sample=0, segments=(segment,), reward=1.0 if correct else -1.0, correct=correct, finish="stop")
+    prompt = Prompt(id=f"p{ticket % 3}", tokens=int32([7, 8]), answer="15")
+    return Finished(
+        group=Group(ticket=ticket, prompt=prompt, rollouts=() if void else (rollout,), void=void), time=time
+    )
+
+
+def admitted(ticket: int) -> Admitted:
+    return Admitted(ticket=ticket, prompt_id=f"p{ticket % 3}", epoch=ticket // 3)
+
+
+def published(version: int, time: float = 0.0) -> PublishedVersion:
+    return PublishedVersion(version=version, time=time, compute_hours=0.5, servers=("a", "b"))
+
+
+def written(path: Path, count: int, rotate_bytes: int = 1 << 20) -> list[JournalRecord]:
+    """A journal with `count` tickets, admitted and finished one by one, two a batch."""
+    records: list[JournalRecord] = []
+    journal = Journal.open(path, 2, 1, rotate_bytes)
+    for ticket in range(count):
+        records += [admitted(ticket), finished(ticket)]
+        journal.append(*records[-2:])
+    journal.close()
+    return records
+
+
+def same(a: State, b: State) -> bool:
+    return encode(a.snapshot()) == encode(b.snapshot())
+
+
+def last_file(path: Path) -> Path:
+    return sorted(path.glob("*.journal"))[-1]
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "LOCK_TIMEOUT_S", 0.3)
+
+
+def test_records_come_back_in_order(tmp_path: Path):
+    evaluated = Evaluated(version=3, time=9.0, compute_hours=0.5, pass_rate=0.25, n_prompts=10, samples=2)
+    records = [
+        Session(session="s", time=1.0, devices=2, compute_unit="core"),
+        admitted(0),
+        admitted(1),
+        finished(1),
+        published(3),
+        Removed(ticket=0, reason="zero variance", pass_rate=1.0, generated_tokens=40),
+        evaluated,
+    ]
+    journal = Journal.open(tmp_path, 2, 1)
+    journal.append(*records[:2])
+    journal.append(*records[2:])
+    snapshot, *found = journal.replay()
+    assert isinstance(snapshot, Snapshot)
+    assert [encode(r) for r in found] == [encode(r) for r in records]
+    journal.close()
+    again = Journal.open(tmp_path, 2, 1)
+    assert same(again.state, journal.state)
+    assert same(again.state, again.fold())
+    again.close()
+
+
+def test_state_is_the_fold(tmp_path: Path):
+    journal = Journal.open(tmp_path, 2, 1)
+    journal.append(*(admitted(t) for t in range(4)))
+    journal.append(finished(2, correct=False), finished(0), finished(1, void="server answered 400"))
+    journal.append(published(1), published(0))
+    state = journal.state
+    assert list(state.unfinished) == [3]
+    assert state.admission.unfinished() == [3]
+    assert state.admission.batch(0) == (0, 1)
+    assert state.last_admitted is not None
+    assert (state.last_admitted.prompt_id, state.last_admitted.epoch) == ("p0", 1)
+    assert state.pass_rates == {"p2": 0.0, "p0": 1.0}  # a void group says nothing about p1
+    assert (state.finished, state.void, state.removed) == (3, 1, 0)
+    assert state.generated_tokens == 10
+    assert state.published_version == 1
+    journal.append(Removed(ticket=3, reason="zero variance", pass_rate=0.0, generated_tokens=7))
+    assert state.pass_rates["p0"] == 0.0  # the latest
+    assert (state.removed, state.generated_tokens) == (1, 17)
+    journal.append(Admitted(ticket=4, prompt_id="p1", epoch=2, reset=True))
+    assert state.pass_rates == {}
+    journal.close()
+
+
+def test_compute_hours_add_up_over_sessions(tmp_path: Path):
+    journal = Journal.open(tmp_path, 1, 0)
+    assert journal.state.compute_hours(5.0) == 0
+    journal.append(Session(session="one", time=0.0, devices=4, compute_unit="gpu"))
+    journal.append(admitted(0), finished(0, time=3600.0))
+    assert journal.state.compute_hours(7200.0) == 8.0
+    # the controller restarts within the session: the clock never stopped
+    journal.append(Session(session="one", time=0.0, devices=4, compute_unit="gpu"))
+    assert journal.state.compute_hours(7200.0) == 8.0
+    # the supervisor died some time after the last record, and starts again much later with fewer devices
+    journal.append(Session(session="two", time=50_000.0, devices=2, compute_unit="gpu"))
+    assert journal.state.compute_hours(50_000.0) == 4.0
+    assert journal.state.compute_hours(53_600.0) == 6.0
+    journal.close()
+
+
+def test_groups_are_read_back_from_any_file(tmp_path: Path):
+    records = written(tmp_path, 40, rotate_bytes=2000)
+    groups = {r.group.ticket: r.group for r in records if isinstance(r, Finished)}
+    journal = Journal.open(tmp_path, 2, 1, rotate_bytes=2000)
+    assert len(journal.files()) > 5
+    wanted = [39, 0, 17, 3]
+    assert [encode(g) for g in journal.groups(wanted)] == [encode(groups[t]) for t in wanted]
+    assert journal.finished() == list(range(40))
+    assert [type(r) for r in journal.replay() if not isinstance(r, Snapshot)] == [type(r) for r in records]
+    journal.append(admitted(40))
+    with pytest.raises(MegarlError, match="ticket 40 has no group here"):
+        journal.groups([40])
+    journal.append(finished(40))
+    assert journal.groups([40])[0].ticket == 40
+    journal.close()
+
+
+def test_every_file_begins_with_the_fold_of_those_before(tmp_path: Path):
+    written(tmp_path, 40, rotate_bytes=2000)
+    state: State | None = None
+    for record in JournalReader(tmp_path).replay():
+        if isinstance(record, Snapshot):
+            assert state is None or encode(state.snapshot()) == encode(record)
+            state = State.restored(record)
+        else:
+            assert state is not None
+            state.apply(record)
+
+
+def test_files_no_checkpoint_replays_are_dropped(tmp_path: Path):
+    written(tmp_path, 40, rotate_bytes=2000)
+    journal = Journal.open(tmp_path, 2, 1, rotate_bytes=2000)
+    whole = JournalReader(tmp_path).fold()
+    before = journal.files()
+    journal.drop_before(10)
+    assert 0 < len(journal.files()) < len(before)
+    assert [g.ticket for g in journal.groups(range(20, 40))] == list(range(20, 40))
+    with pytest.raises(MegarlError, match="ticket 0 has no group here"):
+        journal.groups([0])
+    assert [journal.state.admission.batch(s) for s in range(10, 20)] == [
+        whole.admission.batch(s) for s in range(10, 20)
+    ]
+    journal.append(admitted(40), finished(40))
+    journal.close()
+    again = Journal.open(tmp_path, 2, 1)
+    assert again.state.finished == 41
+    assert again.state.admission.batch(10) == (20, 21)
+    again.close()
+
+
+def test_a_file_with_one_late_group_is_kept(tmp_path: Path):
+    """A slow ticket of an early file is what a replay needs: its file stays, whatever else is in it."""
+    journal = Journal.open(tmp_path, 1, 30, rotate_bytes=2000)
+    journal.append(*(admitted(t) for t in range(30)), finished(20))
+    first = journal.files()[0]
+    for ticket in [*range(20), *range(21, 30)]:
+        journal.append(finished(ticket))
+    journal.drop_before(20)
+    assert first in journal.files()
+    assert journal.groups([20])[0].ticket == 20
+    journal.drop_before(21)
+    assert first not in journal.files()
+    journal.close()
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_cut_anywhere_it_opens_with_the_whole_records_before_the_cut(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("journal")
+    records = written(path, 6)
+    file = last_file(path)
+    ends, size = [], file.stat().st_size
+    for entry, _ in journal_module._scan(file):
+        ends.append(entry.end)
+    assert ends[-1] == size
+    cut = data.draw(st.integers(ends[0], size))
+    os.truncate(file, cut)
+    reader = JournalReader(path)
+    complete = sum(1 for end in ends[1:] if end <= cut)
+    assert len(list(reader.replay())) == 1 + complete  # a reader sees what is complete, and leaves the rest alone
+    assert file.stat().st_size == cut
+    journal = Journal.open(path, 2, 1)
+    assert file.stat().st_size == ends[complete]
+    expected = State.restored(next(iter(reader.replay())))
+    for record in records[:complete]:
+        expected.apply(record)
+    assert same(journal.state, expected)
+    if complete % 2:  # the last ticket was admitted and its group is lost
+        journal.append(finished(complete // 2))
+    journal.close()
+
+
+def test_a_torn_tail_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    written(tmp_path, 2)
+    with last_file(tmp_path).open("ab") as file:
+        file.write(bytes(100))  # a file system may leave zeros after a power failure
+    with caplog.at_level(logging.WARNING):
+        Journal.open(tmp_path, 2, 1).close()
+    assert "the last record was cut short by a crash; 100 bytes removed" in caplog.text
+    caplog.clear()
+    Journal.open(tmp_path, 2, 1).close()
+    assert caplog.text == ""
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_damage_in_the_middle_is_an_error_with_its_place(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("journal")
+    written(path, 6)
+    file = last_file(path)
+    entries = [entry for entry, _ in journal_module._scan(file)]
+    damaged = data.draw(st.integers(1, len(entries) - 2))
+    at = data.draw(st.integers(entries[damaged].offset, entries[damaged].end - 1))
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(content)
+    with pytest.raises(MegarlError, match=f"{file.name}: damaged at offset {entries[damaged].offset} "):
+        Journal.open(path, 2, 1)
+    assert file.read_bytes() == content
+    with pytest.raises(MegarlError, match="damaged"):  # the lock was given back with the error
+        Journal.open(path, 2, 1)
+
+
+def test_damage_in_an_old_file_is_found_when_it_is_read(tmp_path: Path):
+    written(tmp_path, 40, rotate_bytes=2000)
+    reader = JournalReader(tmp_path)
+    file = tmp_path / "000000.journal"
+    entry = reader._groups_of(0)[0]
+    content = bytearray(file.read_bytes())
+    content[entry.end - 1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(MegarlError, match=f"000000.journal: damaged at offset {entry.offset} "):
+        reader.groups([0])
+    with pytest.raises(MegarlError, match=f"000000.journal: damaged at offset {entry.offset} "):
+        list(reader.replay())
+
+
+def test_another_schema_version_is_refused(tmp_path: Path):
+    written(tmp_path, 1)
+    file = last_file(tmp_path)
+    content = bytearray(file.read_bytes())
+    content[8] = 99
+    file.write_bytes(content)
+    with pytest.raises(MegarlError, match=r"000000\.journal: written in schema version 99"):
+        Journal.open(tmp_path, 2, 1)
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path):
+    (tmp_path / "000000.journal").write_text('{"step": 0}\n')
+    with pytest.raises(MegarlError, match=r"not a rollout journal \(offset 0\)"):
+        Journal.open(tmp_path, 2, 1)
+
+
+def test_another_batch_size_is_refused(tmp_path: Path):
+    written(tmp_path, 1)
+    with pytest.raises(MegarlError, match=r"batch.prompts: 3, but .* was begun with 2"):
+        Journal.open(tmp_path, 3, 1)
+    with pytest.raises(MegarlError, match=r"pipeline.k: 4, but .* was begun with 1"):
+        Journal.open(tmp_path, 2, 4)
+    Journal.open(tmp_path, 2, 1).close()
+
+
+def test_a_contradiction_is_not_written(tmp_path: Path):
+    journal = Journal.open(tmp_path, 2, 1)
+    journal.append(admitted(0), finished(0))
+    size = last_file(tmp_path).stat().st_size
+    with pytest.raises(ValueError, match="ticket 0 is not unfinished"):
+        journal.append(finished(0))
+    assert last_file(tmp_path).stat().st_size == size
+    with pytest.raises(MegarlError, match="the journal is closed"):
+        journal.append(admitted(1))
+    Journal.open(tmp_path, 2, 1).close()
+
+
+def hold(path: Path, ready: "multiprocessing.synchronize.Event") -> None:
+    Journal.open(path, 2, 1)
+    ready.set()
+    multiprocessing.Event().wait()
+
+
+def test_one_writer_at_a_time(tmp_path: Path):
+    spawn = multiprocessing.get_context("spawn")
+    ready = spawn.Event()
+    other = spawn.Process(target=hold, args=(tmp_path, ready))
+    other.start()
+    try:
+        assert ready.wait(60)
+        with pytest.raises(MegarlError, match=f"process {other.pid} writes this journal"):
+            Journal.open(tmp_path, 2, 1)
+        assert list(JournalReader(tmp_path).fold().unfinished) == []  # reading needs no lock
+    finally:
+        other.kill()
+        other.join(60)
+    Journal.open(tmp_path, 2, 1).close()
+
+
+def test_a_reader_sees_the_appends_of_a_live_writer(tmp_path: Path):
+    journal, reader = Journal.open(tmp_path, 2, 1, rotate_bytes=1500), JournalReader(tmp_path)
+    for ticket in range(20):
+        journal.append(admitted(ticket))
+        assert list(reader.fold().unfinished) == [ticket]
+        journal.append(finished(ticket))
+        assert reader.groups([ticket])[0].ticket == ticket
+    assert reader.finished() == list(range(20))
+    journal.close()
+
+
+FILL = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_journal import *
+journal = Journal.open(Path(sys.argv[1]), 2, 1)
+journal.append(admitted(0), finished(0))
+size = last_file(Path(sys.argv[1])).stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 700, resource.RLIM_INFINITY))
+try:
+    journal.append(admitted(1), finished(1, tokens=1000))
+except MegarlError as error:
+    assert last_file(Path(sys.argv[1])).stat().st_size == size, "not truncated back"
+    print(error)
+"""
+
+
+def test_no_room_is_an_error_that_leaves_the_file_whole(tmp_path: Path):
+    """The kernel refuses in the middle of a write, as on a full disk: a process with a limit on the size of files."""
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
+    script = FILL.format(tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "000000.journal: File too large; make room and resume" in done.stdout
+    journal = Journal.open(tmp_path, 2, 1)
+    assert journal.state.finished == 1
+    journal.append(admitted(1), finished(1))
+    journal.close()
+
+
+def test_no_journal_is_an_error(tmp_path: Path):
+    with pytest.raises(MegarlError, match="no journal here"):
+        JournalReader(tmp_path).fold()
+
+
+def test_arrays_come_back_as_they_were(tmp_path: Path):
+    written(tmp_path, 3)
+    group = JournalReader(tmp_path).groups([2])[0]
+    np.testing.assert_array_equal(group.rollouts[0].tokens, np.arange(5, dtype=np.int32))
+    np.testing.assert_array_equal(group.rollouts[0].logprobs, np.full(5, -2, np.float32))
