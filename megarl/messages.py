@@ -22,7 +22,7 @@ import msgspec
 from megarl.types import SCHEMA_VERSION, Batch, Record, decode, encode
 
 
-class ServerAddress(Record):
+class ServerAddress(Record, frozen=True):
     """Where weights go. `tensor_parallel`: ranks the server takes part with in a process group."""
 
     id: int
@@ -30,7 +30,7 @@ class ServerAddress(Record):
     tensor_parallel: int = 1
 
 
-class Next(Record, tag="next"):
+class Next(Record, frozen=True, tag="next"):
     """What shall the learner, about to train `step` with weights of `version` (= step), do now?"""
 
     incarnation: str
@@ -38,7 +38,7 @@ class Next(Record, tag="next"):
     version: int
 
 
-class ServerResult(Record):
+class ServerResult(Record, frozen=True):
     """How publication went on one server; `error` is empty when its checksum equals the others'."""
 
     id: int
@@ -47,7 +47,7 @@ class ServerResult(Record):
     probe_logprob_diff: float = 0.0
 
 
-class Published(Record, tag="published"):
+class Published(Record, frozen=True, tag="published"):
     """Publication of `version` is over. Seconds are wall time of the slowest server."""
 
     incarnation: str
@@ -60,7 +60,7 @@ class Published(Record, tag="published"):
     bytes_sent: int
 
 
-class Stopped(Record, tag="stopped"):
+class Stopped(Record, frozen=True, tag="stopped"):
     """The learner has saved and leaves."""
 
     incarnation: str
@@ -70,7 +70,7 @@ class Stopped(Record, tag="stopped"):
 Request = Next | Published | Stopped
 
 
-class Train(Record, tag="train"):
+class Train(Record, frozen=True, tag="train"):
     """Train this batch. `stats`: controller-side metrics of the step, merged into its row of metrics.jsonl.
 
     compute_hours at the time of the reply; the learner adds its own time at `compute_devices` devices.
@@ -83,31 +83,31 @@ class Train(Record, tag="train"):
     replay: bool = False
 
 
-class Publish(Record, tag="publish"):
+class Publish(Record, frozen=True, tag="publish"):
     """Bring these servers to `version`, the learner's weights now. They are dirty from here on."""
 
     version: int
     servers: tuple[ServerAddress, ...]
 
 
-class Wait(Record, tag="wait"):
+class Wait(Record, frozen=True, tag="wait"):
     """Nothing to do yet; ask again."""
 
     reason: str
 
 
-class Stop(Record, tag="stop"):
+class Stop(Record, frozen=True, tag="stop"):
     """Save a checkpoint and leave; `error` if the run must end as failed."""
 
     reason: str
     error: bool = False
 
 
-class Ack(Record, tag="ack"):
+class Ack(Record, frozen=True, tag="ack"):
     """Noted."""
 
 
-class Refused(Record, tag="refused"):
+class Refused(Record, frozen=True, tag="refused"):
     """The request makes no sense to this controller (schema, step out of range); the learner ends with this text."""
 
     error: str

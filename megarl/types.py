@@ -29,7 +29,7 @@ class Record(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Base of everything that is sent or written. Not comparable: compare `encode(a) == encode(b)`."""
 
 
-class Prompt(Record):
+class Prompt(Record, frozen=True):
     """One problem. `tokens` [prompt_len] int32, as the tokenizer made them; `answer` is what the grader compares with."""
 
     id: str
@@ -39,7 +39,7 @@ class Prompt(Record):
     difficulty: int = 0
 
 
-class Segment(Record):
+class Segment(Record, frozen=True):
     """Consecutive completion tokens of one origin.
 
     tokens [n] int32; logprobs [n] float32: behaviour log-probs as recorded at sampling, 0 where not trained;
@@ -52,7 +52,7 @@ class Segment(Record):
     trained: bool = True
 
 
-class Rollout(Record):
+class Rollout(Record, frozen=True):
     """One completion of a ticket's prompt, graded. `sample` counts 0 … generations-1 within the group."""
 
     sample: int
@@ -91,7 +91,7 @@ class Rollout(Record):
         return sum(len(s.tokens) for s in self.segments if s.trained)
 
 
-class Group(Record):
+class Group(Record, frozen=True):
     """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none and fills its slot."""
 
     ticket: int
@@ -116,7 +116,7 @@ class Group(Record):
         return len({r.reward for r in self.rollouts}) > 1
 
 
-class Batch(Record):
+class Batch(Record, frozen=True):
     """What step `step` trains: the oldest B tickets, in ticket order."""
 
     step: int
