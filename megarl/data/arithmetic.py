@@ -1,18 +1,18 @@
-"""The quickstart's task: addition and subtraction, worked digit by digit from the right, as a data set and a tiny model.
+"""The quickstart's task: sums and differences, worked digit by digit from the right, as a data set and a tiny model.
 
-    prompt      27+58=                       52-27=
-    completion  <think>7+8+0=15;2+5+1=8</think>85       <think>12-7-0=5;5-2-1=2</think>25
+    prompt      27+58=                            52-27=
+    completion  <think>7+8=15;2+5+1=8</think>85       <think>12-7=5;5-2-1=2</think>25
 
-Each column is an equation that can be checked: the two digits, then what is carried (`+1`) or was borrowed (`-1`); a
-column that borrows writes ten more on its left. The answer is read off the columns and is all that is graded.
+Each column is an equation that can be checked: the two digits, then `+1` for a carry or `-1` for a borrow of the column
+before; a column that borrows writes ten more on its left. The answer is read off the columns and is all that is graded.
 
 `write` makes four things in a directory, all of them functions of one seed:
 
     heldout.jsonl   prompts of evaluations, drawn first        train.jsonl   prompts of RL: none of the held-out ones
     sft.jsonl       traces of a teacher that errs (`TRACES`)   init/         a Llama of a million random parameters
 
-The teacher errs on purpose: a policy warmed up on it is right about a third of the time, leaves its trace open, rambles or
-thinks too long now and then, and has seen the interruption phrase. What RL is for is then seen within minutes.
+The teacher errs on purpose: a policy warmed up on it is right about a third of the time; now and then it leaves its
+trace open, rambles or thinks too long; and it has seen the interruption phrase. RL then shows within minutes what it does.
 """
 
 import json
@@ -40,12 +40,16 @@ INTERRUPTION = "..." + END_OF_THINKING
 TRACES = {
     "right": 0.43,
     "wrong": 0.45,  # one column is false; what follows, and the answer, are worked from it
-    "interrupted": 0.04,  # cut by the interruption phrase; the right answer follows: the policy learns to answer after it
+    "interrupted": 0.04,  # cut short by the interruption phrase; an answer follows: the right one, guessed
     "overlong": 0.03,  # empty columns follow until far beyond the thinking budget
     "rambling": 0.02,  # the answer is repeated until beyond the answer budget
     "unclosed": 0.03,  # ends within the trace: a format error
 }
 """Shares of the teacher's kinds of trace."""
+OVERLONG = 60
+"""Characters of an overlong scratchpad. A right one of four digits has at most 35."""
+RAMBLING = 8
+"""Times a rambling trace gives its answer."""
 
 
 class Problem(NamedTuple):
@@ -72,8 +76,7 @@ def main(directory: Path | str, seed: int = 0) -> int:
     """`megarl data arithmetic DIR`."""
     write(Path(directory), seed)
     print(
-        f"{directory}: {TRAIN_PROMPTS} prompts to train on, {HELDOUT_PROMPTS} held out, {SFT_TRACES} traces for the warm start, "
-        "and a model in init/"
+        f"{directory}: {TRAIN_PROMPTS} prompts, {HELDOUT_PROMPTS} held out, {SFT_TRACES} traces, and a model in init/"
     )
     return 0
 
@@ -120,48 +123,44 @@ def _number(rng: random.Random, digits: int) -> int:
     return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
 
 
-def columns(problem: Problem, wrong: int | None = None, rng: random.Random | None = None) -> tuple[list[str], int]:
-    """The scratchpad's equations, and the answer read off them.
+def columns(problem: Problem, wrong: int | None = None, shift: int = 0) -> tuple[list[str], int]:
+    """The scratchpad's equations, rightmost column first, and the answer read off them.
 
-    With `wrong`, that column (0: the rightmost) has a false result drawn from `rng`, and so has the answer.
+    The result of column `wrong` is moved by `shift` (1 … 9): its last digit, and so the answer, becomes a false one.
     """
-    lines, digits, over = [], [], 0  # over: carried from, or borrowed by, the column before
+    equations, digits, over = [], [], False  # over: the column before carried, or borrowed from this one
     for place in range(problem.digits):
         left, right = problem.left // 10**place % 10, problem.right // 10**place % 10
-        if problem.sign == "+":
-            result = left + right + over
-            possible = 19
-        else:
-            borrowed = left - right - over < 0
-            left += 10 * borrowed
-            result = left - right - over
-            possible = 9
-        if place == wrong and rng is not None:
-            result = rng.choice([r for r in range(possible + 1) if r != result])
-        lines.append(f"{left}{problem.sign}{right}{problem.sign}{over}={result}")
+        borrows = problem.sign == "-" and left < right + over
+        left += 10 * borrows
+        result = left + right + over if problem.sign == "+" else left - right - over
+        if place == wrong:
+            result = (result + shift) % (20 if problem.sign == "+" else 10)
+        equations.append(f"{left}{problem.sign}{right}{problem.sign + '1' if over else ''}={result}")
         digits.append(result % 10)
-        over = result // 10 if problem.sign == "+" else int(borrowed)
-    last = over if problem.sign == "+" else 0
-    return lines, sum(digit * 10**place for place, digit in enumerate([*digits, last]))
+        over = borrows if problem.sign == "-" else result >= 10
+    if problem.sign == "+":
+        digits.append(int(over))
+    return equations, sum(digit * 10**place for place, digit in enumerate(digits))
 
 
 def trace(problem: Problem, kind: str, rng: random.Random) -> str:
     """A completion of one of the kinds of `TRACES`, without the end token."""
     wrong = rng.randrange(problem.digits) if kind == "wrong" else None
-    lines, answer = columns(problem, wrong, rng)
-    pad = ";".join(lines)
+    equations, answer = columns(problem, wrong, shift=rng.randint(1, 9))
+    work = ";".join(equations)
     match kind:
         case "interrupted":
-            return f"{THINK}{pad[: rng.randrange(len(pad) + 1)]}{INTERRUPTION}{answer}"
+            return f"{THINK}{work[: rng.randint(0, len(work))]}{INTERRUPTION}{answer}"
         case "overlong":
-            zeros = ";".join([f"0{problem.sign}0{problem.sign}0=0"] * rng.randint(6, 8))
-            return f"{THINK}{pad};{zeros}{END_OF_THINKING}{answer}"
+            empty = f";0{problem.sign}0=0"
+            return f"{THINK}{work}{empty * ((OVERLONG - len(work)) // len(empty))}{END_OF_THINKING}{answer}"
         case "rambling":
-            return f"{THINK}{pad}{END_OF_THINKING}{'='.join([str(answer)] * 8)}"
+            return f"{THINK}{work}{END_OF_THINKING}{'='.join([str(answer)] * RAMBLING)}"
         case "unclosed":
-            return f"{THINK}{pad}"
+            return f"{THINK}{work}"
         case _:
-            return f"{THINK}{pad}{END_OF_THINKING}{answer}"
+            return f"{THINK}{work}{END_OF_THINKING}{answer}"
 
 
 def prompt_row(name: str, problem: Problem) -> dict[str, Any]:
@@ -176,7 +175,7 @@ def prompt_row(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def sft_rows(rng: random.Random, count: int, avoid: set[Problem]) -> Iterator[dict[str, str]]:
-    """Rows of sft.jsonl: kinds of trace by their shares, no problem of `avoid`. The end token is the trainer's to add."""
+    """Rows of sft.jsonl: kinds of trace by their shares, no problem of `avoid`, no end token."""
     kinds = rng.choices(list(TRACES), list(TRACES.values()), k=count)
     for kind in kinds:
         chosen = problem(rng)

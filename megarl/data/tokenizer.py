@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory, and the only two ways it is used: text to ids, and which id ends a text."""
+"""The tokenizer of a Hugging Face directory, the ids of a text, and the id that ends a completion."""
 
 from pathlib import Path
 from typing import Any
