@@ -57,6 +57,7 @@ def transformer_config(model: Model, family: Family, fused: bool) -> Transformer
         overlap_p2p_comm=model.overlap_p2p,
         batch_p2p_comm=not model.overlap_p2p,
         variable_seq_lengths=model.pipeline_parallel > 1,
+        moe_token_dispatcher_type="alltoall",  # asked of dense models too, with variable lengths
         bias_activation_fusion=fused,
         apply_rope_fusion=fused,
     )

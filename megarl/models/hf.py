@@ -12,10 +12,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,12 @@ from megarl.models.family import Family, Weight, read_config
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
+T = TypeVar("T")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.json)?|\..*")
 
 
-def load(chunks: Iterable[Module], family: Family, hf_dir: Path) -> None:
+def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
     """Fill this rank's parameters from `hf_dir`, reading only its part. MegarlError names all missing and extra tensors."""
     rank, size = _tp_place()
     with ExitStack() as stack, torch.no_grad():
@@ -55,7 +56,7 @@ def load(chunks: Iterable[Module], family: Family, hf_dir: Path) -> None:
             parameter.copy_(value)
 
 
-def export(chunks: Iterable[Module], family: Family) -> Iterator[tuple[str, Tensor]]:
+def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tensor]]:
     """This pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
 
     COLLECTIVE over the tensor-parallel group of the stage: each of its ranks must run the iterator to its end. Every rank gets
@@ -78,7 +79,7 @@ def export(chunks: Iterable[Module], family: Family) -> Iterator[tuple[str, Tens
 
 
 def save(
-    chunks: Iterable[Module], family: Family, source: Path, destination: Path, shard_bytes: int = SHARD_BYTES
+    chunks: Sequence[Module], family: Family, source: Path, destination: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write the model as a Hugging Face directory. COLLECTIVE over all ranks; one data-parallel copy of the model writes.
 
@@ -87,17 +88,17 @@ def save(
     """
     destination = Path(destination)
     partial = destination.with_name(f".{destination.name}.partial")
-    _everywhere(lambda: _start_directory(Path(source), destination, partial, chunks) if dist.get_rank() == 0 else None)
+    everywhere(lambda: _start_directory(Path(source), destination, partial, chunks) if dist.get_rank() == 0 else None)
     writes = (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     )
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    written = _everywhere(lambda: _write_stage(export(chunks, family), partial, stage, shard_bytes, writes), partial)
-    _everywhere(lambda: _finish_directory(written, partial, destination) if dist.get_rank() == 0 else None, partial)
+    written = everywhere(lambda: _write_stage(export(chunks, family), partial, stage, shard_bytes, writes), partial)
+    everywhere(lambda: _finish_directory(written, partial, destination) if dist.get_rank() == 0 else None, partial)
 
 
-def named_parameters(chunks: Iterable[Module]) -> Iterator[tuple[str, Parameter]]:
+def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]]:
     """This rank's parameters by Megatron's name, with layers counted over the whole model instead of the chunk."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -160,15 +161,16 @@ def _read_piece(file: Any, name: str, weight: Weight, rank: int, size: int) -> T
     return piece
 
 
-def _everywhere(work: Any, partial: Path | None = None) -> list[Any]:
-    """Every rank's result of `work()`. If it failed anywhere, every rank raises and rank 0 removes `partial`. COLLECTIVE."""
+def everywhere(work: Callable[[], T], partial: Path | None = None) -> list[T]:
+    """Each rank's result of `work()`. If it failed anywhere, every rank raises and rank 0 removes `partial`. COLLECTIVE."""
+    value, failure = None, ""
     try:
-        mine = (work(), None)
+        value = work()
     except (MegarlError, OSError, SafetensorError) as error:
-        mine = (None, str(error))
+        failure = str(error)
     results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, mine)
-    errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
+    dist.all_gather_object(results, (value, failure))
+    errors = list(dict.fromkeys(error for _, error in results if error))
     if errors:
         if partial is not None and dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -188,7 +190,7 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
         (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _start_directory(source: Path, destination: Path, partial: Path, chunks: Iterable[Module]) -> None:
+def _start_directory(source: Path, destination: Path, partial: Path, chunks: Sequence[Module]) -> None:
     if destination.exists():
         raise MegarlError(f"{destination}: exists already; remove it or name another directory")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed

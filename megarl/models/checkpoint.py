@@ -1,0 +1,198 @@
+"""Distributed checkpoints: written by all ranks at one layout, loaded at any other, whole or not there.
+
+    RUN/checkpoints/step-0000020/
+        *.distcp, .metadata, metadata.json    megatron's torch_dist format, keyed by the whole model's names
+        hf/                                   configuration and tokenizer: it can be converted without anything else
+        megarl.json                           Meta; written last
+    RUN/checkpoints/.step-0000020.partial/    being written; renamed when whole
+
+The state is whatever sharded state dict the caller gives; `model_state` is the part every checkpoint has.
+"""
+
+import os
+import queue as queues
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.nn import Module
+
+from megarl.errors import MegarlError
+from megarl.models.hf import copy_description, everywhere
+from megarl.rundir import write_atomically
+
+SCHEMA_VERSION = 1
+META = "megarl.json"
+_STEP = re.compile(r"step-(\d+)")
+_PARTIAL = re.compile(r"\.step-\d+\.partial")
+
+
+class Meta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint is. `version` of the weights; `hf_source`: where configuration and tokenizer came from; `model`: the
+    recipe's section, so the layout and precision it was written at."""
+
+    step: int
+    version: int
+    hf_source: str
+    model: dict[str, Any]
+    schema: int = SCHEMA_VERSION
+
+
+def metadata() -> dict[str, Any]:
+    """`metadata` argument of megatron's sharded_state_dict, of models and optimisers: shards that fit any layout."""
+    return {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "fully_reshardable",
+    }
+
+
+def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
+    """Sharded state dict of this rank's chunks: {"model": …}, or {"model0": …, "model1": …} of several."""
+    state = {}
+    for key, chunk in zip(_keys(chunks), chunks, strict=True):
+        sharded = chunk.sharded_state_dict(metadata=metadata())
+        # Transformer Engine's FP8 scales; megarl trains without, and other layers have none.
+        state[key] = {name: value for name, value in sharded.items() if not name.endswith("_extra_state")}
+    return state
+
+
+def set_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
+    """Put loaded weights into the chunks."""
+    for key, chunk in zip(_keys(chunks), chunks, strict=True):
+        unexpected = chunk.load_state_dict(state[key], strict=False).unexpected_keys
+        assert not unexpected, unexpected
+
+
+def save(path: Path, state: dict[str, Any], meta: Meta, queue: AsyncCallsQueue | None = None) -> None:
+    """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise MegarlError and nothing stays behind.
+
+    With `queue` this returns once the state is copied; the checkpoint appears when a later queue.maybe_finalize_async_calls()
+    on all ranks finds it written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    everywhere(lambda: _start(path, partial, meta) if dist.get_rank() == 0 else None)
+
+    def finish() -> None:
+        if dist.get_rank() == 0:
+            write_atomically(partial / META, msgspec.json.encode(meta))
+            os.replace(partial, path)
+
+    try:
+        if queue is None:
+            with _results_in_this_process():
+                dist_checkpointing.save(state, str(partial))
+            finish()
+            dist.barrier()
+            return
+        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
+        request.add_finalize_fn(finish)
+        queue.schedule_async_request(request)
+    except Exception as error:  # megatron, torch and the operating system each have their own
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise MegarlError(f"{path}: the checkpoint could not be written: {_first_line(error)}") from error
+
+
+def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """The values of sharded state dict `state` from the checkpoint at `path`, written at any layout. COLLECTIVE."""
+    read_meta(path)
+    try:
+        return dist_checkpointing.load(state, str(path))
+    except Exception as error:  # a cut-off or foreign file can fail anywhere in the unpickling
+        raise MegarlError(
+            f"{path}: unreadable, or not of this model: {_first_line(error)}; use an older checkpoint"
+        ) from error
+
+
+def load_model(path: Path, chunks: Sequence[Module]) -> None:
+    """Weights only, of a checkpoint with or without an optimiser. COLLECTIVE."""
+    set_model_state(chunks, load(path, model_state(chunks)))
+
+
+def read_meta(path: Path) -> Meta:
+    """What the checkpoint at `path` is."""
+    if not path.is_dir():
+        raise MegarlError(f"{path}: no such checkpoint")
+    if not (path / META).is_file():
+        raise MegarlError(f"{path}: not a complete checkpoint (no {META})")
+    try:
+        meta = msgspec.json.decode((path / META).read_bytes(), type=Meta)
+    except msgspec.DecodeError as error:
+        raise MegarlError(f"{path / META}: unreadable: {error}") from None
+    if meta.schema != SCHEMA_VERSION:
+        raise MegarlError(f"{path / META}: schema {meta.schema}, this megarl reads {SCHEMA_VERSION}")
+    return meta
+
+
+def folder(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is."""
+    return checkpoints / f"step-{step:07}"
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """The complete checkpoints in RUN/checkpoints, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    steps = [(int(m[1]), p) for p in checkpoints.iterdir() if (m := _STEP.fullmatch(p.name)) and (p / META).is_file()]
+    return [path for _, path in sorted(steps)]
+
+
+def latest_complete(checkpoints: Path) -> Path | None:
+    """The newest checkpoint in RUN/checkpoints, if there is one."""
+    return next(reversed(complete(checkpoints)), None)
+
+
+def prune(checkpoints: Path, keep: int) -> None:
+    """Remove all but the newest `keep`, and what killed writers left. One rank, when none is being written."""
+    for path in complete(checkpoints)[:-keep]:
+        (path / META).unlink()  # from here on it is incomplete, so a kill in between leaves nothing that looks whole
+        shutil.rmtree(path)
+    for path in checkpoints.iterdir():
+        if _PARTIAL.fullmatch(path.name) or (_STEP.fullmatch(path.name) and not (path / META).exists()):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def find(source: Path) -> Path:
+    """The checkpoint meant by a step directory, a run directory or its checkpoints directory (the latest complete one)."""
+    if (source / META).is_file():
+        return source
+    for checkpoints in (source / "checkpoints", source):
+        if found := latest_complete(checkpoints):
+            return found
+    what = "no such directory" if not source.is_dir() else "no complete checkpoint there"
+    raise MegarlError(f"{source}: {what}; give RUN, RUN/checkpoints or RUN/checkpoints/step-N")
+
+
+def _keys(chunks: Sequence[Module]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+
+
+def _start(path: Path, partial: Path, meta: Meta) -> None:
+    if path.exists():
+        raise MegarlError(f"{path}: exists already; remove it or name another directory")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir(parents=True)
+    copy_description(Path(meta.hf_source), partial / "hf")
+
+
+@contextmanager
+def _results_in_this_process() -> Any:
+    """A plain queue for the results of the writing threads. megatron's goes through a manager process, which it needs only when
+    another process writes, and which takes seconds to start."""
+    before, filesystem_async._results_queue = filesystem_async._results_queue, queues.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -1,0 +1,172 @@
+"""One rank of test_models_layouts: every layout of its world size against transformers' logits and gradients.
+
+`python -m tests.parallel.models_world DIR` with DIR holding, for each model, the Hugging Face directory and reference.pt.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.models import Family, build, checkpoint, family_of, hf, parallel
+from megarl.recipe import Model
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from safetensors.torch import load_file
+
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"tensor_parallel": 2},
+        {"tensor_parallel": 2, "sequence_parallel": True},
+        {"pipeline_parallel": 2},
+        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "overlap_p2p": True},
+        {"context_parallel": 2},
+    ],
+    4: [
+        {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
+        {"tensor_parallel": 2, "context_parallel": 2},
+        {"tensor_parallel": 4},
+    ],
+}
+
+
+def main(directory: Path) -> None:
+    for path in sorted(p for p in directory.iterdir() if p.is_dir()):
+        for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
+            check(path, Model(path=str(path), dtype="fp32", **layout), f"{path.name} {layout}")
+    parallel.stop()
+
+
+def check(path: Path, model: Model, what: str) -> None:
+    parallel.start(model, seed=1, timeout_s=60)
+    family = family_of(path)
+    chunks = build.build(model, path)
+    hf.load(chunks, family, path)
+    stored = load_file(path / "model.safetensors")
+    exported = dict(hf.export(chunks, family))
+    same = all(torch.equal(stored[name], tensor) for name, tensor in exported.items())
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(exported))
+    stages = {frozenset(n) for n in names}
+    assert same and sum(map(len, stages)) == len(stored), f"{what}: export differs from the directory"
+
+    reference = torch.load(path.with_suffix(".pt"))
+    ddp = with_gradients(chunks)
+    for case in ("unpacked", "packed"):
+        if case == "unpacked" and model.context_parallel > 1:
+            continue
+        logits = forward_backward(ddp, family, reference[case])
+        if logits:
+            difference = max((a - b).abs().max().item() for a, b in zip(logits, reference[case]["logits"], strict=True))
+            assert difference <= 5e-6, f"{what}: {case} logits differ by {difference:.1e}"
+            print(f"{what}: {case} logits {difference:.1e}", flush=True)
+        worst = gradient_difference(chunks, family, reference[case]["gradients"])
+        assert worst <= 5e-6, f"{what}: {case} gradients differ by {worst:.1e}"
+        print(f"{what}: {case} gradients {worst:.1e}", flush=True)
+    parallel_copy(path, model, chunks, family, stored, what)
+
+
+def parallel_copy(
+    path: Path, model: Model, chunks: Any, family: Family, stored: dict[str, torch.Tensor], what: str
+) -> None:
+    """Save from this layout and find the same bits in the directory; a distributed checkpoint likewise."""
+    layout = what.replace(" ", "_").replace("'", "").replace(":", "")
+    directory = path.parent.parent / "saved" / layout
+    hf.save(chunks, family, path, directory, shard_bytes=1 << 15)
+    saved = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert saved.keys() == stored.keys() and all(torch.equal(saved[n], stored[n]) for n in stored), (
+        f"{what}: saved differs"
+    )
+    meta = checkpoint.Meta(step=1, version=1, hf_source=str(path), model=model.model_dump())
+    checkpoint.save(path.parent.parent / "checkpoints" / layout, checkpoint.model_state(chunks), meta)
+
+
+def with_gradients(chunks: Any) -> list[DistributedDataParallel]:
+    """The chunks with buffers for their gradients (main_grad), summed over ranks after a backward pass."""
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return [DistributedDataParallel(config, settings, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
+
+
+def forward_backward(ddp: list[Any], family: Family, case: dict[str, Any]) -> list[torch.Tensor]:
+    """Logits [tokens, vocabulary] of each micro-batch, on the last stage; gradients of sum(logits * weights)."""
+    logits = []
+    for chunk in ddp:
+        chunk.zero_grad_buffer()
+
+    def step(micros: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
+        tokens, packed, weights = next(micros)
+        position = mine_of(packed)
+        tokens, weights = (tokens, weights) if position is None else (tokens[:, position], weights[:, position])
+        output = chunk(tokens, None, None, packed_seq_params=packed)
+
+        def loss(local: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+            whole = gather_from_tensor_model_parallel_region(local)[..., : family.vocabulary]
+            logits.append(whole_sequence(whole.detach(), position).flatten(0, 1))
+            return (whole * weights).sum() * len(case["micros"]), {}
+
+        return output, loss
+
+    micros = [
+        (tokens, PackedSeqParams("thd", cu, cu, max_seqlen_q=48, max_seqlen_kv=48) if cu is not None else None, weights)
+        for tokens, cu, weights in case["micros"]
+    ]
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(micros) for _ in ddp] if len(ddp) > 1 else iter(micros),
+        model=ddp if len(ddp) > 1 else ddp[0],
+        num_microbatches=len(micros),
+        seq_length=96,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return logits
+
+
+def mine_of(packed: PackedSeqParams | None) -> torch.Tensor | None:
+    """Which tokens of the packed row this context-parallel rank has."""
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    if size == 1:
+        return None
+    rows = []
+    for a, b in zip(packed.cu_seqlens_q.tolist(), packed.cu_seqlens_q.tolist()[1:], strict=False):
+        rows.append(torch.arange(a, b).view(2 * size, -1)[[rank, 2 * size - 1 - rank]].flatten())
+    return torch.cat(rows)
+
+
+def whole_sequence(logits: torch.Tensor, position: torch.Tensor | None) -> torch.Tensor:
+    if position is None:
+        return logits
+    group = parallel_state.get_context_parallel_group()
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, (position, logits), group=group)
+    whole = torch.empty(1, sum(len(p) for p, _ in parts), logits.shape[-1])
+    for where, values in parts:
+        whole[:, where] = values
+    return whole
+
+
+def gradient_difference(chunks: Any, family: Family, gradients: dict[str, torch.Tensor]) -> float:
+    """Largest absolute difference, the reference's largest gradient being 1."""
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    values = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.main_grad)
+        difference = max((t - gradients[name]).abs().max().item() for name, t in hf.export(chunks, family))
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+    return difference / max(g.abs().max().item() for g in gradients.values())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

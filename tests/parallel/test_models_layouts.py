@@ -1,0 +1,50 @@
+"""A model split over processes computes what transformers computes, and is exported bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.worlds import run_world
+from tests.tiny import tiny_llama
+
+MODELS = {
+    "llama": {},
+    # A vocabulary that no TP divides, a tied head.
+    "tied": {"vocab_size": 131, "tie_word_embeddings": True},
+}
+PACKED = [[8, 48, 16, 4, 20], [32, 12]]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DIR/models: each model's directory, and beside it NAME.pt with transformers' logits and gradients."""
+    directory = tmp_path_factory.mktemp("models") / "models"
+    for name, overrides in MODELS.items():
+        model = tiny_llama(directory / name, **overrides)
+        vocabulary = model.config.vocab_size
+        generator = torch.Generator().manual_seed(3)
+        reference = {}
+        for case in ("packed", "unpacked"):
+            micros, logits = [], []
+            for lengths in PACKED if case == "packed" else [[48, 48], [24, 24]]:
+                sequences = [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
+                weights = torch.randn(sum(lengths), vocabulary, generator=generator)
+                outputs = torch.cat([model(s[None]).logits[0] for s in sequences])
+                (outputs * weights).sum().backward()
+                if case == "packed":
+                    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+                    micros.append((torch.cat(sequences)[None], cu, weights[None]))
+                else:
+                    micros.append((torch.stack(sequences), None, weights.view(len(lengths), -1, vocabulary)))
+                logits.append(outputs.detach())
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+            reference[case] = {"micros": micros, "logits": logits, "gradients": gradients}
+            model.zero_grad()
+        torch.save(reference, directory / f"{name}.pt")
+    return directory
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layouts_compute_what_transformers_computes(references: Path, ranks: int) -> None:
+    print(run_world(ranks, "tests.parallel.models_world", str(references)))
