@@ -24,7 +24,7 @@ from megarl.rundir import RunDir
 from megarl.types import Group, Rollout
 
 VERSION_STYLES = ("cyan", "yellow", "magenta", "blue")
-"""By version modulo their number: neighbours differ, a version looks the same everywhere. Red and green are verdicts."""
+"""By version modulo their number, so a version looks the same everywhere. Red and green are verdicts."""
 
 
 def show(
