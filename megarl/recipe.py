@@ -6,6 +6,7 @@ Unknown keys, wrong types and impossible combinations end in one `MegarlError` t
 misspelt key, the nearest known one. A value marked "not stated" has no number in the paper.
 """
 
+import contextlib
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,13 +103,17 @@ class BatchSection(Section):
     prompts: int = Field(48, ge=1)
     zero_variance: Literal["drop", "refill", "keep"] = "drop"
     positive_threshold: float | None = Field(0.9, gt=0, le=1, description="no-positive-resampling; null: off")
-    advantage: Literal["batch", "group", "none"] = Field("batch", description="deviation the centred reward is divided by")
+    advantage: Literal["batch", "group", "none"] = Field(
+        "batch", description="deviation the centred reward is divided by"
+    )
     aggregation: Literal["prompt", "sample", "token"] = "prompt"
 
 
 class Loss(Section):
     kind: Literal["cispo"] = "cispo"
-    cap: float = Field(4.0, gt=0, description="upper bound of the importance ratio: 4, 5 and 8 were tried, choice not stated")
+    cap: float = Field(
+        4.0, gt=0, description="upper bound of the importance ratio: 4, 5 and 8 were tried, choice not stated"
+    )
     lower: float = Field(0.0, ge=0, description="lower bound of the importance ratio")
 
 
@@ -141,7 +146,9 @@ class Serving(Section):
     port: int | None = Field(None, ge=1, le=65_535, description="of server 0, the next ones count up; null: free ports")
     kv_tokens: int | None = Field(None, ge=1, description="null: what fits in memory (GPU only)")
     max_running_requests: int = Field(256, ge=1)
-    stream_interval: int = Field(16, ge=1, description="tokens between streamed chunks: what a lost server costs at most")
+    stream_interval: int = Field(
+        16, ge=1, description="tokens between streamed chunks: what a lost server costs at most"
+    )
     start_timeout_s: float = Field(1200, gt=0)
     request_timeout_s: float = Field(3600, gt=0)
     max_retries: int = Field(5, ge=1, description="failures of one ticket before it becomes void")
@@ -236,7 +243,9 @@ def _impossible(r: Recipe) -> list[str]:
     if r.length.thinking_tokens[0] > r.length.thinking_tokens[1] or r.length.thinking_tokens[0] < 1:
         found.append("length.thinking_tokens: give [shortest, longest], 1 or more")
     if not r.length.interruption.endswith(r.length.end_of_thinking):
-        found.append("length.interruption: must end with length.end_of_thinking, or the answer leg would go on thinking")
+        found.append(
+            "length.interruption: must end with length.end_of_thinking, or the answer leg would go on thinking"
+        )
     if not r.learner.packing and r.model.context_parallel > 1:
         found.append("learner.packing: context parallelism needs packed sequences")
     return found
@@ -274,6 +283,29 @@ def dump(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
+def describe(recipe: Recipe) -> str:
+    """YAML of the whole resolved tree with each key's meaning and limits beside it."""
+    return "\n".join(_described(recipe, 0)) + "\n"
+
+
+def _described(section: BaseModel, depth: int) -> list[str]:
+    found: list[str] = []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            found += [f"{'  ' * depth}{name}:", *_described(value, depth + 1)]
+            continue
+        shown = yaml.safe_dump(
+            list(value) if isinstance(value, tuple) else value,
+            default_flow_style=True,
+            allow_unicode=True,
+            width=10_000,
+        )
+        text = f"{'  ' * depth}{name}: {shown.removesuffix('...' + chr(10)).rstrip()}"
+        found.append(f"{text:<44}  # {field.description}" if field.description else text)
+    return found
+
+
 def _find(name_or_path: str) -> Path:
     if name_or_path in shipped():
         return shipped()[name_or_path]
@@ -282,9 +314,7 @@ def _find(name_or_path: str) -> Path:
         return path
     close = difflib.get_close_matches(name_or_path, shipped(), 1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise MegarlError(
-        f"no recipe {name_or_path!r}: neither a file nor a shipped recipe ({', '.join(shipped())}){hint}"
-    )
+    raise MegarlError(f"no recipe {name_or_path!r}: neither a file nor a shipped recipe ({', '.join(shipped())}){hint}")
 
 
 def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
@@ -338,10 +368,8 @@ def _with_tuples(tree: Any, model: type[BaseModel]) -> Any:
         elif isinstance(value, list):
             value = tuple(value)
         elif isinstance(value, str) and kind in (float, float | None):
-            try:
+            with contextlib.suppress(ValueError):
                 value = float(value)
-            except ValueError:
-                pass
         out[key] = value
     return out
 
@@ -360,10 +388,14 @@ def _explain(error: ErrorDetails, origin: dict[tuple[str, ...], str], source: st
         for part in where[:-1]:
             model = model.model_fields[part].annotation
         close = difflib.get_close_matches(where[-1], model.model_fields, 1, cutoff=0.5) or _elsewhere(where[-1])
-        message = "unknown key" + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(model.model_fields)}")
+        message = "unknown key" + (
+            f"; did you mean {close[0]}?" if close else f"; known: {', '.join(model.model_fields)}"
+        )
     elif error["type"] not in ("value_error",):
         message = f"{message[0].lower()}{message[1:]}, got {error['input']!r}"
-    place = origin.get(where) or next((origin[where[:n]] for n in range(len(where), 0, -1) if where[:n] in origin), source)
+    place = origin.get(where) or next(
+        (origin[where[:n]] for n in range(len(where), 0, -1) if where[:n] in origin), source
+    )
     return f"{place}: {'.'.join(where)}: {message}"
 
 

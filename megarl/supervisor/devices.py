@@ -35,13 +35,14 @@ def needed(recipe: Recipe) -> int:
 
 
 def divide(recipe: Recipe, available: tuple[str, ...]) -> dict[Role, tuple[str, ...]]:
-    """The GPUs of each role; all empty where there is none (the CPU stack). MegarlError if there are some, but too few."""
+    """The GPUs of each role; all empty where there is none (the CPU stack). MegarlError if there are too few."""
     resources = recipe.resources
     if available and len(available) < needed(recipe):
         raise MegarlError(
-            f"resources: {resources.servers} servers x {resources.server_tensor_parallel} GPUs + {resources.learner_ranks} learner "
-            f"ranks need {needed(recipe)} GPUs, and {len(available)} are visible ({','.join(available)}). Lower resources.servers, "
-            "resources.server_tensor_parallel or resources.learner_ranks, or set CUDA_VISIBLE_DEVICES= to run a tiny model on the CPU"
+            f"resources: {resources.servers} servers x {resources.server_tensor_parallel} GPUs + {resources.learner_ranks} "
+            f"learner ranks need {needed(recipe)} GPUs, and {len(available)} are visible ({','.join(available)}). Lower "
+            "resources.servers, resources.server_tensor_parallel or resources.learner_ranks, or set CUDA_VISIBLE_DEVICES= "
+            "to run a tiny model on the CPU"
         )
     width = resources.server_tensor_parallel
     shares = {Role("server", i): available[i * width : (i + 1) * width] for i in range(resources.servers)}

@@ -28,7 +28,7 @@ COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be run for a role: arguments, variables that differ from ours (None: unset), and its log (appended to)."""
+    """What is run for a role: arguments, variables that differ from ours (None: unset), and its log (appended to)."""
 
     role: Role
     arguments: tuple[str, ...]

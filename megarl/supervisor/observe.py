@@ -9,6 +9,7 @@ RUN/logs/*.log (all) ─────────┘
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,7 @@ class Observer:
             log.lines()  # problems of an earlier life
         self.rows: dict[int, dict[str, Any]] = {row["step"]: row for row in self._metrics.new()}
         self.evaluations: dict[int, dict[str, Any]] = {row["step"]: row for row in self._eval.new()}
-        self.steps_before = len(self.rows)
-        self.stepped = False
+        self.steps_made = 0
         self.status: Status | None = None
         self.problem = ""
 
@@ -76,17 +76,20 @@ class Observer:
         """Take in what is new."""
         for row in self._metrics.new():
             self.rows[row["step"]] = row
-            self.stepped = True
+            self.steps_made += 1
         for row in self._eval.new():
             self.evaluations[row["step"]] = row
-        try:
+        with suppress(OSError, msgspec.DecodeError):  # not written yet, or no status: the last one stays
             self.status = msgspec.json.decode(self._rundir.status.read_bytes(), type=Status)
-        except (OSError, msgspec.DecodeError):
-            pass  # the controller has not begun, or what it wrote is no status: the last one stays
         for path, log in self._logs.items():
             for line in log.lines():
                 if PROBLEM.search(line):
                     self.problem = f"{path.stem}: {line.strip()}"
+
+    def forget_status(self) -> None:
+        """The controller is started anew: what its last life said no longer holds."""
+        self._rundir.status.unlink(missing_ok=True)
+        self.status = None
 
     @property
     def status_age(self) -> float:

@@ -6,8 +6,9 @@
     learner left (0) ──► the run ends
     too often        ──► the run ends as failed
 
-A role's exit statuses: 0 it left in order; 2 one error message for the user (`MegarlError`): not worth a second try
-before the run has made its first step, for then it is bad input; anything else is a crash.
+A role's exit statuses: 0 it left in order; 2 one error message for the user (`MegarlError`); anything else is a crash.
+A message is worth a second try only when the run has made a step since the last one: a wait that ran out may not run
+out again, but bad input stays bad.
 """
 
 from dataclasses import dataclass
@@ -71,15 +72,18 @@ class RestartPolicy:
         self.most_deaths = most_deaths
         self.window_s = window_s
         self._deaths: dict[Role, list[float]] = {}
+        self._steps_at_message = 0
 
-    def died(self, role: Role, status: int, at: float, stepped: bool) -> Decision:
-        """`role` ended with `status` (negative: by that signal) at `at` seconds; `stepped`: the run made a step since its start."""
+    def died(self, role: Role, status: int, at: float, steps: int) -> Decision:
+        """`role` ended with `status` (negative: by that signal) at `at` seconds, after `steps` steps since the start."""
         if status == 0 and role.kind == "learner":
             return Done()
         if status == 0 and role.kind == "controller":
             return Nothing()
-        if status == MESSAGE_STATUS and not stepped:
-            return GiveUp(role, f"{role.name} could not start")
+        if status == MESSAGE_STATUS and steps == self._steps_at_message:
+            return GiveUp(role, f"{role.name} could not go on" if steps else f"{role.name} could not start")
+        if status == MESSAGE_STATUS:
+            self._steps_at_message = steps
         recent = [t for t in self._deaths.get(role, []) if at - t < self.window_s] + [at]
         self._deaths[role] = recent
         if len(recent) > self.most_deaths:

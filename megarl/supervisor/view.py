@@ -91,7 +91,7 @@ def phase(frame: Frame) -> str:
     if status is None:
         return "starting the controller"
     starting = [f"server-{s.id}" for s in status.servers if s.state == "starting"]
-    if not frame.observer.stepped and starting and len(starting) == len(status.servers):
+    if not frame.observer.steps_made and starting and len(starting) == len(status.servers):
         return f"starting {', '.join(starting)}"
     if not status.phase:
         return "starting the learner"

@@ -1,7 +1,7 @@
 """Roles that live and do not move: what is asked of each, and for how long it may go unanswered.
 
-    any process of a role is stopped (SIGSTOP, a debugger)        STOPPED_S      (not on a paused terminal: roles have none)
-    the controller's status.json does not change                  SILENT_S
+    any process of a role is stopped (SIGSTOP, a debugger)        STOPPED_S
+    the controller's status.json grows old                        SILENT_S
     the controller says a server is lost and its process lives    LOST_S
 
 A learner's silence proves nothing (a step may be long); its own collective time-outs end it.
@@ -19,6 +19,15 @@ from megarl.supervisor.restart import Role
 STOPPED_S = 30.0
 SILENT_S = 120.0
 LOST_S = 120.0
+OLD_S = 10.0
+"""A status.json older than this is old: it is written each second. Counted from when we saw it old, not from its time:
+a machine that slept has old files and no hung controller."""
+
+COMPLAINTS = {
+    "stopped": "has been stopped",
+    "silent": "has not written its status",
+    "lost": "has not answered the controller",
+}
 
 
 class Watch:
@@ -31,22 +40,19 @@ class Watch:
     def hung(
         self, stopped: set[Role], status: Status | None, status_age: float, running: set[Role], at: float
     ) -> dict[Role, str]:
-        """Roles of `running` to be killed at `at` seconds, and why. `status_age`: seconds since status.json was written."""
+        """Roles of `running` to be killed at `at` seconds, and why. `status_age`: seconds since status.json."""
         complaints = {(role, "stopped") for role in stopped}
-        if status is not None and status_age > self._limits["silent"]:
+        if status is not None and status_age > OLD_S:
             complaints.add((Role("controller"), "silent"))
-        if status is not None and status_age < self._limits["silent"]:
+        elif status is not None:
             complaints |= {(Role("server", s.id), "lost") for s in status.servers if s.state.startswith("lost")}
         complaints = {c for c in complaints if c[0] in running}
         self._since = {c: self._since.get(c, at) for c in complaints}
-        found = {}
-        for (role, complaint), since in self._since.items():
-            if complaint == "silent":
-                found[role] = f"has not written its status for {status_age:.0f} s"
-            elif at - since >= self._limits[complaint]:
-                what = "has been stopped" if complaint == "stopped" else "has not answered the controller"
-                found[role] = f"{what} for {at - since:.0f} s"
-        return found
+        return {
+            role: f"{COMPLAINTS[kind]} for {at - since:.0f} s"
+            for (role, kind), since in self._since.items()
+            if at - since >= self._limits[kind]
+        }
 
     def forget(self, role: Role) -> None:
         """It was started anew."""

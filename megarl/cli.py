@@ -1,0 +1,211 @@
+"""The command line: every subcommand, thin. Each imports its part when it runs, so that `megarl --help` answers at once."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.errors import MegarlError
+from megarl.process import die_with_supervisor
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    from megarl.recipe import Recipe
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0 well; 1 failed; 2 a message for the user on stderr; 130 interrupted."""
+    die_with_supervisor()
+    options = parser().parse_args(arguments)
+    try:
+        status: int = options.command(options)
+        sys.stdout.flush()
+        return status
+    except MegarlError as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `megarl recipes show x | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """All subcommands; `command` of the parsed options runs the chosen one."""
+    top = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning with Megatron-Core and SGLang.")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    train = _recipe_command(commands, "train", _train, "train a policy: start, watch and restart all roles")
+    train.add_argument("--dry-run", action="store_true", help="print the resolved recipe and start nothing")
+    sft = _recipe_command(commands, "sft", _sft, "supervised warm start with the same learner")
+    sft.add_argument("--dry-run", action="store_true", help="print the resolved recipe and start nothing")
+
+    serve = _recipe_command(commands, "serve", _serve, "role: one SGLang server")
+    serve.add_argument("--index", type=int, required=True, help="which of the recipe's servers this is, from 0")
+    serve.add_argument("--port", type=int, required=True)
+    _recipe_command(commands, "rollout", _rollout, "role: the controller")
+    _recipe_command(commands, "learn", _learn, "role: the learner")
+
+    recipes = _command(commands, "recipes", _recipes, "the recipes that come with megarl")
+    shown = recipes.add_subparsers(metavar="show NAME")
+    show = _command(shown, "show", _recipes_show, "a recipe, resolved, with what each key means")
+    show.add_argument("recipe", help="name or file")
+    show.add_argument("overrides", nargs="*", metavar="key=value")
+
+    rollouts = commands.add_parser("rollouts", help="the journal of a run")
+    looked = rollouts.add_subparsers(metavar="show RUN", required=True)
+    from_journal = _command(looked, "show", _rollouts_show, "what the policy wrote, also while the run lives")
+    from_journal.add_argument("run", type=Path, help="run directory")
+    from_journal.add_argument("--ticket", type=int, help="all rollouts of this ticket, token by token")
+    from_journal.add_argument("--step", type=int, help="the groups that this step trains")
+    from_journal.add_argument("--limit", type=int, default=20, help="how many groups, or rollouts of a ticket")
+    from_journal.add_argument("--json", action="store_true", help="one group a line")
+
+    data = commands.add_parser("data", help="make data sets")
+    made = data.add_subparsers(metavar="arithmetic DIR", required=True)
+    arithmetic = _command(made, "arithmetic", _data_arithmetic, "the quickstart's task, tokenizer and untrained model")
+    arithmetic.add_argument("directory", type=Path)
+    arithmetic.add_argument("--seed", type=int, default=0)
+
+    report = _command(commands, "report", _report, "write report.html and reward.png of a run anew")
+    report.add_argument("run", help="run directory")
+    _command(commands, "doctor", _doctor, "what this machine can run, and what to do about what it cannot")
+    return top
+
+
+def _command(
+    commands: "Commands", name: str, function: Callable[[argparse.Namespace], int], about: str
+) -> argparse.ArgumentParser:
+    made = commands.add_parser(name, help=about, description=about)
+    made.set_defaults(command=function)
+    return made
+
+
+def _recipe_command(
+    commands: "Commands", name: str, function: Callable[[argparse.Namespace], int], about: str
+) -> argparse.ArgumentParser:
+    made = _command(commands, name, function, about)
+    made.add_argument("recipe", help="name of a recipe (`megarl recipes`) or a YAML file")
+    made.add_argument("overrides", nargs="*", metavar="key=value", help="such as model.tensor_parallel=2")
+    return made
+
+
+def _load(options: argparse.Namespace) -> "Recipe":
+    from megarl.recipe import load
+
+    return load(options.recipe, options.overrides)
+
+
+def _dry_run(recipe: "Recipe", problem: Callable[["Recipe"], None]) -> int:
+    """The resolved recipe on stdout, and on stderr what would keep it from starting."""
+    from megarl.recipe import dump
+
+    print(dump(recipe), end="")
+    try:
+        problem(recipe)
+    except MegarlError as error:
+        print(f"megarl: before this can start: {error}", file=sys.stderr)
+    return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    from megarl.supervisor import checks
+
+    recipe = _load(options)
+    if options.dry_run:
+        return _dry_run(recipe, checks.check_all)
+    from megarl.supervisor.train import main as train
+
+    return train(recipe)
+
+
+def _sft(options: argparse.Namespace) -> int:
+    from megarl.supervisor import checks
+
+    recipe = _load(options)
+    if options.dry_run:
+        return _dry_run(recipe, checks.check_sft)
+    checks.check_sft(recipe)
+    from megarl.learner.sft import main as sft
+
+    return sft(recipe)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from megarl.serving.server import main as serve
+
+    serve(_load(options), options.index, options.port)
+    return 0
+
+
+def _rollout(options: argparse.Namespace) -> int:
+    from megarl.rollout.controller import main as rollout
+
+    return rollout(_load(options))
+
+
+def _learn(options: argparse.Namespace) -> int:
+    from megarl.learner.main import main as learn
+
+    return learn(_load(options))
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from megarl.recipe import load, shipped
+    from megarl.supervisor.devices import needed
+
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("what", ratio=1)
+    table.add_column("model", overflow="fold")
+    table.add_column("GPUs", justify="right", no_wrap=True)
+    for name in shipped():
+        recipe = load(name)
+        gpus = f"{needed(recipe)}" + (" or none" if recipe.model.dtype == "fp32" else "")
+        table.add_row(name, recipe.description, recipe.model.path, gpus)
+    Console().print(table)
+    return 0
+
+
+def _recipes_show(options: argparse.Namespace) -> int:
+    from megarl.recipe import describe
+
+    print(describe(_load(options)), end="")
+    return 0
+
+
+def _rollouts_show(options: argparse.Namespace) -> int:
+    from megarl.data.tokenizer import load_tokenizer
+    from megarl.recipe import load
+    from megarl.rollout.show import show
+
+    resolved = options.run / "recipe.yaml"
+    if not resolved.exists():
+        raise MegarlError(f"{options.run}: not a run directory (no recipe.yaml in it)")
+    tokenizer = load_tokenizer(load(str(resolved)).model.path)
+    show(options.run, options.ticket, options.step, options.limit, tokenizer, options.json)
+    return 0
+
+
+def _data_arithmetic(options: argparse.Namespace) -> int:
+    from megarl.data.arithmetic import main as arithmetic
+
+    return arithmetic(options.directory, options.seed)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from megarl.monitor.report import main as report
+
+    return report(options.run)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from megarl.doctor import main as doctor
+
+    return doctor()

@@ -1,0 +1,202 @@
+"""The report's pictures from rows of metrics.jsonl and eval.jsonl. Each function draws on the axes it is given.
+
+Long runs are averaged into `MOST_POINTS` points, so the report's size does not grow with the run.
+"""
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from megarl.recipe import Recipe
+
+Row = dict[str, Any]
+MOST_POINTS = 400
+BLUE, ORANGE, GREEN, RED, GREY = "#2563a8", "#d1701f", "#2e8b57", "#b8323f", "#8a8f98"
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.grid": True,
+    "grid.color": "#e4e6ea",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.labelcolor": "#444",
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],
+}
+
+
+def pass_rate_against(axes: Any, rows: list[Row], evaluations: list[Row], x: str) -> None:
+    """Training and held-out pass rate against `x` (step or compute_hours); bars are 95 % of the held-out prompts' sampling."""
+    xs, ys = series(rows, "pass_rate_train", x)
+    axes.plot(*binned(xs, ys, MOST_POINTS), color=BLUE, alpha=0.35, linewidth=1)
+    if len(xs) > 4:
+        axes.plot(xs, smooth(ys), color=BLUE, label="training batches (running mean)")
+    if evaluations:
+        ex = [e[x] for e in evaluations]
+        errors = [interval(e) for e in evaluations]
+        rates = [e["pass_rate"] for e in evaluations]
+        axes.errorbar(ex, rates, errors, color=ORANGE, fmt="o-", markersize=4, capsize=2.5, label="held out")
+        top = evaluations[-1]
+        axes.annotate(
+            f"{top['pass_rate']:.3f}", (top[x], top["pass_rate"]), xytext=(0, 8), textcoords="offset points", ha="center",
+            color=ORANGE, fontsize=9, fontweight="bold",
+        )  # fmt: skip
+    axes.set_ylim(0, 1.04)
+    unit = next((r["compute_unit"] for r in [*rows, *evaluations]), "device")
+    axes.set_xlabel("step" if x == "step" else f"compute, {unit} hours")
+    if rows or evaluations:
+        axes.legend(loc="lower right")
+
+
+def lines(axes: Any, rows: list[Row], names: dict[str, str], *, log: bool = False) -> bool:
+    """Metrics against step, `names` by label; whether there was anything to draw."""
+    drawn = False
+    for (name, label), color in zip(names.items(), (BLUE, ORANGE, GREEN, RED, GREY), strict=False):
+        xs, ys = series(rows, name, "step")
+        if len(xs):
+            axes.plot(*binned(xs, ys, MOST_POINTS), color=color, label=label, marker="." if len(xs) == 1 else None)
+            drawn = True
+    if log and drawn and any(line.get_ydata().max() > 0 for line in axes.lines):
+        axes.set_yscale("log")
+    elif drawn:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.set_xlabel("step")
+    if drawn and len(names) > 1:
+        axes.legend(loc="best")
+    return drawn
+
+
+def where_time_goes(axes: Any, rows: list[Row]) -> bool:
+    """Seconds of a step, stacked: training, waiting, publishing, checkpoints."""
+    parts = {
+        "train_seconds": ("trains", BLUE),
+        "wait_seconds": ("waits for a batch", ORANGE),
+        "publish_seconds": ("publishes", GREEN),
+        "checkpoint_seconds": ("checkpoint", GREY),
+    }
+    found = [(series(rows, name, "step"), label, color) for name, (label, color) in parts.items()]
+    full = [
+        (binned(xs, ys, 120), label, color) for (xs, ys), label, color in found if len(xs) == len(rows) and len(xs) > 1
+    ]
+    if not full:
+        return False
+    axes.stackplot(
+        full[0][0][0], *[ys for (_, ys), _, _ in full], labels=[label for _, label, _ in full], colors=[c for _, _, c in full],
+        alpha=0.85, linewidth=0,
+    )  # fmt: skip
+    axes.set_xlabel("step")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0)
+    axes.legend(loc="upper right", ncols=2)
+    return True
+
+
+def lag_limit(axes: Any, recipe: Recipe) -> None:
+    axes.axhline(recipe.pipeline.k, color=RED, linestyle="--", linewidth=1)
+    axes.annotate(f"k = {recipe.pipeline.k}", (0.01, recipe.pipeline.k), xycoords=("axes fraction", "data"), va="bottom",
+                  color=RED, fontsize=8)  # fmt: skip
+
+
+def series(rows: list[Row], name: str, x: str) -> tuple[np.ndarray, np.ndarray]:
+    """Finite values of a metric and where they lie. Two [points] float64."""
+    points = [(row[x], row[name]) for row in rows if row.get(name) is not None and math.isfinite(row[name])]
+    array = np.array(points, dtype=np.float64).reshape(-1, 2)
+    return array[:, 0], array[:, 1]
+
+
+def binned(xs: np.ndarray, ys: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """At most `most` points, each the mean of neighbours."""
+    if len(xs) <= most:
+        return xs, ys
+    edges = np.linspace(0, len(xs), most + 1).astype(int)[:-1]
+    counts = np.diff(np.append(edges, len(xs)))
+    return np.add.reduceat(xs, edges) / counts, np.add.reduceat(ys, edges) / counts
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Centred running mean over about a twentieth of the run; shorter windows at the ends, so nothing is shifted."""
+    half = max(2, len(values) // 40)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    low = np.maximum(np.arange(len(values)) - half, 0)
+    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
+
+
+def interval(evaluation: Row) -> float:
+    """Half width of a 95 % interval of mean@k over `n_prompts` prompts.
+
+    An upper bound: √(p(1−p)/n), as if all samples of a prompt agreed; the row does not say how far they do.
+    """
+    p = evaluation["pass_rate"]
+    return 1.96 * math.sqrt(p * (1 - p) / evaluation["n_prompts"])
+
+
+def svg(draw: Callable[[Any], bool | None], title: str, size: tuple[float, float] = (5.6, 2.9)) -> str:
+    """One picture as an inline SVG element; empty if there was nothing to draw."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        axes.set_title(title)
+        if draw(axes) is False:
+            return ""
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def reward_png(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> bytes:
+    """The reward curve, against steps and against compute."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        figure.suptitle(f"{recipe.run.name}: pass rate", fontsize=12, fontweight="bold", x=0.01, ha="left")
+        pass_rate_against(left, rows, evaluations, "step")
+        pass_rate_against(right, rows, evaluations, "compute_hours")
+        left.set_ylabel("pass rate")
+        data = io.BytesIO()
+        figure.savefig(data, format="png", dpi=130)
+    return data.getvalue()
+
+
+def pictures(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> Sequence[str]:
+    """All SVGs of the report, in reading order; those without data are left out."""
+
+    def lag(axes: Any) -> bool:
+        drawn = lines(axes, rows, {"lag_max": "largest", "lag_mean": "mean"})
+        lag_limit(axes, recipe)
+        return drawn
+
+    rates = {"truncation_rate": "truncated", "interruption_rate": "interrupted", "format_error_rate": "malformed"}
+    speed = {"tokens_per_second": "trained", "rollout_tokens_per_second": "sampled"}
+    found = [
+        svg(lambda a: pass_rate_against(a, rows, evaluations, "step"), "Pass rate, by step"),
+        svg(lambda a: pass_rate_against(a, rows, evaluations, "compute_hours"), "Pass rate, by compute"),
+        svg(lambda a: lines(a, rows, {"entropy": "entropy"}), "Entropy of trained tokens, nats"),
+        svg(lambda a: lines(a, rows, {"grad_norm": "grad norm"}), "Gradient norm before clipping"),
+        svg(lag, "Lag of trained tokens, steps"),
+        svg(
+            lambda a: lines(a, rows, {"probe_logprob_diff": ""}, log=True),
+            "Servers against learner: probe log-prob difference",
+        ),
+        svg(lambda a: lines(a, rows, speed), "Tokens a second"),
+        svg(lambda a: where_time_goes(a, rows), "Where the learner's step goes, seconds"),
+        svg(lambda a: lines(a, rows, rates), "Answers cut off, interrupted, malformed: share"),
+        svg(lambda a: lines(a, rows, {"completion_tokens_mean": ""}), "Completion length, tokens"),
+        svg(lambda a: lines(a, rows, {"trained_logprob_diff": ""}, log=True), "Learner against behaviour log-probs"),
+        svg(lambda a: lines(a, rows, {"groups_in_loss": "in the loss", "void_groups": "void"}), "Groups of a batch"),
+    ]
+    return [picture for picture in found if picture]

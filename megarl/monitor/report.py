@@ -1,0 +1,104 @@
+"""`megarl report RUN`: RUN/report.html, one file that opens offline, and RUN/reward.png. Works while the run lives.
+
+recipe.yaml, metrics.jsonl, eval.jsonl, rollouts/ ──► tiles, charts (inline SVG), table, sample rollouts ──► report.html
+"""
+
+import html
+import string
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from megarl.errors import MegarlError
+from megarl.monitor import charts, summary
+from megarl.recipe import Recipe, dump, load
+from megarl.rollout.journal import JournalReader
+from megarl.rundir import RunDir, latest_rows, write_atomically
+from megarl.types import Group, Rollout
+
+TEMPLATE = Path(__file__).with_name("report.html")
+SAMPLES = 4
+"""Rollouts shown, of the newest groups."""
+MOST_CHARACTERS = 6000
+
+
+def main(run: str) -> int:
+    """Write the report of a run directory and say where it is."""
+    rundir = RunDir(Path(run))
+    if not rundir.recipe.exists():
+        raise MegarlError(f"{run}: not a run directory (no recipe.yaml in it)")
+    write_report(rundir)
+    print(f"{rundir.report}\n{rundir.picture}")
+    return 0
+
+
+def write_report(rundir: RunDir) -> None:
+    """Both files, from what the run directory holds now."""
+    recipe = load(str(rundir.recipe))
+    rows, evaluations = latest_rows(rundir.metrics), latest_rows(rundir.eval)
+    values = summary.summarise(recipe, rundir)
+    page = string.Template(TEMPLATE.read_text()).substitute(
+        name=html.escape(recipe.run.name),
+        subtitle=html.escape(f"{recipe.description} · {values['steps']} of {values['steps_planned']} steps"),
+        tiles="".join(_tile(name, text) for name, text in _tiles(values)),
+        charts="".join(f"<div>{picture}</div>" for picture in charts.pictures(recipe, rows, evaluations)),
+        table="".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(t)}</td></tr>" for n, t in summary.lines(values)),
+        rollouts=_rollouts(recipe, rundir),
+        recipe=html.escape(dump(recipe)),
+    )
+    write_atomically(rundir.report, page.encode())
+    write_atomically(rundir.picture, charts.reward_png(recipe, rows, evaluations))
+
+
+def _tiles(v: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    yield (
+        "pass rate, held out",
+        f"{summary.show(v['pass_rate_before'], '.2f')} → {summary.show(v['pass_rate_after'], '.2f')}",
+    )
+    yield "steps", f"{v['steps']} / {v['steps_planned']}"
+    yield f"{v['compute_unit'] or 'device'} hours", summary.show(v["compute_hours"], ".3g")
+    yield "tokens a second", summary.show(v["tokens_per_second"], ",.0f")
+    yield "largest lag", f"{summary.show(v['lag_max'], '.0f')} of {v['lag_limit']}"
+    yield "largest probe difference", summary.show(v["probe_logprob_diff_max"], ".1e")
+
+
+def _tile(name: str, text: str) -> str:
+    return f'<div class="tile"><b>{html.escape(text)}</b><span>{html.escape(name)}</span></div>'
+
+
+def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
+    """A right and a wrong answer of each of the newest groups, a colour a weight version; empty without a journal."""
+    vocabulary = Path(recipe.model.path) / "tokenizer.json"
+    reader = JournalReader(rundir.rollouts)
+    newest = reader.finished()[-2 * SAMPLES :]
+    if not newest or not vocabulary.exists():
+        return ""
+    tokenizer = Tokenizer.from_file(str(vocabulary))
+    chosen = [(group, r) for group in reversed(reader.groups(newest)) for r in _one_of_each(group)][:SAMPLES]
+    shown = "".join(_rollout(tokenizer, group, rollout) for group, rollout in chosen)
+    legend = (
+        'Newest groups. <span class="v0">Backgrounds</span> <span class="v1">change</span> with the version of the weights; '
+        '<span class="phrase">this one</span> was put in and is not trained.'
+    )
+    return f'<h2>Rollouts</h2><p class="sub">{legend}</p>{shown}'
+
+
+def _one_of_each(group: Group) -> list[Rollout]:
+    right = [r for r in group.rollouts if r.correct]
+    wrong = [r for r in group.rollouts if not r.correct]
+    return right[:1] + wrong[:1]
+
+
+def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout) -> str:
+    text = html.escape(tokenizer.decode(group.prompt.tokens.tolist(), skip_special_tokens=False))
+    versions = sorted({s.weight_version for s in rollout.segments if s.trained})
+    for segment in rollout.segments:
+        part = html.escape(tokenizer.decode(segment.tokens.tolist(), skip_special_tokens=False))[:MOST_CHARACTERS]
+        colour = f"v{versions.index(segment.weight_version) % 2}" if segment.trained else "phrase"
+        text += f'<span class="{colour}">{part}</span>'
+    mark = '<span class="good">right</span>' if rollout.correct else '<span class="bad">wrong</span>'
+    span = f"{versions[0]}–{versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
+    facts = f"ticket {group.ticket} · {mark} · answer {html.escape(group.prompt.answer)} · weights {span} · {rollout.finish}"
+    return f'<p class="sub">{facts}</p><pre class="rollout">{text}</pre>'

@@ -1,0 +1,140 @@
+"""What a run came to: RUN/summary.json, and the closing summary in the terminal. Works on a half-finished run.
+
+metrics.jsonl, eval.jsonl, logs/supervisor.jsonl ──► summarise() ──► dict ──► render()
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from megarl.recipe import Recipe
+from megarl.rundir import RunDir, latest_rows, read_jsonl
+
+Row = dict[str, Any]
+
+
+def summarise(recipe: Recipe, rundir: RunDir) -> Row:
+    """Figures over all lives of the run; None where nothing was measured."""
+    rows, evaluations = latest_rows(rundir.metrics), latest_rows(rundir.eval)
+    lived = [row for row in rows if not row.get("replay")]
+    events = [e["event"] for e in read_jsonl(rundir.logs / "supervisor.jsonl")]
+    first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
+    seconds = _total(lived, "step_seconds")
+    return {
+        "run": recipe.run.name,
+        "steps": len(rows),
+        "steps_planned": recipe.run.steps,
+        "compute_hours": max((r["compute_hours"] for r in [*rows, *evaluations]), default=None),
+        "compute_unit": rows[-1]["compute_unit"] if rows else None,
+        "pass_rate_before": first.get("pass_rate"),
+        "pass_rate_before_step": first.get("step"),
+        "pass_rate_after": last.get("pass_rate"),
+        "pass_rate_after_step": last.get("step"),
+        "pass_rate_train": _mean(rows[-20:], "pass_rate_train"),
+        "generated_tokens": _total(rows, "generated_tokens"),
+        "tokens_per_second": _ratio(_total(lived, "generated_tokens"), seconds),
+        "step_seconds": _ratio(seconds, float(len(lived))),
+        "learner_idle_share": _ratio(_total(lived, "wait_seconds"), seconds),
+        "server_idle_share": _less(1.0, _mean(lived, "server_busy_share")),
+        "publish_seconds": _mean(lived, "publish_seconds"),
+        "pause_seconds": _mean(lived, "pause_seconds"),
+        "transfer_seconds": _mean(lived, "transfer_seconds"),
+        "resume_seconds": _mean(lived, "resume_seconds"),
+        "lag_mean": _mean(rows, "lag_mean"),
+        "lag_max": _largest(rows, "lag_max"),
+        "lag_limit": recipe.pipeline.k,
+        "probe_logprob_diff_max": _largest(rows, "probe_logprob_diff"),
+        "versions_per_rollout": _mean(rows, "versions_per_rollout"),
+        "truncation_rate": _mean(rows[-20:], "truncation_rate"),
+        "interruption_rate": _mean(rows[-20:], "interruption_rate"),
+        "format_error_rate": _mean(rows[-20:], "format_error_rate"),
+        "void_groups": _total(rows, "void_groups"),
+        "restarts": events.count("restart"),
+    }
+
+
+def render(values: Row, recipe: Recipe, rundir: RunDir) -> RenderableType:
+    """The closing summary."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for name, text in lines(values):
+        grid.add_row(name, text)
+    places = Table.grid(padding=(0, 2))
+    places.add_column(style="dim", no_wrap=True)
+    places.add_column(overflow="fold")
+    for name, path in _places(rundir):
+        places.add_row(name, path)
+    style = {"finished": "green", "failed": "red"}.get(values["outcome"], "yellow")
+    title = Text(f"{rundir.path}: {values['outcome']} ({values['reason']})", style=f"bold {style}")
+    return Panel(Group(grid, Text(), places), title=title, padding=(0, 1), width=100)
+
+
+def lines(v: Row) -> Iterable[tuple[str, str]]:
+    compute = (
+        f" · {v['compute_hours']:.3f} {v['compute_unit']} hours" if v["compute_hours"] and v["compute_unit"] else ""
+    )
+    wall = f" · {v['wall_seconds'] / 60:.1f} min this time" if "wall_seconds" in v else ""
+    yield "steps", f"{v['steps']} of {v['steps_planned']}{compute}{wall}"
+    if v["pass_rate_before"] is not None:
+        before = f"{v['pass_rate_before']:.3f} (step {v['pass_rate_before_step']})"
+        yield "pass rate, held out", f"{before} → {v['pass_rate_after']:.3f} (step {v['pass_rate_after_step']})"
+    if not v["steps"]:
+        return
+    yield "pass rate, training", f"{show(v['pass_rate_train'], '.3f')} (last 20 steps)"
+    yield "speed", f"{show(v['tokens_per_second'], ',.0f')} tokens/s · {show(v['step_seconds'], '.2f')} s a step"
+    yield "idle", f"servers {show(v['server_idle_share'], '.0%')} · learner {show(v['learner_idle_share'], '.0%')}"
+    parts = " · ".join(f"{part} {show(v[f'{part}_seconds'], '.3f')}" for part in ("pause", "transfer", "resume"))
+    yield "publication", f"{show(v['publish_seconds'], '.3f')} s a step ({parts})"
+    yield "lag", f"largest {show(v['lag_max'], '.0f')} of {v['lag_limit']} · mean {show(v['lag_mean'], '.2f')}"
+    yield "servers vs learner", f"probe log-prob difference at most {show(v['probe_logprob_diff_max'], '.1e')}"
+    rates = (("truncated", "truncation_rate"), ("interrupted", "interruption_rate"), ("malformed", "format_error_rate"))
+    yield "answers", " · ".join(f"{word} {show(v[key], '.1%')}" for word, key in rates) + " (last 20 steps)"
+    if v["restarts"] or v["void_groups"]:
+        yield "mishaps", f"{v['restarts']} restarts of a role · {show(v['void_groups'], '.0f')} void groups"
+
+
+def _places(rundir: RunDir) -> Iterable[tuple[str, str]]:
+    yield "report", f"{rundir.report}  (one file, opens offline; picture {rundir.picture.name})"
+    yield "TensorBoard", f"tensorboard --logdir {rundir.tensorboard}"
+    yield "metrics", f"{rundir.metrics}, {rundir.eval.name}, {rundir.summary.name}"
+    yield "rollouts", f"megarl rollouts show {rundir.path}"
+    newest = max(rundir.checkpoints.glob("step-*"), default=None)
+    if newest is not None:
+        yield "checkpoints", str(rundir.checkpoints)
+        target = rundir.path / "hf"
+        yield "export", f"python -m checkpoints_tools convert megatron-to-hf {newest} {target}"
+
+
+def _finite(rows: list[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None and math.isfinite(row[name])]
+
+
+def _total(rows: list[Row], name: str) -> float:
+    return math.fsum(_finite(rows, name))
+
+
+def _mean(rows: list[Row], name: str) -> float | None:
+    values = _finite(rows, name)
+    return math.fsum(values) / len(values) if values else None
+
+
+def _largest(rows: list[Row], name: str) -> float | None:
+    return max(_finite(rows, name), default=None)
+
+
+def _ratio(value: float, by: float) -> float | None:
+    return value / by if by else None
+
+
+def _less(value: float, by: float | None) -> float | None:
+    return None if by is None else value - by
+
+
+def show(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

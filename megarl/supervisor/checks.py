@@ -1,0 +1,153 @@
+"""Everything that can be wrong before a process is started, each one `MegarlError` that says what to do.
+
+check_inputs(recipe)            the model directory, data files, ports, GPUs
+lock(rundir)                    no other supervisor works there
+check_history(recipe, rundir)   a run that is there may go on, and goes on as it began
+"""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import MegarlError
+from megarl.recipe import Recipe, load
+from megarl.rundir import RunDir
+from megarl.supervisor import devices
+
+HISTORY = (
+    "run.seed",
+    "model.path",
+    "model.dtype",
+    "model.fp32_head",
+    "data",
+    "length",
+    "sampling",
+    "pipeline",
+    "batch",
+    "loss",
+)
+"""Keys and sections that decide what a run's steps are. Layout, servers, learning rate, cadences may change on resuming."""
+
+
+def check_inputs(recipe: Recipe) -> None:
+    """What the recipe names exists, and there is room for the roles."""
+    if not (Path(recipe.model.path) / "config.json").is_file() or not recipe.model.path:
+        raise MegarlError(_no_model(recipe))
+    for key in ("train", "heldout"):
+        path = getattr(recipe.data, key)
+        if not path or not Path(path).is_file():
+            raise MegarlError(
+                f"data.{key}: {path!r} is not a file; give a JSONL of prompts"
+                + (f" (`megarl data arithmetic {Path(path).parent}` makes the quickstart's)" if path else "")
+            )
+    devices.divide(recipe, devices.gpus())
+    for port in server_ports(recipe):
+        _check_port(recipe.serving.host, port)
+
+
+def check_all(recipe: Recipe) -> None:
+    """Both checks of `megarl train`, without starting anything or writing."""
+    check_inputs(recipe)
+    check_history(recipe, RunDir.of(recipe))
+
+
+def check_sft(recipe: Recipe) -> None:
+    """What `megarl sft` reads exists."""
+    if not recipe.sft.init or not (Path(recipe.sft.init) / "config.json").is_file():
+        raise MegarlError(f"sft.init: {recipe.sft.init!r} is not a Hugging Face model directory (no config.json in it)")
+    if not recipe.sft.data or not Path(recipe.sft.data).is_file():
+        raise MegarlError(f"sft.data: {recipe.sft.data!r} is not a file; give a JSONL of prompt and completion")
+    if not recipe.sft.output:
+        raise MegarlError("sft.output: say where the trained model is to be written")
+
+
+def server_ports(recipe: Recipe) -> list[int]:
+    """The servers' ports if the recipe fixes them."""
+    first = recipe.serving.port
+    return [] if first is None else [first + i for i in range(recipe.resources.servers)]
+
+
+@contextmanager
+def lock(rundir: RunDir) -> Iterator[None]:
+    """Be the only supervisor of this run; the kernel lets go of it when we die."""
+    try:
+        rundir.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(rundir.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise MegarlError(f"run.dir, run.name: cannot write in {rundir.path}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 100).decode()
+            raise MegarlError(
+                f"{rundir.path}: another `megarl train` (process {owner}) works there; end it, or give another run.name"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_history(recipe: Recipe, rundir: RunDir) -> bool:
+    """Whether a run is there to go on with; MegarlError if it must not be touched, or would become another one."""
+    if not rundir.recipe.exists():
+        return False
+    if recipe.run.resume == "never":
+        raise MegarlError(
+            f"{rundir.path}: holds a run already; go on with it by run.resume=auto, or give this one another run.name"
+        )
+    try:
+        before = load(str(rundir.recipe))
+    except MegarlError as error:
+        raise MegarlError(
+            f"the recipe this run began with cannot be read by this version; give another run.name\n{error}"
+        ) from None
+    changed = [
+        f"{key}: {old!r} in {rundir.recipe}, {new!r} now"
+        for key, old, new in differences(before, recipe)
+        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY)
+    ]
+    if changed:
+        raise MegarlError(
+            "\n".join(changed) + "\nA run that goes on keeps these, or its steps would no longer be one history; "
+            "undo the change, or give another run.name"
+        )
+    return True
+
+
+def differences(before: Recipe, after: Recipe) -> list[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of every value that differs."""
+    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    return [(key, old.get(key), new.get(key)) for key in new if old.get(key) != new[key]]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
+
+
+def _no_model(recipe: Recipe) -> str:
+    path = recipe.model.path
+    text = f"model.path: {path!r} is not a Hugging Face model directory (no config.json in it)"
+    if path and path == recipe.sft.output:
+        return f"{text}; it is what the warm start writes: run `megarl sft` with this recipe first (`make quickstart` does)"
+    return f"{text}; download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one you have"
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError as error:
+            raise MegarlError(
+                f"serving.port: cannot listen on {host}:{port}: {error.strerror}; choose another"
+            ) from None
