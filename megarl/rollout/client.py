@@ -1,0 +1,284 @@
+"""One SGLang server as the controller sees it: token ids in; ids, behaviour log-probs and weight versions out, streamed.
+
+    client = ServerClient("http://127.0.0.1:30000", api_key, admin_key, timeout_s=3600)
+    try:
+        generation = await client.generate(prompt, 256, temperature=1.0, stop_token_ids=[2], cache_salt="17")
+    except ServerLost as lost:      # its tokens go on elsewhere: prompt + lost.tokens
+        ...
+
+The server sends disjoint chunks of `serving.stream_interval` tokens, so what a lost server costs is at most that many tokens
+a request. A chunk is parsed once, into numpy arrays; nothing walks over tokens in Python.
+
+Behaviour log-probs are those of the distribution that was sampled from: SGLang takes them after dividing by the temperature,
+and with top_p < 1 its sampling support is asked for, whose log-probs are renormalised over what top_p left. Greedy
+requests (temperature 0) record the log-prob at temperature 1.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from megarl.errors import MegarlError
+from megarl.types import float32, int32
+
+CONNECT_LIMIT_S = 10.0
+ADMIN_LIMIT_S = 30.0
+KEEP_ALIVE_S = 2.0
+"""Idle connections are not used again after this; the server closes them after 5 s, and a request on a closed one is lost."""
+REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
+
+
+class Span(NamedTuple):
+    """Completion tokens [start, end) were sampled with weights of `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Generation(NamedTuple):
+    """A finished request. tokens [n] int32, the stop token included; logprobs [n] float32; spans cover 0 … n in order."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    spans: tuple[Span, ...]
+    finish: Literal["stop", "length"]
+
+
+class ServerLost(MegarlError):
+    """The server went away, timed out or aborted the request. `tokens`, `logprobs`: what had arrived before, maybe nothing."""
+
+    def __init__(self, reason: str, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        super().__init__(reason)
+        self.tokens = tokens
+        self.logprobs = logprobs
+
+
+class ServerRefused(MegarlError):
+    """The server says that the request itself is wrong; the same one would be refused elsewhere too."""
+
+
+class _VersionSpan(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str = ""
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish | None = None
+    output_token_logprobs: list[tuple[float, int, None]] = []
+    output_token_sampling_logprobs: list[float] | None = None
+    weight_versions: list[_VersionSpan] = []
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: int = 500
+
+
+class _Chunk(msgspec.Struct):
+    """What is read of one event; the decoder passes over the rest."""
+
+    output_ids: list[int] = []
+    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    error: _Error | None = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_PREFIX, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
+
+
+async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Bodies of server-sent events in a byte stream cut anywhere; ends at `[DONE]` or with the stream."""
+    rest = b""
+    async for piece in pieces:
+        rest += piece
+        *whole, rest = rest.split(_END)
+        for event in whole:
+            body = event.removeprefix(_PREFIX)
+            if body == _DONE:
+                return
+            yield body
+
+
+class _Received:
+    """Tokens of one request so far."""
+
+    def __init__(self) -> None:
+        self.tokens: list[np.ndarray] = []
+        self.logprobs: list[np.ndarray] = []
+
+    def add(self, chunk: _Chunk) -> None:
+        meta = chunk.meta_info
+        logprobs: Iterable[float] | None = meta.output_token_sampling_logprobs
+        if logprobs is None:
+            logprobs = [entry[0] for entry in meta.output_token_logprobs]
+        self.tokens.append(int32(chunk.output_ids))
+        self.logprobs.append(float32(logprobs))
+
+    def joined(self) -> tuple[np.ndarray, np.ndarray]:
+        """Equally long: an aborted request may report a token without its log-prob."""
+        tokens = np.concatenate([int32(()), *self.tokens])
+        logprobs = np.concatenate([float32(()), *self.logprobs])
+        n = min(len(tokens), len(logprobs))
+        return tokens[:n], logprobs[:n]
+
+
+class ServerClient:
+    """Asynchronous client of one server, for one event loop: `async with`, or `close()` at the end."""
+
+    def __init__(self, url: str, api_key: str, admin_key: str, timeout_s: float) -> None:
+        """`timeout_s`: limit of one request, from sending to its last token (serving.request_timeout_s)."""
+        self.url = url
+        self._api = {"Authorization": f"Bearer {api_key}"}
+        self._admin = {"Authorization": f"Bearer {admin_key}"}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_LIMIT_S)
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Drop all connections; the server aborts what still runs on them."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(
+        self,
+        input_ids: Sequence[int] | np.ndarray,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        cache_salt: str | None = None,
+        stream: bool = True,
+    ) -> Generation:
+        """Sample until a stop token, the model's own end token, or `max_new_tokens`.
+
+        cache_salt: requests with different ones never share cached prefixes. stream=False gives the same result in one
+        piece, but nothing can be salvaged. Raises ServerLost or ServerRefused. Cancelling it aborts the request there.
+        """
+        body = {
+            "input_ids": input_ids.tolist() if isinstance(input_ids, np.ndarray) else list(input_ids),
+            "sampling_params": {
+                "max_new_tokens": max_new_tokens,
+                "temperature": temperature,
+                "top_p": top_p,
+                "stop_token_ids": list(stop_token_ids),
+            },
+            "return_logprob": True,
+            "return_sampling_mask": top_p < 1.0,
+            "cache_salt": cache_salt,
+            "stream": stream,
+        }
+        received = _Received()
+        try:
+            async with self._post("/generate", body, self._api, self._timeout) as reply:
+                if reply.status != 200:
+                    raise self._refusal_or_loss(reply.status, await reply.text(), received)
+                if not stream:
+                    return self._finished(_decode_chunk(await reply.read()), received)
+                async for event in events(reply.content.iter_any()):
+                    chunk = _decode_chunk(event)
+                    if chunk.error is not None:
+                        raise self._refusal_or_loss(chunk.error.code, chunk.error.message, received)
+                    if chunk.meta_info.finish_reason is not None:
+                        return self._finished(chunk, received)
+                    received.add(chunk)
+        except TimeoutError:
+            raise ServerLost(
+                f"{self.url} did not finish a request within {self._timeout_s:g} s (serving.request_timeout_s)",
+                *received.joined(),
+            ) from None
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            raise ServerLost(
+                f"{self.url} was lost: {type(error).__name__}: {error}", *received.joined()
+            ) from None
+        raise ServerLost(f"{self.url} ended a stream before its last token", *received.joined())
+
+    def _finished(self, chunk: _Chunk, received: _Received) -> Generation:
+        received.add(chunk)
+        tokens, logprobs = received.joined()
+        finish = chunk.meta_info.finish_reason
+        if finish is None or finish.type not in ("stop", "length"):
+            # A request aborted while its server was paused may still get one token, from weights that may be half replaced.
+            reason = finish.message if finish is not None else "no finish reason"
+            raise ServerLost(f"{self.url} aborted a request: {reason}", tokens[:-1], logprobs[:-1])
+        spans = tuple(Span(int(s.version), s.start, s.end) for s in chunk.meta_info.weight_versions)
+        return Generation(tokens, logprobs, spans, "stop" if finish.type == "stop" else "length")
+
+    def _refusal_or_loss(self, status: int, text: str, received: _Received) -> MegarlError:
+        if status in REFUSALS:
+            return ServerRefused(f"{self.url} refused a request ({status}): {text[:500]}")
+        return ServerLost(f"{self.url} answered with status {status}: {text[:500]}", *received.joined())
+
+    async def health(self, limit_s: float = 5.0) -> bool:
+        """Whether it says within `limit_s` that it takes requests."""
+        try:
+            async with self._connected().get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=limit_s)) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            return False
+
+    async def info(self, limit_s: float = ADMIN_LIMIT_S) -> dict[str, Any]:
+        """SGLang's /server_info: arguments, and `internal_states` with the present load."""
+        reply: dict[str, Any] = await self._admin_call("get", "/server_info", None, limit_s)
+        return reply
+
+    async def abort_all(self, limit_s: float = ADMIN_LIMIT_S) -> None:
+        """Abort every request on the server; each raises ServerLost at its caller."""
+        await self._admin_call("post", "/abort_request", {"abort_all": True}, limit_s)
+
+    async def continue_generation(self, limit_s: float = ADMIN_LIMIT_S) -> None:
+        """End a pause that a lost learner left behind."""
+        await self._admin_call("post", "/continue_generation", {"torch_empty_cache": False}, limit_s)
+
+    async def flush_cache(self, limit_s: float = ADMIN_LIMIT_S) -> None:
+        """Drop all cached prefixes; the server refuses while requests run."""
+        await self._admin_call("post", "/flush_cache", None, limit_s)
+
+    async def _admin_call(self, method: str, path: str, body: dict[str, Any] | None, limit_s: float) -> Any:
+        empty = _Received().joined()
+        try:
+            async with self._connected().request(
+                method, f"{self.url}{path}", json=body, headers=self._admin, timeout=aiohttp.ClientTimeout(total=limit_s)
+            ) as reply:
+                text = await reply.text()
+                if reply.status != 200:
+                    raise ServerRefused(f"{self.url}{path} refused ({reply.status}): {text[:500]}")
+                return msgspec.json.decode(text) if text.startswith(("{", "[")) else text
+        except TimeoutError:
+            raise ServerLost(f"{self.url}{path} did not answer within {limit_s:g} s", *empty) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerLost(f"{self.url}{path}: {type(error).__name__}: {error}", *empty) from None
+
+    def _post(self, path: str, body: dict[str, Any], headers: dict[str, str], timeout: aiohttp.ClientTimeout) -> Any:
+        data = msgspec.json.encode(body)
+        headers = headers | {"Content-Type": "application/json"}
+        return self._connected().post(f"{self.url}{path}", data=data, headers=headers, timeout=timeout)
+
+    def _connected(self) -> aiohttp.ClientSession:
+        """The session belongs to the running event loop, so it is made at the first request."""
+        if self._session is None:
+            asyncio.get_running_loop()
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        return self._session

@@ -1,0 +1,7 @@
+"""How an SGLang server is started and watched.
+
+server.py      `megarl serve`: recipe -> SGLang's arguments -> its HTTP server, in this process
+workers.py     what the processes it spawns run
+cpu_engine.py  the stand-in for sgl_kernel, on machines without a GPU
+health.py      wait until a server answers
+"""

@@ -1,0 +1,69 @@
+"""What SGLang needs on a machine without a GPU; with one, nothing here does anything.
+
+1. A stand-in for `sgl_kernel`, of which no CPU build exists. SGLang imports names from it unconditionally, but without AMX
+   its CPU path never calls them (norms, attention, rotary embedding and mixture of experts are plain torch there; the names
+   serve speculative decoding). The stand-in answers every import; a call raises. It stands behind all other finders, so a
+   real build wins.
+2. Its processes are forked instead of spawned. SGLang spawns because CUDA does not survive a fork; without it a fork saves
+   importing everything once more (about 10 CPU-seconds and 0.8 GB a process).
+"""
+
+import importlib.machinery
+import multiprocessing
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+NAME = "sgl_kernel"
+
+
+def install() -> None:
+    """Make `import sgl_kernel` work in this process. Does nothing with a GPU, or the second time."""
+    if not torch.cuda.is_available() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
+
+
+def fork_processes() -> None:
+    """Make SGLang fork its scheduler: it asks for `spawn` in its last step before the first process. Nothing with a GPU."""
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.entrypoints import engine
+
+    prepare = engine._set_envs_and_config
+
+    def prepare_then_fork(server_args: Any) -> None:
+        prepare(server_args)
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = prepare_then_fork
+
+
+class _Finder:
+    """Finder and loader of `sgl_kernel` and its submodules."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != NAME:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__version__ = "0.0.0"  # type: ignore[attr-defined]
+
+
+class _StandIn(types.ModuleType):
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*args: Any, **kwargs: Any) -> NoReturn:
+            raise NotImplementedError(f"sgl_kernel.{name}: there is no CPU build of sgl_kernel")
+
+        return missing

@@ -1,0 +1,191 @@
+"""`megarl serve`: one SGLang server, made from the recipe.
+
+    recipe + RUN/endpoints.json ──► checks (one MegarlError) ──► environment() + engine_arguments() ──► SGLang, in this process
+
+Only token ids cross its boundary. Its keys come from RUN/endpoints.json and are always set, on loopback too: the user key
+generates, the admin key pauses, continues and replaces weights.
+"""
+
+import json
+import logging
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import MegarlError
+from megarl.process import die_with_parent, start_logging
+from megarl.recipe import Recipe
+from megarl.rundir import Endpoints, RunDir
+from megarl.serving import workers
+
+WATCHDOG_MARGIN_S = 120.0
+WARM_UP_TRIES, WARM_UP_LIMIT_S = 1200, 600.0
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def main(recipe: Recipe, index: int, port: int) -> None:
+    """Serve until killed; ends with whoever started it, and its own processes end with it."""
+    die_with_parent()
+    start_logging(f"server {index}")
+    endpoints = RunDir.of(recipe).endpoints()
+    os.environ["OMP_NUM_THREADS"] = str(recipe.resources.threads)  # before torch is imported
+    import torch
+
+    from megarl.serving import cpu_engine
+
+    cuda = torch.cuda.is_available()
+    check(recipe, port, cuda)
+    os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
+    cpu_engine.install()
+    cpu_engine.fork_processes()
+
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_without_keys)
+    arguments = engine_arguments(recipe, index, port, endpoints, cuda)
+    try:
+        launch_server(
+            ServerArgs(**arguments),
+            run_scheduler_process_func=workers.scheduler,
+            run_detokenizer_process_func=workers.no_detokenizer,
+            execute_warmup_func=lambda _: warm_up(f"http://{recipe.serving.host}:{port}", endpoints.api_key),
+        )
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _without_keys(record: logging.LogRecord) -> bool:
+    """SGLang logs all its arguments, keys too; logs may be read by others."""
+    return not record.getMessage().startswith("server_args=")
+
+
+def warm_up(url: str, api_key: str) -> bool:
+    """One generated token, then /health says yes. Runs in a thread beside the HTTP server, as SGLang's own warm-up does;
+    that one first sleeps for a second. The last request's errors are SGLang's to report: the server then never gets ready.
+    """
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    body = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}).encode()
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    for _ in range(WARM_UP_TRIES):
+        try:
+            urllib.request.urlopen(
+                urllib.request.Request(f"{url}/generate", body, headers), timeout=WARM_UP_LIMIT_S
+            ).close()
+        except urllib.error.HTTPError:
+            logging.getLogger(__name__).exception("the first request failed")
+            return False
+        except urllib.error.URLError:  # the port is not open yet
+            time.sleep(0.05)
+        else:
+            get_global_state().tokenizer_manager.server_status = ServerStatus.Up
+            return True
+    return False
+
+
+def check(recipe: Recipe, port: int, cuda: bool) -> None:
+    """What SGLang would say late or not at all: one MegarlError that names the key."""
+    config = model_config(recipe)
+    serving = recipe.serving
+    longest = recipe.length.context_tokens
+    limit = config.get("max_position_embeddings")
+    if limit is not None and limit < longest:
+        raise MegarlError(
+            f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but {recipe.model.path} has positions for "
+            f"{limit} (max_position_embeddings in its config.json)"
+        )
+    if serving.kv_tokens is None and not cuda:
+        raise MegarlError(
+            "serving.kv_tokens: must be set on a machine without a GPU, or SGLang would take most of the memory; "
+            f"about serving.max_running_requests x typical length, at least {longest}"
+        )
+    if serving.kv_tokens is not None and serving.kv_tokens < longest:
+        raise MegarlError(
+            f"serving.kv_tokens: {serving.kv_tokens} cannot hold one longest sequence of {longest} tokens (length.*)"
+        )
+    with socket.socket() as s:
+        s.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # connections of the last life in TIME_WAIT do not matter
+        try:
+            s.bind((serving.host, port))
+        except OSError as error:
+            raise MegarlError(
+                f"cannot listen on {serving.host}:{port}: {error.strerror}; choose another port"
+            ) from None
+
+
+def model_config(recipe: Recipe) -> dict[str, Any]:
+    """config.json of the model."""
+    path = Path(recipe.model.path) / "config.json"
+    if not recipe.model.path or not path.is_file():
+        raise MegarlError(
+            f"model.path: {recipe.model.path!r} is not a Hugging Face model directory (no config.json in it)"
+        )
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise MegarlError(f"{path}: not JSON: {error}") from None
+    return config
+
+
+def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dict[str, str]:
+    """Environment variables of the server and of the processes it spawns."""
+    common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if cuda:
+        return common
+    cpu = {"SGLANG_USE_CPU_ENGINE": "1"}
+    ranks, threads = recipe.resources.server_tensor_parallel, recipe.resources.threads
+    if ranks > 1:
+        first = index * ranks * threads
+        owned = [[str(cores[(first + r * threads + t) % len(cores)]) for t in range(threads)] for r in range(ranks)]
+        cpu["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(dict.fromkeys(rank)) for rank in owned)
+        cpu["SGLANG_NCCL_SO_PATH"] = (
+            "/nonexistent"  # the CUDA build of torch brings an NCCL that SGLang would try on the CPU
+        )
+    return common | cpu
+
+
+def engine_arguments(recipe: Recipe, index: int, port: int, endpoints: Endpoints, cuda: bool) -> dict[str, Any]:
+    """SGLang's ServerArgs. What is not here keeps SGLang's default (radix cache on, attention backend, CUDA graphs)."""
+    serving, weights = recipe.serving, recipe.weights
+    config = model_config(recipe)
+    # A token of the interruption phrase is at least one byte.
+    context = recipe.length.context_tokens + len(recipe.length.interruption.encode())
+    return {
+        "model_path": recipe.model.path,
+        "dtype": DTYPES[recipe.model.dtype],
+        "device": "cuda" if cuda else "cpu",
+        "enable_fp32_lm_head": recipe.model.fp32_head,
+        "context_length": min(context, config.get("max_position_embeddings", context)),
+        "skip_tokenizer_init": True,
+        "sampling_defaults": "openai",  # every request states its own; generation_config.json has no say
+        "host": serving.host,
+        "port": port,
+        "api_key": endpoints.api_key,
+        "admin_api_key": endpoints.admin_key,
+        "tp_size": recipe.resources.server_tensor_parallel,
+        "random_seed": recipe.run.seed * 1009 + index,
+        "weight_version": "0",
+        "max_total_tokens": serving.kv_tokens,
+        # The probe after a publication must not wait for a slot.
+        "max_running_requests": serving.max_running_requests + weights.probe_sequences,
+        # The overlap schedule computes the first token after an in-place pause with the old weights but labels it with the
+        # new version. A retracted request is recomputed, so there it labels right.
+        "disable_overlap_schedule": weights.pause == "in_place",
+        "stream_interval": serving.stream_interval,
+        "incremental_streaming_output": True,
+        # A weight update may legitimately keep the scheduler busy for weights.timeout_s.
+        "watchdog_timeout": weights.timeout_s + WATCHDOG_MARGIN_S,
+        # An idle scheduler otherwise spins on the core that the learner could have.
+        "sleep_on_idle": not cuda,
+        "log_level": "info",
+        "log_level_http": "warning",
+    }
