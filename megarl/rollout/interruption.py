@@ -18,14 +18,14 @@ from megarl.types import Segment
 
 
 def thinking_budget(seed: int, ticket: int, sample: int, bounds: tuple[int, int]) -> int:
-    """Tokens this rollout may think, uniform in [bounds[0], bounds[1]]: a function of its name alone, so it survives a restart."""
+    """Tokens this rollout may think, uniform in [bounds[0], bounds[1]]; a restart draws the same."""
     digest = hashlib.blake2b(f"{seed}/{ticket}/{sample}/thinking".encode(), digest_size=8).digest()
     shortest, longest = bounds
     return shortest + int.from_bytes(digest, "little") % (longest - shortest + 1)
 
 
 def sampled(tokens: np.ndarray, logprobs: np.ndarray, spans: Sequence[tuple[int, int, int]]) -> list[Segment]:
-    """Segments of a request's output: tokens [n], logprobs [n], spans of (weight version, start, end) that cover 0 … n."""
+    """Segments of a request's output: tokens [n], logprobs [n], spans of (weight version, start, end) cover 0 … n."""
     return [
         Segment(tokens=tokens[start:end], logprobs=logprobs[start:end], weight_version=version)
         for version, start, end in spans
@@ -39,7 +39,7 @@ def put_in(phrase: np.ndarray, version: int) -> Segment:
 
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The same tokens with neighbours of one origin in one segment: a retry or the answer leg starts a new one otherwise."""
+    """The same tokens with neighbours of one origin in one segment, for each request starts a new one."""
     runs: list[list[Segment]] = []
     for segment in segments:
         if runs and (runs[-1][-1].weight_version, runs[-1][-1].trained) == (segment.weight_version, segment.trained):

@@ -75,7 +75,7 @@ class Membership:
         return True
 
     def new_learner(self) -> list[int]:
-        """Another learner speaks: publications under way will not end. Returns those servers; what they run is to be aborted."""
+        """Another learner speaks: publications under way will not end. Their servers are returned, to be aborted."""
         broken = [s for s, m in self.members.items() if m.state == "publishing"]
         for server in broken:
             self.members[server].state = "unknown"
@@ -104,10 +104,10 @@ class Membership:
         return [s for s, m in self.members.items() if m.state not in ("starting", "lost")]
 
     def wanting(self, version: int, incarnation: str) -> tuple[ServerAddress, ...]:
-        """Servers the learner `incarnation`, which asks what to do and so is not publishing, should bring to `version`.
+        """Servers that the learner `incarnation`, which asks and so is not publishing, should bring to `version`.
 
-        One that failed at this very version is left alone while another server works: trying again could cost a time-out
-        each step. It is tried again with the next version, or at once when there is no other.
+        One that failed at this very version is left alone while another server works. It is tried again with the next
+        version, or at once when there is no other.
         """
         others = bool(self.clean())
         return tuple(

@@ -47,13 +47,17 @@ class Use:
 
 
 class Places:
-    """The places of all servers, `limit` each, and the claims that wait for one."""
+    """The places of all servers, `limit` each, and the claims that wait for one.
+
+    `changed` is set whenever there may be more room; who waits for that clears it.
+    """
 
     def __init__(self, membership: Membership, limit: int) -> None:
         self._membership = membership
         self.limit = limit
         self.use = {server: Use() for server in membership.members}
         self._claims: list[_Claim] = []
+        self.changed = asyncio.Event()
 
     async def take(self, order: Order, may_use: MayUse) -> tuple[int, int]:
         """A place, as (server, version of its weights), once there is one. To be given back."""
@@ -74,6 +78,7 @@ class Places:
 
     def refresh(self) -> None:
         """Give out places; to be called whenever a server's state has changed."""
+        self.changed.set()
         clean = self._membership.clean()
         free = {s: self.limit - self.use[s].running for s in clean if self.use[s].running < self.limit}
         if not free or not self._claims:
@@ -98,6 +103,11 @@ class Places:
         """Places left on servers whose version suits, when all claims have been met; negative if those are more."""
         clean = self._membership.clean()
         return sum(self.limit - self.use[s].running for s, v in clean.items() if version_suits(v)) - len(self._claims)
+
+    def emptiest(self, version_suits: Callable[[int], bool]) -> int | None:
+        """The server with most places free, of those whose version suits."""
+        suited = [s for s, v in self._membership.clean().items() if version_suits(v)]
+        return min(suited, key=lambda s: self.use[s].running, default=None)
 
     @property
     def waiting(self) -> int:

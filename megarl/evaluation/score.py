@@ -1,0 +1,82 @@
+"""Score one version of the weights on held-out prompts.
+
+    chosen prompts x samples ─► Sampler on the one server, before all rollouts ─► Grader ─► outcomes ─► row of eval.jsonl
+
+The rules of interruption are those of training, with the longest thinking budget for all.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megarl.grading import Grader
+from megarl.recipe import Recipe
+from megarl.rollout.sampler import Job, Sampler, Void
+from megarl.types import Prompt
+
+
+class Outcome(NamedTuple):
+    """What became of one completion."""
+
+    correct: bool
+    truncated: bool
+    interrupted: bool
+    format_ok: bool
+    tokens: int
+
+
+def choose(heldout: Sequence[Prompt], count: int) -> list[Prompt]:
+    """At most `count` of them, the same in every run: the file may be sorted, so not its first ones."""
+    return sorted(heldout, key=lambda p: hashlib.blake2b(p.id.encode(), digest_size=8).digest())[:count]
+
+
+async def score(
+    prompts: Sequence[Prompt], recipe: Recipe, sampler: Sampler, grader: Grader, server: int, salt: str, at_once: int
+) -> list[Outcome]:
+    """Outcomes of all prompts x samples, on `server`, `at_once` at a time. Waits for ever if the server is lost: cancel it."""
+    outcomes: list[Outcome] = []
+    jobs = ((n, prompt, sample) for n, prompt in enumerate(prompts) for sample in range(recipe.evaluation.samples))
+
+    async def work(jobs: Iterator[tuple[int, Prompt, int]]) -> None:
+        for n, prompt, sample in jobs:
+            job = Job(
+                prompt=prompt.tokens,
+                order=(0, n, sample),
+                may_use=lambda candidate, _version: candidate == server,
+                salt=salt,
+                thinking_tokens=recipe.length.thinking_tokens[1],
+                temperature=recipe.evaluation.temperature,
+                top_p=recipe.sampling.top_p,
+            )
+            outcomes.append(await _outcome(job, prompt, sampler, grader))
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(at_once):
+            tasks.create_task(work(jobs))
+    return outcomes
+
+
+async def _outcome(job: Job, prompt: Prompt, sampler: Sampler, grader: Grader) -> Outcome:
+    try:
+        done = await sampler.complete(job)
+    except Void:
+        return Outcome(correct=False, truncated=False, interrupted=False, format_ok=False, tokens=0)
+    grade = await grader.grade(done.text, prompt.answer)
+    return Outcome(grade.correct, done.finish == "length", done.interrupted, grade.format_ok, len(done.tokens))
+
+
+def row(outcomes: Sequence[Outcome], recipe: Recipe, version: int) -> dict[str, float]:
+    """What eval.jsonl says about these outcomes; rates are shares of completions."""
+    n = len(outcomes)
+    return {
+        "step": version,
+        "weight_version": version,
+        "pass_rate": sum(o.correct for o in outcomes) / n,
+        "n_prompts": n // recipe.evaluation.samples,
+        "samples": recipe.evaluation.samples,
+        "truncation_rate": sum(o.truncated for o in outcomes) / n,
+        "interruption_rate": sum(o.interrupted for o in outcomes) / n,
+        "format_error_rate": sum(not o.format_ok for o in outcomes) / n,
+        "completion_tokens_mean": sum(o.tokens for o in outcomes) / n,
+    }

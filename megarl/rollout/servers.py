@@ -1,0 +1,97 @@
+"""The servers of a run: their clients, their states, and the watch over them.
+
+    GET /health every 2 s ─► seen | lost ─┐
+    a request fails ───────► lost ────────┼─► Membership ─► changed()
+    the learner publishes ────────────────┘
+
+A server that comes back, or is met for the first time, first drops all requests it still runs: nobody waits for them.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from megarl.messages import ServerAddress
+from megarl.recipe import Recipe
+from megarl.rollout.client import ServerClient, ServerLost, ServerRefused
+from megarl.rollout.membership import Membership
+from megarl.rundir import Endpoints
+
+log = logging.getLogger(__name__)
+
+POLL_S = 2.0
+MISSES = 5
+"""Health checks missed one after the other until a server counts as lost: on a busy machine one or two mean nothing."""
+
+
+class Servers:
+    """All servers of the endpoints. `changed` is called when the state of one has changed."""
+
+    def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None]) -> None:
+        width = recipe.resources.server_tensor_parallel
+        addresses = [ServerAddress(id=n, url=u, tensor_parallel=width) for n, u in enumerate(endpoints.servers)]
+        self.membership = Membership(addresses)
+        self.clients = {
+            a.id: ServerClient(a.url, endpoints.api_key, endpoints.admin_key, recipe.serving.request_timeout_s)
+            for a in addresses
+        }
+        self._lives = dict.fromkeys(self.clients, 0)
+        self._changed = changed
+        self._healthy = time.monotonic()
+
+    def life(self, server: int) -> int:
+        """A number that changes when the server is lost or what it runs is aborted."""
+        return self._lives[server]
+
+    def server_lost(self, server: int, life: int, reason: str) -> None:
+        """A request or health check that began in this life of the server failed."""
+        if life == self._lives[server]:
+            log.warning("server %d is lost: %s", server, reason)
+            self._lives[server] += 1
+            self.membership.lost(server)
+            self._changed()
+
+    async def abort(self, servers: Iterable[int]) -> None:
+        """Drop what they run; it goes on elsewhere from what has arrived."""
+        for server in servers:
+            self._lives[server] += 1
+            try:
+                await self.clients[server].abort_all()
+            except (ServerLost, ServerRefused) as error:
+                log.warning("could not abort the requests of server %d: %s", server, error)
+
+    def seconds_without(self) -> float:
+        """How long no server has been healthy."""
+        if self.membership.healthy():
+            self._healthy = time.monotonic()
+        return time.monotonic() - self._healthy
+
+    async def watch(self, server: int) -> None:
+        """Ask for its health for ever. While it is published to it stands still and may be slow to answer: not asked."""
+        member, client, misses = self.membership.members[server], self.clients[server], 0
+        while True:
+            if member.state != "publishing":
+                life = self._lives[server]
+                healthy = await client.health()
+                if healthy and member.state in ("starting", "lost"):
+                    await self._greet(server)
+                misses = 0 if healthy or member.state == "publishing" else misses + 1
+                if misses >= MISSES and member.state not in ("starting", "lost"):
+                    self.server_lost(server, life, f"it missed {misses} health checks")
+            await asyncio.sleep(POLL_S)
+
+    async def _greet(self, server: int) -> None:
+        try:
+            await self.clients[server].abort_all()
+        except (ServerLost, ServerRefused) as error:
+            log.warning("server %d is healthy but does not obey: %s", server, error)
+            return
+        self.membership.seen(server)
+        log.info("server %d at %s is up", server, self.clients[server].url)
+        self._changed()
+
+    async def close(self) -> None:
+        """Drop all connections; the servers abort what still runs on them."""
+        for client in self.clients.values():
+            await client.close()

@@ -1,0 +1,205 @@
+"""From prompts to finished groups: tickets are admitted while there is room, sampled, graded, written down.
+
+    Curriculum ─► draw ─► Admission.admit ─► generations x (Sampler ─► Grader) ─► journal ─► Admission.finish | remove
+                  while a server has places free for it                            fsync     the learner may have it now
+
+The order of records in the journal is the order of these events, so a restarted controller goes on exactly as this one would
+have: the same tickets, prompts and budgets; of unfinished tickets nothing but the tokens is lost.
+"""
+
+import asyncio
+import copy
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megarl.admission import Admission
+from megarl.errors import MegarlError
+from megarl.grading import Grader, GraderDown
+from megarl.recipe import Recipe
+from megarl.rollout import interruption
+from megarl.rollout.curriculum import Curriculum, Draw
+from megarl.rollout.journal import Admitted, Finished, Removed, State
+from megarl.rollout.ledger import Ledger
+from megarl.rollout.membership import Membership
+from megarl.rollout.places import Places
+from megarl.rollout.sampler import Job, Sampler, Void
+from megarl.types import Group, Prompt, Rollout
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Home:
+    """The server that a group stays on while that is eligible."""
+
+    server: int | None
+
+
+class Tickets:
+    """The tickets of a run. `salt` keeps the cached prefixes of this life apart from those of an earlier one.
+
+    counts: tickets of all lives by what became of them.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        state: State,
+        prompts: Sequence[Prompt],
+        membership: Membership,
+        places: Places,
+        sampler: Sampler,
+        grader: Grader,
+        ledger: Ledger,
+        changed: Callable[[], None],
+        salt: str,
+    ) -> None:
+        self._recipe, self._salt = recipe, salt
+        self._prompts = {p.id: p for p in prompts}
+        self._membership, self._places, self._sampler, self._grader = membership, places, sampler, grader
+        self._ledger, self._changed = ledger, changed
+        self.admission: Admission = copy.deepcopy(state.admission)  # the journal's own is its thread's
+        self.curriculum = _curriculum(recipe, prompts, state)
+        self.counts = {"finished": state.finished, "void": state.void, "removed": state.removed}
+        self.running: dict[int, asyncio.Task[None]] = {}
+        self._unfinished = list(state.unfinished.values())
+
+    async def run(self) -> None:
+        """Admit and sample until cancelled; fails as its tickets fail."""
+        async with asyncio.TaskGroup() as tasks:
+            for admitted in self._unfinished:
+                self._start(tasks, admitted.ticket, self._prompt(admitted), admitted.epoch)
+            while True:
+                await self._places.changed.wait()
+                self._places.changed.clear()
+                while self._room():
+                    drawn = self.curriculum.draw()
+                    if drawn is None:
+                        self._changed()
+                        break
+                    self._admit(tasks, drawn)
+                    # One turn of the loop for the ticket to start its rollouts, one for those to claim their places.
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+
+    def batches(self) -> int:
+        """How many batches are complete, from the first on without a gap."""
+        first_unfinished = next(iter(self.admission.unfinished()), None)
+        if first_unfinished is not None:
+            return self.admission.due(first_unfinished)
+        return self.admitted // self._recipe.batch.prompts
+
+    @property
+    def admitted(self) -> int:
+        """Tickets admitted and not removed."""
+        return self.admission.forgotten + len(self.admission.queue)
+
+    def _room(self) -> bool:
+        """Whether a server has places that none of the admitted tickets will take, and may work on the next ticket."""
+        return self._places.free(self.admission.can_admit) > 0
+
+    def _admit(self, tasks: asyncio.TaskGroup, drawn: Draw) -> None:
+        ticket = self.admission.admit()
+        self._ledger.write(Admitted(ticket=ticket, prompt_id=drawn.prompt_id, epoch=drawn.epoch, reset=drawn.reset))
+        self._start(tasks, ticket, self._prompts[drawn.prompt_id], drawn.epoch)
+
+    def _start(self, tasks: asyncio.TaskGroup, ticket: int, prompt: Prompt, epoch: int) -> None:
+        self.running[ticket] = tasks.create_task(self._finish(ticket, prompt, epoch), name=f"ticket {ticket}")
+
+    def _prompt(self, admitted: Admitted) -> Prompt:
+        if admitted.prompt_id not in self._prompts:
+            raise MegarlError(
+                f"data.train: ticket {admitted.ticket} of the run was given prompt {admitted.prompt_id!r}, which is not in "
+                f"{self._recipe.data.train} any more; put it back, or start a run of another name"
+            )
+        return self._prompts[admitted.prompt_id]
+
+    async def _finish(self, ticket: int, prompt: Prompt, epoch: int) -> None:
+        """The whole life of a ticket."""
+        group = await self._group(ticket, prompt, epoch)
+        if group.void:
+            log.warning("ticket %d is void: %s", ticket, group.void)
+        else:
+            self.curriculum.observe(prompt.id, group.pass_rate)
+        if self._recipe.batch.zero_variance == "refill" and not group.void and not group.has_variance:
+            tokens = sum(r.trained_tokens for r in group.rollouts)
+            await self._ledger.write(
+                Removed(ticket=ticket, reason="zero variance", pass_rate=group.pass_rate, generated_tokens=tokens)
+            )
+            self.admission.remove(ticket)
+            self.counts["removed"] += 1
+        else:
+            await self._ledger.write(Finished(group=group, time=time.time()))
+            self.admission.finish(ticket)
+            self.counts["finished"] += 1
+            self.counts["void"] += bool(group.void)
+        del self.running[ticket]
+        self._changed()
+
+    async def _group(self, ticket: int, prompt: Prompt, epoch: int) -> Group:
+        home = _Home(self._places.emptiest(lambda version: self.admission.eligible(ticket, version)))
+        samples = range(self._recipe.sampling.generations)
+        void = ""
+        rollouts: tuple[Rollout, ...] = ()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                each = [tasks.create_task(self._rollout(ticket, prompt, home, sample)) for sample in samples]
+            rollouts = tuple(task.result() for task in each)
+        except* (Void, GraderDown) as reasons:
+            void = str(reasons.exceptions[0])
+        return Group(ticket=ticket, prompt=prompt, rollouts=rollouts, void=void, epoch=epoch)
+
+    async def _rollout(self, ticket: int, prompt: Prompt, home: _Home, sample: int) -> Rollout:
+        def may_use(server: int, version: int) -> bool:
+            if not self.admission.eligible(ticket, version):
+                return False
+            at_home = home.server is None or server == home.server
+            return at_home or not self._is_eligible(ticket, home.server)
+
+        def placed(server: int) -> None:
+            home.server = server
+
+        recipe = self._recipe
+        done = await self._sampler.complete(
+            Job(
+                prompt=prompt.tokens,
+                order=(1, ticket, sample),
+                may_use=may_use,
+                salt=f"{self._salt}/{ticket}",
+                thinking_tokens=interruption.thinking_budget(
+                    recipe.run.seed, ticket, sample, recipe.length.thinking_tokens
+                ),
+                temperature=recipe.sampling.temperature,
+                top_p=recipe.sampling.top_p,
+                placed=placed,
+            )
+        )
+        grade = await self._grader.grade(done.text, prompt.answer)
+        return Rollout(
+            sample=sample,
+            segments=tuple(done.segments),
+            reward=grade.reward,
+            correct=grade.correct,
+            finish=done.finish,
+            interrupted=done.interrupted,
+            format_ok=grade.format_ok,
+            grader_timeout=grade.timeout,
+            retries=done.retries,
+        )
+
+    def _is_eligible(self, ticket: int, server: int | None) -> bool:
+        version = self._membership.clean().get(server) if server is not None else None
+        return version is not None and self.admission.eligible(ticket, version)
+
+
+def _curriculum(recipe: Recipe, prompts: Sequence[Prompt], state: State) -> Curriculum:
+    """Where the journal left it."""
+    batch = recipe.batch
+    curriculum = Curriculum(
+        (p.id for p in prompts), recipe.run.seed, batch.positive_threshold, batch.prompts, recipe.data.on_exhausted
+    )
+    if state.last_admitted is not None:
+        curriculum.resume(Draw(state.last_admitted.prompt_id, state.last_admitted.epoch), state.pass_rates)
+    return curriculum
