@@ -97,8 +97,9 @@ class Tickets:
         return self.admission.forgotten + len(self.admission.queue)
 
     def _room(self) -> bool:
-        """Whether a server has places that none of the admitted tickets will take, and may work on the next ticket."""
-        return self._places.free(self.admission.can_admit) > 0
+        """Whether a step will train the next ticket, and a server may work on it and has places nobody else waits for."""
+        wanted = self.admitted < self._recipe.run.steps * self._recipe.batch.prompts
+        return wanted and self._places.free(self.admission.can_admit) > 0
 
     def _admit(self, tasks: asyncio.TaskGroup, drawn: Draw) -> None:
         ticket = self.admission.admit()

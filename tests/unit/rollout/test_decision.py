@@ -1,0 +1,100 @@
+"""What the learner is told, case by case."""
+
+import pytest
+
+from megarl.evaluation.schedule import is_due
+from megarl.messages import Next, Publish, Refused, ServerAddress, Stop, Wait
+from megarl.rollout.decision import Standing, TrainStep, decide
+from megarl.rollout.membership import Membership
+
+ADDRESSES = [ServerAddress(id=n, url=f"http://127.0.0.1:{n}") for n in range(2)]
+
+
+def servers(*versions: int | None) -> Membership:
+    """Clean ones at these versions by learner "a"; None: up, of unknown weights."""
+    members = Membership(ADDRESSES[: len(versions)])
+    for server, version in enumerate(versions):
+        members.seen(server)
+        if version is not None:
+            members.publish([server], version, "a")
+            members.published(server, version, "a", "")
+    return members
+
+
+def told(
+    step: int, members: Membership, *, incarnation: str = "a", version: int | None = None, **standing: object
+) -> object:
+    usual: dict[str, object] = {"batches": 8, "published_version": 5, "final_step": 10, "score_due": False}
+    now = Standing(**(usual | standing), membership=members)  # type: ignore[arg-type]
+    return decide(Next(incarnation=incarnation, step=step, version=step if version is None else version), now)
+
+
+def test_a_step_trained_before_is_replayed_and_nothing_published() -> None:
+    assert told(3, servers(None, 5), incarnation="b") == TrainStep(3, replay=True)
+
+
+def test_servers_behind_are_published_to_before_training_goes_on() -> None:
+    reply = told(5, servers(4, 5))
+    assert isinstance(reply, Publish)
+    assert [a.id for a in reply.servers] == [0]
+    assert reply.version == 5
+
+
+def test_a_new_learner_confirms_all_servers() -> None:
+    reply = told(5, servers(5, 5), incarnation="b")
+    assert isinstance(reply, Publish)
+    assert [a.id for a in reply.servers] == [0, 1]
+
+
+def test_a_complete_batch_is_trained() -> None:
+    assert told(5, servers(5)) == TrainStep(5)
+
+
+def test_a_batch_that_is_not_complete_is_waited_for() -> None:
+    reply = told(5, servers(5), batches=5, waiting_for="3 of 8 tickets")
+    assert isinstance(reply, Wait)
+    assert "3 of 8 tickets" in reply.reason
+
+
+def test_training_goes_on_while_an_evaluation_holds_the_only_server() -> None:
+    members = servers(5)
+    members.pin(0)
+    assert told(6, members) == TrainStep(6)
+
+
+def test_a_version_to_be_scored_is_not_trained_over() -> None:
+    members = servers(5)
+    members.pin(0)
+    assert isinstance(told(6, members, score_due=True), Wait)
+    assert told(6, servers(6), score_due=True) == TrainStep(6), "scored already, or being scored"
+
+
+def test_the_end_comes_after_the_last_evaluation() -> None:
+    assert isinstance(told(10, servers(9), batches=10), Publish)
+    assert isinstance(told(10, servers(10), batches=10, score_due=True), Wait)
+    reply = told(10, servers(10), batches=10)
+    assert isinstance(reply, Stop)
+    assert not reply.error
+
+
+def test_stop_and_failure_come_first() -> None:
+    reply = told(3, servers(5), stop="asked")
+    assert isinstance(reply, Stop)
+    assert not reply.error
+    reply = told(3, servers(5), stop="x", failure="no server")
+    assert isinstance(reply, Stop)
+    assert (reply.reason, reply.error) == ("no server", True)
+
+
+@pytest.mark.parametrize(("step", "version"), [(5, 4), (9, 9)])
+def test_a_learner_that_is_not_of_this_run_is_refused(step: int, version: int) -> None:
+    assert isinstance(told(step, servers(5), version=version), Refused)
+
+
+@pytest.mark.parametrize(
+    ("version", "last_scored", "due"),
+    [(0, None, True), (7, None, True), (1, 0, False), (10, 0, True), (11, 0, True), (11, 10, False), (19, 11, False),
+     (20, 11, True), (35, 30, True), (35, 35, False), (30, 35, False)],
+)  # fmt: skip
+def test_versions_that_are_scored(version: int, last_scored: int | None, due: bool) -> None:
+    assert is_due(version, last_scored, every=10, final_version=35) is due
