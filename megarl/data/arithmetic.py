@@ -12,7 +12,7 @@ before; a column that borrows writes ten more on its left. The answer is read of
     sft.jsonl       traces of a teacher that errs (`TRACES`)   init/         a Llama of a million random parameters
 
 The teacher errs on purpose: a policy warmed up on it is right about a third of the time; now and then it leaves its
-trace open, rambles or thinks too long; and it has seen the interruption phrase. RL then shows within minutes what it does.
+trace open, rambles or thinks too long; and it has seen the interruption phrase. What RL does then shows within minutes.
 """
 
 import json

@@ -1,0 +1,165 @@
+"""The quickstart's data against integer arithmetic done here, by Python's operators."""
+
+import json
+import random
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from megarl.data import arithmetic
+from megarl.data.arithmetic import Problem, columns, trace
+from megarl.data.prompts import check_disjoint, load_prompts
+from megarl.data.tokenizer import end_id, ids, load_tokenizer
+from megarl.recipe import load
+
+EQUATION = re.compile(r"(\d+)([+-])(\d)([+-]1)?=(\d+)")
+NUMBERS = st.integers(0, 9999)
+RNG = st.integers(0, 2**32).map(random.Random)
+
+
+@st.composite
+def problems(draw):
+    one, other, sign = draw(NUMBERS), draw(NUMBERS), draw(st.sampled_from("+-"))
+    return Problem(max(one, other), sign, min(one, other)) if sign == "-" else Problem(one, sign, other)
+
+
+def false_columns(work):
+    """How many of a scratchpad's equations do not hold."""
+    found = [EQUATION.fullmatch(equation) for equation in work.split(";")]
+    assert all(found), work
+    return sum(eval(m[0].split("=")[0]) != int(m[5]) for m in found)
+
+
+def split(completion):
+    """Scratchpad and answer of a well-formed completion."""
+    work, answer = completion.removeprefix("<think>").split("</think>")
+    return work, answer
+
+
+@given(problems(), RNG)
+def test_a_right_trace_is_right_column_by_column(problem, rng):
+    work, answer = split(trace(problem, "right", rng))
+    assert int(answer) == eval(problem.prompt.rstrip("="))
+    assert str(int(answer)) == answer  # written one way: `exact` compares text
+    assert false_columns(work) == 0
+    assert len(work.split(";")) == max(len(str(problem.left)), len(str(problem.right)))
+
+
+@given(problems())
+def test_columns_hold_the_digits_of_the_problem_and_of_the_answer(problem):
+    equations, answer = columns(problem)
+    assert answer == eval(problem.prompt.rstrip("="))
+    for place, equation in enumerate(equations):
+        left, _, right, _, result = EQUATION.fullmatch(equation).groups()
+        assert int(left) % 10 == problem.left // 10**place % 10
+        assert int(right) == problem.right // 10**place % 10
+        assert int(result) % 10 == answer // 10**place % 10
+
+
+@given(problems(), RNG)
+def test_a_wrong_trace_has_one_false_column_and_a_false_answer(problem, rng):
+    work, answer = split(trace(problem, "wrong", rng))
+    assert false_columns(work) == 1
+    assert int(answer) != eval(problem.prompt.rstrip("="))
+
+
+@given(problems(), RNG)
+def test_malformed_traces_break_the_rule_they_are_named_after(problem, rng):
+    length = load("quickstart").length
+    assert "</think>" not in trace(problem, "unclosed", rng)
+    work, answer = split(trace(problem, "overlong", rng))
+    assert len(work) > length.thinking_tokens[1]
+    assert int(answer) == eval(problem.prompt.rstrip("="))
+    _, answer = split(trace(problem, "rambling", rng))
+    assert len(answer) > length.answer_tokens
+    work, answer = split(trace(problem, "interrupted", rng))
+    assert work.endswith("...")
+    assert int(answer) == eval(problem.prompt.rstrip("="))
+
+
+@given(problems())
+def test_a_right_trace_fits_every_budget(problem):
+    length = load("quickstart").length
+    work, answer = split(trace(problem, "right", random.Random(0)))
+    assert len(problem.prompt) <= length.prompt_tokens
+    assert len(work) + len(["<think>", "</think>"]) <= length.thinking_tokens[0]
+    assert len(answer) + len(["<eos>"]) <= length.answer_tokens
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("arithmetic")
+    arithmetic.write(folder, seed=3)
+    return folder
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_prompts_are_right_different_and_disjoint(written):
+    train, heldout = rows(written / "train.jsonl"), rows(written / "heldout.jsonl")
+    assert (len(train), len(heldout)) == (arithmetic.TRAIN_PROMPTS, arithmetic.HELDOUT_PROMPTS)
+    texts = [row["prompt"] for row in train + heldout]
+    assert len(set(texts)) == len(texts)
+    for row in train + heldout:
+        assert eval(row["prompt"].rstrip("=")) == int(row["answer"]) >= 0
+        assert row["difficulty"] == max(len(n) for n in re.findall(r"\d+", row["prompt"]))
+    assert {row["difficulty"] for row in heldout} == set(arithmetic.DIGITS)
+    assert {row["prompt"] for row in rows(written / "sft.jsonl")}.isdisjoint(row["prompt"] for row in heldout)
+    tokenizer = load_tokenizer(written / "init")
+    check_disjoint(*(load_prompts(written / name, tokenizer, 16) for name in ("train.jsonl", "heldout.jsonl")))
+
+
+def test_the_teacher_is_right_as_often_as_it_says(written):
+    traces = rows(written / "sft.jsonl")
+    right = sum(
+        false_columns(split(t["completion"])[0]) == 0
+        for t in traces
+        if re.fullmatch(r"<think>[^.]{1,35}</think>\d+", t["completion"])
+    )
+    assert right / len(traces) == pytest.approx(arithmetic.TRACES["right"], abs=0.01)
+
+
+def test_the_same_seed_writes_the_same_bytes_and_another_one_does_not(written, tmp_path):
+    arithmetic.write(tmp_path / "same", seed=3)
+    arithmetic.write(tmp_path / "other", seed=4)
+    files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
+    assert all((tmp_path / "same" / file).read_bytes() == (written / file).read_bytes() for file in files)
+    for name in ("train.jsonl", "heldout.jsonl", "sft.jsonl", "init/model.safetensors"):
+        assert (tmp_path / "other" / name).read_bytes() != (written / name).read_bytes()
+
+
+def test_writing_again_replaces_and_leaves_nothing_else(written):
+    before = sorted(written.rglob("*"))
+    arithmetic.write(written, seed=3)
+    assert sorted(written.rglob("*")) == before
+
+
+def test_every_text_of_the_task_comes_back_from_its_tokens(written):
+    tokenizer = load_tokenizer(written / "init")
+    for row in rows(written / "sft.jsonl")[:2000]:
+        text = row["prompt"] + row["completion"] + "<eos>"
+        assert tokenizer.decode(ids(tokenizer, text), skip_special_tokens=False) == text
+
+
+def test_the_special_texts_are_one_token_each(written):
+    tokenizer = load_tokenizer(written / "init")
+    assert all(len(ids(tokenizer, text)) == 1 for text in arithmetic.SPECIAL)
+    assert ids(tokenizer, "<eos>").tolist() == [end_id(tokenizer)]
+    interruption = load("quickstart").length.interruption
+    assert len(ids(tokenizer, interruption)) == 4
+    assert interruption == arithmetic.INTERRUPTION
+
+
+def test_the_model_is_a_million_parameters_and_takes_every_token(written):
+    model = AutoModelForCausalLM.from_pretrained(written / "init")
+    assert model.dtype == torch.float32
+    assert 0.5e6 < model.num_parameters() < 1.5e6
+    assert model.config.vocab_size == len(load_tokenizer(written / "init"))
+    assert model.config.max_position_embeddings >= 2 * load("quickstart").length.context_tokens
+    assert not model.config.tie_word_embeddings

@@ -1,0 +1,113 @@
+"""Loading prompts and traces: what is read, what is left out, what is refused and with which words."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from megarl.data import arithmetic
+from megarl.data.prompts import check_disjoint, load_prompts
+from megarl.data.tokenizer import encode_all, ids, load_tokenizer
+from megarl.data.traces import load_traces
+from megarl.errors import MegarlError
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return arithmetic.character_tokenizer()
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def row(name="a", prompt="1+1=", answer="2", **more):
+    return {"id": name, "prompt": prompt, "answer": answer, **more}
+
+
+def test_rows_become_prompts_in_file_order(tmp_path, tokenizer):
+    file = write(tmp_path / "p.jsonl", row("b", "2+2=", "4", task="sums", difficulty=1, source="x"), "", row("a"))
+    first, second = load_prompts(file, tokenizer, 16)
+    assert (first.id, first.answer, first.task, first.difficulty) == ("b", "4", "sums", 1)
+    assert (second.id, second.task, second.difficulty) == ("a", "math", 0)
+    assert first.tokens.dtype == np.int32
+    assert tokenizer.decode(first.tokens) == "2+2="  # nothing added
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, tokenizer, caplog):
+    file = write(tmp_path / "p.jsonl", row("a"), row("b", "1111+1111="))
+    with caplog.at_level(logging.INFO):
+        assert [p.id for p in load_prompts(file, tokenizer, 4)] == ["a"]
+    assert "1 prompts, 1 left out (longer than 4 tokens)" in caplog.text
+    with pytest.raises(MegarlError, match="all 2 prompts are longer than 3 tokens"):
+        load_prompts(file, tokenizer, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([row("a"), row("a", "2+2=")], r"p.jsonl:2: id 'a' was on line 1"),
+        ([row("a"), row("b")], r"p.jsonl:2: the prompt of 'b' was on line 1"),
+        ([row("a", answer=" ")], r"p.jsonl:1: the answer of 'a' is empty"),
+        ([row("a", prompt="")], r"p.jsonl:1: the prompt of 'a' is empty"),
+        ([row("a"), "{"], r"p.jsonl:2: not a row"),
+        ([row("a"), {"id": "b", "prompt": "2+2="}], r"p.jsonl:2: .*`answer`"),
+        ([row("a", answer=2)], r"p.jsonl:1: .*\$.answer"),
+        ([], r"p.jsonl: no rows"),
+        ([row("a", "1+x=")], r"cannot encode '1\+x='"),
+    ],
+)
+def test_bad_rows_are_named_with_their_line(tmp_path, tokenizer, rows, words):
+    with pytest.raises(MegarlError, match=words):
+        load_prompts(write(tmp_path / "p.jsonl", *rows), tokenizer, 16)
+
+
+def test_one_error_names_all_faults_and_counts_what_it_does_not_show(tmp_path, tokenizer):
+    file = write(tmp_path / "p.jsonl", row("a"), *[row(f"b{i}", f"{i}+9=", "") for i in range(15)], row("a", "9+9="))
+    with pytest.raises(MegarlError) as error:
+        load_prompts(file, tokenizer, 16)
+    lines = str(error.value).splitlines()
+    assert "16 faults" in lines[0]
+    assert lines[1].startswith(f"{file}:2:")
+    assert lines[-1] == "… and 6 more"
+
+
+def test_missing_files_and_models_are_said(tmp_path, tokenizer):
+    with pytest.raises(MegarlError, match="no such file"):
+        load_prompts(tmp_path / "none.jsonl", tokenizer, 16)
+    with pytest.raises(MegarlError, match="no such directory"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(MegarlError, match="no tokenizer can be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_shared_prompt_is_found_whatever_its_id(tmp_path, tokenizer):
+    train = load_prompts(write(tmp_path / "t.jsonl", row("t1"), row("t2", "2+2=")), tokenizer, 16)
+    other = load_prompts(write(tmp_path / "o.jsonl", row("o1", "3+3=")), tokenizer, 16)
+    check_disjoint(train, other)
+    shared = load_prompts(write(tmp_path / "s.jsonl", row("o1", "3+3="), row("h", "2+2=")), tokenizer, 16)
+    with pytest.raises(MegarlError, match=r"share prompts \(1\):\nheld-out 'h' is training prompt 't2'"):
+        check_disjoint(train, shared)
+
+
+def test_traces_end_with_the_end_token_and_know_their_prompt(tmp_path, tokenizer):
+    file = write(
+        tmp_path / "s.jsonl",
+        {"prompt": "1+1=", "completion": "<think>1+1=2</think>2"},
+        {"prompt": "1", "completion": "2"},
+    )
+    long, short = load_traces(file, tokenizer, 64)
+    assert tokenizer.decode(long.tokens) == "1+1=<think>1+1=2</think>2<eos>"
+    assert tokenizer.decode(long.tokens[: long.prompt_tokens]) == "1+1="
+    assert [len(t.tokens) for t in load_traces(file, tokenizer, len(short.tokens))] == [3]
+    with pytest.raises(MegarlError, match="all 2 traces are longer than 2 tokens"):
+        load_traces(file, tokenizer, 2)
+    with pytest.raises(MegarlError, match="s.jsonl:1: the prompt or the completion is empty"):
+        load_traces(write(file, {"prompt": "1+1=", "completion": ""}), tokenizer, 64)
+
+
+def test_many_texts_at_once_are_the_texts_one_by_one(tokenizer):
+    texts = ["1+1=", "22-7=", "<think></think>"]
+    assert [t.tolist() for t in encode_all(tokenizer, texts)] == [ids(tokenizer, text).tolist() for text in texts]
