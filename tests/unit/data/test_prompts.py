@@ -65,7 +65,7 @@ def test_bad_rows_are_named_with_their_line(tmp_path, tokenizer, rows, words):
 
 
 def test_one_error_names_all_faults_and_counts_what_it_does_not_show(tmp_path, tokenizer):
-    file = write(tmp_path / "p.jsonl", row("a"), *[row(f"b{i}", f"{i}+9=", "") for i in range(15)], row("a", "9+9="))
+    file = write(tmp_path / "p.jsonl", row("a"), *[row(f"b{i}", f"{i}+9=", "") for i in range(15)], row("a", "77+9="))
     with pytest.raises(MegarlError) as error:
         load_prompts(file, tokenizer, 16)
     lines = str(error.value).splitlines()
@@ -104,7 +104,7 @@ def test_traces_end_with_the_end_token_and_know_their_prompt(tmp_path, tokenizer
     assert [len(t.tokens) for t in load_traces(file, tokenizer, len(short.tokens))] == [3]
     with pytest.raises(MegarlError, match="all 2 traces are longer than 2 tokens"):
         load_traces(file, tokenizer, 2)
-    with pytest.raises(MegarlError, match="s.jsonl:1: the prompt or the completion is empty"):
+    with pytest.raises(MegarlError, match=r"s.jsonl:1: the prompt or the completion is empty"):
         load_traces(write(file, {"prompt": "1+1=", "completion": ""}), tokenizer, 64)
 
 
