@@ -9,7 +9,7 @@ before; a column that borrows writes ten more on its left. The answer is read of
 `write` makes four things in a directory, all of them functions of one seed:
 
     heldout.jsonl   prompts of evaluations, drawn first        train.jsonl   prompts of RL: none of the held-out ones
-    sft.jsonl       traces of a teacher that errs (`TRACES`)   init/         a Llama of a million random parameters
+    sft.jsonl       traces of a teacher that errs (`TRACES`)   init/         a Llama of 0.8 million random parameters
 
 The teacher errs on purpose: a policy warmed up on it is right about a third of the time; now and then it leaves its
 trace open, rambles or thinks too long; and it has seen the interruption phrase. What RL does then shows within minutes.
@@ -29,7 +29,7 @@ from megarl.rundir import write_atomically
 log = logging.getLogger(__name__)
 
 TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
-DIGITS = {1: 0.05, 2: 0.25, 3: 0.4, 4: 0.3}
+DIGITS = {1: 0.1, 2: 0.3, 3: 0.35, 4: 0.25}
 """Share of problems whose longer operand has that many digits. The number is the prompt's difficulty."""
 
 CHARACTERS = "0123456789+-=;.,:?!*/%()[]<>"
@@ -38,10 +38,10 @@ SPECIAL = (PAD, END, THINK, END_OF_THINKING)
 INTERRUPTION = "..." + END_OF_THINKING
 
 TRACES = {
-    "right": 0.43,
-    "wrong": 0.45,  # one column is false; what follows, and the answer, are worked from it
-    "interrupted": 0.04,  # cut short by the interruption phrase; an answer follows: the right one, guessed
-    "overlong": 0.03,  # empty columns follow until far beyond the thinking budget
+    "right": 0.46,
+    "wrong": 0.4,  # one column is false; what follows, and the answer, are worked from it
+    "interrupted": 0.05,  # cut short by the interruption phrase; an answer follows: the right one, guessed
+    "overlong": 0.04,  # empty columns follow until far beyond the thinking budget
     "rambling": 0.02,  # the answer is repeated until beyond the answer budget
     "unclosed": 0.03,  # ends within the trace: a format error
 }
@@ -207,7 +207,7 @@ def character_tokenizer() -> Any:
 
 
 def save_model(directory: Path, seed: int) -> None:
-    """A Llama of about a million random parameters in fp32, with the tokenizer, in Hugging Face form."""
+    """A Llama of 0.8 million random parameters, fp32, with the tokenizer, in Hugging Face form."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -215,11 +215,14 @@ def save_model(directory: Path, seed: int) -> None:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        intermediate_size=512,
+        intermediate_size=384,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
+        # For a short warm start: weights as large as a width of 128 wants, and positions told apart within 100 tokens.
+        initializer_range=0.06,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
