@@ -23,9 +23,11 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
 from megarl.errors import MegarlError
+from megarl.models.family import read_config
 from megarl.models.hf import copy_description, everywhere
 from megarl.rundir import write_atomically
 
@@ -82,6 +84,7 @@ def save(path: Path, state: dict[str, Any], meta: Meta, queue: AsyncCallsQueue |
 
     def finish() -> None:
         if dist.get_rank() == 0:
+            copy_description(Path(meta.hf_source), partial / "hf")
             write_atomically(partial / META, msgspec.json.encode(meta))
             os.replace(partial, path)
 
@@ -95,10 +98,12 @@ def save(path: Path, state: dict[str, Any], meta: Meta, queue: AsyncCallsQueue |
         request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
         request.add_finalize_fn(finish)
         queue.schedule_async_request(request)
-    except Exception as error:  # megatron, torch and the operating system each have their own
+    except (Exception, CheckpointException) as error:  # megatron, torch and the operating system each have their own
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        raise MegarlError(f"{path}: the checkpoint could not be written: {_first_line(error)}") from error
+        raise MegarlError(
+            f"{path}: the checkpoint could not be written (is the disk full?): {_last_line(error)}"
+        ) from error
 
 
 def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -106,9 +111,9 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     read_meta(path)
     try:
         return dist_checkpointing.load(state, str(path))
-    except Exception as error:  # a cut-off or foreign file can fail anywhere in the unpickling
+    except (Exception, CheckpointException) as error:  # a cut-off or foreign file can fail anywhere in the unpickling
         raise MegarlError(
-            f"{path}: unreadable, or not of this model: {_first_line(error)}; use an older checkpoint"
+            f"{path}: unreadable, or not of this model: {_last_line(error)}; use an older checkpoint"
         ) from error
 
 
@@ -179,8 +184,8 @@ def _start(path: Path, partial: Path, meta: Meta) -> None:
     if path.exists():
         raise MegarlError(f"{path}: exists already; remove it or name another directory")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    read_config(Path(meta.hf_source))
     partial.mkdir(parents=True)
-    copy_description(Path(meta.hf_source), partial / "hf")
 
 
 @contextmanager
@@ -194,5 +199,6 @@ def _results_in_this_process() -> Any:
         filesystem_async._results_queue = before
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+def _last_line(error: BaseException) -> str:
+    """Of torch's gathered tracebacks that is the error itself."""
+    return f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"

@@ -8,7 +8,6 @@ Both do nothing where there is a GPU. The changes are global to the process, so 
 Every change says what fails without it; all were taken out one at a time to see that.
 """
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -27,7 +26,6 @@ def run_on_cpu() -> None:
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     _random_numbers()
     _devices()
-    _streams()
 
 
 def after_megatron_import() -> None:
@@ -41,16 +39,19 @@ def after_megatron_import() -> None:
 
 
 def _devices() -> None:
-    """`.cuda()`, `device="cuda"` and `torch.cuda.current_device()` mean the CPU."""
-    # AssertionError: Torch not compiled with / no CUDA device, in the constructors of all layers.
+    """`.cuda()`, `device="cuda"` and `torch.cuda.current_device()` mean the CPU. Without: "no NVIDIA driver", or TypeError."""
+    # The constructors of all layers.
     torch.cuda.current_device = lambda: CPU
-    # The same in the pipeline schedules' barriers and in the checkpoint writer.
+    # The pipeline schedules' barriers and the checkpoint writer.
     torch.cuda.synchronize = lambda *_, **__: None
-    # Norm clipping, gradient scaling and the schedules build tensors with device="cuda".
-    for name in ("tensor", "zeros", "empty"):
+    # Gradient reduction asks which stream it is on. CPU work is synchronous: there is one, and nothing to wait for.
+    stream = _Stream()
+    torch.cuda.current_stream = lambda *_, **__: stream
+    # Norm clipping and the schedules build tensors with device="cuda".
+    for name in ("tensor", "zeros"):
         setattr(torch, name, _made_on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_, **__: self
-    # The mixed precision optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
+    # The distributed optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
     name_or_cast = torch.Tensor.type
     torch.Tensor.type = lambda self, *a, **k: name_or_cast(self, *a, **k) if a or k else _TypeName(name_or_cast(self))
 
@@ -58,18 +59,11 @@ def _devices() -> None:
 def _random_numbers() -> None:
     """The CUDA generator is the CPU's: megatron saves, forks and restores it around tensor-parallel regions."""
     torch.cuda.default_generators = _Generators()
-    torch.cuda._lazy_call = lambda callback, **_: callback()
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda *_, **__: torch.get_rng_state()
-
-
-def _streams() -> None:
-    """CPU work is synchronous, so a stream is a name for nothing (overlapped gradient reduction, checkpoint copies)."""
-    stream = _Stream()
-    torch.cuda.Stream = _Stream
-    torch.cuda.current_stream = lambda *_, **__: stream
-    torch.cuda.stream = lambda _: contextlib.nullcontext()
+    # Without these two nothing fails: states and seeds are queued for the start of a GPU, never set, and the queue grows.
+    torch.cuda._lazy_call = lambda callback, **_: callback()
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
 
 
 def _own_step_for_each_parameter(optimizer_class: Any) -> None:
@@ -109,7 +103,6 @@ def _state_before_first_step(optimizer_class: Any) -> None:
 
 
 class _Stream:
-    def __init__(self, *_: Any, **__: Any) -> None: ...
     def wait_stream(self, _: "_Stream") -> None: ...
     def synchronize(self) -> None: ...
 

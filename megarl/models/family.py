@@ -87,6 +87,11 @@ def read_config(hf_dir: Path) -> dict[str, Any]:
     return config
 
 
+def write_config(hf_dir: Path, config: dict[str, Any]) -> None:
+    """config.json of a Hugging Face directory."""
+    (hf_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def family_of(hf_dir: Path) -> Family:
     """The family that can read this Hugging Face directory, configured by it."""
     from megarl.models.llama import Llama

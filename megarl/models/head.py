@@ -1,6 +1,6 @@
 """The LM head in float32: hidden states and weight are widened for the product, the weight stays in the model's type.
 
-A bf16 head is wrong by 0.03 to 0.06 in a log-prob (measured against float64), which the importance ratio feels; this one by 2e-6.
+A bf16 head errs by 0.03 to 0.06 in a log-prob (measured against float64), which the importance ratio feels; this one by 2e-6.
 """
 
 from typing import Any

@@ -12,10 +12,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,25 +26,55 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megarl.errors import MegarlError
-from megarl.models.family import Family, Weight, read_config
+from megarl.models.family import Family, Weight, read_config, write_config
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
-T = TypeVar("T")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.json)?|\..*")
+
+
+class Tensors(Mapping[str, Tensor]):
+    """The tensors of a Hugging Face directory by name, each read when asked for. Open until `stack` is closed."""
+
+    def __init__(self, hf_dir: Path, stack: ExitStack) -> None:
+        if not hf_dir.is_dir():
+            raise MegarlError(f"{hf_dir}: no such directory")
+        index = hf_dir / INDEX
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
+            paths = [hf_dir / n for n in names] if names else sorted(hf_dir.glob("*.safetensors"))
+            if not paths:
+                raise MegarlError(f"{hf_dir}: no *.safetensors there (other formats: convert with transformers first)")
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+            raise MegarlError(f"{hf_dir}: weights unreadable or incomplete: {error}") from None
+        self._file_of: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def slice(self, name: str) -> Any:
+        """safetensors' view of a tensor, which reads what is indexed."""
+        return self._file_of[name].get_slice(name)
 
 
 def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
     """Fill this rank's parameters from `hf_dir`, reading only its part. MegarlError names all missing and extra tensors."""
     rank, size = _tp_place()
     with ExitStack() as stack, torch.no_grad():
-        files = _open_all(Path(hf_dir), stack)
-        _check_names(Path(hf_dir), set(files), family)
+        tensors = Tensors(Path(hf_dir), stack)
+        _check_names(Path(hf_dir), set(tensors), family)
         for name, parameter in named_parameters(chunks):
             weight = family.weight(name)
             try:
-                pieces = [_read_piece(files[n], n, weight, rank, size) for n in weight.names]
+                pieces = [_read_piece(tensors.slice(n), weight, rank, size) for n in weight.names]
                 value = weight.merge(pieces)
             except (SafetensorError, RuntimeError, OSError) as error:
                 raise MegarlError(f"{hf_dir}: cannot read {', '.join(weight.names)}: {error}") from None
@@ -60,8 +90,8 @@ def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tens
     """This pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
 
     COLLECTIVE over the tensor-parallel group of the stage: each of its ranks must run the iterator to its end. Every rank gets
-    whole tensors in the parameters' dtype and device, and drops each before the next. A tied head is the first stage's embedding
-    and comes only from there.
+    whole tensors in the parameters' dtype and device. A tensor may share memory with its parameter: copy what must outlast an
+    update. A tied head is the first stage's embedding and comes only from there.
     """
     _, size = _tp_place()
     group = parallel_state.get_tensor_model_parallel_group()
@@ -83,8 +113,8 @@ def save(
 ) -> None:
     """Write the model as a Hugging Face directory. COLLECTIVE over all ranks; one data-parallel copy of the model writes.
 
-    Configuration and tokenizer come from `source`. `destination` must not exist; it appears when all is written, and if any rank
-    fails every rank raises MegarlError and nothing stays behind.
+    Configuration and tokenizer come from `source`. `destination` must not exist; it appears when all is written. If any rank
+    fails, every rank raises MegarlError and nothing stays behind.
     """
     destination = Path(destination)
     partial = destination.with_name(f".{destination.name}.partial")
@@ -113,22 +143,6 @@ def _tp_place() -> tuple[int, int]:
     return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
-def _open_all(hf_dir: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name -> open safetensors file."""
-    if not hf_dir.is_dir():
-        raise MegarlError(f"{hf_dir}: no such directory")
-    index = hf_dir / INDEX
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
-        paths = [hf_dir / n for n in names] if names else sorted(hf_dir.glob("*.safetensors"))
-        if not paths:
-            raise MegarlError(f"{hf_dir}: no *.safetensors there (other formats: convert with transformers first)")
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
-    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
-        raise MegarlError(f"{hf_dir}: unreadable or incomplete: {error}") from None
-    return {name: file for file in files for name in file.keys()}  # noqa: SIM118  not a dict
-
-
 def _check_names(hf_dir: Path, present: set[str], family: Family) -> None:
     needed = family.names()
     # Left by old versions of transformers; a tied head may be stored a second time.
@@ -145,9 +159,8 @@ def _few(names: list[str]) -> str:
     return f"{len(names)} tensors ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
 
 
-def _read_piece(file: Any, name: str, weight: Weight, rank: int, size: int) -> Tensor:
+def _read_piece(tensor: Any, weight: Weight, rank: int, size: int) -> Tensor:
     """This TP rank's part of one Hugging Face tensor; zeros where the vocabulary is padded."""
-    tensor = file.get_slice(name)
     if weight.split is None:
         return tensor[:]
     rows = tensor.get_shape()[weight.split]
@@ -161,7 +174,7 @@ def _read_piece(file: Any, name: str, weight: Weight, rank: int, size: int) -> T
     return piece
 
 
-def everywhere(work: Callable[[], T], partial: Path | None = None) -> list[T]:
+def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]:
     """Each rank's result of `work()`. If it failed anywhere, every rank raises and rank 0 removes `partial`. COLLECTIVE."""
     value, failure = None, ""
     try:
@@ -187,7 +200,7 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
             shutil.copyfile(path, destination / path.name)
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-        (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_config(destination, config)
 
 
 def _start_directory(source: Path, destination: Path, partial: Path, chunks: Sequence[Module]) -> None:

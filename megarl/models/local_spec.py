@@ -32,7 +32,7 @@ from torch import Tensor
 def block_spec(
     config: TransformerConfig, transformer_engine: bool, vp_stage: int | None, rope: "Rope"
 ) -> TransformerBlockSubmodules:
-    """This rank's layers of chunk `vp_stage`: megatron-core's, with the parts of this module unless Transformer Engine has them.
+    """This rank's layers of chunk `vp_stage`: megatron-core's, with this module's parts where Transformer Engine's are not.
 
     Transformer Engine's attention leaves rotation to the model (rotary_pos_emb); ours rotates by `rope` itself.
     """

@@ -67,6 +67,6 @@ def _join(timeout_s: float) -> None:
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise MegarlError(
-            f"rank {os.environ['RANK']}: the {os.environ['WORLD_SIZE']} ranks did not meet at {address} within {timeout_s:g} s; "
-            f"look at the other ranks' logs, or raise the limit: {error}"
+            f"rank {os.environ['RANK']}: the {os.environ['WORLD_SIZE']} ranks did not meet at {address} "
+            f"within {timeout_s:g} s; look at the other ranks' logs: {error}"
         ) from None

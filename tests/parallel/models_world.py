@@ -39,24 +39,31 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 
 
 def main(directory: Path) -> None:
+    world = int(os.environ["WORLD_SIZE"])
     for path in sorted(p for p in directory.iterdir() if p.is_dir()):
-        for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
-            check(path, Model(path=str(path), dtype="fp32", **layout), f"{path.name} {layout}")
+        written = None
+        for i, layout in enumerate(LAYOUTS[world]):
+            model = Model(path=str(path), dtype="fp32", **layout)
+            written = check(
+                path, model, f"{path.name} {layout}", directory.parent / f"{path.name}-{world}-{i}", written
+            )
     parallel.stop()
 
 
-def check(path: Path, model: Model, what: str) -> None:
+def check(path: Path, model: Model, what: str, output: Path, other: Path | None) -> Path:
+    """`other`: a distributed checkpoint written at another layout. Returns the one written at this layout under `output`."""
     parallel.start(model, seed=1, timeout_s=60)
     family = family_of(path)
     chunks = build.build(model, path)
     hf.load(chunks, family, path)
     stored = load_file(path / "model.safetensors")
-    exported = dict(hf.export(chunks, family))
+    exported = {name: tensor.clone() for name, tensor in hf.export(chunks, family)}
     same = all(torch.equal(stored[name], tensor) for name, tensor in exported.items())
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, list(exported))
     stages = {frozenset(n) for n in names}
-    assert same and sum(map(len, stages)) == len(stored), f"{what}: export differs from the directory"
+    assert same, f"{what}: export differs from the directory"
+    assert sum(map(len, stages)) == len(stored), f"{what}: a tensor is exported by no stage or by two"
 
     reference = torch.load(path.with_suffix(".pt"))
     ddp = with_gradients(chunks)
@@ -71,22 +78,22 @@ def check(path: Path, model: Model, what: str) -> None:
         worst = gradient_difference(chunks, family, reference[case]["gradients"])
         assert worst <= 5e-6, f"{what}: {case} gradients differ by {worst:.1e}"
         print(f"{what}: {case} gradients {worst:.1e}", flush=True)
-    parallel_copy(path, model, chunks, family, stored, what)
 
-
-def parallel_copy(
-    path: Path, model: Model, chunks: Any, family: Family, stored: dict[str, torch.Tensor], what: str
-) -> None:
-    """Save from this layout and find the same bits in the directory; a distributed checkpoint likewise."""
-    layout = what.replace(" ", "_").replace("'", "").replace(":", "")
-    directory = path.parent.parent / "saved" / layout
-    hf.save(chunks, family, path, directory, shard_bytes=1 << 15)
-    saved = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
-    assert saved.keys() == stored.keys() and all(torch.equal(saved[n], stored[n]) for n in stored), (
-        f"{what}: saved differs"
-    )
+    hf.save(chunks, family, path, output / "hf", shard_bytes=1 << 15)
+    saved = {name: t for file in (output / "hf").glob("*.safetensors") for name, t in load_file(file).items()}
+    assert saved.keys() == stored.keys(), what
+    assert all(torch.equal(saved[n], stored[n]) for n in stored), f"{what}: saved differs"
     meta = checkpoint.Meta(step=1, version=1, hf_source=str(path), model=model.model_dump())
-    checkpoint.save(path.parent.parent / "checkpoints" / layout, checkpoint.model_state(chunks), meta)
+    checkpoint.save(output / "step", checkpoint.model_state(chunks), meta)
+    if other is not None:
+        with torch.no_grad():
+            for parameter in (p for chunk in chunks for p in chunk.parameters()):
+                parameter.fill_(float("nan"))
+        checkpoint.load_model(other, chunks)
+        assert all(p.isfinite().all() for chunk in chunks for p in chunk.parameters()), f"{what}: padding is not zero"
+        again = dict(hf.export(chunks, family))
+        assert all(torch.equal(exported[n], again[n]) for n in exported), f"{what}: {other} loads differently"
+    return output / "step"
 
 
 def with_gradients(chunks: Any) -> list[DistributedDataParallel]:

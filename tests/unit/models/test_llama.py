@@ -1,0 +1,156 @@
+"""Llama on one rank is transformers' Llama: logits, gradients, rotary frequencies, bits of the weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megarl.models import build, family_of, hf
+from megarl.models.family import read_config, write_config
+from megarl.models.llama import inverse_frequencies
+from megarl.recipe import Model
+from tests.tiny import LLAMA3_ROPE, tiny_llama
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+from safetensors.torch import load_file
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama3 rope, grouped queries, wide heads": {},
+    "tied, odd vocabulary": {"tie_word_embeddings": True, "vocab_size": 131},
+    "default rope, one key-value head, odd sizes": {
+        "hidden_size": 48,
+        "intermediate_size": 77,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 10,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "no grouping": {"num_key_value_heads": 8, "head_dim": 8},
+}
+LENGTHS = [5, 48, 17, 1, 30, 23]
+
+
+def loaded(path: Path, **model: Any) -> Any:
+    (chunk,) = build.build(Model(path=str(path), **model), path)
+    hf.load([chunk], family_of(path), path)
+    return chunk
+
+
+def packed(lengths: list[int]) -> PackedSeqParams:
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    longest = max(lengths)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_gradients_and_export_are_those_of_transformers(one_rank: None, tmp_path: Path, shape: str) -> None:
+    reference = tiny_llama(tmp_path / "hf", **SHAPES[shape])
+    family = family_of(tmp_path / "hf")
+    chunk = loaded(tmp_path / "hf", dtype="fp32")
+    stored, exported = load_file(tmp_path / "hf" / "model.safetensors"), dict(hf.export([chunk], family))
+    assert stored.keys() == exported.keys()
+    assert all(torch.equal(stored[name], exported[name]) for name in stored)
+
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = family.vocabulary
+    rectangle = torch.randint(0, vocabulary, (2, 48), generator=generator)
+    with torch.no_grad():
+        assert (chunk(rectangle, None, None) - reference(rectangle).logits).abs().max() <= 5e-6
+
+    sequences = [torch.randint(0, vocabulary, (n,), generator=generator) for n in LENGTHS]
+    expected = torch.cat([reference(s[None]).logits[0] for s in sequences])
+    logits = chunk(torch.cat(sequences)[None], None, None, packed_seq_params=packed(LENGTHS))[0]
+    assert (logits - expected).abs().max() <= 5e-6
+
+    weights = torch.randn(expected.shape, generator=generator)
+    (expected * weights).mean().backward()
+    (logits * weights).mean().backward()
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.copy_(parameter.grad)
+    gradients = dict(hf.export([chunk], family))
+    for name, parameter in reference.named_parameters():
+        assert (gradients[name] - parameter.grad).abs().max() <= 1e-6, name
+
+
+def test_bf16_with_float32_head(one_rank: None, tmp_path: Path) -> None:
+    """Weights bit for bit; hidden states in bf16; logits are the float32 product of both."""
+    tiny_llama(tmp_path / "hf", dtype=torch.bfloat16)
+    chunk = loaded(tmp_path / "hf", dtype="bf16", fp32_head=True)
+    stored, exported = (
+        load_file(tmp_path / "hf" / "model.safetensors"),
+        dict(hf.export([chunk], family_of(tmp_path / "hf"))),
+    )
+    assert all(t.dtype == torch.bfloat16 for t in chunk.parameters())
+    assert all(torch.equal(stored[name], exported[name]) for name in stored)
+
+    hidden: list[torch.Tensor] = []
+    chunk.output_layer.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    logits = chunk(torch.arange(48)[None], None, None)
+    assert hidden[0].dtype == torch.bfloat16
+    exact = hidden[0][:, 0].double() @ stored["lm_head.weight"].double().T
+    assert (logits[0].double().log_softmax(-1) - exact.log_softmax(-1)).abs().max() < 5e-6
+    logits.sum().backward()
+    assert chunk.output_layer.weight.grad.dtype == torch.bfloat16
+
+    plain = loaded(tmp_path / "hf", dtype="bf16", fp32_head=False)
+    assert plain(torch.arange(48)[None], None, None).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "default", "rope_theta": 10000.0}, 256),
+        (LLAMA3_ROPE, 256),
+        (LLAMA3_ROPE | {"factor": 32.0, "original_max_position_embeddings": 8192}, 131072),
+    ],
+)
+def test_rotary_frequencies_are_transformers_bit_for_bit(rope: dict[str, Any], context: int) -> None:
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=2,
+        head_dim=128,
+        rope_parameters=dict(rope),
+        max_position_embeddings=context,
+    )
+    if rope["rope_type"] == "default":
+        expected = 1.0 / (10000.0 ** (torch.arange(0, 128, 2).float() / 128))
+    else:
+        expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    assert torch.equal(inverse_frequencies(128, rope), expected)
+
+
+def test_rope_as_written_before_transformers_5(tmp_path: Path) -> None:
+    tiny_llama(tmp_path)
+    new = family_of(tmp_path).inverse_frequencies()
+    config = read_config(tmp_path)
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    write_config(tmp_path, config)
+    assert torch.equal(family_of(tmp_path).inverse_frequencies(), new)
+
+
+def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path) -> None:
+    """In several files with an index; transformers loads the same weights; the tokenizer's files came along."""
+    reference = tiny_llama(tmp_path / "hf", tie_word_embeddings=True)
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    chunk = loaded(tmp_path / "hf", dtype="fp32")
+    hf.save([chunk], family_of(tmp_path / "hf"), tmp_path / "hf", tmp_path / "copy", shard_bytes=50_000)
+    names = {p.name for p in (tmp_path / "copy").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", hf.INDEX} < names
+    assert "model-00002-of-00017.safetensors" in names
+    assert "model.safetensors" not in names
+    copy = AutoModelForCausalLM.from_pretrained(tmp_path / "copy")
+    assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True))
+
+    hf.load([chunk], family_of(tmp_path / "copy"), tmp_path / "copy")
+    exported = dict(hf.export([chunk], family_of(tmp_path / "copy")))
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(stored[name], exported[name]) for name in exported)
