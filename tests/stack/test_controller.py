@@ -1,0 +1,349 @@
+"""The real controller with a real server, and a learner played by the test: real messages, weights that really change.
+
+The learner trains nothing; it "publishes" by loading one of two models from disk while requests are in flight.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megarl.learner.link import Link
+from megarl.messages import Next, Publish, Published, Refused, Reply, ServerResult, Stop, Stopped, Train, Wait
+from megarl.process import die_with_parent
+from megarl.recipe import Recipe, dump
+from megarl.rollout.journal import Admitted, JournalReader
+from megarl.rundir import Endpoints, RunDir, free_ports, read_jsonl
+from megarl.types import Group, encode
+from tests.stack.conftest import ROOT, Stack, stack_recipe
+
+pytestmark = pytest.mark.stack
+
+B, K, GENERATIONS, STEPS = 4, 2, 4, 6
+LIMIT_S = 120.0
+
+
+@dataclass
+class Run:
+    """A run directory, and the controller process that works in it."""
+
+    recipe: Recipe
+    stack: Stack
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def rundir(self) -> RunDir:
+        return RunDir.of(self.recipe)
+
+    def start(self) -> subprocess.Popen[bytes]:
+        with (self.rundir.logs / "controller.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "megarl", "rollout", str(self.rundir.recipe)],
+                cwd=ROOT,
+                env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent,
+            )
+        self.processes.append(process)
+        return process
+
+    def learner(self, step: int = 0) -> "Learner":
+        return Learner(self, step)
+
+    def batches(self) -> list[tuple[int, ...]]:
+        """Tickets of each complete batch, from the journal."""
+        admission = JournalReader(self.rundir.rollouts).fold().admission
+        return [admission.batch(step) or () for step in range(STEPS)]
+
+    def log(self) -> str:
+        return (self.rundir.logs / "controller.log").read_text()
+
+
+class Learner:
+    """Plays rank 0: asks, publishes, takes batches. `trained`: their bytes by step; `replies`: what it was told."""
+
+    count = 0
+
+    def __init__(self, run: Run, step: int) -> None:
+        Learner.count += 1
+        self.incarnation, self.step, self.run = f"learner-{Learner.count}", step, run
+        self.link = Link(run.rundir.endpoints().controller, lambda: "", resend_s=5.0, limit_s=LIMIT_S)
+        self.trained: dict[int, bytes] = {}
+        self.replayed: set[int] = set()
+        self.published: list[int] = []
+
+    def go(self, until: int = STEPS + 1) -> Reply:
+        """Do as told until `until` steps are trained or the controller says stop."""
+        end = time.monotonic() + LIMIT_S
+        while time.monotonic() < end:
+            reply = self.link.ask(Next(incarnation=self.incarnation, step=self.step, version=self.step))
+            match reply:
+                case Train():
+                    assert reply.batch.step == self.step
+                    self.trained[self.step] = encode(reply.batch)
+                    self.replayed |= {self.step} if reply.replay else set()
+                    self.step += 1
+                    if self.step == until:
+                        return reply
+                case Publish():
+                    self.publish(reply)
+                case Stop():
+                    self.link.tell(Stopped(incarnation=self.incarnation, step=self.step))
+                    return reply
+                case Wait():
+                    continue
+                case _:
+                    return reply
+        raise AssertionError(f"not done within {LIMIT_S} s; the controller says:\n{self.run.log()[-3000:]}")
+
+    def publish(self, command: Publish) -> None:
+        results = []
+        for server in command.servers:
+            self.load(server.url, command.version)
+            results.append(ServerResult(id=server.id, checksum="same", probe_logprob_diff=1e-6))
+        self.published.append(command.version)
+        seconds = {f"{part}_seconds": 0.1 for part in ("pause", "transfer", "resume", "probe")}
+        self.link.ask(
+            Published(
+                incarnation=self.incarnation, version=command.version, results=tuple(results), bytes_sent=1, **seconds
+            )
+        )
+
+    def load(self, url: str, version: int) -> None:
+        """Even versions are model a, odd ones model b. Requests go on over their old KV."""
+        model = self.run.stack.directory / "ab"[version % 2]
+        admin(self.run, url, "/pause_generation", {"mode": "in_place"})
+        admin(
+            self.run,
+            url,
+            "/update_weights_from_disk",
+            {"model_path": str(model), "weight_version": str(version), "flush_cache": False},
+        )
+        admin(self.run, url, "/continue_generation", {})
+
+
+def admin(run: Run, url: str, path: str, body: dict[str, Any]) -> None:
+    key = run.rundir.endpoints().admin_key
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url + path, data=json.dumps(body).encode(), headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert reply.status == 200
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token for each id of the tiny models: the end of text, `</think>`, and characters."""
+    vocabulary = {"<eos>": 0, "</think>": 1} | {chr(0x100 + n): n for n in range(2, 128)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<eos>", "</think>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+
+
+def write_prompts(path: Path, start: int, count: int) -> None:
+    rows = [
+        {
+            "id": f"p{n}",
+            "prompt": "".join(chr(0x102 + (n * 7 + i * i) % 126) for i in range(6)) + chr(0x102 + n),
+            "answer": "x",
+        }
+        for n in range(start, start + count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def run(stack: Stack, tmp_path: Path) -> Iterator[Run]:
+    write_tokenizer(stack.directory / "a")
+    write_prompts(tmp_path / "train.jsonl", 0, 40)
+    write_prompts(tmp_path / "heldout.jsonl", 40, 12)
+    recipe = stack_recipe(
+        stack.directory,
+        run={"name": "run", "dir": str(tmp_path), "steps": STEPS, "seed": 5},
+        data={"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl"), "grader": "exact"},
+        length={
+            "prompt_tokens": 16,
+            "thinking_tokens": [40, 160],
+            "answer_tokens": 20,
+            "interruption": "\u0110\u0111</think>",
+        },
+        sampling={"generations": GENERATIONS},
+        pipeline={"k": K},
+        batch={"prompts": B, "zero_variance": "keep"},
+        evaluation={"every": 3, "prompts": 4, "samples": 2},
+        serving={"max_running_requests": 24, "start_timeout_s": 60.0, "kv_tokens": 16384, "stream_interval": 8},
+    )
+    rundir = RunDir.of(recipe)
+    rundir.create()
+    rundir.recipe.write_text(dump(recipe))
+    live = stack.endpoints
+    rundir.write_endpoints(
+        Endpoints(
+            session=tmp_path.name,
+            controller=f"tcp://127.0.0.1:{free_ports(1)[0]}",
+            servers=live.servers,
+            api_key=live.api_key,
+            admin_key=live.admin_key,
+            rendezvous_port=1,
+        )
+    )
+    made = Run(recipe, stack)
+    try:
+        yield made
+    finally:
+        for process in made.processes:
+            process.kill()
+            process.wait()
+
+
+def assert_law(run: Run, learner: Learner) -> list[Group]:
+    """Each ticket in one step, in order; every sampled token at most k behind. The groups, in order."""
+    batches = run.batches()
+    assert [t for batch in batches for t in batch] == list(range(STEPS * B))
+    groups = [g for batch in batches for g in JournalReader(run.rundir.rollouts).groups(batch)]
+    for step, batch in enumerate(batches):
+        if step in learner.trained:
+            of_journal = JournalReader(run.rundir.rollouts).groups(batch)
+            assert msgspec.msgpack.decode(learner.trained[step])["groups"] == msgspec.msgpack.decode(encode(of_journal))
+    for n, group in enumerate(groups):
+        assert not group.void
+        assert [r.sample for r in group.rollouts] == list(range(GENERATIONS))
+        for segment in (s for r in group.rollouts for s in r.segments if s.trained):
+            assert n // B - K <= segment.weight_version <= STEPS
+            assert np.isfinite(segment.logprobs).all()
+    return groups
+
+
+def test_batches_in_order_within_the_lag_and_scores_of_due_versions(run: Run) -> None:
+    process = run.start()
+    learner = run.learner()
+    reply = learner.go()
+    assert isinstance(reply, Stop)
+    assert not reply.error
+    assert process.wait(30) == 0
+    groups = assert_law(run, learner)
+    rollouts = [r for g in groups for r in g.rollouts]
+    assert any(len(set(r.versions.tolist())) > 1 for r in rollouts), "weights changed inside completions"
+    interrupted = [r for r in rollouts if r.interrupted]
+    assert interrupted
+    assert all(
+        not s.trained for r in interrupted for s in r.segments if s.tokens.tolist()[-1:] == [1] and len(s.tokens) == 3
+    )
+    assert {r.retries for r in rollouts} == {0}
+    rows = list(read_jsonl(run.rundir.eval))
+    assert [row["step"] for row in rows] == [0, 3, STEPS]
+    assert all(row["weight_version"] == row["step"] and row["n_prompts"] == 4 for row in rows)
+    assert [row["compute_hours"] for row in rows] == sorted(row["compute_hours"] for row in rows)
+    assert learner.published == sorted(set(learner.published))
+
+
+def test_killed_and_restarted_it_gives_the_same_batches_bit_for_bit(run: Run) -> None:
+    first = run.start()
+    before = run.learner()
+    before.go(until=3)
+    first.kill()
+    first.wait()
+    admitted = {r.ticket: r.prompt_id for r in JournalReader(run.rundir.rollouts).replay() if isinstance(r, Admitted)}
+    second = run.start()
+    before.go(until=4)  # the same learner goes on; then another one begins again from the start
+    after = run.learner()
+    assert isinstance(after.go(), Stop)
+    assert second.wait(30) == 0
+    assert {step: after.trained[step] for step in before.trained} == before.trained
+    assert after.replayed == set(range(max(before.published)))
+    assert min(after.published) >= max(before.published), "nothing is published during replay"
+    groups = assert_law(run, after)
+    assert all(g.prompt.id == admitted[g.ticket] for g in groups if g.ticket in admitted)
+    assert {row["step"] for row in read_jsonl(run.rundir.eval)} == {0, 3, STEPS}
+
+
+def test_requests_that_are_lost_go_on_from_what_had_arrived(run: Run) -> None:
+    process = run.start()
+    learner = run.learner()
+    url = run.stack.endpoints.servers[0]
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while not stop.wait(1.5):
+            admin(run, url, "/abort_request", {"abort_all": True})
+
+    thread = threading.Thread(target=disturb)
+    learner.go(until=1)
+    thread.start()
+    learner.go(until=3)
+    stop.set()
+    thread.join()
+    assert isinstance(learner.go(), Stop)
+    assert process.wait(30) == 0
+    groups = assert_law(run, learner)
+    retried = [r for g in groups for r in g.rollouts if r.retries]
+    assert retried
+    assert all(sum(len(s.tokens) for s in r.segments if s.trained) <= 160 + 20 for r in retried)
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_nonsense_is_dropped_an_old_learner_refused_and_stop_obeyed(run: Run) -> None:
+    process = run.start()
+    old = run.learner()
+    old.go(until=1)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(run.rundir.endpoints().controller)
+        for frames in ([b"hello"], [b"", b"megarl 99", b"\x80"], [b"", b"megarl 1", b"nonsense"]):
+            stranger.send_multipart(frames)
+        wait_for(lambda: json.loads(run.rundir.status.read_text())["malformed_requests"] == 3)
+    new = run.learner(step=1)
+    new.go(until=2)
+    assert isinstance(old.link.ask(Next(incarnation=old.incarnation, step=1, version=1)), Refused)
+    run.rundir.stop_file.touch()
+    reply = new.go()
+    assert isinstance(reply, Stop)
+    assert not reply.error
+    assert process.wait(30) == 0
+
+
+def test_a_learner_that_disagrees_with_the_server_ends_the_run(run: Run) -> None:
+    process = run.start()
+    learner = run.learner()
+    reply = learner.link.ask(Next(incarnation=learner.incarnation, step=0, version=0))
+    while isinstance(reply, Wait):
+        reply = learner.link.ask(Next(incarnation=learner.incarnation, step=0, version=0))
+    assert isinstance(reply, Publish)
+    result = ServerResult(id=0, checksum="same", probe_logprob_diff=0.5)
+    seconds = {f"{part}_seconds": 0.1 for part in ("pause", "transfer", "resume", "probe")}
+    learner.link.ask(Published(incarnation=learner.incarnation, version=0, results=(result,), bytes_sent=1, **seconds))
+    reply = learner.link.ask(Next(incarnation=learner.incarnation, step=0, version=0))
+    assert isinstance(reply, Stop)
+    assert reply.error
+    assert "server 0" in reply.reason
+    assert process.wait(30) == 1
+
+
+def test_sigterm_ends_it(run: Run) -> None:
+    process = run.start()
+    learner = run.learner()
+    learner.go(until=1)
+    process.send_signal(signal.SIGTERM)
+    assert isinstance(learner.go(), Stop)
+    assert process.wait(30) == 0
