@@ -9,7 +9,6 @@ checkpoint has reached the disk. Every step leaves one row in RUN/metrics.jsonl.
 import logging
 import os
 import signal
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -23,6 +22,7 @@ from megarl.errors import MegarlError
 from megarl.learner.checkpoint import Checkpoints
 from megarl.learner.clock import StepClock
 from megarl.learner.link import Interrupted, Link
+from megarl.learner.ranks import become_torchrun, from_rank_0, is_rank
 from megarl.learner.trainer import Trainer
 from megarl.messages import Next, Publish, Refused, Reply, Request, Stop, Stopped, Train
 from megarl.models import parallel
@@ -42,9 +42,9 @@ CONTROLLER_LIMIT_S = 600.0
 def main(recipe: Recipe) -> int:
     """Run this rank of the learner; with more than one and outside torchrun, become torchrun."""
     rundir = RunDir.of(recipe)
-    if recipe.resources.learner_ranks > 1 and "RANK" not in os.environ:
-        _become_torchrun(recipe, rundir)
-    if "RANK" in os.environ:
+    if recipe.resources.learner_ranks > 1 and not is_rank():
+        become_torchrun(recipe.resources.learner_ranks, rundir.endpoints().rendezvous_port)
+    if is_rank():
         die_with_parent()
         start_logging(f"learner {os.environ['RANK']}")
     torch.set_num_threads(recipe.resources.threads)
@@ -70,7 +70,7 @@ class Learner:
         endpoints = rundir.endpoints()
         self.leader = dist.get_rank() == 0
         self.link = Link(endpoints.controller, self._interrupted, limit_s=CONTROLLER_LIMIT_S) if self.leader else None
-        self.incarnation: str = _shared(uuid.uuid4().hex)
+        self.incarnation: str = from_rank_0(uuid.uuid4().hex)
         self.trainer = Trainer(recipe, Path(recipe.model.path))
         self.checkpoints = Checkpoints(
             rundir.checkpoints, recipe.checkpoint.keep, self.trainer, Path(recipe.model.path)
@@ -102,8 +102,7 @@ class Learner:
         return None
 
     def close(self) -> None:
-        """Checkpoints under way reach the disk."""
-        self.checkpoints.close()
+        """Not collective: it runs when one rank fails, too."""
         if self.metrics is not None:
             self.metrics.close()
         if self.link is not None:
@@ -124,7 +123,7 @@ class Learner:
                 reply = Stop(reason=str(reason))
             except MegarlError as error:
                 reply = Stop(reason=str(error), error=True)
-        return decode(_shared(encode(reply)), Reply)
+        return decode(from_rank_0(encode(reply)), Reply)
 
     def _train(self, command: Train) -> None:
         received = time.monotonic()
@@ -184,20 +183,3 @@ class Learner:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self.signalled = f"signal {signal.Signals(number).name}"
-
-
-def _shared(value: Any) -> Any:
-    """Rank 0's value, on all ranks."""
-    if dist.get_world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
-
-
-def _become_torchrun(recipe: Recipe, rundir: RunDir) -> None:
-    """Replace this process by torchrun, which starts the ranks and ends all of them when one dies."""
-    command = [sys.executable, "-m", "torch.distributed.run"]
-    command += [f"--nproc-per-node={recipe.resources.learner_ranks}", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={rundir.endpoints().rendezvous_port}"]
-    os.execv(sys.executable, [*command, "-m", "megarl", "learn", str(rundir.recipe)])

@@ -8,6 +8,7 @@ The weights already are the aggregation, so gradients are summed over micro-batc
 methods are collective: every rank calls them with the same sequences.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -48,12 +49,12 @@ class Trainer:
         *,
         optimizer: Optimizer | None = None,
         loss: Loss | None = None,
-        microbatch_tokens: int | None = None,
+        temperature: float | None = None,
     ) -> None:
         self.recipe = recipe
         self.settings = optimizer or recipe.learner.optimizer
         self.loss = loss or policy_loss(recipe.loss)
-        self.microbatch_tokens = microbatch_tokens or recipe.learner.microbatch_tokens
+        self.temperature = temperature or recipe.sampling.temperature
         self.family = models.family_of(hf_dir)
         self.chunks = build.build(recipe.model, hf_dir)
         hf.load(self.chunks, self.family, hf_dir)
@@ -70,10 +71,7 @@ class Trainer:
         if not sequences:
             self.skipped_steps += 1
             return {"lr": lr, "skipped": 1.0, "skipped_steps": float(self.skipped_steps), "tokens_trained": 0.0}
-        for chunk in self.ddp:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        metrics, microbatches = self._forward_backward(sequences)
+        metrics = self.forward_backward(sequences)
         grad_norm = self._update(lr, math.isfinite(metrics["loss"]))
         skipped = not math.isfinite(grad_norm) or not math.isfinite(metrics["loss"])
         if skipped:
@@ -82,8 +80,6 @@ class Trainer:
         return metrics | {
             "grad_norm": grad_norm,
             "lr": lr,
-            "microbatches": float(microbatches),
-            "sequences": float(len(sequences)),
             "skipped": float(skipped),
             "skipped_steps": float(self.skipped_steps),
         }
@@ -91,7 +87,7 @@ class Trainer:
     def logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Log-prob, at temperature 1, of each token of each sequence but its first. [len - 1] float32 each, on all ranks."""
         tokens = [_scored(i, ids) for i, ids in enumerate(sequences)]
-        steps = plan([len(t) for t in tokens], self.microbatch_tokens, self.layout)
+        steps = plan([len(t) for t in tokens], self.recipe.learner.microbatch_tokens, self.layout)
         out = torch.zeros(sum(len(t) for t in tokens), device=self.device)
         starts = np.cumsum([0] + [len(t) for t in tokens])
         mine = steps.members[parallel_state.get_data_parallel_rank()]
@@ -110,11 +106,14 @@ class Trainer:
             out.zero_()
         dist.all_reduce(out)
         values = out.cpu().numpy()
-        return [values[a + 1 : b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        return [values[a + 1 : b] for a, b in itertools.pairwise(starts)]
 
-    def _forward_backward(self, sequences: Sequence[TrainSequence]) -> tuple[dict[str, float], int]:
-        """Gradients in the buffers of the chunks; metrics over all ranks; micro-batches of a rank."""
-        steps = plan([len(s) for s in sequences], self.microbatch_tokens, self.layout)
+    def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """Gradients of the loss into the chunks' buffers, reduced over ranks; the metrics of that."""
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        steps = plan([len(s) for s in sequences], self.recipe.learner.microbatch_tokens, self.layout)
         sums = torch.zeros(len(COMMON_METRICS) + len(self.loss.metrics), device=self.device)
         maxima = torch.full_like(sums, -math.inf)
 
@@ -130,8 +129,9 @@ class Trainer:
                 maxima[1:] = torch.maximum(maxima[1:], torch.where(counted, rows, -math.inf).amax(-1))
             return loss, torch.tensor(0, dtype=torch.int), {}
 
-        self._schedule(sequences, steps, token_loss, self.recipe.sampling.temperature, forward_only=False)
-        return self._reduced(sums, maxima), len(steps.members[0])
+        self._schedule(sequences, steps, token_loss, self.temperature, forward_only=False)
+        sizes = {"microbatches": float(len(steps.members[0])), "sequences": float(len(sequences))}
+        return self._reduced(sums, maxima) | sizes
 
     def _schedule(
         self,
@@ -224,6 +224,8 @@ def _with_optimizer(
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
     """Chunks wrapped for data parallelism with FP32 gradients, and AdamW with its state divided among the ranks."""
     config = chunks[0].config
+    # The micro-batches of a step have one size (microbatch.py), so stages need not tell each other shapes.
+    config.variable_seq_lengths = False
     # Gradients are summed, not averaged: scaling factor 1 in DDP, and no division by a number of tokens at the end.
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = lambda model, _tokens, **groups: finalize_model_grads(model, None, **groups)

@@ -1,0 +1,29 @@
+"""The learner as several processes: becoming torchrun, and what rank 0 knows."""
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def is_rank() -> bool:
+    """Whether torchrun (or Slurm, with the same variables) started this process."""
+    return "RANK" in os.environ
+
+
+def become_torchrun(ranks: int, port: int) -> None:
+    """Replace this process by torchrun, which runs its command again as `ranks` ranks and ends all when one dies."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    os.execv(sys.executable, [*torchrun, "-m", "megarl", *sys.argv[1:]])
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's value, on all ranks. COLLECTIVE"""
+    if dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]

@@ -1,0 +1,179 @@
+"""One rank of test_learner_layouts: the RL step at every layout of its world size.
+
+`python -m tests.parallel.learner_world DIR`, DIR holding model/ (Hugging Face), batch.msgpack, expected.pt (transformers')
+and, from the world of one rank on, one_rank.pt and checkpoints/. Differences are max|d| / max|expected|.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl import recipe as recipes
+from megarl.batch import training_sequences
+from megarl.learner.checkpoint import Checkpoints
+from megarl.learner.trainer import Trainer
+from megarl.models import hf, parallel
+from megarl.recipe import Recipe
+from megarl.types import Batch, decode
+
+# isort: split
+from megatron.core import parallel_state
+
+PP2_TP2 = {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}
+VPP2 = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "overlap_p2p": True}
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [
+        {},
+        {"tensor_parallel": 2},
+        {"tensor_parallel": 2, "sequence_parallel": True},
+        {"pipeline_parallel": 2},
+        VPP2,
+        {"context_parallel": 2},
+    ],
+    4: [PP2_TP2, {"pipeline_parallel": 2}, {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True}],
+}
+CHECKPOINTED: list[dict[str, Any]] = [{}, VPP2, PP2_TP2]
+RESUMED = 2
+
+
+def main(directory: Path) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
+    for layout in LAYOUTS[world]:
+        for packing in (True, False):
+            if packing or "context_parallel" not in layout:
+                check_step(
+                    directory, batch, recipe_of(directory, world, packing, **layout), f"{layout} packing={packing}"
+                )
+        if layout in CHECKPOINTED:
+            check_checkpoint(directory, batch, recipe_of(directory, world, True, **layout), f"{layout}")
+    parallel.stop()
+
+
+def recipe_of(directory: Path, world: int, packing: bool, **layout: Any) -> Recipe:
+    """Micro-batches of 64 tokens: several on every rank, and one sequence that is longer."""
+    return recipes.from_tree(
+        {
+            "model": {"path": str(directory / "model"), "dtype": "fp32", **layout},
+            "resources": {"learner_ranks": world},
+            "batch": {"prompts": 4},
+            "sampling": {"temperature": 0.7},
+            "loss": {"cap": 1.5},
+            "learner": {
+                "packing": packing,
+                "microbatch_tokens": 64,
+                # Adam turns rounding of tiny gradients into whole steps; eps and lr keep that below what is looked for.
+                "optimizer": {"lr": 1e-4, "warmup_steps": 0, "grad_clip": 0.5, "eps": 1e-6},
+            },
+        }
+    )
+
+
+def start(directory: Path, recipe: Recipe) -> Trainer:
+    parallel.start(recipe.model, seed=1, timeout_s=60)
+    return Trainer(recipe, directory / "model")
+
+
+def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None:
+    """Loss, gradients and log-probs against transformers' in float64 and against one rank's."""
+    trainer = start(directory, recipe)
+    metrics = trainer.forward_backward(training_sequences(batch, recipe))
+    result = {"loss": metrics["loss"], "gradients": full_gradients(trainer)}
+    one_rank = directory / "one_rank.pt"
+    if dist.get_world_size() == 1 and not one_rank.exists():
+        torch.save(result, one_rank)
+    expected = torch.load(directory / "expected.pt", weights_only=False)
+    for name, limit in (("transformers", expected), ("one rank", torch.load(one_rank))):
+        worst = max(difference(result["gradients"][n], g, limit["gradients"]) for n, g in limit["gradients"].items())
+        off = abs(result["loss"] - limit["loss"]) / expected["magnitude"]
+        say(f"{what}: against {name}: gradients {worst:.1e}, loss {off:.1e}")
+        # Two roundings of float32, each within 1e-6 of float64, are at most so far apart.
+        assert worst <= (2e-6 if recipe.model.context_parallel > 1 else 1e-6), what
+        assert off <= 1e-6, what
+    for name in ("entropy", "ratio_max", "capped_share", "tokens_trained"):
+        assert abs(metrics[name] - expected[name]) <= 1e-5 * abs(expected[name]), (
+            what,
+            name,
+            metrics[name],
+            expected[name],
+        )
+    for mine, theirs in zip(trainer.logprobs(expected["sequences"]), expected["logprobs"], strict=True):
+        assert abs(mine - theirs).max() <= 1e-5, what
+
+
+def check_checkpoint(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None:
+    """Resumed here the next steps are the same bit for bit; resumed from one rank's checkpoint they are one rank's to 1e-6."""
+    sequences = training_sequences(batch, recipe)
+    alone = dist.get_world_size() == 1
+    folder = directory / "checkpoints" / ("one_rank" if alone else f"{dist.get_world_size()} ranks {what}")
+    trainer = start(directory, recipe)
+    for _ in range(RESUMED):
+        trainer.train_step(sequences)
+    checkpoints = Checkpoints(folder, 2, trainer, directory / "model")
+    checkpoints.save()
+    went_on = [trainer.train_step(sequences) for _ in range(3)]
+    checkpoints.finish()
+    assert resume(directory, folder, recipe) == went_on, what
+    if alone:
+        torch.save(went_on, directory / "went_on.pt")
+    expected = torch.load(directory / "went_on.pt")
+    again = resume(directory, directory / "checkpoints" / "one_rank", recipe)
+    scale = {
+        "loss": torch.load(directory / "expected.pt", weights_only=False)["magnitude"],
+        "grad_norm": expected[0]["grad_norm"],
+    }
+    worst = max(abs(a[n] - b[n]) / scale[n] for a, b in zip(again, expected, strict=True) for n in scale)
+    say(f"{what}: resumed from one rank's checkpoint: {worst:.1e}")
+    assert worst <= 1e-6, (what, again, expected)
+
+
+def resume(directory: Path, folder: Path, recipe: Recipe) -> list[dict[str, float]]:
+    """The metrics of the three steps after the checkpoint in `folder`."""
+    trainer = start(directory, recipe)
+    assert Checkpoints(folder, 2, trainer, directory / "model").load_latest()
+    assert trainer.step == RESUMED
+    batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
+    return [trainer.train_step(training_sequences(batch, recipe)) for _ in range(3)]
+
+
+def full_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Gradients under Hugging Face names, of the whole model, on every rank."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for chunk in trainer.ddp:
+        for buffer in chunk.buffers:  # each data-parallel rank has the sum of its part of a bucket
+            for bucket in buffer.buckets:
+                part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
+    with torch.no_grad():
+        for chunk in trainer.chunks:
+            kept = [p.detach().clone() for p in chunk.parameters()]
+            for p in chunk.parameters():
+                p.copy_(p.main_grad)
+            chunk.kept = kept
+        mine = {name: tensor.clone() for name, tensor in hf.export(trainer.chunks, trainer.family)}
+        for chunk in trainer.chunks:
+            for p, value in zip(chunk.parameters(), chunk.kept, strict=True):
+                p.copy_(value)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def difference(value: torch.Tensor, expected: torch.Tensor, everything: dict[str, torch.Tensor]) -> float:
+    """max|d| relative to the largest gradient of all."""
+    largest = max(g.abs().max() for g in everything.values())
+    return float((value.double() - expected.double()).abs().max() / largest)
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,106 @@
+"""The RL step is the same at every layout, packed or not, and what transformers and autograd make of the paper's formulas."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.types import Batch, Group, Prompt, Rollout, Segment, encode
+from tests.parallel.worlds import run_world
+from tests.tiny import tiny_llama
+
+VOCABULARY = 131  # no TP divides it
+TEMPERATURE, CAP = 0.7, 1.5  # as in learner_world.recipe_of
+
+
+def segment(draw: np.random.Generator, length: int, trained: bool = True) -> Segment:
+    logprobs = -draw.uniform(3.5, 6.5, length) if trained else np.zeros(length)
+    tokens = draw.integers(0, VOCABULARY, length)
+    return Segment(
+        tokens=tokens.astype(np.int32), logprobs=logprobs.astype(np.float32), weight_version=0, trained=trained
+    )
+
+
+def make_batch() -> Batch:
+    """Four tickets of four rollouts: one without variance, one void; lengths from 6 to over a micro-batch; masked segments."""
+    draw = np.random.default_rng(5)
+    groups = []
+    for ticket in range(4):
+        tokens = draw.integers(0, VOCABULARY, 3 + 4 * ticket).astype(np.int32)
+        rollouts = []
+        for sample in range(4):
+            right = bool(sample % 2) if ticket != 1 else True
+            segments = [segment(draw, int(draw.integers(3, 30)))]
+            if sample == 2:  # interrupted
+                segments += [segment(draw, 4, trained=False), segment(draw, 5)]
+            if ticket == 2 and sample == 3:
+                segments.append(segment(draw, 60))
+            reward = 1.0 if right else -1.0
+            rollouts.append(
+                Rollout(sample=sample, segments=tuple(segments), reward=reward, correct=right, finish="stop")
+            )
+        prompt = Prompt(id=str(ticket), tokens=tokens, answer="")
+        groups.append(Group(ticket=ticket, prompt=prompt, rollouts=tuple(rollouts)))
+    prompt = Prompt(id="void", tokens=np.array([1], np.int32), answer="")
+    return Batch(step=0, groups=(*groups, Group(ticket=4, prompt=prompt, rollouts=(), void="no server")))
+
+
+def scalerl_by_transformers(model: torch.nn.Module, batch: Batch) -> dict[str, object]:
+    """The loss of ScaleRL in float64, rollout by rollout, from the formulas of arXiv 2510.13786, section 3."""
+    model = model.double()
+    groups = [g for g in batch.groups if len({r.reward for r in g.rollouts}) > 1]
+    centred = {
+        g.ticket: [r.reward - sum(q.reward for q in g.rollouts) / len(g.rollouts) for r in g.rollouts] for g in groups
+    }
+    deviation = float(np.std([c for values in centred.values() for c in values]))
+    loss = torch.zeros((), dtype=torch.float64)
+    magnitude = 0.0
+    entropies, ratios, sequences, logprobs = [], [], [], []
+    for group in groups:
+        tokens_of_group = sum(r.trained_tokens for r in group.rollouts)
+        for rollout, centre in zip(group.rollouts, centred[group.ticket], strict=True):
+            ids = torch.from_numpy(np.concatenate([group.prompt.tokens, rollout.tokens])).long()
+            first = len(group.prompt.tokens)
+            logits = model(ids[None]).logits[0, first - 1 : -1]
+            distribution = torch.log_softmax(logits / TEMPERATURE, -1)
+            logp = distribution.gather(-1, ids[first:, None])[:, 0]
+            trained = torch.from_numpy(rollout.trained)
+            ratio = (logp.detach() - torch.from_numpy(rollout.logprobs).double()).exp()
+            terms = -ratio.clamp(max=CAP) * (centre / deviation) * logp
+            loss = loss + terms[trained].sum() / tokens_of_group / len(groups)
+            magnitude += float(terms[trained].abs().sum()) / tokens_of_group / len(groups)
+            entropies.append(-(distribution.exp() * distribution).sum(-1).detach()[trained])
+            ratios.append(ratio[trained])
+            sequences.append(ids.numpy().astype(np.int32))
+            whole = torch.log_softmax(model(ids[None]).logits[0, :-1].detach(), -1)
+            logprobs.append(whole.gather(-1, ids[1:, None])[:, 0].numpy())
+    loss.backward()
+    ratio = torch.cat(ratios)
+    return {
+        "loss": float(loss),
+        "magnitude": magnitude,  # terms of both signs cancel
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "entropy": float(torch.cat(entropies).mean()),
+        "ratio_max": float(ratio.max()),
+        "capped_share": float((ratio >= CAP).double().mean()),
+        "tokens_trained": float(len(ratio)),
+        "sequences": sequences,
+        "logprobs": logprobs,
+    }
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("learner")
+    batch = make_batch()
+    (path / "batch.msgpack").write_bytes(encode(batch))
+    model = tiny_llama(path / "model", vocab_size=VOCABULARY)
+    torch.save(scalerl_by_transformers(model, batch), path / "expected.pt")
+    print(run_world(1, "tests.parallel.learner_world", str(path)))
+    return path
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_layout_takes_the_same_step(directory: Path, ranks: int) -> None:
+    print(run_world(ranks, "tests.parallel.learner_world", str(directory)))
