@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 well; 1 failed; 2 a message for the user on stderr; 130 interrupted."""
     die_with_supervisor()
-    options = parser().parse_args(arguments)
+    options = _parsed(arguments)
     try:
         status: int = options.command(options)
         sys.stdout.flush()
@@ -31,6 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `megarl recipes show x | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """argparse ends a list of positionals at the first option: overrides behind `--dry-run` are put back to the others."""
+    top = parser()
+    options, rest = top.parse_known_args(arguments)
+    if rest and ("overrides" not in options or any(word.startswith("-") for word in rest)):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    return options
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ misspelt key, the nearest known one. A value marked "not stated" has no number i
 
 import contextlib
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -401,10 +401,15 @@ def _explain(error: ErrorDetails, origin: dict[tuple[str, ...], str], source: st
 
 def _elsewhere(name: str) -> list[str]:
     """The same or a near name in another section, dotted."""
-    known = {
-        f: f"{section}.{f}"
-        for section, info in Recipe.model_fields.items()
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
-        for f in info.annotation.model_fields
-    }
+    known = dict(_keys(Recipe))
     return [known[n] for n in difflib.get_close_matches(name, known, 1, cutoff=0.8)]
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Name and dotted name of every key that is no section; of a name in two sections the first comes last and counts."""
+    for name, field in reversed(model.model_fields.items()):
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _keys(kind, f"{prefix}{name}.")
+        else:
+            yield name, f"{prefix}{name}"

@@ -44,17 +44,24 @@ def pass_rate_against(axes: Any, rows: list[Row], evaluations: list[Row], x: str
     xs, ys = series(rows, "pass_rate_train", x)
     axes.plot(*binned(xs, ys, MOST_POINTS), color=BLUE, alpha=0.35, linewidth=1)
     if len(xs) > 4:
-        axes.plot(xs, smooth(ys), color=BLUE, label="training batches (running mean)")
+        axes.plot(*binned(xs, smooth(ys), MOST_POINTS), color=BLUE, label="training batches (running mean)")
     if evaluations:
         ex = [e[x] for e in evaluations]
         errors = [interval(e) for e in evaluations]
         rates = [e["pass_rate"] for e in evaluations]
         axes.errorbar(ex, rates, errors, color=ORANGE, fmt="o-", markersize=4, capsize=2.5, label="held out")
-        top = evaluations[-1]
+        newest = evaluations[-1]
         axes.annotate(
-            f"{top['pass_rate']:.3f}", (top[x], top["pass_rate"]), xytext=(0, 8), textcoords="offset points", ha="center",
-            color=ORANGE, fontsize=9, fontweight="bold",
-        )  # fmt: skip
+            f"{newest['pass_rate']:.3f}",
+            (newest[x], newest["pass_rate"] - errors[-1]),
+            xytext=(0, -5),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            color=ORANGE,
+            fontsize=9,
+            fontweight="bold",
+        )
     axes.set_ylim(0, 1.04)
     unit = next((r["compute_unit"] for r in [*rows, *evaluations]), "device")
     axes.set_xlabel("step" if x == "step" else f"compute, {unit} hours")
@@ -95,20 +102,33 @@ def where_time_goes(axes: Any, rows: list[Row]) -> bool:
     if not full:
         return False
     axes.stackplot(
-        full[0][0][0], *[ys for (_, ys), _, _ in full], labels=[label for _, label, _ in full], colors=[c for _, _, c in full],
-        alpha=0.85, linewidth=0,
-    )  # fmt: skip
+        full[0][0][0],
+        *[ys for (_, ys), _, _ in full],
+        labels=[label for _, label, _ in full],
+        colors=[c for _, _, c in full],
+        alpha=0.85,
+        linewidth=0,
+    )
     axes.set_xlabel("step")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.25)  # room for the legend
+    axes.set_axisbelow(True)
     axes.margins(x=0)
     axes.legend(loc="upper right", ncols=2)
     return True
 
 
 def lag_limit(axes: Any, recipe: Recipe) -> None:
+    """The line no trained token may be above."""
+    axes.set_ylim(0, max(axes.get_ylim()[1], recipe.pipeline.k * 1.12))
     axes.axhline(recipe.pipeline.k, color=RED, linestyle="--", linewidth=1)
-    axes.annotate(f"k = {recipe.pipeline.k}", (0.01, recipe.pipeline.k), xycoords=("axes fraction", "data"), va="bottom",
-                  color=RED, fontsize=8)  # fmt: skip
+    axes.annotate(
+        f"k = {recipe.pipeline.k}",
+        (0.01, recipe.pipeline.k),
+        xycoords=("axes fraction", "data"),
+        va="bottom",
+        color=RED,
+        fontsize=8,
+    )
 
 
 def series(rows: list[Row], name: str, x: str) -> tuple[np.ndarray, np.ndarray]:

@@ -71,8 +71,10 @@ def render(values: Row, recipe: Recipe, rundir: RunDir) -> RenderableType:
     for name, path in _places(rundir):
         places.add_row(name, path)
     style = {"finished": "green", "failed": "red"}.get(values["outcome"], "yellow")
-    title = Text(f"{rundir.path}: {values['outcome']} ({values['reason']})", style=f"bold {style}")
-    return Panel(Group(grid, Text(), places), title=title, padding=(0, 1), width=100)
+    outcome = Text(f"{values['outcome']}: {values['reason']}", style=f"bold {style}")
+    return Panel(
+        Group(outcome, Text(), grid, Text(), places), title=f"megarl · {rundir.path}", padding=(0, 1), width=100
+    )
 
 
 def lines(v: Row) -> Iterable[tuple[str, str]]:
@@ -107,8 +109,7 @@ def _places(rundir: RunDir) -> Iterable[tuple[str, str]]:
     newest = max(rundir.checkpoints.glob("step-*"), default=None)
     if newest is not None:
         yield "checkpoints", str(rundir.checkpoints)
-        target = rundir.path / "hf"
-        yield "export", f"python -m checkpoints_tools convert megatron-to-hf {newest} {target}"
+        yield "export", f"python -m checkpoints_tools convert megatron-to-hf {rundir.path} {rundir.path / 'hf'}"
 
 
 def _finite(rows: list[Row], name: str) -> list[float]:

@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.live import Live
 
 from megarl.monitor import summary
-from megarl.monitor.report import write_report
 from megarl.process import adopt_orphans
 from megarl.recipe import Recipe, dump
 from megarl.rundir import Endpoints, RunDir, append_jsonl, free_ports, write_atomically
@@ -319,13 +318,20 @@ def closing(console: Console, recipe: Recipe, rundir: RunDir, outcome: Outcome, 
         "wall_seconds": round(wall_s, 1),
     }
     write_atomically(rundir.summary, json.dumps(values, indent=2).encode())
-    write_report(rundir)
+    report(rundir)
     console.print(summary.render(values, recipe, rundir))
     if outcome.role is not None:
         log = rundir.logs / f"{outcome.role.name}.log"
         print(f"\nThe end of {log}:", *last_lines(log), sep="\n  ", file=sys.stderr)
     if outcome.kind == "failed":
         print(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)
+
+
+def report(rundir: RunDir) -> None:
+    """RUN/report.html and RUN/reward.png. Imported at the end: matplotlib has no place in a run that lives for weeks."""
+    from megarl.monitor.report import write_report
+
+    write_report(rundir)
 
 
 def _how(status: int) -> str:

@@ -1,0 +1,137 @@
+"""A run directory as a real run leaves it, but with made-up figures: what monitor and supervisor read."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.recipe import Recipe, dump, from_tree
+from megarl.rundir import RunDir, append_jsonl
+
+Tree = dict[str, Any]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    """A small recipe whose files exist."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    for name in ("train", "heldout", "sft"):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    return {
+        "description": "made up",
+        "run": {"name": "demo", "dir": str(tmp_path / "runs"), "steps": 80},
+        "model": {"path": str(model), "dtype": "fp32"},
+        "data": {"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl")},
+        "sft": {"data": str(tmp_path / "sft.jsonl"), "init": str(model), "output": str(tmp_path / "sft")},
+    }
+
+
+@pytest.fixture
+def recipe(tree: Tree) -> Recipe:
+    return from_tree(tree)
+
+
+@pytest.fixture
+def write_run(recipe: Recipe) -> Callable[[int], RunDir]:
+    """write_run(steps): the directory of `recipe`'s run after so many steps."""
+
+    def write(steps: int) -> RunDir:
+        rundir, rng = RunDir.of(recipe), random.Random(0)
+        rundir.create()
+        rundir.recipe.write_text(dump(recipe))
+        for step in range(steps):
+            append_jsonl(rundir.metrics, metrics_row(step, rng))
+        for step in range(0, steps + 1, 20):
+            append_jsonl(rundir.eval, evaluation_row(step))
+        rundir.status.write_text(json.dumps(status_tree(steps)))
+        return rundir
+
+    return write
+
+
+def pass_rate(step: int) -> float:
+    return 0.36 + 0.58 / (1 + math.exp(-(step - 25) / 8))
+
+
+def metrics_row(step: int, rng: random.Random) -> Tree:
+    train, wait, publish = 0.9 + 0.1 * rng.random(), 0.5 * rng.random(), 0.12 + 0.02 * rng.random()
+    return {
+        "step": step,
+        "weight_version": step + 1,
+        "time": 1.8e9 + 2 * step,
+        "compute_hours": 0.01 + 0.0011 * step,
+        "compute_unit": "core",
+        "replay": 0,
+        "pass_rate_train": min(1.0, max(0.0, pass_rate(step) + rng.gauss(0, 0.05))),
+        "truncation_rate": 0.02 * rng.random(),
+        "interruption_rate": 0.08 * rng.random(),
+        "format_error_rate": 0.03 * rng.random(),
+        "completion_tokens_mean": 31 + rng.random(),
+        "generated_tokens": 6000 + 100 * rng.random(),
+        "groups_in_loss": 20.0 - step / 8,
+        "void_groups": 0.0,
+        "entropy": 0.4 * math.exp(-step / 60) + 0.01 * rng.random(),
+        "grad_norm": 0.6 + 0.2 * rng.random(),
+        "loss": rng.gauss(0, 0.02),
+        "lr": 1e-4,
+        "lag_mean": 1.4 + rng.random(),
+        "lag_max": float(rng.randint(2, 5)),
+        "versions_per_rollout": 1.8,
+        "probe_logprob_diff": 2e-6 * (1 + rng.random()),
+        "trained_logprob_diff": 0.01 * rng.random(),
+        "tokens_per_second": 6000 / (train + wait + publish),
+        "rollout_tokens_per_second": 4000 + 500 * rng.random(),
+        "server_busy_share": 0.85,
+        "step_seconds": train + wait + publish + 0.01,
+        "train_seconds": train,
+        "wait_seconds": wait,
+        "publish_seconds": publish,
+        "checkpoint_seconds": 0.0,
+        "pause_seconds": 0.01,
+        "transfer_seconds": 0.06,
+        "resume_seconds": 0.01,
+    }
+
+
+def evaluation_row(step: int) -> Tree:
+    return {
+        "step": step,
+        "weight_version": step,
+        "pass_rate": round(pass_rate(step), 3),
+        "n_prompts": 200,
+        "samples": 4,
+        "compute_hours": 0.01 + 0.0011 * step,
+        "compute_unit": "core",
+    }
+
+
+def status_tree(step: int) -> Tree:
+    servers = [
+        {"id": 0, "state": "clean", "version": step, "running": 118, "tokens_per_second": 2310.4, "busy_share": 0.93},
+        {
+            "id": 1,
+            "state": "publishing",
+            "version": step,
+            "running": 97,
+            "tokens_per_second": 2188.0,
+            "busy_share": 0.88,
+        },
+    ]
+    return {
+        "time": 1.8e9 + 2 * step,
+        "step": step,
+        "version": step,
+        "phase": f"train step {step}",
+        "servers": servers,
+        "tickets": {"window": 216, "running": 140, "waiting": 12, "finished": 64, "void": 0},
+        "compute_hours": 0.09,
+        "compute_unit": "core",
+        "eval": None,
+        "rollout_tokens_per_second": 4498.4,
+    }

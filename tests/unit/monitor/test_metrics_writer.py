@@ -1,0 +1,80 @@
+"""metrics.jsonl and TensorBoard, read back with TensorBoard's own reader."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megarl.monitor.metrics import MetricsWriter, tag
+from megarl.monitor.tail import Tail
+from megarl.rundir import RunDir, append_jsonl, latest_rows
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.create()
+    return made
+
+
+def board(rundir: RunDir) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(rundir.tensorboard), size_guidance={"scalars": 0})
+    events.Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_rows_reach_both(rundir: RunDir) -> None:
+    writer = MetricsWriter(rundir)
+    for step in range(3):
+        writer.row(
+            {"step": step, "pass_rate_train": 0.25 * step, "entropy": math.nan, "compute_unit": "core", "mine": 1}
+        )
+    append_jsonl(rundir.eval, {"step": 3, "pass_rate": 0.5})
+    writer.close()
+    assert [row["pass_rate_train"] for row in latest_rows(rundir.metrics)] == [0, 0.25, 0.5]
+    scalars = board(rundir)
+    assert scalars["reward/pass_rate_train"] == [(0, 0), (1, 0.25), (2, 0.5)]
+    assert scalars["other/mine"][-1] == (2, 1)
+    assert scalars["eval/pass_rate"] == [(3, 0.5)]
+    assert not any("entropy" in name or "compute_unit" in name for name in scalars)
+
+
+def test_replay_supersedes(rundir: RunDir) -> None:
+    first = MetricsWriter(rundir)
+    for step in range(4):
+        first.row({"step": step, "loss": 1.0})
+    first.close()
+    second = MetricsWriter(rundir)
+    for step in range(2, 5):
+        second.row({"step": step, "loss": 2.0})
+    second.close()
+    assert [row["loss"] for row in latest_rows(rundir.metrics)] == [1, 1, 2, 2, 2]
+    assert board(rundir)["learner/loss"] == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2)]
+
+
+def test_tag() -> None:
+    assert tag("lag_max") == "pipeline/lag_max"
+    assert tag("unheard_of") == "other/unheard_of"
+
+
+def test_tail_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    tail = Tail(path)
+    assert tail.new() == []
+    writes: list[tuple[str, list[dict[str, int]]]] = [
+        ('{"a": 1}\n{"a"', [{"a": 1}]),
+        (": 2}", []),
+        ("\n", [{"a": 2}]),
+        ('{"cut\n{"a": 3}\n', [{"a": 3}]),
+    ]
+    for text, expected in writes:
+        with path.open("a") as file:
+            file.write(text)
+        assert tail.new() == expected
+
+
+def test_names_are_those_of_a_row(write_run: Callable[[int], RunDir]) -> None:
+    row = latest_rows(write_run(1).metrics)[0]
+    assert all(not tag(name).startswith("other/") for name in row)

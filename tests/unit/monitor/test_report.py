@@ -1,0 +1,138 @@
+"""Summary, charts and report from runs of every length, none included."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import MegarlError
+from megarl.monitor import charts, report, summary
+from megarl.recipe import Recipe, from_tree
+from megarl.rollout.journal import Admitted, Finished, Journal
+from megarl.rundir import RunDir, append_jsonl
+from megarl.types import Group, Prompt, Rollout, Segment, float32, int32
+
+
+def words(renderable: object) -> str:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+def test_summary(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(60)
+    append_jsonl(rundir.logs / "supervisor.jsonl", {"event": "restart"})
+    values = summary.summarise(recipe, rundir)
+    assert (values["steps"], values["steps_planned"], values["restarts"]) == (60, 80, 1)
+    assert (values["pass_rate_before"], values["pass_rate_after"], values["pass_rate_after_step"]) == (0.384, 0.933, 60)
+    assert 2 <= values["lag_max"] <= 5
+    assert values["server_idle_share"] == pytest.approx(0.15)
+    assert 0 < values["learner_idle_share"] < 0.5
+    page = words(summary.render(values | {"outcome": "finished", "reason": "all steps done"}, recipe, rundir))
+    for part in ("finished: all steps done", "0.384 (step 0) → 0.933 (step 60)", "1 restarts", "largest"):
+        assert part in page, page
+
+
+def test_replayed_steps_do_not_count_as_speed(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(2)
+    row = {
+        "step": 2,
+        "compute_hours": 1.0,
+        "compute_unit": "core",
+        "generated_tokens": 1e9,
+        "step_seconds": 1.0,
+        "replay": 1,
+    }
+    before = summary.summarise(recipe, rundir)["tokens_per_second"]
+    append_jsonl(rundir.metrics, row)
+    assert summary.summarise(recipe, rundir)["tokens_per_second"] == before
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 50])
+def test_report_of_any_length(recipe: Recipe, write_run: Callable[[int], RunDir], steps: int) -> None:
+    rundir = write_run(steps)
+    report.main(str(rundir.path))
+    page = rundir.report.read_text()
+    assert f"{steps} of 80 steps" in page
+    assert not re.search(r'(src|href)="(?!#)', page.replace("xlink:href", "")), "the report fetches something"
+    assert "learning_rate" not in page
+    pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(pictures) >= (2 if steps < 1 else 9)
+    for picture in pictures:
+        ElementTree.fromstring(picture)
+    assert rundir.picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_without_any_files(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(0)
+    rundir.eval.unlink()
+    report.write_report(rundir)
+    page = words(
+        summary.render(summary.summarise(recipe, rundir) | {"outcome": "failed", "reason": "x"}, recipe, rundir)
+    )
+    assert "0 of 80" in page
+
+
+def test_no_run(tmp_path: Path) -> None:
+    with pytest.raises(MegarlError, match="not a run directory"):
+        report.main(str(tmp_path))
+
+
+def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path) -> None:
+    from megarl.data.arithmetic import save_model
+
+    save_model(tmp_path / "init", 0)
+    tokenizer = load_tokenizer(tmp_path / "init")
+    tree = recipe.model_dump(mode="json")
+    tree["model"]["path"] = str(tmp_path / "init")
+    changed = from_tree(tree)
+    rundir = RunDir.of(changed)
+    rundir.create()
+
+    def ids(text: str) -> np.ndarray:
+        return int32(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def rollout(sample: int, answer: str, correct: bool) -> Rollout:
+        parts = [(ids("<think>1+"), 4, True), (ids("2"), 5, True), (ids("</think>"), 5, False), (ids(answer), 6, True)]
+        segments = [
+            Segment(tokens=t, logprobs=float32([0.0] * len(t)), weight_version=v, trained=yes) for t, v, yes in parts
+        ]
+        return Rollout(
+            sample=sample, segments=tuple(segments), reward=1.0 if correct else -1.0, correct=correct, finish="stop"
+        )
+
+    prompt = Prompt(id="p", tokens=ids("1+2="), answer="3")
+    group = Group(ticket=0, prompt=prompt, rollouts=(rollout(0, "3", True), rollout(1, "7", False)))
+    journal = Journal.open(rundir.rollouts, changed.batch.prompts, changed.pipeline.k)
+    journal.append(Admitted(ticket=0, prompt_id="p", epoch=0), Finished(group=group, time=0.0))
+    journal.close()
+    shown = report._rollouts(changed, rundir)
+    assert shown.count("<pre") == 2
+    assert "weights 4–6" in shown
+    assert '<span class="v1">2</span><span class="phrase">&lt;/think&gt;</span><span class="v0">3</span>' in shown
+
+
+def test_binned_keeps_means() -> None:
+    xs = np.arange(1003.0)
+    bx, by = charts.binned(xs, 2 * xs, 100)
+    assert len(bx) == 100
+    assert np.allclose(by, 2 * bx)
+    assert np.all(np.diff(bx) > 0)
+    assert charts.binned(xs[:50], xs[:50], 100)[0] is not None
+
+
+def test_smooth_does_not_shift() -> None:
+    xs = np.arange(100.0)
+    assert np.allclose(charts.smooth(xs)[5:-5], xs[5:-5])
+    assert np.allclose(charts.smooth(np.ones(7)), 1)
+
+
+def test_interval_is_wilsons_normal_form() -> None:
+    assert charts.interval({"pass_rate": 0.5, "n_prompts": 100}) == pytest.approx(0.098)
+    assert charts.interval({"pass_rate": 1.0, "n_prompts": 100}) == 0

@@ -1,0 +1,58 @@
+"""A small process in the place of a role: `stand_in_role.py KIND INDEX RUN STEPS`. Tells its process id in RUN/KIND-INDEX.pids.
+
+server: starts a process that leaves its session, as a stray would; controller: writes status.json; learner: makes rows.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megarl.process import die_with_supervisor
+from megarl.rundir import RunDir, append_jsonl, read_jsonl, write_atomically
+
+STRAY = "from megarl.process import die_with_parent; die_with_parent(); import time; time.sleep(600)"
+LONELY = "import time; time.sleep(600)"
+
+
+def server(rundir: RunDir, index: int, steps: int) -> int:
+    del steps
+    for code in (STRAY, LONELY):
+        child = subprocess.Popen([sys.executable, "-c", code], start_new_session=code == LONELY)
+        append_jsonl(rundir.path / f"server-{index}.pids", {"pid": child.pid, "child": code == LONELY})
+    time.sleep(600)
+    return 0
+
+
+def controller(rundir: RunDir, index: int, steps: int) -> int:
+    del index, steps
+    while not rundir.stop_file.exists():
+        status = {"time": time.time(), "phase": "train", "servers": [{"id": 0, "state": "clean", "version": 1}]}
+        write_atomically(rundir.status, json.dumps(status).encode())
+        time.sleep(0.05)
+    return 0
+
+
+def learner(rundir: RunDir, index: int, steps: int) -> int:
+    del index
+    if (rundir.path / "broken").exists():
+        print("megarl: the model is broken", flush=True)
+        return 2
+    done = len(list(read_jsonl(rundir.metrics)))
+    for step in range(done, steps):
+        append_jsonl(rundir.metrics, {"step": step, "compute_hours": step / 100, "compute_unit": "core"})
+        if rundir.stop_file.exists():
+            return 0
+        time.sleep(0.1)
+    return 0
+
+
+if __name__ == "__main__":
+    die_with_supervisor()
+    kind, index, run, steps = sys.argv[1:]
+    Path(run).mkdir(parents=True, exist_ok=True)
+    append_jsonl(Path(run) / f"{kind}-{index}.pids", {"pid": os.getpid()})
+    roles = {"server": server, "controller": controller, "learner": learner}
+    sys.exit(roles[kind](RunDir(Path(run)), int(index), int(steps)))

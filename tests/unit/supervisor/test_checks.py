@@ -1,0 +1,156 @@
+"""What stands in the way of a run is said before anything is started."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.errors import MegarlError
+from megarl.recipe import Recipe, dump, from_tree
+from megarl.rundir import RunDir
+from megarl.supervisor import checks, devices
+from megarl.supervisor.restart import Role
+
+Tree = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def changed(tree: Tree, **sections: Tree) -> Recipe:
+    return from_tree(tree | {name: tree.get(name, {}) | section for name, section in sections.items()})
+
+
+def test_all_is_there(recipe: Recipe) -> None:
+    checks.check_inputs(recipe)
+    checks.check_sft(recipe)
+
+
+def test_missing_model(tree: Tree) -> None:
+    with pytest.raises(
+        MegarlError, match=r"model\.path: '/nowhere' is not a Hugging Face model directory.*hf download"
+    ):
+        checks.check_inputs(changed(tree, model={"path": "/nowhere"}))
+
+
+def test_missing_warm_start(tree: Tree) -> None:
+    with pytest.raises(MegarlError, match=r"model\.path: .*run `megarl sft` with this recipe first"):
+        checks.check_inputs(changed(tree, model={"path": "/nowhere"}, sft={"output": "/nowhere"}))
+
+
+def test_missing_data(tree: Tree) -> None:
+    with pytest.raises(MegarlError, match=r"data\.heldout: 'x/held\.jsonl' is not a file.*megarl data arithmetic x"):
+        checks.check_inputs(changed(tree, data={"heldout": "x/held.jsonl"}))
+    with pytest.raises(MegarlError, match=r"sft\.data: 'gone' is not a file"):
+        checks.check_sft(changed(tree, sft={"data": "gone"}))
+
+
+def test_port_in_use(tree: Tree) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        with pytest.raises(
+            MegarlError, match=rf"serving\.port: cannot listen on 127\.0\.0\.1:{port}: Address already in use"
+        ):
+            checks.check_inputs(changed(tree, serving={"port": port}))
+
+
+def test_gpus_are_divided(tree: Tree) -> None:
+    recipe = changed(
+        tree, resources={"servers": 2, "server_tensor_parallel": 2, "learner_ranks": 3}, batch={"prompts": 48}
+    )
+    shares = devices.divide(recipe, tuple("abcdefgh"))
+    assert shares[Role("server", 0)] == ("a", "b")
+    assert shares[Role("server", 1)] == ("c", "d")
+    assert shares[Role("learner")] == ("e", "f", "g")
+    assert shares[Role("controller")] == ()
+    assert set(devices.divide(recipe, ()).values()) == {()}
+    with pytest.raises(MegarlError, match="need 7 GPUs, and 2 are visible"):
+        devices.divide(recipe, ("0", "1"))
+
+
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.gpus() == ()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    assert devices.gpus() == ("3", "5")
+
+
+def test_new_run(recipe: Recipe) -> None:
+    assert checks.check_history(recipe, RunDir.of(recipe)) is False
+
+
+def test_run_is_not_overwritten(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    with pytest.raises(MegarlError, match=r"demo: holds a run already; go on with it by run\.resume=auto"):
+        checks.check_history(recipe, write_run(1))
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "said"),
+    [
+        ("pipeline", {"k": 2}, r"pipeline\.k: 8 in .*recipe\.yaml, 2 now"),
+        ("run", {"seed": 7}, r"run\.seed: 0 in .*recipe\.yaml, 7 now"),
+        ("batch", {"prompts": 12}, r"batch\.prompts: 48 in .*, 12 now"),
+        ("loss", {"cap": 8.0}, r"loss\.cap: 4\.0 in .*, 8\.0 now"),
+        ("sampling", {"temperature": 0.7}, r"sampling\.temperature: 1\.0 in .*, 0\.7 now"),
+        ("data", {"grader": "exact"}, r"data\.grader: 'math' in .*, 'exact' now"),
+    ],
+)
+def test_history_is_not_altered(
+    tree: Tree, write_run: Callable[[int], RunDir], section: str, change: Tree, said: str
+) -> None:
+    tree["run"]["resume"] = "auto"
+    with pytest.raises(MegarlError, match=said):
+        checks.check_history(changed(tree, **{section: change}), write_run(1))
+
+
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("resources", {"servers": 3, "learner_ranks": 2}),
+        ("model", {"tensor_parallel": 1, "overlap_p2p": True}),
+        ("run", {"steps": 500}),
+        ("evaluation", {"every": 5}),
+        ("checkpoint", {"keep": 9}),
+    ],
+)
+def test_the_rest_may_change(tree: Tree, write_run: Callable[[int], RunDir], section: str, change: Tree) -> None:
+    tree["run"]["resume"] = "auto"
+    assert checks.check_history(changed(tree, **{section: change}), write_run(1)) is True
+
+
+def test_recipe_of_another_version(tree: Tree, write_run: Callable[[int], RunDir]) -> None:
+    tree["run"]["resume"] = "auto"
+    rundir = write_run(1)
+    rundir.recipe.write_text(rundir.recipe.read_text() + "gone: 1\n")
+    with pytest.raises(MegarlError, match="cannot be read by this version"):
+        checks.check_history(from_tree(tree), rundir)
+
+
+def test_one_supervisor_at_a_time(recipe: Recipe) -> None:
+    rundir = RunDir.of(recipe)
+    with (
+        checks.lock(rundir),
+        pytest.raises(MegarlError, match=r"another `megarl train` \(process \d+\) works there"),
+        checks.lock(rundir),
+    ):
+        pass
+    with checks.lock(rundir):
+        pass
+
+
+def test_run_directory_cannot_be_made(tree: Tree, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    recipe = changed(tree, run={"dir": str(tmp_path / "file")})
+    with pytest.raises(MegarlError, match=r"run\.dir, run\.name: cannot write in"), checks.lock(RunDir.of(recipe)):
+        pass
+
+
+def test_differences_are_dotted(tree: Tree) -> None:
+    other = changed(tree, learner={"optimizer": {"lr": 1e-3}})
+    assert checks.differences(from_tree(tree), other) == [("learner.optimizer.lr", 5e-7, 1e-3)]
+    assert "resume: never" in dump(other)

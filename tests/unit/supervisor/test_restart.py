@@ -1,0 +1,63 @@
+"""The restart policy over random histories of deaths."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.supervisor.restart import (
+    LONGEST_DELAY_S,
+    MESSAGE_STATUS,
+    Done,
+    GiveUp,
+    Nothing,
+    Restart,
+    RestartPolicy,
+    Role,
+)
+
+ROLES = [Role("server", 0), Role("server", 1), Role("controller"), Role("learner")]
+roles = st.sampled_from(ROLES)
+crashes = st.sampled_from([-9, -11, 1, 134])
+gaps = st.floats(0, 400)
+
+
+def test_orderly_ends() -> None:
+    policy = RestartPolicy()
+    assert policy.died(Role("learner"), 0, 0.0, 10) == Done()
+    assert policy.died(Role("controller"), 0, 0.0, 10) == Nothing()
+    assert isinstance(policy.died(Role("server"), 0, 0.0, 10), Restart)  # a server has no reason to leave
+
+
+@given(st.lists(st.tuples(roles, crashes, gaps), max_size=60))
+def test_gives_up_exactly_when_one_role_dies_too_often(deaths: list[tuple[Role, int, float]]) -> None:
+    policy, now = RestartPolicy(most_deaths=3, window_s=600), 0.0
+    history: list[tuple[Role, float]] = []
+    for role, status, gap in deaths:
+        now += gap
+        history.append((role, now))
+        recent = sum(other == role and now - then < 600 for other, then in history)
+        decision = policy.died(role, status, now, steps=len(history))
+        if recent > 3:
+            assert isinstance(decision, GiveUp)
+            assert decision.role == role
+            assert role.name in decision.reason
+            return
+        assert isinstance(decision, Restart)
+        assert decision.role == role
+        assert 0 <= decision.delay_s <= LONGEST_DELAY_S
+        assert (decision.delay_s == 0) == (recent == 1)
+
+
+@given(roles, st.lists(st.integers(0, 5), min_size=1, max_size=20))
+def test_a_message_is_tried_again_only_after_progress(role: Role, made: list[int]) -> None:
+    policy, steps = RestartPolicy(most_deaths=100), 0
+    for i, more in enumerate(made):
+        steps += more
+        decision = policy.died(role, MESSAGE_STATUS, 1000.0 * i, steps)
+        assert isinstance(decision, GiveUp if more == 0 else Restart)
+        if more == 0:
+            return
+
+
+def test_bad_input_is_not_tried_twice() -> None:
+    decision = RestartPolicy().died(Role("learner"), MESSAGE_STATUS, 5.0, steps=0)
+    assert decision == GiveUp(Role("learner"), "learner-0 could not start")

@@ -1,0 +1,214 @@
+"""The supervisor over small stand-in processes: what dies is started again, and in the end nothing is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.recipe import Recipe, dump
+from megarl.rundir import RunDir, latest_rows, read_jsonl
+
+TRAIN = Path(__file__).with_name("stand_in_train.py")
+LIMIT_S = 60.0
+
+
+class Life:
+    """One `megarl train` over stand-ins."""
+
+    def __init__(self, recipe: Recipe, folder: Path, steps: int, report: bool) -> None:
+        self.rundir = RunDir.of(recipe)
+        file = folder / "recipe.yaml"
+        file.write_text(dump(recipe))
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, TRAIN, file, str(steps), *(["report"] if report else [])],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )  # fmt: skip
+
+    def pids(self, role: str) -> list[int]:
+        """All processes that stood in for a role so far, and their children."""
+        return [row["pid"] for row in read_jsonl(self.rundir.path / f"{role}.pids")]
+
+    def newest(self, role: str) -> int:
+        return [row["pid"] for row in read_jsonl(self.rundir.path / f"{role}.pids") if "child" not in row][-1]
+
+    def all_pids(self) -> list[int]:
+        return [pid for role in ("server-0", "controller-0", "learner-0") for pid in self.pids(role)]
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        limit = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < limit, "not within a minute"
+            assert self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.05)
+
+    def wait_for_steps(self, count: int) -> None:
+        self.wait_for(
+            lambda: (
+                len(latest_rows(self.rundir.metrics)) >= count
+                and len(self.pids("server-0")) >= 3
+                and len(self.pids("controller-0")) >= 1
+            )
+        )
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, output
+
+    def events(self, name: str) -> list[str]:
+        return [e.get("role", "") for e in read_jsonl(self.rundir.logs / "supervisor.jsonl") if e["event"] == name]
+
+
+@pytest.fixture
+def live(recipe: Recipe, tmp_path: Path) -> Iterator[Callable[..., Life]]:
+    lives: list[Life] = []
+
+    def start(steps: int = 20, resume: bool = False, report: bool = False) -> Life:
+        chosen = recipe
+        if resume:
+            chosen = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
+        lives.append(Life(chosen, tmp_path, steps, report))
+        return lives[-1]
+
+    yield start
+    for life in lives:
+        life.process.kill()
+        life.process.wait()
+
+
+def nobody(pids: list[int]) -> bool:
+    return not any(alive(pid) for pid in pids)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_all_steps_then_nothing_left(live: Callable[..., Life]) -> None:
+    life = live(steps=5, report=True)
+    status, output = life.end()
+    assert status == 0, output
+    assert len(life.all_pids()) == 5
+    assert nobody(life.all_pids())
+    summary = json.loads(life.rundir.summary.read_text())
+    assert (summary["outcome"], summary["steps"], summary["restarts"]) == ("finished", 5, 0)
+    assert life.rundir.report.exists()
+    assert life.rundir.picture.exists()
+
+
+@pytest.mark.parametrize("role", ["server-0", "controller-0", "learner-0"])
+def test_killed_role_is_started_again(live: Callable[..., Life], role: str) -> None:
+    life = live(steps=40)
+    life.wait_for_steps(3)
+    killed = life.pids(role)
+    os.kill(life.newest(role), signal.SIGKILL)
+    status, output = life.end()
+    assert status == 0, output
+    assert life.events("restart") == [role]
+    assert len(life.pids(role)) > len(killed)
+    assert [row["step"] for row in latest_rows(life.rundir.metrics)] == list(range(40))
+    assert nobody(life.all_pids())
+    assert json.loads(life.rundir.summary.read_text())["restarts"] == 1
+
+
+def test_what_a_dead_role_started_dies_too(live: Callable[..., Life]) -> None:
+    life = live(steps=200)
+    life.wait_for_steps(1)
+    family = life.pids("server-0")
+    os.kill(life.newest("server-0"), signal.SIGKILL)
+    life.wait_for(lambda: len(life.pids("server-0")) > len(family) and nobody(family))
+
+
+def test_stopped_role_is_killed_and_started_again(live: Callable[..., Life]) -> None:
+    life = live(steps=30)
+    life.wait_for_steps(2)
+    os.kill(life.newest("learner-0"), signal.SIGSTOP)
+    status, output = life.end()
+    assert status == 0, output
+    assert life.events("hung") == ["learner-0"]
+    assert "has been stopped" in output
+
+
+def test_one_signal_saves(live: Callable[..., Life]) -> None:
+    life = live(steps=10_000)
+    life.wait_for_steps(2)
+    life.process.send_signal(signal.SIGINT)
+    status, output = life.end()
+    assert status == 130, output
+    assert life.rundir.stop_file.exists()
+    assert json.loads(life.rundir.summary.read_text())["outcome"] == "stopped"
+    assert nobody(life.all_pids())
+
+
+def test_stop_file_is_obeyed(live: Callable[..., Life]) -> None:
+    life = live(steps=10_000)
+    life.wait_for_steps(2)
+    life.rundir.stop_file.touch()
+    status, output = life.end()
+    assert status == 0, output
+    assert json.loads(life.rundir.summary.read_text())["outcome"] == "stopped"
+
+
+def test_second_signal_kills(live: Callable[..., Life]) -> None:
+    life = live(steps=10_000)
+    life.wait_for_steps(2)
+    os.kill(life.newest("learner-0"), signal.SIGSTOP)  # it will never save
+    life.process.send_signal(signal.SIGTERM)
+    life.wait_for(lambda: life.rundir.stop_file.exists())
+    life.process.send_signal(signal.SIGTERM)
+    status, output = life.end()
+    assert status == 128 + signal.SIGTERM, output
+    assert "killed as asked" in output
+    assert nobody(life.all_pids())
+
+
+def test_nothing_survives_the_supervisor_and_the_run_goes_on(live: Callable[..., Life]) -> None:
+    life = live(steps=25)
+    life.wait_for_steps(3)
+    life.process.kill()
+    life.end()
+    stray = {row["pid"] for row in read_jsonl(life.rundir.path / "server-0.pids") if row.get("child")}
+    theirs = [pid for pid in life.all_pids() if pid not in stray]
+    limit = time.monotonic() + LIMIT_S
+    while not nobody(theirs):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    for pid in stray:  # by design it has left every session and asks for no signal: the one kind that can
+        os.kill(pid, signal.SIGKILL)
+    again = live(steps=25, resume=True)
+    status, output = again.end()
+    assert status == 0, output
+    assert "going on with" in output
+    assert len(latest_rows(again.rundir.metrics)) == 25
+
+
+def test_broken_from_the_start_ends_the_run_with_its_log(live: Callable[..., Life], recipe: Recipe) -> None:
+    rundir = RunDir.of(recipe)
+    rundir.path.mkdir(parents=True)
+    (rundir.path / "broken").touch()
+    life = live()
+    status, output = life.end()
+    assert status == 1
+    assert "learner-0 could not start" in output
+    assert "megarl: the model is broken" in output
+    assert json.loads(rundir.summary.read_text())["outcome"] == "failed"
+    assert nobody(life.all_pids())
+
+
+def test_second_supervisor_is_refused(live: Callable[..., Life], recipe: Recipe) -> None:
+    life = live(steps=10_000)
+    life.wait_for_steps(1)
+    second = live(resume=True)
+    status, output = second.end()
+    assert status == 1
+    assert f"another `megarl train` (process {life.process.pid}) works there" in output

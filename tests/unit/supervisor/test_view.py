@@ -1,0 +1,137 @@
+"""The live view and its plain line, from files as the roles write them."""
+
+import io
+import json
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from megarl.recipe import Recipe
+from megarl.rundir import RunDir, append_jsonl
+from megarl.supervisor.observe import Observer, last_lines
+from megarl.supervisor.restart import Role
+from megarl.supervisor.view import Frame, RoleView, clock, line, phase, render, sparkline, warnings
+
+ROLES = {Role("server", 0): RoleView("running", 60), Role("server", 1): RoleView("running", 60, 2)}
+ROLES |= {Role("controller"): RoleView("running", 60), Role("learner"): RoleView("running", 60)}
+
+
+def frame(recipe: Recipe, rundir: RunDir, stopping: str = "") -> Frame:
+    observer = Observer(rundir, [rundir.logs / "server-0.log"])
+    observer.look()
+    return Frame(recipe, observer, 135.0, ROLES, stopping)
+
+
+def text(shown: Frame) -> str:
+    console = Console(width=100, file=io.StringIO(), record=True, force_terminal=True)
+    console.print(render(shown))
+    return console.export_text()
+
+
+def test_before_anything_is_written(recipe: Recipe) -> None:
+    rundir = RunDir.of(recipe)
+    rundir.create()
+    shown = frame(recipe, rundir)
+    assert phase(shown) == "starting the controller"
+    assert "step 0/80" in text(shown)
+    assert line(shown) == "[2:15]  starting the controller"
+
+
+def test_start_up(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(0)
+    status = {"time": 0.0, "phase": "", "servers": [{"id": 0, "state": "starting"}, {"id": 1, "state": "starting"}]}
+    rundir.status.write_text(json.dumps(status))
+    assert phase(frame(recipe, rundir)) == "starting server-0, server-1"
+    status["servers"] = [{"id": 0, "state": "unknown"}]
+    rundir.status.write_text(json.dumps(status))
+    assert phase(frame(recipe, rundir)) == "starting the learner"
+
+
+def test_in_the_middle(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    shown = frame(recipe, write_run(41), "stopping")
+    page = text(shown)
+    for part in (
+        "step 41/80",
+        "held out",
+        "0.863",
+        "step 40",
+        "limit 8",
+        "publishing",
+        "2,310",
+        "93%",
+        "window 216",
+        "stopping",
+    ):
+        assert part in page, page
+    assert all(len(row) <= 100 for row in page.splitlines())
+    assert "step 41/80" in line(shown)
+    assert "held-out 0.86 at 40" in line(shown)
+
+
+def test_rows_supersede_by_step(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(10)
+    observer = Observer(rundir, [])
+    append_jsonl(rundir.metrics, {"step": 9, "pass_rate_train": 0.123})
+    observer.look()
+    assert len(observer.rows) == 10
+    assert observer.latest == {"step": 9, "pass_rate_train": 0.123}
+    assert observer.steps_made == 1
+
+
+def test_torn_status_keeps_the_last(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(3)
+    observer = Observer(rundir, [])
+    observer.look()
+    rundir.status.write_text('{"time": 1.0, "st')
+    observer.look()
+    assert observer.status is not None
+    assert observer.status.step == 3
+    observer.forget_status()
+    observer.look()
+    assert observer.status is None
+
+
+def test_problems_of_this_life_are_shown(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(3)
+    log = rundir.logs / "server-0.log"
+    log.write_text("12:00 server 0 ERROR old: of the last life\n")
+    observer = Observer(rundir, [log])
+    observer.look()
+    assert observer.problem == ""
+    with log.open("a") as file:
+        file.write("12:01 server 0 INFO all is well\nRuntimeError: the disk is full\n12:02 ERROR but this li")
+    observer.look()
+    assert observer.problem == "server-0: RuntimeError: the disk is full"
+
+
+def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(30)
+    assert warnings(frame(recipe, rundir)) == []
+    for step in range(30, 60):
+        append_jsonl(
+            rundir.metrics, {"step": step, "truncation_rate": 0.12, "probe_logprob_diff": 0.09, "skipped": 1.0}
+        )
+    said = " ".join(warnings(frame(recipe, rundir)))
+    assert "12% of the answers are cut off" in said
+    assert "0.09" in said
+    assert "not finite" in said
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "bars"),
+    [([], 5, ""), ([0.0, 1.0], 5, "▁█"), ([0.0, 0.0, 1.0, 1.0], 2, "▁█"), ([0.5], 3, "▅"), ([-3.0, 9.0], 3, "▁█")],
+)
+def test_sparkline(values: list[float], width: int, bars: str) -> None:
+    assert sparkline(values, width) == bars
+
+
+def test_clock() -> None:
+    assert [clock(s) for s in (5, 65, 7387)] == ["0:05", "1:05", "2:03:07"]
+
+
+def test_last_lines(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    log = write_run(0).logs / "x.log"
+    assert last_lines(log) == []
+    log.write_text("\n".join(map(str, range(100))))
+    assert last_lines(log, 3) == ["97", "98", "99"]

@@ -1,0 +1,133 @@
+"""The command line as a user meets it: quick, one message for bad input, nothing started by a dry run."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl import cli
+from megarl.recipe import Recipe, dump, load, shipped
+from megarl.rundir import RunDir
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_help_and_recipes_import_nothing_heavy() -> None:
+    code = """
+import sys
+from megarl.cli import main
+for arguments in (["--help"], ["recipes"], ["recipes", "show", "quickstart"]):
+    try:
+        main(arguments)
+    except SystemExit:
+        pass
+heavy = {"torch", "transformers", "sglang", "megatron", "matplotlib", "numpy", "tensorboard", "aiohttp"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("train", "sft", "serve", "rollout", "learn", "recipes", "rollouts", "data", "report", "doctor"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: megarl {command}" in capsys.readouterr().out
+
+
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in shipped())
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_shown_recipe_is_yaml_of_the_same_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes", "show", name, "run.seed=5"]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "shown.yaml").write_text(text)
+    assert load(str(tmp_path / "shown.yaml")) == load(name, ["run.seed=5"])
+    assert "# largest lag of a trained token, in steps" in text
+
+
+def test_dry_run_starts_nothing(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(dump(recipe))
+    assert cli.main(["train", str(file), "--dry-run", "pipeline.k=3"]) == 0
+    captured = capsys.readouterr()
+    assert yaml.safe_load(captured.out)["pipeline"]["k"] == 3
+    assert captured.err == ""
+    assert not RunDir.of(recipe).path.exists()
+
+
+def test_dry_run_says_what_is_missing(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(dump(recipe))
+    assert cli.main(["train", str(file), "--dry-run", "model.path=/nowhere"]) == 0
+    captured = capsys.readouterr()
+    assert yaml.safe_load(captured.out)["model"]["path"] == "/nowhere"
+    assert "before this can start: model.path" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "quickstrat"], "did you mean quickstart?"),
+        (["train", "quickstart", "pipeline.kk=1"], "pipeline.kk: unknown key; did you mean k?"),
+        (
+            ["train", "quickstart", "model.path=/nowhere"],
+            "model.path: '/nowhere' is not a Hugging Face model directory",
+        ),
+        (["sft", "quickstart", "sft.init=/nowhere"], "sft.init: '/nowhere' is not a Hugging Face model directory"),
+        (["report", "/nowhere"], "/nowhere: not a run directory"),
+        (["rollouts", "show", "/nowhere"], "/nowhere: not a run directory"),
+    ],
+)
+def test_bad_input_is_one_message(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.startswith("megarl: ")
+    assert "Traceback" not in captured.err
+
+
+def test_run_that_is_there_is_kept(
+    recipe: Recipe, write_run: Callable[[int], RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir = write_run(5)
+    rows = rundir.metrics.read_bytes()
+    file = tmp_path / "mine.yaml"
+    file.write_text(dump(recipe))
+    assert cli.main(["train", str(file)]) == 2
+    assert "run.resume=auto" in capsys.readouterr().err
+    assert cli.main(["train", str(file), "run.resume=auto", "pipeline.k=1"]) == 2
+    assert "pipeline.k: 8 in" in capsys.readouterr().err
+    assert rundir.metrics.read_bytes() == rows
+    assert not rundir.endpoints_file.exists()
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megarl.recipe.load", interrupted)
+    assert cli.main(["train", "quickstart"]) == 130
+
+
+def test_reader_that_leaves_early() -> None:
+    """`megarl recipes show quickstart | head -1` ends without a word."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "megarl", "recipes", "show", "quickstart"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")

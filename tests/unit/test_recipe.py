@@ -1,0 +1,211 @@
+"""Recipes: every error names key, file and line; every impossible combination is refused; what is dumped loads again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.errors import MegarlError
+from megarl.recipe import Recipe, describe, dump, from_tree, load, shipped
+
+Tree = dict[str, Any]
+
+
+def refused(path: Path, text: str, overrides: tuple[str, ...] = ()) -> str:
+    path.write_text(text)
+    with pytest.raises(MegarlError) as error:
+        load(str(path), overrides)
+    return str(error.value)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "mine.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run:\n  sede: 1\n", "mine.yaml:2: run.sede: unknown key; did you mean seed?"),
+        ("pipelin:\n  k: 1\n", "mine.yaml:1: pipelin: unknown key; did you mean pipeline?"),
+        (
+            "run:\n  name: a\n  learning: 1\n",
+            "mine.yaml:3: run.learning: unknown key; known: name, dir, seed, steps, resume",
+        ),
+        ("model:\n  lr: 1\n", "mine.yaml:2: model.lr: unknown key; did you mean learner.optimizer.lr?"),
+        ("run:\n  grad_clip: 1\n", "mine.yaml:2: run.grad_clip: unknown key"),
+        (
+            "sampling:\n  bucket_mb: 1\n",
+            "mine.yaml:2: sampling.bucket_mb: unknown key; did you mean weights.bucket_mb?",
+        ),
+        ("pipeline:\n\n  k: -1\n", "mine.yaml:3: pipeline.k: input should be greater than or equal to 0, got -1"),
+        ("pipeline:\n  k: two\n", "mine.yaml:2: pipeline.k: input should be a valid integer, got 'two'"),
+        ("run:\n  steps: true\n", "mine.yaml:2: run.steps: input should be a valid integer, got True"),
+        ("run:\n  steps: 1.5\n", "mine.yaml:2: run.steps: input should be a valid integer, got 1.5"),
+        ("model:\n  dtype: fp16\n", "mine.yaml:2: model.dtype: input should be 'bf16' or 'fp32', got 'fp16'"),
+        ("run:\n  name: a/b\n", "mine.yaml:2: run.name: string should match pattern"),
+        (
+            "length:\n  thinking_tokens:\n    - 1\n    - x\n",
+            "mine.yaml:2: length.thinking_tokens: input should be a valid integer",
+        ),
+        ("length:\n  thinking_tokens: [1]\n", "mine.yaml:2: length.thinking_tokens: field required"),
+        ("run: 5\n", "mine.yaml:1: run: input should be a valid dictionary or instance of Run, got 5"),
+        ("- a\n", "mine.yaml:1: a recipe is a mapping of sections; this is a list"),
+        ("run: [1\n", "mine.yaml:2: not YAML"),
+        ("run:\n  seed: 1\n  seed: 2\n", "mine.yaml:3: run.seed is given twice"),
+        ("run:\n  seed: 1\nrun:\n  steps: 2\n", "mine.yaml:3: run is given twice"),
+    ],
+)
+def test_errors_name_key_and_line(file: Path, text: str, said: str) -> None:
+    assert said in refused(file, text)
+
+
+def test_all_errors_are_said_at_once(file: Path) -> None:
+    said = refused(file, "run:\n  sede: 1\npipeline:\n  k: -1\n")
+    assert "mine.yaml:2: run.sede" in said
+    assert "mine.yaml:4: pipeline.k" in said
+
+
+IMPOSSIBLE = [
+    ({"model": {"tensor_parallel": 2}}, "resources.learner_ranks: 1 ranks do not divide"),
+    ({"model": {"virtual_pipeline_parallel": 2}}, "model.virtual_pipeline_parallel: needs model.pipeline_parallel"),
+    (
+        {"model": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}, "resources": {"learner_ranks": 2}},
+        "model.virtual_pipeline_parallel: with model.pipeline_parallel=2 megatron-core mixes up the sends",
+    ),
+    (
+        {"model": {"tensor_parallel": 2, "expert_tensor_parallel": 4}, "resources": {"learner_ranks": 2}},
+        "model.expert_tensor_parallel: with model.expert_parallel=1",
+    ),
+    ({"model": {"sequence_parallel": True}}, "model.sequence_parallel: needs model.tensor_parallel"),
+    (
+        {"batch": {"prompts": 7}, "resources": {"learner_ranks": 2}},
+        "batch.prompts: 7 does not divide by the 2 data-parallel",
+    ),
+    ({"length": {"thinking_tokens": [9, 5]}}, "length.thinking_tokens: give [shortest, longest]"),
+    ({"length": {"thinking_tokens": [0, 5]}}, "length.thinking_tokens: give [shortest, longest]"),
+    ({"length": {"interruption": "stop"}}, "length.interruption: must end with length.end_of_thinking"),
+    (
+        {"model": {"context_parallel": 2}, "resources": {"learner_ranks": 2}, "learner": {"packing": False}},
+        "learner.packing: context parallelism needs packed sequences",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tree", "said"), IMPOSSIBLE)
+def test_impossible_combinations(tree: Tree, said: str) -> None:
+    with pytest.raises(MegarlError) as error:
+        from_tree(tree)
+    assert said in str(error.value)
+
+
+def test_impossible_combination_names_the_line(file: Path) -> None:
+    text = "resources:\n  learner_ranks: 2\nbatch:\n  advantage: group\n  prompts: 7\n"
+    assert "mine.yaml:5: batch.prompts: 7 does not divide" in refused(file, text)
+    assert "override 'batch.prompts=9': batch.prompts: 9 does not divide" in refused(file, text, ("batch.prompts=9",))
+
+
+def test_neighbours_of_the_impossible_are_possible() -> None:
+    from_tree(
+        {
+            "model": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "overlap_p2p": True},
+            "resources": {"learner_ranks": 2},
+        }
+    )
+    from_tree({"model": {"tensor_parallel": 2, "expert_tensor_parallel": 2}, "resources": {"learner_ranks": 2}})
+    from_tree({"pipeline": {"k": 0}})
+
+
+def test_overrides(file: Path) -> None:
+    file.write_text("run:\n  seed: 1\n")
+    overrides = [
+        "run.seed=3",
+        "learner.optimizer.lr=1e-4",
+        "length.thinking_tokens=[4, 9]",
+        "batch.positive_threshold=null",
+    ]
+    recipe = load(str(file), overrides)
+    assert recipe.run.seed == 3
+    assert recipe.learner.optimizer.lr == 1e-4
+    assert recipe.length.thinking_tokens == (4, 9)
+    assert recipe.batch.positive_threshold is None
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("run.seed", "override 'run.seed': write key=value"),
+        ("=3", "override '=3': write key=value"),
+        ("run.seed.x=3", "override 'run.seed.x=3': seed is a value, not a section"),
+        ("run.seed=[", "override 'run.seed=[': the value is not YAML"),
+        ("run.sed=3", "override 'run.sed=3': run.sed: unknown key; did you mean seed?"),
+        ("run.seed=x", "override 'run.seed=x': run.seed: input should be a valid integer, got 'x'"),
+    ],
+)
+def test_bad_overrides(file: Path, override: str, said: str) -> None:
+    assert said in refused(file, "run:\n  seed: 1\n", (override,))
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(
+        MegarlError, match=r"no recipe 'scalerl8b': neither a file nor a shipped recipe .*did you mean scalerl-8b\?"
+    ):
+        load("scalerl8b")
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_shipped_recipes(name: str) -> None:
+    recipe = load(name)
+    assert recipe.description
+    assert recipe.run.name == name
+
+
+def test_scalerl_is_the_papers() -> None:
+    """arXiv 2510.13786, section "ScaleRL" and appendix: the numbers that are stated."""
+    r = load("scalerl-8b")
+    assert r.pipeline.k == 8
+    assert (r.batch.prompts, r.sampling.generations) == (48, 16)
+    assert (r.batch.aggregation, r.batch.advantage, r.batch.zero_variance) == ("prompt", "batch", "drop")
+    assert r.batch.positive_threshold == 0.9
+    assert (r.length.prompt_tokens, r.length.thinking_tokens[0], r.length.answer_tokens) == (2048, 10_000, 2048)
+    optimizer = r.learner.optimizer
+    assert (optimizer.lr, optimizer.warmup_steps, optimizer.eps, optimizer.weight_decay) == (5e-7, 100, 1e-15, 0.01)
+    assert (r.evaluation.every, r.evaluation.prompts, r.evaluation.samples) == (100, 1000, 16)
+    assert r.model.fp32_head
+    gpus = r.resources.servers * r.resources.server_tensor_parallel
+    assert (gpus, r.resources.learner_ranks) == (64, 16)
+
+
+@given(
+    k=st.integers(0, 20),
+    prompts=st.integers(1, 100),
+    lr=st.floats(1e-12, 1.0),
+    phrase=st.text(max_size=30),
+    threshold=st.none() | st.floats(0.01, 1.0),
+)
+def test_dump_and_describe_load_to_the_same(
+    k: int, prompts: int, lr: float, phrase: str, threshold: float | None
+) -> None:
+    import tempfile
+
+    recipe = from_tree(
+        {
+            "pipeline": {"k": k},
+            "batch": {"prompts": prompts, "positive_threshold": threshold},
+            "learner": {"optimizer": {"lr": lr}},
+            "length": {"interruption": phrase + "</think>"},
+        }
+    )
+    for text in (dump(recipe), describe(recipe)):
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            assert load(file.name) == recipe
+
+
+def test_frozen() -> None:
+    recipe = Recipe()
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.run.seed = 1  # type: ignore[misc]
