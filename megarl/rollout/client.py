@@ -10,11 +10,10 @@ The server sends disjoint chunks of `serving.stream_interval` tokens, so what a 
 a request. A chunk is parsed once, into numpy arrays; nothing walks over tokens in Python.
 
 Behaviour log-probs are those of the distribution that was sampled from: SGLang takes them after dividing by the temperature,
-and with top_p < 1 its sampling support is asked for, whose log-probs are renormalised over what top_p left. Greedy
-requests (temperature 0) record the log-prob at temperature 1.
+and with top_p < 1 its sampling support is asked for, whose log-probs are renormalised over what top_p left (of the 4096
+likeliest tokens). Greedy requests (temperature 0) record the log-prob at temperature 1.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
@@ -31,6 +30,8 @@ ADMIN_LIMIT_S = 30.0
 KEEP_ALIVE_S = 2.0
 """Idle connections are not used again after this; the server closes them after 5 s, and a request on a closed one is lost."""
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
+TOP_K_WITH_TOP_P = 4096
+"""SGLang tells the sampling support only of a bounded number of candidates; top_p seldom leaves as many."""
 
 
 class Span(NamedTuple):
@@ -71,7 +72,8 @@ class _VersionSpan(msgspec.Struct):
 
 class _Finish(msgspec.Struct):
     type: str
-    message: str = ""
+    message: str | None = None
+    status_code: int | None = None
 
 
 class _Meta(msgspec.Struct):
@@ -176,7 +178,7 @@ class ServerClient:
         cache_salt: requests with different ones never share cached prefixes. stream=False gives the same result in one
         piece, but nothing can be salvaged. Raises ServerLost or ServerRefused. Cancelling it aborts the request there.
         """
-        body = {
+        body: dict[str, Any] = {
             "input_ids": input_ids.tolist() if isinstance(input_ids, np.ndarray) else list(input_ids),
             "sampling_params": {
                 "max_new_tokens": max_new_tokens,
@@ -185,10 +187,12 @@ class ServerClient:
                 "stop_token_ids": list(stop_token_ids),
             },
             "return_logprob": True,
-            "return_sampling_mask": top_p < 1.0,
             "cache_salt": cache_salt,
             "stream": stream,
         }
+        if top_p < 1.0:
+            body["return_sampling_mask"] = True
+            body["sampling_params"]["top_k"] = TOP_K_WITH_TOP_P
         received = _Received()
         try:
             async with self._post("/generate", body, self._api, self._timeout) as reply:
@@ -209,9 +213,7 @@ class ServerClient:
                 *received.joined(),
             ) from None
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            raise ServerLost(
-                f"{self.url} was lost: {type(error).__name__}: {error}", *received.joined()
-            ) from None
+            raise ServerLost(f"{self.url} was lost: {type(error).__name__}: {error}", *received.joined()) from None
         raise ServerLost(f"{self.url} ended a stream before its last token", *received.joined())
 
     def _finished(self, chunk: _Chunk, received: _Received) -> Generation:
@@ -219,8 +221,10 @@ class ServerClient:
         tokens, logprobs = received.joined()
         finish = chunk.meta_info.finish_reason
         if finish is None or finish.type not in ("stop", "length"):
-            # A request aborted while its server was paused may still get one token, from weights that may be half replaced.
             reason = finish.message if finish is not None else "no finish reason"
+            if finish is not None and finish.status_code in REFUSALS:
+                raise ServerRefused(f"{self.url} refused a request: {reason}")
+            # A request aborted while its server was paused still gets one token, from weights that may be half replaced.
             raise ServerLost(f"{self.url} aborted a request: {reason}", tokens[:-1], logprobs[:-1])
         spans = tuple(Span(int(s.version), s.start, s.end) for s in chunk.meta_info.weight_versions)
         return Generation(tokens, logprobs, spans, "stop" if finish.type == "stop" else "length")
@@ -233,33 +237,41 @@ class ServerClient:
     async def health(self, limit_s: float = 5.0) -> bool:
         """Whether it says within `limit_s` that it takes requests."""
         try:
-            async with self._connected().get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=limit_s)) as reply:
+            async with self._connected().get(
+                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=limit_s)
+            ) as reply:
                 return reply.status == 200
         except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
             return False
 
     async def info(self, limit_s: float = ADMIN_LIMIT_S) -> dict[str, Any]:
         """SGLang's /server_info: arguments, and `internal_states` with the present load."""
-        reply: dict[str, Any] = await self._admin_call("get", "/server_info", None, limit_s)
+        reply: dict[str, Any] = await self._call("get", "/server_info", None, self._api, limit_s)
         return reply
 
     async def abort_all(self, limit_s: float = ADMIN_LIMIT_S) -> None:
         """Abort every request on the server; each raises ServerLost at its caller."""
-        await self._admin_call("post", "/abort_request", {"abort_all": True}, limit_s)
+        await self._call("post", "/abort_request", {"abort_all": True}, self._admin, limit_s)
 
     async def continue_generation(self, limit_s: float = ADMIN_LIMIT_S) -> None:
         """End a pause that a lost learner left behind."""
-        await self._admin_call("post", "/continue_generation", {"torch_empty_cache": False}, limit_s)
+        await self._call("post", "/continue_generation", {"torch_empty_cache": False}, self._admin, limit_s)
 
     async def flush_cache(self, limit_s: float = ADMIN_LIMIT_S) -> None:
         """Drop all cached prefixes; the server refuses while requests run."""
-        await self._admin_call("post", "/flush_cache", None, limit_s)
+        await self._call("post", "/flush_cache", None, self._admin, limit_s)
 
-    async def _admin_call(self, method: str, path: str, body: dict[str, Any] | None, limit_s: float) -> Any:
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None, headers: dict[str, str], limit_s: float
+    ) -> Any:
         empty = _Received().joined()
         try:
             async with self._connected().request(
-                method, f"{self.url}{path}", json=body, headers=self._admin, timeout=aiohttp.ClientTimeout(total=limit_s)
+                method,
+                f"{self.url}{path}",
+                json=body,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=limit_s),
             ) as reply:
                 text = await reply.text()
                 if reply.status != 200:
@@ -278,7 +290,6 @@ class ServerClient:
     def _connected(self) -> aiohttp.ClientSession:
         """The session belongs to the running event loop, so it is made at the first request."""
         if self._session is None:
-            asyncio.get_running_loop()
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         return self._session

@@ -173,7 +173,7 @@ def engine_arguments(recipe: Recipe, index: int, port: int, endpoints: Endpoints
         "admin_api_key": endpoints.admin_key,
         "tp_size": recipe.resources.server_tensor_parallel,
         "random_seed": recipe.run.seed * 1009 + index,
-        "weight_version": "0",
+        "weight_version": "-1",  # of the directory; a published version is 0 or more
         "max_total_tokens": serving.kv_tokens,
         # The probe after a publication must not wait for a slot.
         "max_running_requests": serving.max_running_requests + weights.probe_sequences,

@@ -1,0 +1,10 @@
+"""Publication of weights to the servers.
+
+publisher.py      pause -> transport -> checksums -> continue -> probe; what failed on which server
+process_group.py  transport: buckets broadcast from each pipeline stage to all servers (NCCL; gloo on CPU)
+disk.py           transport: a Hugging Face directory that each server loads
+admin.py          SGLang's calls that replace weights, one server or all at once
+buckets.py        tensors -> buckets of a set size, one flat array each
+checksum.py       what a server's checksums must be, from the tensors as they were sent
+probe.py          fixed sequences, scored by the servers and by the learner
+"""

@@ -1,0 +1,53 @@
+"""Tensors -> buckets: one flat array of bytes each, in the layout of SGLang's `flattened_bucket`, so one broadcast a bucket.
+
+(name, tensor) … ──► Bucket(names, dtypes, shapes, flat) …          all but the last are about `limit` bytes
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Bucket(NamedTuple):
+    """`flat` [bytes] uint8: the tensors one after the other, larger element sizes first so that each lies aligned."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    flat: Tensor
+
+
+def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
+    """Buckets of at most `limit` bytes, or of one tensor that alone is larger. No tensors, no bucket."""
+    held: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > limit:
+            yield _bucket(held)
+            held, size = [], 0
+        held.append((name, tensor))
+        size += tensor.nbytes
+    if held:
+        yield _bucket(held)
+
+
+def _bucket(held: list[tuple[str, Tensor]]) -> Bucket:
+    held = sorted(held, key=lambda item: -item[1].itemsize)
+    return Bucket(
+        names=[name for name, _ in held],
+        dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in held],
+        shapes=[list(tensor.shape) for _, tensor in held],
+        flat=torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in held]),
+    )
+
+
+def with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
+    """Each bucket and whether it is the last one. Fetches one ahead, so the next is gathered while one is under way."""
+    iterator = iter(items)
+    here = next(iterator, None)
+    while here is not None:
+        following = next(iterator, None)
+        yield here, following is None
+        here = following

@@ -1,0 +1,149 @@
+"""Publication of the learner's weights to the servers, in flight: requests go on over it.
+
+    pause all ─► transport (process_group.py | disk.py) ─► checksums ─► continue ─► probe ─► Published
+                 └ a server that fails is left out; its half-replaced weights answer nobody: its requests are aborted
+
+The law of errors: whatever happens to one server, the others end with the new version, running, and the caller gets a result
+for each server within bounded time. A server that did not get the new weights, whole, has an error in its result.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from torch.nn import Module
+
+from megarl.messages import Publish, Published, ServerResult
+from megarl.models.family import Family, read_config
+from megarl.recipe import Recipe
+from megarl.rundir import Endpoints, RunDir
+from megarl.weights.admin import Fleet, Server, collect
+from megarl.weights.checksum import differing
+from megarl.weights.disk import DiskTransport
+from megarl.weights.probe import largest_difference, probe_sequences
+from megarl.weights.process_group import ProcessGroupTransport, Sent, shared
+
+log = logging.getLogger(__name__)
+
+Score = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
+"""Log-prob of each token of each sequence but its first, from the learner. COLLECTIVE; every rank gets it."""
+
+
+class Publisher:
+    """Of one learner rank; `publish` is collective over all of them."""
+
+    def __init__(self, recipe: Recipe, endpoints: Endpoints, chunks: Sequence[Module], family: Family) -> None:
+        self._endpoints = endpoints
+        self._pause = recipe.weights.pause
+        self._limit_s = recipe.weights.timeout_s
+        source = Path(recipe.model.path)
+        flush = recipe.weights.pause == "retract"
+        self._transport: ProcessGroupTransport | DiskTransport
+        if recipe.weights.transport == "disk":
+            self._transport = DiskTransport(chunks, family, source, RunDir.of(recipe).weights, flush)
+        else:
+            self._transport = ProcessGroupTransport(
+                chunks, family, recipe.weights.bucket_mb << 20, self._limit_s, flush
+            )
+        self._probes = probe_sequences(
+            recipe.weights.probe_sequences,
+            read_config(source)["vocab_size"],
+            recipe.length.context_tokens,
+            recipe.run.seed,
+        )
+
+    def publish(self, command: Publish, incarnation: str, score: Score) -> Published | None:
+        """Bring the command's servers to the weights this learner has now. COLLECTIVE; only rank 0 gets the result.
+
+        Errors of servers are in the result. Raises only for what is wrong on the learner's side.
+        """
+        fleet = Fleet(
+            [
+                Server(a, command.version, self._endpoints.api_key, self._endpoints.admin_key, self._limit_s)
+                for a in command.servers
+            ]
+        )
+        try:
+            return self._publish(fleet, command, incarnation, score)
+        finally:
+            fleet.close()
+
+    def _publish(self, fleet: Fleet, command: Publish, incarnation: str, score: Score) -> Published | None:
+        leader = dist.get_rank() == 0
+        errors: dict[int, str] = {}
+        checksums: dict[int, str] = {}
+        sent: Sent | None = None
+        started = time.monotonic()
+        try:
+            if leader:
+                _, failed = fleet.each(list(fleet.servers), lambda server: server.pause(self._pause))
+                errors |= {i: str(error) for i, error in failed.items()}
+            errors = shared(errors)
+            paused = time.monotonic()
+            sent = self._transport.send(fleet, [i for i in fleet.servers if i not in errors], command.version)
+            errors |= sent.errors
+            if leader:
+                checksums = self._compare(fleet, sent, errors, command.version)
+            transferred = time.monotonic()
+        finally:
+            if leader:
+                dirty = [i for i in fleet.servers if sent is None or i in errors]
+                fleet.each(dirty, lambda server: server.abort_all())
+                _, failed = fleet.each(list(fleet.servers), lambda server: server.resume())
+                errors |= {i: errors.get(i, str(error)) for i, error in failed.items()}
+        resumed = time.monotonic()
+        differences = self._probe(fleet, errors, leader, score)
+        if not leader:
+            return None
+        for text in errors.values():
+            log.error("%s", text)
+        return Published(
+            incarnation=incarnation,
+            version=command.version,
+            results=tuple(
+                ServerResult(
+                    id=i,
+                    error=errors.get(i, ""),
+                    checksum=checksums.get(i, ""),
+                    probe_logprob_diff=differences.get(i, 0.0),
+                )
+                for i in fleet.servers
+            ),
+            pause_seconds=paused - started,
+            transfer_seconds=transferred - paused,
+            resume_seconds=resumed - transferred,
+            probe_seconds=time.monotonic() - resumed,
+            bytes_sent=sent.bytes,
+        )
+
+    def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str], version: int) -> dict[int, str]:
+        """Checksum of each server; adds those to `errors` that differ from what was sent, or from the other servers."""
+        answers, failed = fleet.each([i for i in fleet.servers if i not in errors], lambda server: server.checksums())
+        errors |= {i: str(error) for i, error in failed.items()}
+        for i, (_, parameters) in answers.items():
+            wrong = differing(sent.checksums, parameters or {})
+            if wrong:
+                errors[i] = f"publishing version {version} to server {i}: checksum: {len(wrong)} differ, as {wrong[0]}"
+        sums = {i: whole for i, (whole, _) in answers.items() if i not in errors}
+        common = max(set(sums.values()), key=list(sums.values()).count, default="")
+        for i, whole in sums.items():
+            if whole != common:
+                errors[i] = f"publishing version {version} to server {i}: checksum: {whole[:12]}, others {common[:12]}"
+        return sums
+
+    def _probe(self, fleet: Fleet, errors: dict[int, str], leader: bool, score: Score) -> dict[int, float]:
+        """Largest log-prob difference of each server from the learner, both scoring at the same time."""
+        salt = uuid.uuid4().hex
+        calls = (
+            fleet.start([i for i in fleet.servers if i not in errors], lambda server: server.score(self._probes, salt))
+            if leader
+            else {}
+        )
+        ours = score(self._probes)
+        scores, failed = collect(calls)
+        errors |= {i: str(error) for i, error in failed.items()}
+        return {i: largest_difference(ours, theirs) for i, theirs in scores.items()}

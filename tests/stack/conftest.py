@@ -1,0 +1,172 @@
+"""One real SGLang server for all tests of this folder, and the same two tiny models in transformers and in Megatron.
+
+Starting a server costs about 15 CPU-seconds, so it is started once. A test that changes its weights says with which version.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl import recipe as recipes
+from megarl.messages import ServerAddress
+from megarl.process import die_with_parent
+from megarl.recipe import Recipe
+from megarl.rollout.client import ServerClient
+from megarl.rundir import Endpoints, RunDir, free_ports
+from megarl.serving.health import wait_ready
+from tests.tiny import tiny_llama
+
+ROOT = Path(__file__).parents[2]
+START_LIMIT_S = 240.0
+POSITIONS = 2048
+
+
+@dataclass
+class Running:
+    """A live server: `address` of it, `process` of it, and the log it writes."""
+
+    address: ServerAddress
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@dataclass
+class Stack:
+    """`models`: name -> transformers model, whose directory is `directory / name`. The server starts with `a`."""
+
+    directory: Path
+    recipe: Recipe
+    endpoints: Endpoints
+    models: dict[str, Any]
+    server: Running
+
+    def client(self) -> ServerClient:
+        return client_of(self.server.address.url, self.endpoints)
+
+
+def client_of(url: str, endpoints: Endpoints, timeout_s: float = 120) -> ServerClient:
+    return ServerClient(url, endpoints.api_key, endpoints.admin_key, timeout_s)
+
+
+def stack_recipe(directory: Path, **sections: Any) -> Recipe:
+    tree = {
+        "run": {"name": "run", "dir": str(directory)},
+        "model": {"path": str(directory / "a"), "dtype": "fp32"},
+        "length": {"prompt_tokens": 100, "thinking_tokens": [1000, 1400], "answer_tokens": 100},
+        "serving": {"kv_tokens": 16384, "max_running_requests": 32, "stream_interval": 8},
+        "weights": {"timeout_s": 20, "bucket_mb": 1},
+    }
+    return recipes.from_tree({k: tree.get(k, {}) | sections.get(k, {}) for k in tree | sections})
+
+
+def start_servers(recipe: Recipe, count: int) -> tuple[Endpoints, list[Running]]:
+    """`megarl serve` that many times, ready; each in its own process group."""
+    rundir = RunDir.of(recipe)
+    rundir.create()
+    ports = free_ports(count)
+    endpoints = Endpoints(
+        session="test",
+        controller="tcp://127.0.0.1:1",
+        servers=tuple(f"http://127.0.0.1:{port}" for port in ports),
+        api_key="user-key",
+        admin_key="admin-key",
+        rendezvous_port=1,
+    )
+    rundir.write_endpoints(endpoints)
+    rundir.recipe.write_text(recipes.dump(recipe))
+    servers = []
+    for index, port in enumerate(ports):
+        log = rundir.logs / f"server-{index}.log"
+        command = [sys.executable, "-W", "ignore", "-m", "megarl", "serve", str(rundir.recipe)]
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*command, "--index", str(index), "--port", str(port)],
+                cwd=ROOT,
+                env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        address = ServerAddress(id=index, url=f"http://127.0.0.1:{port}")
+        servers.append(Running(address, process, log))
+    try:
+        for server in servers:
+            wait_ready(server.address.url, START_LIMIT_S, server.process.poll)
+    except BaseException:
+        for server in servers:
+            server.stop()
+        print(servers[0].log.read_text()[-4000:])
+        raise
+    return endpoints, servers
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("stack")
+    torch.set_num_threads(1)
+    return directory, {
+        name: tiny_llama(directory / name, seed=seed, max_position_embeddings=POSITIONS, eos_token_id=None)
+        for seed, name in enumerate(("a", "b"))
+    }
+
+
+@pytest.fixture(scope="session")
+def stack(models: tuple[Path, dict[str, Any]]) -> Iterator[Stack]:
+    directory, hf_models = models
+    recipe = stack_recipe(directory)
+    endpoints, servers = start_servers(recipe, 1)
+    try:
+        yield Stack(directory, recipe, endpoints, hf_models, servers[0])
+    finally:
+        servers[0].stop()
+
+
+@pytest.fixture(scope="session")
+def learner(models: tuple[Path, dict[str, Any]]) -> Iterator[Callable[[str], tuple[Any, Any]]]:
+    """`learner("b")`: (chunks, family) of a one-rank Megatron learner with that model's weights."""
+    from megarl.models import build, family_of, hf, parallel
+
+    directory, _ = models
+    model = recipes.from_tree({"model": {"path": str(directory / "a"), "dtype": "fp32"}}).model
+    parallel.start(model, seed=0, timeout_s=60)
+    family = family_of(directory / "a")
+    chunks = build.build(model, directory / "a")
+
+    def with_weights(name: str) -> tuple[Any, Any]:
+        hf.load(chunks, family, directory / name)
+        return chunks, family
+
+    yield with_weights
+    parallel.stop()
+
+
+@torch.no_grad()
+def scores(model: Any, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """transformers' log-prob of each token but the first."""
+    out = []
+    for ids in sequences:
+        tokens = torch.from_numpy(np.asarray(ids, np.int64))
+        logits = model(tokens[None]).logits[0].float()
+        logprobs = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None])[:, 0]
+        out.append(logprobs.numpy())
+    return out

@@ -1,0 +1,135 @@
+"""Publication to the real server: in flight, exact version labels, checksums, probe, disk, many ranks, errors."""
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.messages import Publish, Published
+from megarl.weights.publisher import Publisher
+from tests.stack.conftest import Stack, scores, stack_recipe
+
+pytestmark = [pytest.mark.stack, pytest.mark.anyio]
+
+PROMPT = np.arange(5, 25, dtype=np.int32)
+
+
+@torch.no_grad()
+def kept_cache_scores(old: Any, new: Any, prompt: np.ndarray, tokens: np.ndarray, switch: int) -> np.ndarray:
+    """Log-probs when `switch` tokens come from `old` and the rest from `new` over the cache that `old` left behind."""
+    sequence = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
+    before = len(prompt) + switch - 1  # positions whose keys and values are old
+    first = old(sequence[None, :before], use_cache=True)
+    second = new(sequence[None, before:], past_key_values=first.past_key_values, use_cache=True)
+    logits = torch.cat([first.logits[0], second.logits[0]]).float()
+    logprobs = torch.log_softmax(logits[:-1], -1).gather(1, sequence[1:, None])[:, 0]
+    return logprobs[len(prompt) - 1 :].numpy()
+
+
+def publish(stack: Stack, learner: Any, name: str, version: int, publisher: Publisher | None = None) -> Published:
+    chunks, family = learner(name)
+    publisher = publisher or Publisher(stack.recipe, stack.endpoints, chunks, family)
+    command = Publish(version=version, servers=(stack.server.address,))
+    published = publisher.publish(command, "test", lambda sequences: scores(stack.models[name], sequences))
+    assert published is not None
+    return published
+
+
+def assert_good(published: Published) -> str:
+    (result,) = published.results
+    assert result.error == ""
+    assert result.probe_logprob_diff < 1e-4
+    return result.checksum
+
+
+async def test_a_running_request_goes_on_over_a_publication(stack: Stack, learner: Any) -> None:
+    chunks, family = learner("a")
+    publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
+    first = assert_good(publish(stack, learner, "a", 1, publisher))
+    async with stack.client() as client:
+        tasks = [asyncio.create_task(client.generate(PROMPT, 900, cache_salt=str(n))) for n in range(3)]
+        await asyncio.sleep(0.7)
+        published = await asyncio.to_thread(publish, stack, learner, "b", 2, publisher)
+        done = await asyncio.gather(*tasks)
+        again = await asyncio.to_thread(publish, stack, learner, "a", 3, publisher)
+    second = assert_good(published)
+    assert first == assert_good(again) != second
+    assert published.bytes_sent == sum(p.nbytes for p in stack.models["b"].parameters())
+    for generation in done:
+        assert generation.finish == "length"
+        (old, new) = generation.spans
+        assert (old.version, old.start, new.version, new.end) == (1, 0, 2, 900)
+        assert 0 < old.end == new.start < 900
+        reference = kept_cache_scores(stack.models["a"], stack.models["b"], PROMPT, generation.tokens, new.start)
+        np.testing.assert_allclose(generation.logprobs, reference, atol=2e-5)
+
+
+def test_disk_brings_the_same_weights_as_the_group(stack: Stack, learner: Any) -> None:
+    by_group = assert_good(publish(stack, learner, "b", 10))
+    chunks, family = learner("a")
+    recipe = stack_recipe(stack.directory, weights={"transport": "disk", "timeout_s": 20})
+    publisher = Publisher(recipe, stack.endpoints, chunks, family)
+    sums = [assert_good(publish(stack, learner, n, v, publisher)) for n, v in (("a", 11), ("b", 12), ("a", 13))]
+    assert sums == [sums[0], by_group, sums[0]]
+    kept = sorted(p.name for p in (stack.directory / "run" / "weights").iterdir())
+    assert kept == ["v12", "v13"]
+
+
+def test_wrong_weights_are_noticed(stack: Stack, learner: Any) -> None:
+    """The learner scores with other weights than it sent: the probe says so, by far."""
+    chunks, family = learner("a")
+    publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
+    command = Publish(version=20, servers=(stack.server.address,))
+    published = publisher.publish(command, "test", lambda sequences: scores(stack.models["b"], sequences))
+    assert published is not None
+    assert published.results[0].probe_logprob_diff > 0.1
+
+
+async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(stack: Stack, learner: Any) -> None:
+    from megarl.weights.admin import Server
+
+    server = Server(stack.server.address, 30, stack.endpoints.api_key, stack.endpoints.admin_key, 20)
+    server.pause("in_place")
+    server.begin()
+    assert_good(await asyncio.to_thread(publish, stack, learner, "a", 31))
+    async with stack.client() as client:
+        assert (await client.generate(PROMPT, 5)).spans[0].version == 31
+
+
+async def test_an_error_on_the_learners_side_leaves_no_server_paused(stack: Stack, learner: Any) -> None:
+    chunks, family = learner("a")
+
+    class Broken:
+        """A family whose names end in the middle."""
+
+        tied = False
+
+        def weight(self, name: str) -> Any:
+            if "layers.2" in name:
+                raise RuntimeError("no such weight")
+            return family.weight(name)
+
+    publisher = Publisher(stack.recipe, stack.endpoints, chunks, Broken())  # type: ignore[arg-type]
+    command = Publish(version=40, servers=(stack.server.address,))
+    with pytest.raises(RuntimeError, match="no such weight"):
+        await asyncio.to_thread(publisher.publish, command, "test", lambda sequences: [])
+    async with stack.client() as client:
+        await asyncio.wait_for(client.generate(PROMPT, 5), 20)
+    assert_good(await asyncio.to_thread(publish, stack, learner, "a", 41))
+
+
+def test_seconds(stack: Stack, learner: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured, never asserted."""
+    chunks, family = learner("a")
+    publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
+    for version in range(50, 54):
+        start = time.monotonic()
+        p = publish(stack, learner, "a", version, publisher)
+        with capsys.disabled():
+            print(
+                f"\npause {p.pause_seconds:.4f} transfer {p.transfer_seconds:.4f} resume {p.resume_seconds:.4f} "
+                f"probe {p.probe_seconds:.4f} all {time.monotonic() - start:.4f}"
+            )

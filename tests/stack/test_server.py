@@ -1,0 +1,123 @@
+"""The real server through the client: log-probs against transformers, streaming, sampling, errors."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.rollout.client import ServerClient, ServerLost, ServerRefused
+from tests.stack.conftest import Stack, scores
+
+pytestmark = [pytest.mark.stack, pytest.mark.anyio]
+
+PROMPT = np.arange(5, 25, dtype=np.int32)
+
+
+def completion_scores(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    (all_scores,) = scores(model, [np.concatenate([prompt, tokens])])
+    return all_scores[len(prompt) - 1 :]
+
+
+async def test_logprobs_are_transformers(stack: Stack) -> None:
+    prompts = [PROMPT[:1], PROMPT[:7], np.tile(PROMPT, 10)]
+    async with stack.client() as client:
+        done = await asyncio.gather(*(client.generate(p, 60) for p in prompts))
+    for prompt, generation in zip(prompts, done, strict=True):
+        assert generation.tokens.dtype == np.int32
+        assert generation.logprobs.dtype == np.float32
+        reference = completion_scores(stack.models["a"], prompt, generation.tokens)
+        np.testing.assert_allclose(generation.logprobs, reference, atol=1e-5)
+        assert [span[1:] for span in generation.spans] == [(0, len(generation.tokens))]
+
+
+async def test_streamed_is_what_comes_in_one_piece(stack: Stack) -> None:
+    async with stack.client() as client:
+        streamed, whole = [await client.generate(PROMPT, 100, temperature=0.0, stream=s) for s in (True, False)]
+    assert streamed.tokens.tolist() == whole.tokens.tolist()
+    np.testing.assert_allclose(streamed.logprobs, whole.logprobs, atol=1e-5)
+    assert (streamed.spans, streamed.finish) == (whole.spans, whole.finish)
+
+
+async def test_a_stop_token_is_kept_and_ends_it(stack: Stack) -> None:
+    async with stack.client() as client:
+        free = await client.generate(PROMPT, 30, temperature=0.0)
+        stop = int(free.tokens[10])
+        first = free.tokens.tolist().index(stop)
+        stopped = await client.generate(PROMPT, 30, temperature=0.0, stop_token_ids=[stop])
+    assert free.finish == "length"
+    assert stopped.finish == "stop"
+    assert stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
+    assert len(stopped.logprobs) == len(stopped.tokens)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (2.0, 1.0), (1.0, 0.6), (0.7, 0.8)])
+async def test_logprobs_are_of_the_distribution_that_was_sampled_from(
+    stack: Stack, temperature: float, top_p: float
+) -> None:
+    async with stack.client() as client:
+        generation = await client.generate(PROMPT, 60, temperature=temperature, top_p=top_p)
+    sequence = torch.from_numpy(np.concatenate([PROMPT, generation.tokens]).astype(np.int64))
+    with torch.no_grad():
+        logits = stack.models["a"](sequence[None]).logits[0, len(PROMPT) - 1 : -1].double() / temperature
+    probabilities = logits.softmax(-1)
+    order = probabilities.sort(-1, descending=True)
+    kept = order.values.cumsum(-1) - order.values <= top_p  # as long as what stands before has not reached top_p
+    nucleus = torch.zeros_like(probabilities).scatter(1, order.indices, order.values * kept)
+    expected = (nucleus / nucleus.sum(-1, keepdim=True)).log().gather(1, sequence[len(PROMPT) :, None])[:, 0]
+    np.testing.assert_allclose(generation.logprobs, expected.numpy(), atol=2e-5)
+
+
+async def test_a_request_that_cannot_be_is_refused(stack: Stack) -> None:
+    async with stack.client() as client:
+        with pytest.raises(ServerRefused, match="400"):
+            await client.generate(np.ones(3000, np.int32), 5)
+
+
+async def test_keys_are_asked_for(stack: Stack) -> None:
+    url = stack.server.address.url
+    async with ServerClient(url, "wrong", "wrong", 30) as client:
+        with pytest.raises(ServerRefused, match="401"):
+            await client.generate(PROMPT, 5)
+    async with ServerClient(url, "user-key", "user-key", 30) as client:
+        with pytest.raises(ServerRefused, match="401"):
+            await client.continue_generation()
+    assert "admin-key" not in stack.server.log.read_text()
+
+
+async def test_an_aborted_request_keeps_what_had_arrived(stack: Stack) -> None:
+    async with stack.client() as client:
+        task = asyncio.create_task(client.generate(PROMPT, 1400))
+        await asyncio.sleep(0.5)
+        await client.abort_all()
+        with pytest.raises(ServerLost, match="abort") as caught:
+            await task
+        assert await client.health()
+        await client.flush_cache()
+    lost = caught.value
+    assert 0 < len(lost.tokens) < 1400
+    reference = completion_scores(stack.models["a"], PROMPT, lost.tokens)
+    np.testing.assert_allclose(lost.logprobs, reference, atol=1e-5)
+
+
+async def test_a_cancelled_request_ends_on_the_server(stack: Stack) -> None:
+    async with stack.client() as client:
+        task = asyncio.create_task(client.generate(PROMPT, 1400))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        for _ in range(100):
+            try:
+                await client.flush_cache()  # refused while a request runs
+                return
+            except ServerRefused:
+                await asyncio.sleep(0.1)
+    pytest.fail("the cancelled request still runs")
+
+
+async def test_info_says_what_it_runs_with(stack: Stack) -> None:
+    async with stack.client() as client:
+        info = await client.info()
+    assert info["enable_fp32_lm_head"] is True
+    assert info["disable_overlap_schedule"] is True
+    assert info["internal_states"]
