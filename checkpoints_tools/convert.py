@@ -8,7 +8,7 @@ from megarl.models import checkpoint, hf
 
 
 def megatron_to_hf(source: Path, destination: Path) -> None:
-    """`source`: a run or its checkpoints directory (the latest complete one), or one checkpoint; an optimiser in it is left out."""
+    """`source`: a run or its checkpoints directory (the latest complete one), or one checkpoint; its optimiser is left out."""
     checkpoint.find(source)
     what = stored(source)
     _refuse_existing(destination)

@@ -22,7 +22,8 @@ def run_on_cpu() -> None:
     """Point what megatron-core takes from torch.cuda at the CPU. Idempotent."""
     if torch.cuda.is_available() or isinstance(torch.cuda.default_generators, _Generators):
         return
-    # megatron compiles small functions when it is imported; on a CPU that costs a C++ compilation in every process.
+    # megatron hands small functions (fused activations, routing) to torch.compile: on a CPU a run of the C++ compiler in
+    # every process, and a failure where there is none.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     _random_numbers()
     _devices()
@@ -67,7 +68,8 @@ def _random_numbers() -> None:
 
 
 def _own_step_for_each_parameter(optimizer_class: Any) -> None:
-    """Without it resuming is silently wrong: all parameters share ONE `step` tensor, which AdamW counts up once for each.
+    """Without it loading an optimiser fails (KeyError: 'step'), and with no more than the key resuming is silently wrong: all
+    parameters share ONE `step` tensor, which AdamW counts up once for each.
 
     A fused Adam keeps `step` in the parameter group, torch's in the parameter's state, and megatron restores the former.
     """
