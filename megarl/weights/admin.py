@@ -10,7 +10,7 @@ import http.client
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -18,7 +18,6 @@ import numpy as np
 from megarl.errors import MegarlError
 from megarl.messages import ServerAddress
 
-T = TypeVar("T")
 CONTROL_LIMIT_S = 30.0
 """Of calls whose duration does not depend on the model; weights.timeout_s if that is shorter."""
 
@@ -159,10 +158,10 @@ class Fleet:
         self.servers = {s.address.id: s for s in servers}
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(servers)), thread_name_prefix="publish")
 
-    def start(self, ids: Sequence[int], call: Callable[[Server], T]) -> dict[int, Future[T]]:
+    def start[T](self, ids: Sequence[int], call: Callable[[Server], T]) -> dict[int, Future[T]]:
         return {i: self._pool.submit(call, self.servers[i]) for i in ids}
 
-    def each(self, ids: Sequence[int], call: Callable[[Server], T]) -> tuple[dict[int, T], dict[int, MegarlError]]:
+    def each[T](self, ids: Sequence[int], call: Callable[[Server], T]) -> tuple[dict[int, T], dict[int, MegarlError]]:
         """Results and errors by server id."""
         return collect(self.start(ids, call))
 
@@ -170,7 +169,7 @@ class Fleet:
         self._pool.shutdown(wait=False)
 
 
-def collect(futures: dict[int, Future[T]]) -> tuple[dict[int, T], dict[int, MegarlError]]:
+def collect[T](futures: dict[int, Future[T]]) -> tuple[dict[int, T], dict[int, MegarlError]]:
     """Wait for all (each call has its own limit)."""
     results: dict[int, T] = {}
     errors: dict[int, MegarlError] = {}

@@ -1,9 +1,9 @@
 """What SGLang's `/weights_checker` must answer, computed from the tensors as they are sent.
 
 On a CPU it hashes each of the server's parameters with SHA-256. Some of those are several Hugging Face tensors joined along
-rows (`q_proj`, `k_proj`, `v_proj` are `qkv_proj`), whose bytes follow one another: a running hash over the tensors in that order
-is the hash of the joined one, and no tensor is kept. On a GPU the hash is another one, made there; then the servers
-are only compared with each other, and the probe compares them with the learner.
+rows (`q_proj`, `k_proj`, `v_proj` are `qkv_proj`), whose bytes follow one another: a running hash over the tensors in that
+order is the hash of the joined one, and no tensor is kept. On a GPU the hash is another one, made there; then the servers are
+only compared with each other, and the probe compares them with the learner.
 """
 
 import hashlib

@@ -20,5 +20,5 @@ def largest_difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray])
     """Largest |log-prob difference| over all tokens; infinite if the sides scored different tokens or one is not finite."""
     if [len(a) for a in ours] != [len(b) for b in theirs]:
         return float("inf")
-    worst = max(float(np.max(np.abs(a - b))) for a, b in zip(ours, theirs, strict=True))
+    worst = float(np.max(np.abs(np.concatenate(ours) - np.concatenate(theirs))))
     return worst if np.isfinite(worst) else float("inf")

@@ -112,7 +112,9 @@ class ProcessGroupTransport:
     ) -> tuple[dict[str, str], int, dict[int, str], dict[int, str]]:
         """All stages once. Checksums, bytes, servers that failed, servers that were only interrupted by another's failure."""
         checksums: dict[str, str] = {}
-        size, failed, interrupted = 0, {}, {}
+        size = 0
+        failed: dict[int, str] = {}
+        interrupted: dict[int, str] = {}
         for stage in range(self._stages):
             turn = _Turn()
             if stage == self._stage and self._exports:

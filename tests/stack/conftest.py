@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -158,15 +157,3 @@ def learner(models: tuple[Path, dict[str, Any]]) -> Iterator[Callable[[str], tup
 
     yield with_weights
     parallel.stop()
-
-
-@torch.no_grad()
-def scores(model: Any, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """transformers' log-prob of each token but the first."""
-    out = []
-    for ids in sequences:
-        tokens = torch.from_numpy(np.asarray(ids, np.int64))
-        logits = model(tokens[None]).logits[0].float()
-        logprobs = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None])[:, 0]
-        out.append(logprobs.numpy())
-    return out

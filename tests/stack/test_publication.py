@@ -10,7 +10,8 @@ import torch
 
 from megarl.messages import Publish, Published
 from megarl.weights.publisher import Publisher
-from tests.stack.conftest import Stack, scores, stack_recipe
+from tests.stack.conftest import Stack, stack_recipe
+from tests.tiny_scores import scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio]
 

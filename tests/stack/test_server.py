@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megarl.rollout.client import ServerClient, ServerLost, ServerRefused
-from tests.stack.conftest import Stack, scores
+from tests.stack.conftest import Stack
+from tests.tiny_scores import scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio]
 

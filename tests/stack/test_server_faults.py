@@ -1,0 +1,135 @@
+"""Servers that die or stand still: nothing waits for ever, nothing that arrived is lost, the other server goes on."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from megarl.messages import Publish, Published
+from megarl.rollout.client import ServerLost
+from megarl.rundir import Endpoints
+from megarl.weights.admin import Server
+from megarl.weights.publisher import Publisher
+from tests.stack.conftest import Running, client_of, stack_recipe, start_servers
+from tests.tiny_scores import scores
+
+pytestmark = [pytest.mark.stack, pytest.mark.faults, pytest.mark.anyio]
+
+PROMPT = np.arange(5, 25, dtype=np.int32)
+LIMIT_S = 8.0
+
+
+class Pair:
+    """Two servers, and a publisher to both. Buckets are small, so that a publication has many."""
+
+    def __init__(self, directory: Path, models: dict[str, Any], learner: Any) -> None:
+        self.models, self._learner = models, learner
+        weights = {"timeout_s": LIMIT_S, "bucket_mb": 1}
+        self.recipe = stack_recipe(directory, run={"name": "pair", "dir": str(directory)}, weights=weights)
+        self.endpoints: Endpoints
+        self.servers: list[Running]
+        self.endpoints, self.servers = start_servers(self.recipe, 2)
+        chunks, family = learner("a")
+        self.publisher = Publisher(self.recipe, self.endpoints, chunks, family)
+
+    def publish(self, name: str, version: int) -> Published:
+        self._learner(name)
+        command = Publish(version=version, servers=tuple(s.address for s in self.servers))
+        published = self.publisher.publish(command, "test", lambda sequences: scores(self.models[name], sequences))
+        assert published is not None
+        return published
+
+
+@pytest.fixture
+def pair(models: tuple[Path, dict[str, Any]], learner: Any) -> Iterator[Pair]:
+    pair = Pair(*models, learner)
+    yield pair
+    for server in pair.servers:
+        if server.process.poll() is None:
+            os.killpg(server.process.pid, signal.SIGCONT)
+        server.stop()
+
+
+def family_tree(server: Running) -> list[psutil.Process]:
+    main = psutil.Process(server.process.pid)
+    return [main, *main.children(recursive=True)]
+
+
+def after_first_bucket(monkeypatch: pytest.MonkeyPatch, victim: int, action: Callable[[], None]) -> None:
+    """Do it between the moment the victim is asked to receive and the moment it is asked by HTTP."""
+    receive, once = Server.receive, threading.Lock()
+
+    def receive_then_act(self: Server, *args: Any) -> None:
+        if self.address.id == victim and once.acquire(blocking=False):
+            action()
+        receive(self, *args)
+
+    monkeypatch.setattr(Server, "receive", receive_then_act)
+
+
+async def test_killed_while_generating(pair: Pair) -> None:
+    """What had arrived goes on elsewhere; no process and no port is left."""
+    assert [r.error for r in pair.publish("a", 1).results] == ["", ""]
+    tree = family_tree(pair.servers[0])
+    async with (
+        client_of(pair.servers[0].address.url, pair.endpoints) as first,
+        client_of(pair.servers[1].address.url, pair.endpoints) as second,
+    ):
+        task = asyncio.create_task(first.generate(PROMPT, 1400))
+        await asyncio.sleep(1.0)
+        tree[0].kill()
+        with pytest.raises(ServerLost) as caught:
+            await task
+        lost = caught.value
+        assert 0 < len(lost.tokens) < 1400
+        prefix = np.concatenate([PROMPT, lost.tokens])
+        rest = await second.generate(prefix, 50)
+    (reference,) = scores(pair.models["a"], [np.concatenate([prefix, rest.tokens])])
+    logprobs = np.concatenate([lost.logprobs, rest.logprobs])
+    np.testing.assert_allclose(logprobs, reference[len(PROMPT) - 1 :], atol=2e-5)
+    _, alive = psutil.wait_procs(tree[1:], timeout=10)
+    pair.servers[0].process.wait()
+    assert alive == []
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(("127.0.0.1", int(pair.servers[0].address.url.rpartition(":")[2])))
+
+
+def test_killed_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one has the new weights, runs, and takes the next version too."""
+    pair.publish("a", 1)
+    after_first_bucket(monkeypatch, 1, pair.servers[1].process.kill)
+    start = time.monotonic()
+    good, bad = pair.publish("b", 2).results
+    assert time.monotonic() - start < 4 * LIMIT_S
+    assert good.error == ""
+    assert good.probe_logprob_diff < 1e-4
+    assert "version 2 to server 1" in bad.error
+    good, bad = pair.publish("a", 3).results
+    assert good.error == ""
+    assert "pause" in bad.error
+
+
+def test_standing_still_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.publish("a", 1)
+    tree = family_tree(pair.servers[1])
+    after_first_bucket(monkeypatch, 1, lambda: [process.suspend() for process in tree])
+    start = time.monotonic()
+    good, bad = pair.publish("b", 2).results
+    assert time.monotonic() - start < 8 * LIMIT_S
+    assert good.error == ""
+    assert good.probe_logprob_diff < 1e-4
+    assert "version 2 to server 1" in bad.error
+    monkeypatch.undo()
+    for process in tree:
+        process.resume()
+    assert [r.error for r in pair.publish("a", 3).results] == ["", ""]

@@ -1,0 +1,109 @@
+"""Server-sent events cut anywhere, and the client's answers to a server that misbehaves."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rollout.client import ServerClient, ServerLost, ServerRefused, events
+from megarl.rundir import free_ports
+
+
+@given(st.lists(st.text('abc{}:" ', min_size=1, max_size=20), max_size=6), st.lists(st.integers(1, 30), max_size=20))
+def test_events_do_not_depend_on_where_the_stream_is_cut(bodies: list[str], cuts: list[int]) -> None:
+    data = b"".join(b"data: " + body.encode() + b"\n\n" for body in bodies) + b"data: [DONE]\n\n"
+
+    async def pieces() -> AsyncIterator[bytes]:
+        at = 0
+        for cut in cuts:
+            yield data[at : at + cut]
+            at += cut
+        yield data[at:]
+
+    async def parsed() -> list[bytes]:
+        return [event async for event in events(pieces())]
+
+    assert asyncio.run(parsed()) == [body.encode() for body in bodies]
+
+
+def chunk(tokens: list[int], finish: dict[str, object] | None = None) -> bytes:
+    entries = [[-0.5 * t, t, None] for t in tokens]
+    spans = [{"version": "3", "start": 0, "end": 4}]
+    meta = {"id": "x", "finish_reason": finish, "output_token_logprobs": entries, "weight_versions": spans}
+    return b"data: " + json.dumps({"output_ids": tokens, "meta_info": meta, "text": ""}).encode() + b"\n\n"
+
+
+def answered(*pieces: bytes, status: int = 200, text: str = "", cut: bool = False, stall: bool = False) -> object:
+    """What `generate` returns or raises when a server sends exactly these pieces."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if status != 200:
+            return web.Response(status=status, text=text)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        if stall:
+            await asyncio.sleep(30)
+        if cut:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    async def run() -> object:
+        app = web.Application()
+        app.router.add_post("/generate", handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        (port,) = free_ports(1)
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        try:
+            async with ServerClient(f"http://127.0.0.1:{port}", "user", "admin", timeout_s=1.0) as client:
+                return await client.generate([1, 2], 4)
+        except (ServerLost, ServerRefused) as error:
+            return error
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def test_chunks_are_joined() -> None:
+    done = answered(chunk([5, 6]), chunk([7, 8], {"type": "stop", "matched": 8}), b"data: [DONE]\n\n")
+    assert done.tokens.tolist() == [5, 6, 7, 8]  # type: ignore[attr-defined]
+    assert done.logprobs.tolist() == [-2.5, -3.0, -3.5, -4.0]  # type: ignore[attr-defined]
+    assert done.spans == ((3, 0, 4),)  # type: ignore[attr-defined]
+    assert done.finish == "stop"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("how", [{}, {"cut": True}, {"stall": True}])
+def test_a_lost_server_leaves_what_had_arrived(how: dict[str, bool]) -> None:
+    lost = answered(chunk([5, 6]), chunk([7]), **how)  # type: ignore[arg-type]
+    assert isinstance(lost, ServerLost)
+    assert lost.tokens.tolist() == [5, 6, 7]
+    assert lost.logprobs.tolist() == [-2.5, -3.0, -3.5]
+
+
+def test_an_aborted_request_gives_back_its_last_token() -> None:
+    lost = answered(chunk([5, 6]), chunk([7], {"type": "abort", "message": "Aborted"}))
+    assert isinstance(lost, ServerLost)
+    assert lost.tokens.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, ServerRefused), (401, ServerRefused), (500, ServerLost), (503, ServerLost)]
+)
+def test_statuses(status: int, kind: type[Exception]) -> None:
+    error = answered(status=status, text="why it is so")
+    assert isinstance(error, kind)
+    assert "why it is so" in str(error)
+
+
+def test_an_error_in_the_stream_is_a_refusal() -> None:
+    error = answered(b'data: {"error": {"message": "too long", "code": 400}}\n\n', b"data: [DONE]\n\n")
+    assert isinstance(error, ServerRefused)
+    assert "too long" in str(error)

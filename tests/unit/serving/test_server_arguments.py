@@ -1,0 +1,94 @@
+"""What SGLang is started with, and what is refused before it is."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.errors import MegarlError
+from megarl.recipe import Recipe, from_tree
+from megarl.rundir import Endpoints, free_ports
+from megarl.serving.server import check, engine_arguments, environment
+
+ENDPOINTS = Endpoints(session="s", controller="c", servers=(), api_key="user", admin_key="admin", rendezvous_port=1)
+
+
+def a_recipe(path: Path, positions: int = 512, **sections: Any) -> Recipe:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    tree = {
+        "model": {"path": str(path)},
+        "length": {"prompt_tokens": 100, "thinking_tokens": [100, 200], "answer_tokens": 100},
+        "serving": {"kv_tokens": 4096},
+    }
+    return from_tree({k: tree.get(k, {}) | sections.get(k, {}) for k in tree | sections})
+
+
+def test_labels_are_exact_in_both_pause_modes(tmp_path: Path) -> None:
+    """The overlap schedule mislabels a token after an in-place pause only."""
+    for mode, disabled in (("in_place", True), ("retract", False)):
+        recipe = a_recipe(tmp_path, weights={"pause": mode})
+        assert engine_arguments(recipe, 0, 1, ENDPOINTS, cuda=True)["disable_overlap_schedule"] is disabled
+
+
+def test_arguments_follow_the_recipe(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path, model={"dtype": "fp32", "path": str(tmp_path), "fp32_head": False}, run={"seed": 2})
+    arguments = engine_arguments(recipe, 3, 1234, ENDPOINTS, cuda=False)
+    wanted = {
+        "dtype": "float32",
+        "enable_fp32_lm_head": False,
+        "device": "cpu",
+        "port": 1234,
+        "api_key": "user",
+        "admin_api_key": "admin",
+        "skip_tokenizer_init": True,
+        "incremental_streaming_output": True,
+        "max_total_tokens": 4096,
+        "context_length": 400 + len(recipe.length.interruption),
+    }
+    assert {k: arguments[k] for k in wanted} == wanted
+    others = [engine_arguments(recipe, i, 1, ENDPOINTS, cuda=False)["random_seed"] for i in range(3)]
+    assert len({arguments["random_seed"], *others}) == 4
+
+
+def test_context_does_not_exceed_the_model(tmp_path: Path) -> None:
+    assert engine_arguments(a_recipe(tmp_path, 410), 0, 1, ENDPOINTS, cuda=False)["context_length"] == 410
+
+
+def test_nothing_is_patched_with_a_gpu(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path, resources={"server_tensor_parallel": 2})
+    assert not {k for k in environment(recipe, 0, [0, 1], cuda=True) if k.startswith("SGLANG")}
+
+
+def test_ranks_of_cpu_servers_own_cores(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path, resources={"server_tensor_parallel": 2, "threads": 2})
+    binds = [environment(recipe, i, list(range(6)), cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"] for i in range(2)]
+    assert binds == ["0,1|2,3", "4,5|0,1"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "cuda", "message"),
+    [
+        ({"model": {"path": "/nowhere"}}, True, "model.path: '/nowhere' is not a Hugging Face model directory"),
+        ({"serving": {"kv_tokens": None}}, False, "serving.kv_tokens: must be set"),
+        ({"serving": {"kv_tokens": 300}}, True, "serving.kv_tokens: 300 cannot hold one longest sequence of 400"),
+        ({"length": {"prompt_tokens": 300}}, True, r"length: .* is 600, but .* has positions for 512"),
+    ],
+)
+def test_refused(tmp_path: Path, sections: dict[str, Any], cuda: bool, message: str) -> None:
+    (port,) = free_ports(1)
+    with pytest.raises(MegarlError, match=message):
+        check(a_recipe(tmp_path, **sections), port, cuda)
+
+
+def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        with pytest.raises(MegarlError, match="cannot listen on 127.0.0.1:"):
+            check(recipe, s.getsockname()[1], cuda=False)
+    (port,) = free_ports(1)
+    check(recipe, port, cuda=False)
