@@ -33,9 +33,10 @@ class ServerStatus(msgspec.Struct, kw_only=True):
 
 
 class TicketStatus(msgspec.Struct, kw_only=True):
-    """`window`: how many may be unfinished or unconsumed at once."""
+    """`window`: drawn and not trained yet, of at most `window_limit`; `waiting`: of them, not being generated."""
 
     window: int = 0
+    window_limit: int = 0
     running: int = 0
     waiting: int = 0
     finished: int = 0
@@ -43,7 +44,7 @@ class TicketStatus(msgspec.Struct, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """RUN/status.json. `phase`: what the learner was last told."""
+    """RUN/status.json. `phase`: what the learner was last told (train, replay, publish, wait, stop), or starting."""
 
     time: float
     step: int = 0
@@ -54,6 +55,7 @@ class Status(msgspec.Struct, kw_only=True):
     compute_hours: float = 0.0
     compute_unit: str = ""
     eval: dict[str, Any] | None = None
+    evaluating: list[int] = []
     rollout_tokens_per_second: float = 0.0
 
 

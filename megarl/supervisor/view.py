@@ -93,9 +93,16 @@ def phase(frame: Frame) -> str:
     starting = [f"server-{s.id}" for s in status.servers if s.state == "starting"]
     if not frame.observer.steps_made and starting and len(starting) == len(status.servers):
         return f"starting {', '.join(starting)}"
-    if not status.phase:
-        return "starting the learner"
-    return status.phase
+    words = {
+        "starting": "starting the learner",
+        "train": f"training step {status.step}",
+        "replay": f"replaying step {status.step} from the journal",
+        "publish": f"publishing version {status.step}",
+        "wait": f"the learner waits at step {status.step}",
+        "stop": "the learner saves and leaves",
+    }
+    evaluating = f" · evaluating version {', '.join(map(str, status.evaluating))}" if status.evaluating else ""
+    return words.get(status.phase, status.phase) + evaluating
 
 
 def warnings(frame: Frame) -> list[str]:
@@ -194,7 +201,7 @@ def _numbers(frame: Frame) -> RenderableType:
     grid.add_row("entropy · grad norm", f"{number(row.get('entropy'), 3)} · {number(row.get('grad_norm'), 3)}")
     if observer.status is not None:
         t = observer.status.tickets
-        text = f"{t.running} running · {t.waiting} waiting · {t.finished} finished · window {t.window}"
+        text = f"{t.running} being generated · {t.window} of {t.window_limit} in the window"
         grid.add_row("tickets", text + (f" · {t.void} void" if t.void else ""))
         grid.add_row("compute", f"{observer.status.compute_hours:.3f} {observer.status.compute_unit} hours")
     return grid
@@ -217,7 +224,7 @@ def _processes(frame: Frame) -> RenderableType:
         elif view.state == "running" and role.kind == "controller":
             state = "up" if status else "starting"
         elif view.state == "running":
-            state = "up" if status and status.phase else "starting"
+            state = "up" if status and status.phase != "starting" else "starting"
         style = {"lost": "red", "restarting": "yellow", "starting": "yellow", "unknown": "yellow"}.get(
             state.split("(")[0], ""
         )

@@ -40,12 +40,19 @@ def test_before_anything_is_written(recipe: Recipe) -> None:
 
 def test_start_up(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     rundir = write_run(0)
-    status = {"time": 0.0, "phase": "", "servers": [{"id": 0, "state": "starting"}, {"id": 1, "state": "starting"}]}
+    status = {
+        "time": 0.0,
+        "phase": "starting",
+        "servers": [{"id": 0, "state": "starting"}, {"id": 1, "state": "starting"}],
+    }
     rundir.status.write_text(json.dumps(status))
     assert phase(frame(recipe, rundir)) == "starting server-0, server-1"
     status["servers"] = [{"id": 0, "state": "unknown"}]
     rundir.status.write_text(json.dumps(status))
     assert phase(frame(recipe, rundir)) == "starting the learner"
+    status |= {"phase": "wait", "step": 3, "evaluating": [2]}
+    rundir.status.write_text(json.dumps(status))
+    assert phase(frame(recipe, rundir)) == "the learner waits at step 3 · evaluating version 2"
 
 
 def test_in_the_middle(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
@@ -60,7 +67,7 @@ def test_in_the_middle(recipe: Recipe, write_run: Callable[[int], RunDir]) -> No
         "publishing",
         "2,310",
         "93%",
-        "window 216",
+        "152 of 216",
         "stopping",
     ):
         assert part in page, page
