@@ -30,7 +30,7 @@ from megarl.evaluation import score as evaluation
 from megarl.evaluation.schedule import is_due
 from megarl.grading import Grader
 from megarl.messages import Ack, Next, Publish, Published, Refused, Reply, Request, Stop, Stopped, Train, Wait
-from megarl.process import die_with_supervisor, start_logging
+from megarl.process import start_logging
 from megarl.recipe import Recipe
 from megarl.rollout.compute import ComputeClock, session_of
 from megarl.rollout.decision import Standing, TrainStep, decide
@@ -62,7 +62,6 @@ UNMET_LIMIT_S = 5.0
 
 def main(recipe: Recipe) -> int:
     """Run until the learner has been told to stop and has left; 1 if the run failed."""
-    die_with_supervisor()
     start_logging("controller")
     rundir = RunDir.of(recipe)
     endpoints = rundir.endpoints()
