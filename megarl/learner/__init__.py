@@ -10,6 +10,14 @@ checkpoint.py    save without stopping, load at any layout
 sft.py           `megarl sft`: the same step with cross-entropy
 """
 
-from megarl.models.cpu import run_on_cpu
+import logging
+import warnings
+
+# What megatron says about packages a machine lacks and names it deprecates is for its developers; `megarl doctor` is for users.
+warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger|torch\.utils\.cpp_extension")
+logging.getLogger("megatron.core").setLevel(logging.ERROR)
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+from megarl.models.cpu import run_on_cpu  # noqa: E402
 
 run_on_cpu()  # before any module of this package imports megatron

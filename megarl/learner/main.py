@@ -68,6 +68,7 @@ class Learner:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         endpoints = rundir.endpoints()
+        self.compute_unit = "gpu" if endpoints.gpus else "core"
         self.leader = dist.get_rank() == 0
         self.link = Link(endpoints.controller, self._interrupted, limit_s=CONTROLLER_LIMIT_S) if self.leader else None
         self.incarnation: str = from_rank_0(uuid.uuid4().hex)
@@ -148,7 +149,7 @@ class Learner:
                 "weight_version": self.trainer.step,
                 "time": time.time(),
                 "compute_hours": command.compute_hours + held,
-                "compute_unit": "gpu" if torch.cuda.is_available() else "core",
+                "compute_unit": self.compute_unit,
                 "replay": int(command.replay),
                 "tokens_per_second": command.stats.get("generated_tokens", 0.0) / seconds["step_seconds"],
             }

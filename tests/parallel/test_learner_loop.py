@@ -1,0 +1,195 @@
+"""`megarl learn` as a process, one rank and two, told what to do over the real protocol.
+
+The controller is scripted: a real one has nothing to train without servers (tests/e2e has all roles). Nothing is published.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from megarl import recipe as recipes
+from megarl.messages import Ack, Next, Reply, Request, Stop, Stopped, Train, Wait, from_frames, to_frames
+from megarl.process import die_with_parent
+from megarl.rundir import Endpoints, RunDir, free_ports, latest_rows
+from tests.parallel.test_learner_layouts import make_batch
+from tests.tiny import tiny_llama
+
+LIMIT_S = 180
+ROOT = Path(__file__).parents[2]
+
+
+class ScriptedController(threading.Thread):
+    """Batch s for step s, one Wait in between, Stop after `steps`; `asked` is every step somebody asked for."""
+
+    def __init__(self, address: str, steps: int) -> None:
+        super().__init__(daemon=True)
+        self.address, self.steps = address, steps
+        self.asked: list[int] = []
+        self.stopped: list[int] = []
+        self.end = threading.Event()
+
+    def run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.bind(self.address)
+            while not self.end.is_set():
+                if socket.poll(100):
+                    peer, empty, *frames = socket.recv_multipart()
+                    socket.send_multipart([peer, empty, *to_frames(self._reply(from_frames(frames, Request)))])
+
+    def _reply(self, request: Request) -> Reply:
+        if isinstance(request, Stopped):
+            self.stopped.append(request.step)
+            return Ack()
+        assert isinstance(request, Next)
+        self.asked.append(request.step)
+        if self.asked.count(request.step) % 2:
+            return Wait(reason="batch not complete")
+        if request.step == self.steps:
+            return Stop(reason="the last step is done")
+        batch = msgspec.structs.replace(make_batch(), step=request.step)
+        return Train(batch=batch, compute_hours=1.0, compute_devices=2, stats={"generated_tokens": 321.0})
+
+
+class Run:
+    """A run directory, its controller, and learners started in it."""
+
+    def __init__(self, folder: Path, model: Path, steps: int, **overrides: Any) -> None:
+        tree: dict[str, Any] = {
+            "run": {"name": "r", "dir": str(folder), "steps": steps, "resume": "auto"},
+            "model": {"path": str(model), "dtype": "fp32"},
+            "batch": {"prompts": 4},
+            "checkpoint": {"every": 2},
+            "learner": {"microbatch_tokens": 64, "optimizer": {"lr": 1e-3, "warmup_steps": 0}},
+        }
+        for section, values in overrides.items():
+            tree[section] = tree.get(section, {}) | values
+        recipe = recipes.from_tree(tree)
+        self.rundir = RunDir.of(recipe)
+        self.rundir.create()
+        self.rundir.recipe.write_text(recipes.dump(recipe))
+        controller, rendezvous = free_ports(2)
+        address = f"tcp://127.0.0.1:{controller}"
+        self.rundir.write_endpoints(
+            Endpoints(session="s", controller=address, servers=(), api_key="", admin_key="", rendezvous_port=rendezvous)
+        )
+        self.controller = ScriptedController(address, steps)
+        self.controller.start()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def learn(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-W", "ignore", "-m", "megarl", "learn", str(self.rundir.recipe)]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        log = (self.rundir.logs / "learner.log").open("ab")
+        self.process = subprocess.Popen(
+            command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent
+        )
+        return self.process
+
+    def log(self) -> str:
+        return (self.rundir.logs / "learner.log").read_text()[-4000:]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return latest_rows(self.rundir.metrics)
+
+    def wait_for_step(self, step: int) -> None:
+        until = time.monotonic() + LIMIT_S
+        while step not in self.controller.asked:
+            assert time.monotonic() < until, self.log()
+            assert self.process is not None
+            assert self.process.poll() is None, self.log()
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(10)
+        self.controller.end.set()
+        self.controller.join(10)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("loop") / "model"
+    tiny_llama(path, vocab_size=131)
+    return path
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    made: list[Run] = []
+    yield made
+    for run in made:
+        run.close()
+
+
+def trained(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [tuple(row[n] for n in ("step", "weight_version", "loss", "grad_norm", "entropy")) for row in rows]
+
+
+def test_a_killed_learner_replays_bit_for_bit(tmp_path: Path, model: Path, runs: list[Run]) -> None:
+    straight, killed = (Run(tmp_path / name, model, 5) for name in ("straight", "killed"))
+    runs += [straight, killed]
+    assert straight.learn().wait(LIMIT_S) == 0, straight.log()
+    rows = straight.rows()
+    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4]
+    assert straight.controller.stopped == [5]
+    assert sorted(p.name for p in straight.rundir.checkpoints.iterdir()) == ["step-0000004", "step-0000005"]
+    for row in rows:
+        assert row["compute_unit"] == "core"
+        assert 1.0 <= row["compute_hours"] < 1.1
+        assert row["tokens_per_second"] == pytest.approx(321 / row["step_seconds"])
+        assert 0 <= row["learner_idle_share"] <= 1
+
+    learner = killed.learn()
+    killed.wait_for_step(4)  # checkpoints 2 (whole) and 4 (perhaps) are behind it
+    os.killpg(learner.pid, signal.SIGKILL)
+    learner.wait(10)
+    before = len(killed.controller.asked)
+    assert killed.learn().wait(LIMIT_S) == 0, killed.log()
+    assert killed.controller.asked[before] in (2, 4)
+    assert trained(killed.rows()) == trained(rows)
+
+
+def test_two_ranks_save_when_told_to_stop_and_go_on(tmp_path: Path, model: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, model, 4, resources={"learner_ranks": 2})
+    run.rundir.stop_file.touch()
+    runs.append(run)
+    learner = run.learn()
+    assert learner.wait(LIMIT_S) == 0, run.log()
+    assert run.rows() == []
+    run.rundir.stop_file.unlink()
+    learner = run.learn()
+    run.wait_for_step(3)
+    run.rundir.stop_file.touch()
+    assert learner.wait(LIMIT_S) == 0, run.log()
+    (saved,) = run.controller.stopped[1:]
+    assert saved in (3, 4)
+    assert (run.rundir.checkpoints / f"step-{saved:07}" / "megarl.json").exists()
+    run.rundir.stop_file.unlink()
+    assert run.learn().wait(LIMIT_S) == 0, run.log()
+    assert [r["step"] for r in run.rows()] == [0, 1, 2, 3]
+
+
+def test_an_unreadable_checkpoint_is_put_aside(tmp_path: Path, model: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, model, 4)
+    runs.append(run)
+    assert run.learn().wait(LIMIT_S) == 0, run.log()
+    first = trained(run.rows())
+    run.rundir.checkpoints.joinpath("step-0000002").exists()
+    newest = run.rundir.checkpoints / "step-0000004"
+    for file in newest.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert run.learn().wait(LIMIT_S) == 0, run.log()
+    assert "unreadable, or not of this model" in run.log()
+    assert (run.rundir.checkpoints / "step-0000004.unreadable").exists()
+    assert trained(run.rows()) == first

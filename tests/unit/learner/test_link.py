@@ -1,0 +1,98 @@
+"""Rank 0's link against a real ROUTER socket that answers, is silent, or comes back."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from megarl.errors import MegarlError
+from megarl.learner.link import Interrupted, Link
+from megarl.messages import Ack, Next, Request, Wait, from_frames, to_frames
+from megarl.rundir import free_ports
+
+NEXT = Next(incarnation="a", step=3, version=3)
+
+
+@pytest.fixture
+def address() -> str:
+    return f"tcp://127.0.0.1:{free_ports(1)[0]}"
+
+
+def serve(address: str, replies: list[list[bytes] | None]) -> Callable[[], list[list[bytes]]]:
+    """A ROUTER that gives these replies in turn (None: silence), then closes; what it heard, once it has."""
+    heard: list[list[bytes]] = []
+
+    def run() -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.linger = 1000
+            socket.bind(address)
+            for reply in replies:
+                peer, empty, *frames = socket.recv_multipart()
+                heard.append(frames)
+                if reply is not None:
+                    socket.send_multipart([peer, empty, *reply])
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def join() -> list[list[bytes]]:
+        thread.join(10)
+        return heard
+
+    return join
+
+
+@pytest.fixture
+def link(address: str) -> Iterator[Link]:
+    link = Link(address, lambda: "", resend_s=0.3, limit_s=5)
+    yield link
+    link.close()
+
+
+def test_a_reply_is_the_controllers(address: str, link: Link) -> None:
+    heard = serve(address, [to_frames(Wait(reason="no batch"))])
+    reply = link.ask(NEXT)
+    assert isinstance(reply, Wait)
+    assert reply.reason == "no batch"
+    assert [from_frames(f, Request).step for f in heard()] == [3]
+
+
+def test_an_unanswered_request_is_sent_again(address: str, link: Link) -> None:
+    heard = serve(address, [None, None, to_frames(Ack())])
+    assert isinstance(link.ask(NEXT), Ack)
+    assert len(set(map(tuple, heard()))) == 1
+    assert len(heard()) == 3
+
+
+def test_a_controller_that_comes_late_or_again_is_heard(address: str, link: Link) -> None:
+    answer: list[object] = []
+    asking = threading.Thread(target=lambda: answer.append(link.ask(NEXT)))
+    asking.start()
+    asking.join(0.5)  # nobody listens yet
+    serve(address, [to_frames(Ack())])()
+    asking.join(10)
+    serve(address, [to_frames(Ack())])
+    answer.append(link.ask(NEXT))
+    assert [type(a) for a in answer] == [Ack, Ack]
+
+
+def test_silence_has_a_limit_that_is_named(address: str) -> None:
+    link = Link(address, lambda: "", resend_s=0.2, limit_s=0.5)
+    with pytest.raises(MegarlError, match=r"has not answered Next for 0.5 s.*resume=auto"):
+        link.ask(NEXT)
+    link.close()
+
+
+def test_waiting_ends_when_someone_wants_the_learner_to_stop(address: str) -> None:
+    reasons = iter(["", "", "RUN/stop exists"])
+    link = Link(address, lambda: next(reasons))
+    with pytest.raises(Interrupted, match="RUN/stop exists"):
+        link.ask(NEXT)
+    link.close()
+
+
+def test_another_schema_is_refused(address: str, link: Link) -> None:
+    serve(address, [[b"megarl 0", b"\x80"]])
+    with pytest.raises(MegarlError, match="another protocol"):
+        link.ask(NEXT)
