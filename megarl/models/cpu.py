@@ -2,7 +2,7 @@
 
     run_on_cpu()              before the first import of megatron: the torch.cuda names it calls are pointed at the CPU
     import megatron.core
-    after_megatron_import()   once after it: its optimiser accepts torch's Adam state
+    after_megatron_import()   once after it: its own tensors are made there, and its optimiser accepts torch's Adam state
 
 Both do nothing where there is a GPU. The changes are global to the process, so a server never shares one with a learner.
 Every change says what fails without it; all were taken out one at a time to see that.
@@ -30,11 +30,19 @@ def run_on_cpu() -> None:
 
 
 def after_megatron_import() -> None:
-    """Let the distributed optimiser work with torch.optim.AdamW, which it uses where no fused Adam is installed. Idempotent."""
+    """Make megatron's own tensors on the CPU, and let its distributed optimiser work with torch.optim.AdamW (where no fused
+    Adam is installed, it uses that one). Idempotent."""
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.pipeline_parallel import schedules
 
     if torch.cuda.is_available() or DistributedOptimizer.state_dict.__module__ == __name__:
         return
+    # These build tensors with device="cuda". Only they see factories that know better: transformers, which tells torch's
+    # factories by identity while it loads a model, would silently leave rotary frequencies uninitialised.
+    for module in (clip_grads, optimizer, schedules, param_and_grad_buffer):
+        module.torch = _TorchOnCpu()
     _own_step_for_each_parameter(DistributedOptimizer)
     _state_before_first_step(DistributedOptimizer)
 
@@ -48,9 +56,6 @@ def _devices() -> None:
     # Gradient reduction asks which stream it is on. CPU work is synchronous: there is one, and nothing to wait for.
     stream = _Stream()
     torch.cuda.current_stream = lambda *_, **__: stream
-    # Norm clipping and the schedules build tensors with device="cuda".
-    for name in ("tensor", "zeros"):
-        setattr(torch, name, _made_on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_, **__: self
     # The distributed optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
     name_or_cast = torch.Tensor.type
@@ -102,6 +107,17 @@ def _state_before_first_step(optimizer_class: Any) -> None:
         return original(self)
 
     optimizer_class.state_dict = state_dict
+
+
+class _TorchOnCpu:
+    """The torch module, but `tensor` and `zeros` make on the CPU what is asked for on CUDA."""
+
+    def __init__(self) -> None:
+        self.tensor = _made_on_cpu(torch.tensor)
+        self.zeros = _made_on_cpu(torch.zeros)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 class _Stream:

@@ -154,3 +154,11 @@ def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path) -> None
     exported = dict(hf.export([chunk], family_of(tmp_path / "copy")))
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(stored[name], exported[name]) for name in exported)
+
+
+def test_transformers_in_the_same_process_is_left_alone(tmp_path: Path) -> None:
+    """What makes megatron run on a CPU must not reach others: loading once left rotary frequencies uninitialised."""
+    tiny_llama(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
+    assert torch.equal(model.model.rotary_emb.inv_freq, expected)
