@@ -10,8 +10,8 @@ help:            ## this list
 setup:           ## .venv with the pinned CPU stack
 	@launch/setup.sh
 
-quickstart: setup ## train a tiny policy with real Megatron and real SGLang, in minutes
-	@launch/quickstart.sh
+quickstart: setup ## train a tiny policy with real Megatron and real SGLang, in minutes (ARGS="run.seed=1")
+	@launch/quickstart.sh $(ARGS)
 
 test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real roles together
 	$(PYTEST) tests -m "not faults and not slow"

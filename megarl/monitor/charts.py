@@ -192,8 +192,8 @@ def reward_png(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> bytes
     return data.getvalue()
 
 
-def pictures(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> Sequence[str]:
-    """All SVGs of the report, in reading order; those without data are left out."""
+def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: list[Row]) -> Sequence[str]:
+    """All SVGs of the report, in reading order; those without data are left out. `timed`: rows whose times mean something."""
 
     def lag(axes: Any) -> bool:
         drawn = lines(axes, rows, {"lag_max": "largest", "lag_mean": "mean"})
@@ -212,8 +212,8 @@ def pictures(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> Sequenc
             lambda a: lines(a, rows, {"probe_logprob_diff": ""}, log=True),
             "Servers against learner: probe log-prob difference",
         ),
-        svg(lambda a: lines(a, rows, speed), "Tokens a second"),
-        svg(lambda a: where_time_goes(a, rows), "Where the learner's step goes, seconds"),
+        svg(lambda a: lines(a, timed, speed), "Tokens a second"),
+        svg(lambda a: where_time_goes(a, timed), "Where the learner's step goes, seconds"),
         svg(lambda a: lines(a, rows, rates), "Answers cut off, interrupted, malformed: share"),
         svg(lambda a: lines(a, rows, {"completion_tokens_mean": ""}), "Completion length, tokens"),
         svg(lambda a: lines(a, rows, {"trained_logprob_diff": ""}, log=True), "Learner against behaviour log-probs"),

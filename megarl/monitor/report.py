@@ -43,7 +43,10 @@ def write_report(rundir: RunDir) -> None:
         name=html.escape(recipe.run.name),
         subtitle=html.escape(f"{recipe.description} · {values['steps']} of {values['steps_planned']} steps"),
         tiles="".join(_tile(name, text) for name, text in _tiles(values)),
-        charts="".join(f"<div>{picture}</div>" for picture in charts.pictures(recipe, rows, evaluations)),
+        charts="".join(
+            f"<div>{picture}</div>"
+            for picture in charts.pictures(recipe, rows, summary.steady(rows, rundir), evaluations)
+        ),
         table="".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(t)}</td></tr>" for n, t in summary.lines(values)),
         rollouts=_rollouts(recipe, rundir),
         recipe=html.escape(dump(recipe)),

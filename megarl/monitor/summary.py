@@ -3,6 +3,7 @@
 metrics.jsonl, eval.jsonl, logs/supervisor.jsonl ──► summarise() ──► dict ──► render()
 """
 
+import bisect
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -21,7 +22,7 @@ Row = dict[str, Any]
 def summarise(recipe: Recipe, rundir: RunDir) -> Row:
     """Figures over all lives of the run; None where nothing was measured."""
     rows, evaluations = latest_rows(rundir.metrics), latest_rows(rundir.eval)
-    lived = [row for row in rows if not row.get("replay")]
+    lived = steady(rows, rundir)
     events = [e["event"] for e in read_jsonl(rundir.logs / "supervisor.jsonl")]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
     seconds = _total(lived, "step_seconds")
@@ -56,6 +57,15 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "void_groups": _total(rows, "void_groups"),
         "restarts": events.count("restart"),
     }
+
+
+def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
+    """Rows whose times are those of steps: not replayed, and not the first of a learner's life, which has its start-up."""
+    events = read_jsonl(rundir.logs / "supervisor.jsonl")
+    starts = [e["time"] for e in events if e["event"] == "started" and e["role"] == "learner-0"]
+    times = sorted(row["time"] for row in rows)
+    first = {times[i] for start in starts if (i := bisect.bisect(times, start)) < len(times)}
+    return [row for row in rows if not row.get("replay") and row["time"] not in first]
 
 
 def render(values: Row, recipe: Recipe, rundir: RunDir) -> RenderableType:

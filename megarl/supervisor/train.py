@@ -30,7 +30,7 @@ from megarl.supervisor import checks, devices
 from megarl.supervisor.launcher import Launcher, LocalLauncher, Running, sweep, task
 from megarl.supervisor.observe import Observer, last_lines
 from megarl.supervisor.restart import Done, GiveUp, Nothing, Restart, RestartPolicy, Role
-from megarl.supervisor.view import Frame, RoleView, line, render
+from megarl.supervisor.view import Frame, RoleView, line, render, warnings
 from megarl.supervisor.watch import Watch, stopped_roles
 
 TICK_S = 0.1
@@ -41,7 +41,7 @@ LINE_S = 10.0
 SAVE_LIMIT_S = 600.0
 """From the wish to stop to the learner's end: the step under way, and a checkpoint."""
 LEAVE_LIMIT_S = 10.0
-"""The learner has left; the controller may finish its journal and servers their clean-up."""
+"""For the controller, when all else has ended."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,13 @@ def wishes() -> Iterator[Wish]:
 
 
 class Screen:
-    """Where frames go: a live picture in a terminal, else a line every `LINE_S` seconds and at each change of wish."""
+    """Where frames go: a live picture in a terminal, else a line every `LINE_S` seconds and each warning once."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._last, self._stopping = -LINE_S, ""
+        self._warned: set[str] = set()
 
     def __enter__(self) -> "Screen":
         if self._live:
@@ -145,6 +146,11 @@ class Screen:
         elif frame.elapsed_s - self._last >= LINE_S or frame.stopping != self._stopping:
             self._last, self._stopping = frame.elapsed_s, frame.stopping
             print(line(frame), flush=True)
+            for warning in warnings(frame):
+                kind = warning.lstrip("0123456789.%")
+                if kind not in self._warned:
+                    self._warned.add(kind)
+                    print(f"! {warning}", flush=True)
 
     def say(self, text: str) -> None:
         """One lasting line."""
@@ -286,18 +292,17 @@ class Supervisor:
             self.running[role].kill()
 
     def _end_all(self) -> None:
-        """The controller may finish its journal, servers their shared memory; then everything that is left is killed."""
-        if Role("learner") in self.running:
-            self.running.pop(Role("learner")).kill()
+        """Servers and learner have nothing to finish; the controller may close its journal. Nothing is left after this."""
+        for role in [role for role in self.running if role.kind != "controller"]:
+            self.running.pop(role).kill()
         for process in self.running.values():
             process.terminate()
-        limit = time.monotonic() + LEAVE_LIMIT_S
-        while time.monotonic() < limit and any(p.status() is None for p in self.running.values()):
-            time.sleep(TICK_S)
-        for process in self.running.values():
+            limit = time.monotonic() + LEAVE_LIMIT_S
+            while process.status() is None and time.monotonic() < limit:
+                time.sleep(TICK_S)
             process.kill()
-        sweep()
         self.running.clear()
+        sweep()
 
     def _stopping(self) -> str:
         if self.stopping_since is None:

@@ -78,7 +78,6 @@ def line(frame: Frame) -> str:
         parts.append(f"{number(recent(observer, 'tokens_per_second'))} tok/s")
         parts.append(f"lag {number(row.get('lag_mean'), 1)}/{number(row.get('lag_max'))}")
         parts.append(f"probe {number(row.get('probe_logprob_diff'), 1, 'e')}")
-    parts += [f"! {w}" for w in warnings(frame)]
     return "  ".join(parts)
 
 
@@ -89,7 +88,7 @@ def phase(frame: Frame) -> str:
     if restarting:
         return f"restarting {', '.join(restarting)}"
     if status is None:
-        return "starting the controller"
+        return "starting the controller" if frame.observer.steps_made else "starting all roles"
     starting = [f"server-{s.id}" for s in status.servers if s.state == "starting"]
     if not frame.observer.steps_made and starting and len(starting) == len(status.servers):
         return f"starting {', '.join(starting)}"
@@ -117,14 +116,17 @@ def warnings(frame: Frame) -> list[str]:
     diff, limit = row.get("probe_logprob_diff"), frame.recipe.weights.probe_limit
     if diff is not None and diff > limit / 2:
         found.append(f"servers and learner differ by {diff:.2g} log-prob on the probe (the run stops at {limit:g})")
-    if row.get("skipped"):
+    if row.get("groups_in_loss") == 0:
+        found.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
+    elif row.get("skipped"):
         found.append("the last step was skipped: its gradient was not finite")
     return found
 
 
 def recent(observer: Observer, name: str) -> float | None:
-    """Mean of a metric over the last `RECENT` steps that have it."""
-    values = [observer.rows[s].get(name) for s in sorted(observer.rows)[-RECENT:]]
+    """Mean of a metric over the last `RECENT` steps that have it, those replayed after a crash left out."""
+    lived = [row for _, row in sorted(observer.rows.items())[-RECENT:] if not row.get("replay")]
+    values = [row.get(name) for row in lived]
     finite = [v for v in values if v is not None and math.isfinite(v)]
     return sum(finite) / len(finite) if finite else None
 

@@ -14,7 +14,7 @@ from megarl.errors import MegarlError
 from megarl.monitor import charts, report, summary
 from megarl.recipe import Recipe, from_tree
 from megarl.rollout.journal import Admitted, Finished, Journal
-from megarl.rundir import RunDir, append_jsonl
+from megarl.rundir import RunDir, append_jsonl, latest_rows
 from megarl.types import Group, Prompt, Rollout, Segment, float32, int32
 
 
@@ -52,6 +52,14 @@ def test_replayed_steps_do_not_count_as_speed(recipe: Recipe, write_run: Callabl
     before = summary.summarise(recipe, rundir)["tokens_per_second"]
     append_jsonl(rundir.metrics, row)
     assert summary.summarise(recipe, rundir)["tokens_per_second"] == before
+
+
+def test_first_step_of_a_life_is_no_measure(write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(6)
+    for start in (0.0, 1.8e9 + 5, 1.9e9):  # before step 0, between steps 2 and 3, after the last
+        append_jsonl(rundir.logs / "supervisor.jsonl", {"event": "started", "role": "learner-0", "time": start})
+    rows = latest_rows(rundir.metrics)
+    assert [row["step"] for row in summary.steady(rows, rundir)] == [1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 50])

@@ -42,7 +42,9 @@ def learner(rundir: RunDir, index: int, steps: int) -> int:
         return 2
     done = len(list(read_jsonl(rundir.metrics)))
     for step in range(done, steps):
-        append_jsonl(rundir.metrics, {"step": step, "compute_hours": step / 100, "compute_unit": "core"})
+        append_jsonl(
+            rundir.metrics, {"step": step, "time": time.time(), "compute_hours": step / 100, "compute_unit": "core"}
+        )
         if rundir.stop_file.exists():
             return 0
         time.sleep(0.1)

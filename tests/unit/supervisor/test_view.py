@@ -33,9 +33,9 @@ def test_before_anything_is_written(recipe: Recipe) -> None:
     rundir = RunDir.of(recipe)
     rundir.create()
     shown = frame(recipe, rundir)
-    assert phase(shown) == "starting the controller"
+    assert phase(shown) == "starting all roles"
     assert "step 0/80" in text(shown)
-    assert line(shown) == "[2:15]  starting the controller"
+    assert line(shown) == "[2:15]  starting all roles"
 
 
 def test_start_up(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
@@ -123,6 +123,8 @@ def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     assert "12% of the answers are cut off" in said
     assert "0.09" in said
     assert "not finite" in said
+    append_jsonl(rundir.metrics, {"step": 60, "skipped": 1.0, "groups_in_loss": 0.0})
+    assert "nothing was learnt" in " ".join(warnings(frame(recipe, rundir)))
 
 
 @pytest.mark.parametrize(
