@@ -1,6 +1,7 @@
 """One rank of test_publication_layouts: the same weights published from every layout of two ranks.
 
-`python -m tests.stack.publish_world RECIPE URL FIRST_VERSION NAME`; rank 0 prints one line of JSON a layout.
+`python -m tests.stack.publish_world RECIPE URL FIRST_VERSION MODEL SCORES`; rank 0 prints one line of JSON a layout.
+SCORES (.npz) is what the model thinks of the probe's sequences.
 """
 
 import json
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 import torch.distributed as dist
 
 from megarl import recipe as recipes
@@ -16,7 +17,6 @@ from megarl.messages import Publish, ServerAddress
 from megarl.models import build, family_of, hf, parallel
 from megarl.rundir import RunDir
 from megarl.weights.publisher import Publisher
-from tests.tiny_scores import scores
 
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel": 2, "sequence_parallel": True},
@@ -25,11 +25,8 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def main(path: str, url: str, first_version: int, name: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    directory = Path(recipes.load(path).model.path).parent / name
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+def main(path: str, url: str, first_version: int, directory: Path, known: Path) -> None:
+    reference = list(np.load(known).values())
     for version, layout in enumerate(LAYOUTS, first_version):
         overrides = [f"model.{key}={json.dumps(value)}" for key, value in layout.items()]
         recipe = recipes.load(path, [*overrides, "resources.learner_ranks=2"])
@@ -39,7 +36,7 @@ def main(path: str, url: str, first_version: int, name: str) -> None:
         hf.load(chunks, family, directory)
         publisher = Publisher(recipe, RunDir.of(recipe).endpoints(), chunks, family)
         command = Publish(version=version, servers=(ServerAddress(id=0, url=url),))
-        published = publisher.publish(command, "test", lambda sequences: scores(reference, sequences))
+        published = publisher.publish(command, "test", lambda sequences: reference)
         if dist.get_rank() == 0:
             assert published is not None
             (result,) = published.results
@@ -49,4 +46,4 @@ def main(path: str, url: str, first_version: int, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]))

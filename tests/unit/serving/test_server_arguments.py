@@ -88,7 +88,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
-        with pytest.raises(MegarlError, match="cannot listen on 127.0.0.1:"):
+        with pytest.raises(MegarlError, match=r"cannot listen on 127\.0\.0\.1:"):
             check(recipe, s.getsockname()[1], cuda=False)
     (port,) = free_ports(1)
     check(recipe, port, cuda=False)
