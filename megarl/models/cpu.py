@@ -32,6 +32,7 @@ def run_on_cpu() -> None:
 def after_megatron_import() -> None:
     """Make megatron's own tensors on the CPU, and let its distributed optimiser work with torch.optim.AdamW (where no fused
     Adam is installed, it uses that one). Idempotent."""
+    from megatron.core import utils
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -41,7 +42,7 @@ def after_megatron_import() -> None:
         return
     # These build tensors with device="cuda". Only they see factories that know better: transformers, which tells torch's
     # factories by identity while it loads a model, would silently leave rotary frequencies uninitialised.
-    for module in (clip_grads, optimizer, schedules, param_and_grad_buffer):
+    for module in (clip_grads, optimizer, schedules, param_and_grad_buffer, utils):
         module.torch = _TorchOnCpu()
     _own_step_for_each_parameter(DistributedOptimizer)
     _state_before_first_step(DistributedOptimizer)
