@@ -208,7 +208,6 @@ class Controller:
                     )
             if r.error:
                 log.warning("version %d did not reach server %d: %s", result.version, r.id, r.error)
-                self._give_up_on(r.id, r.error)
         if clean:
             self.published_version = max(self.published_version, result.version)
             hours = self._published.setdefault(result.version, self.compute.hours())
@@ -225,13 +224,15 @@ class Controller:
             )
             self.ledger.write(record)
             self._evaluate_if_due(result.version)
+        self._give_up_if_none_works(result)
         self._on_change()
 
-    def _give_up_on(self, server: int, error: str) -> None:
-        """End the run if no server works and this one has failed too often."""
+    def _give_up_if_none_works(self, result: Published) -> None:
+        """End the run when no server is clean and one of these has failed too often."""
         membership = self.servers.membership
-        if membership.members[server].failures >= PUBLISH_TRIES and not membership.clean():
-            self._fail(f"weights could not be published to server {server} {PUBLISH_TRIES} times in a row: {error}")
+        for r in result.results:
+            if r.error and not membership.clean() and membership.members[r.id].failures >= PUBLISH_TRIES:
+                self._fail(f"weights did not reach server {r.id} {PUBLISH_TRIES} times in a row: {r.error}")
 
     # What goes out.
 

@@ -1,6 +1,6 @@
 """The servers of a run: their clients, their states, and the watch over them.
 
-    GET /health every 2 s ─► seen | lost ─┐
+    GET /health each 2 s ─► seen | lost ─┐
     a request fails ───────► lost ────────┼─► Membership ─► changed()
     the learner publishes ────────────────┘
 
@@ -21,6 +21,7 @@ from megarl.rundir import Endpoints
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
+POLL_AFTER_MISS_S = 0.5
 MISSES = 5
 """Health checks missed one after the other until a server counts as lost: on a busy machine one or two mean nothing."""
 
@@ -69,8 +70,9 @@ class Servers:
 
     async def watch(self, server: int) -> None:
         """Ask for its health for ever. While it is published to it stands still and may be slow to answer: not asked."""
-        member, client, misses = self.membership.members[server], self.clients[server], 0
+        member, client, misses = self.membership.members[server], self.clients[server], 1
         while True:
+            await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
             if member.state != "publishing":
                 life = self._lives[server]
                 healthy = await client.health()
@@ -79,7 +81,6 @@ class Servers:
                 misses = 0 if healthy or member.state == "publishing" else misses + 1
                 if misses >= MISSES and member.state not in ("starting", "lost"):
                     self.server_lost(server, life, f"it missed {misses} health checks")
-            await asyncio.sleep(POLL_S)
 
     async def _greet(self, server: int) -> None:
         try:

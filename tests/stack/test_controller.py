@@ -214,6 +214,7 @@ def run(stack: Stack, tmp_path: Path) -> Iterator[Run]:
         for process in made.processes:
             process.kill()
             process.wait()
+        print(made.log()[-6000:])  # shown if the test failed
 
 
 def assert_law(run: Run, learner: Learner) -> list[Group]:

@@ -73,6 +73,7 @@ def pair(models: tuple[Path, dict[str, Any]], tmp_path: Path) -> Iterator[tuple[
         for process in run.processes:
             process.kill()
             process.wait()
+        print(run.log()[-6000:])  # shown if the test failed
         for server in servers:
             server.stop()
 
