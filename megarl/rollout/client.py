@@ -172,11 +172,12 @@ class ServerClient:
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
         stream: bool = True,
+        ignore_eos: bool = False,
     ) -> Generation:
         """Sample until a stop token, the model's own end token, or `max_new_tokens`.
 
         cache_salt: requests with different ones never share cached prefixes. stream=False gives the same result in one
-        piece, but nothing can be salvaged. Raises ServerLost or ServerRefused. Cancelling it aborts the request there.
+        piece, but nothing can be salvaged. ignore_eos: go on to `max_new_tokens` whatever is sampled (benchmarks). Raises ServerLost or ServerRefused. Cancelling it aborts the request there.
         """
         body: dict[str, Any] = {
             "input_ids": input_ids.tolist() if isinstance(input_ids, np.ndarray) else list(input_ids),
@@ -185,6 +186,7 @@ class ServerClient:
                 "temperature": temperature,
                 "top_p": top_p,
                 "stop_token_ids": list(stop_token_ids),
+                "ignore_eos": ignore_eos,
             },
             "return_logprob": True,
             "cache_salt": cache_salt,

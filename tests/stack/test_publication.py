@@ -1,7 +1,6 @@
 """Publication to the real server: in flight, exact version labels, checksums, probe, disk, many ranks, errors."""
 
 import asyncio
-import time
 from typing import Any
 
 import numpy as np
@@ -120,17 +119,3 @@ async def test_an_error_on_the_learners_side_leaves_no_server_paused(stack: Stac
     async with stack.client() as client:
         await asyncio.wait_for(client.generate(PROMPT, 5), 20)
     assert_good(await asyncio.to_thread(publish, stack, learner, "a", 41))
-
-
-def test_seconds(stack: Stack, learner: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Measured, never asserted."""
-    chunks, family = learner("a")
-    publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
-    for version in range(50, 54):
-        start = time.monotonic()
-        p = publish(stack, learner, "a", version, publisher)
-        with capsys.disabled():
-            print(
-                f"\npause {p.pause_seconds:.4f} transfer {p.transfer_seconds:.4f} resume {p.resume_seconds:.4f} "
-                f"probe {p.probe_seconds:.4f} all {time.monotonic() - start:.4f}"
-            )

@@ -1,0 +1,139 @@
+"""Tokens/s of one server alone: through ServerClient (streamed, log-probs, versions) and under a bare load, in the same run.
+
+    python -m benchmarks.server RECIPE [key=value …] [--tokens 128]
+
+The bare load is the cheapest client there is: whole replies, which it does not read. Both are repeated in turn, so that
+a busy machine is busy for both; tokens per second of the server's own CPU time hardly depend on it.
+"""
+
+import argparse
+import asyncio
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import psutil
+
+from megarl import recipe as recipes
+from megarl.models.family import read_config
+from megarl.process import die_with_parent
+from megarl.recipe import Recipe
+from megarl.rollout.client import ServerClient
+from megarl.rundir import Endpoints, RunDir, free_ports
+from megarl.serving.health import wait_ready
+
+CONCURRENCY = (1, 8, 32, 128)
+PROMPT_TOKENS = 16
+REPEATS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of a request")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        recipe = recipes.load(options.recipe, [*options.overrides, f"run.dir={directory}"])
+        process, endpoints = start(recipe)
+        try:
+            seconds = wait_ready(endpoints.servers[0], recipe.serving.start_timeout_s, process.poll)
+            print(
+                f"ready after {seconds:.1f} s; {options.tokens} tokens a request, "
+                f"stream_interval {recipe.serving.stream_interval}"
+            )
+            asyncio.run(measure(recipe, endpoints, process.pid, options.tokens))
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def start(recipe: Recipe) -> tuple[subprocess.Popen[bytes], Endpoints]:
+    """`megarl serve`, not ready yet."""
+    rundir = RunDir.of(recipe)
+    rundir.create()
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    keys = {"api_key": "user", "admin_key": "admin"}
+    endpoints = Endpoints(session="", controller="", servers=(url,), rendezvous_port=0, **keys)
+    rundir.write_endpoints(endpoints)
+    rundir.recipe.write_text(recipes.dump(recipe))
+    with (rundir.logs / "server.log").open("wb") as log:
+        command = [sys.executable, "-m", "megarl", "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent
+        )
+    return process, endpoints
+
+
+async def measure(recipe: Recipe, endpoints: Endpoints, pid: int, tokens: int) -> None:
+    """One line a load and concurrency: median tokens/s, tokens per CPU-second of the server, CPU share of the client."""
+    url, limit = endpoints.servers[0], recipe.serving.request_timeout_s
+    vocabulary = read_config(Path(recipe.model.path))["vocab_size"]
+    generator = np.random.default_rng(0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    headers = {"Authorization": f"Bearer {endpoints.api_key}", "Content-Type": "application/json"}
+
+    def prompt() -> np.ndarray:
+        return generator.integers(0, vocabulary, PROMPT_TOKENS, dtype=np.int32)
+
+    async with (
+        ServerClient(url, endpoints.api_key, endpoints.admin_key, limit) as client,
+        aiohttp.ClientSession(connector=connector, headers=headers) as session,
+    ):
+
+        async def bare() -> int:
+            sampling = {"max_new_tokens": tokens, "ignore_eos": True}
+            body = {"input_ids": prompt().tolist(), "sampling_params": sampling, "return_logprob": True}
+            async with session.post(f"{url}/generate", data=msgspec.json.encode(body)) as reply:
+                await reply.read()
+                return tokens if reply.status == 200 else 0
+
+        async def streamed() -> int:
+            salt = str(generator.integers(1 << 30))
+            return len((await client.generate(prompt(), tokens, cache_salt=salt, ignore_eos=True)).tokens)
+
+        print(f"{'load':>10} {'concurrency':>11} {'tokens/s':>9} {'per server CPU-s':>17} {'client CPU':>11}")
+        for concurrency in CONCURRENCY:
+            loads: dict[str, Callable[[], Awaitable[int]]] = {"bare": bare, "streamed": streamed}
+            seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in loads}
+            for _ in range(REPEATS):
+                for name, load in loads.items():
+                    seen[name].append(await once(load, concurrency, pid))
+            for name, runs in seen.items():
+                rate, work, share = (statistics.median(column) for column in zip(*runs, strict=True))
+                print(f"{name:>10} {concurrency:>11} {rate:>9.0f} {work:>17.0f} {share:>10.1%}", flush=True)
+
+
+async def once(load: Callable[[], Awaitable[int]], concurrency: int, pid: int) -> tuple[float, float, float]:
+    """Tokens/s, tokens per CPU-second of the server's processes, CPU-seconds of this process per second."""
+    server, client, start = server_cpu(pid), client_cpu(), time.monotonic()
+    count = sum(await asyncio.gather(*(load() for _ in range(concurrency))))
+    seconds = time.monotonic() - start
+    return count / seconds, count / (server_cpu(pid) - server), (client_cpu() - client) / seconds
+
+
+def server_cpu(pid: int) -> float:
+    main = psutil.Process(pid)
+    times: list[Any] = [process.cpu_times() for process in (main, *main.children(recursive=True))]
+    return float(sum(t.user + t.system for t in times))
+
+
+def client_cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+if __name__ == "__main__":
+    main()
