@@ -40,5 +40,8 @@ def adopt_orphans() -> None:
 def start_logging(role: str) -> None:
     """Lines with time and role on stderr, which the supervisor sends to RUN/logs/."""
     logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s", force=True
+        level=logging.INFO,
+        stream=sys.stderr,
+        format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s",
+        force=True,
     )

@@ -41,7 +41,7 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "tokens_per_second": _ratio(_total(lived, "generated_tokens"), seconds),
         "step_seconds": _ratio(seconds, float(len(lived))),
         "learner_idle_share": _ratio(_total(lived, "wait_seconds"), seconds),
-        "server_idle_share": _less(1.0, _mean(lived, "server_busy_share")),
+        "server_idle_share": _rest(_mean(lived, "server_busy_share")),
         "publish_seconds": _mean(lived, "publish_seconds"),
         "pause_seconds": _mean(lived, "pause_seconds"),
         "transfer_seconds": _mean(lived, "transfer_seconds"),
@@ -143,8 +143,9 @@ def _ratio(value: float, by: float) -> float | None:
     return value / by if by else None
 
 
-def _less(value: float, by: float | None) -> float | None:
-    return None if by is None else value - by
+def _rest(share: float | None) -> float | None:
+    """Of one; a measured share can be a hair above it."""
+    return None if share is None else max(0.0, 1.0 - share)
 
 
 def show(value: float | None, form: str) -> str:

@@ -43,6 +43,7 @@ def test_replayed_steps_do_not_count_as_speed(recipe: Recipe, write_run: Callabl
     rundir = write_run(2)
     row = {
         "step": 2,
+        "time": 0.0,
         "compute_hours": 1.0,
         "compute_unit": "core",
         "generated_tokens": 1e9,

@@ -1,6 +1,7 @@
 """A small process in the place of a role: `stand_in_role.py KIND INDEX RUN STEPS`. Tells its process id in RUN/KIND-INDEX.pids.
 
-server: starts a process that leaves its session, as a stray would; controller: writes status.json; learner: makes rows.
+server: starts a process that leaves its session, as a stray would; controller: writes status.json; learner: makes rows, to
+the last step or until RUN/enough exists.
 """
 
 import json
@@ -45,7 +46,7 @@ def learner(rundir: RunDir, index: int, steps: int) -> int:
         append_jsonl(
             rundir.metrics, {"step": step, "time": time.time(), "compute_hours": step / 100, "compute_unit": "core"}
         )
-        if rundir.stop_file.exists():
+        if rundir.stop_file.exists() or (rundir.path / "enough").exists():
             return 0
         time.sleep(0.1)
     return 0
