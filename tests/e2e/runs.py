@@ -1,0 +1,183 @@
+"""Real runs of the quickstart at a smaller size, and what can be read from what they leave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megarl import recipe as recipes
+from megarl.batch import batch_statistics
+from megarl.recipe import Recipe
+from megarl.rollout.journal import JournalReader
+from megarl.rollout.state import PublishedVersion
+from megarl.rundir import RunDir, latest_rows, read_jsonl
+from megarl.types import Batch, Group
+
+START_LIMIT_S = 240.0
+RUN_LIMIT_S = 420.0
+SMALL = (
+    "run.steps=10",
+    "evaluation.every=5",
+    "evaluation.prompts=40",
+    "evaluation.samples=2",
+    "checkpoint.every=4",
+    "batch.prompts=12",
+)
+"""Overrides of the quickstart: one minute."""
+
+
+def megarl(*arguments: str, cwd: Path, limit_s: float = RUN_LIMIT_S) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "megarl", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        env=quiet(),
+    )
+
+
+def quiet() -> dict[str, str]:
+    """This environment with wide output, and bytecode kept: without it every role compiles all it imports."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {"COLUMNS": "120"}
+
+
+@dataclass
+class LiveRun:
+    """A `megarl train` under way."""
+
+    cwd: Path
+    overrides: tuple[str, ...]
+    output: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def recipe(self) -> Recipe:
+        return recipes.load("quickstart", self.overrides)
+
+    @property
+    def rundir(self) -> RunDir:
+        return RunDir(self.cwd / self.recipe.run.path)
+
+    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = START_LIMIT_S) -> None:
+        """Until it holds; an error with the run's last output if it does not within the limit."""
+        end = time.monotonic() + limit_s
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.tail()}"
+            assert time.monotonic() < end, f"no {what} within {limit_s:g} s:\n{self.tail()}"
+            time.sleep(0.1)
+
+    def steps(self) -> int:
+        """Rows in metrics.jsonl so far, superseded ones not counted."""
+        return len(latest_rows(self.rundir.metrics))
+
+    def finish(self, limit_s: float = RUN_LIMIT_S) -> int:
+        """Wait for the end; the exit status."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end within {limit_s:g} s:\n{self.tail()}") from None
+
+    def tail(self) -> str:
+        logs = [f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.rundir.logs.glob("*.log")]
+        return "\n".join([self.output.read_text(errors="replace")[-3000:], *logs])
+
+    def roles(self) -> dict[str, psutil.Process]:
+        """The main process of each role, by role."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            words = child.cmdline()
+            for role in ("serve", "rollout", "learn"):
+                if role in words and child.status() != psutil.STATUS_ZOMBIE:
+                    found[role] = child
+        return found
+
+    def family(self) -> list[psutil.Process]:
+        """Every process of the run now."""
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
+
+    def ports(self) -> list[int]:
+        """Ports the run's endpoints name."""
+        endpoints = self.rundir.endpoints()
+        urls = (endpoints.controller, *endpoints.servers)
+        return [int(url.rsplit(":", 1)[1]) for url in urls]
+
+    def kill(self) -> None:
+        """For the end of a test, whatever state it is in."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def start(cwd: Path, *overrides: str) -> LiveRun:
+    """`megarl train quickstart` with these overrides, in the background."""
+    output = cwd / "train.out"
+    with output.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megarl", "train", "quickstart", *overrides],
+            cwd=cwd,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=quiet(),
+            start_new_session=True,
+        )
+    return LiveRun(cwd, overrides, output, process)
+
+
+def batches(rundir: RunDir, recipe: Recipe) -> list[tuple[Group, ...]]:
+    """What each step trained, from the journal: the tickets in order, `batch.prompts` a step."""
+    reader = JournalReader(rundir.rollouts)
+    admission = reader.fold().admission
+    groups = []
+    for step in range(recipe.run.steps):
+        tickets = admission.batch(step)
+        assert tickets is not None, f"batch {step} is not complete in the journal"
+        groups.append(tuple(reader.groups(tickets)))
+    return groups
+
+
+def publications(rundir: RunDir) -> list[PublishedVersion]:
+    return [r for r in JournalReader(rundir.rollouts).replay() if isinstance(r, PublishedVersion)]
+
+
+def check_history(rundir: RunDir, recipe: Recipe) -> None:
+    """Each ticket trained in exactly one step of the surviving history, within the lag, and replays bit for bit the same."""
+    trained = batches(rundir, recipe)
+    tickets = [group.ticket for groups in trained for group in groups]
+    assert len(tickets) == len(set(tickets)) == recipe.run.steps * recipe.batch.prompts
+    rows = latest_rows(rundir.metrics)
+    assert [row["step"] for row in rows] == list(range(recipe.run.steps))
+    for row, groups in zip(rows, trained, strict=True):
+        statistics = batch_statistics(Batch(step=row["step"], groups=groups))
+        for name in ("generated_tokens", "pass_rate_train", "lag_max", "lag_mean"):
+            assert row[name] == statistics[name], f"step {row['step']} did not train the journal's batch: {name}"
+        for group in groups:
+            for rollout in group.rollouts:
+                assert row["step"] - int(rollout.versions.min()) <= recipe.pipeline.k
+    first: dict[int, dict[str, Any]] = {}
+    for row in read_jsonl(rundir.metrics):
+        before = first.setdefault(row["step"], row)
+        for name in ("loss", "grad_norm", "entropy", "ratio_mean", "tokens_trained"):
+            assert row.get(name) == before.get(name), f"step {row['step']} replayed differently: {name}"
+
+
+def check_nothing_left(family: list[psutil.Process], ports: list[int]) -> None:
+    """No process of the run, and nobody on its ports, within a few seconds."""
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    taken = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert not taken & set(ports)
+
+
+def summary(rundir: RunDir) -> dict[str, Any]:
+    return json.loads(rundir.summary.read_text())

@@ -1,0 +1,91 @@
+"""kill -9 of each role of a real run, in the middle of its work: the run goes on, and its history is as if nothing had been."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl import recipe as recipes
+from megarl.rundir import latest_rows
+from tests.e2e import runs
+from tests.e2e.runs import SMALL, LiveRun, check_history, check_nothing_left
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
+
+Start = Callable[..., LiveRun]
+
+
+@pytest.fixture
+def start(workplace: Path) -> Iterator[Start]:
+    """start(name, *overrides): a run that is killed at the latest when the test ends."""
+    started: list[LiveRun] = []
+
+    def begin(name: str, *overrides: str) -> LiveRun:
+        started.append(runs.start(workplace, f"run.name={name}", *SMALL, "run.steps=16", *overrides))
+        return started[-1]
+
+    yield begin
+    for run in started:
+        run.kill()
+
+
+def check_whole(run: LiveRun) -> None:
+    recipe = recipes.load(str(run.rundir.recipe))
+    check_history(run.rundir, recipe)
+    assert [row["step"] for row in latest_rows(run.rundir.eval)] == [0, 5, 10, 15, 16]
+
+
+@pytest.mark.parametrize("role", ["serve", "rollout", "learn"])
+def test_a_killed_role_is_restarted(start: Start, role: str) -> None:
+    """At a random moment after the first checkpoint, so that a learner has steps to replay."""
+    run = start(f"kill-{role}")
+    run.wait_for(lambda: run.steps() >= 5, "step 5", runs.RUN_LIMIT_S)
+    family, ports = run.family(), run.ports()
+    time.sleep(random.random())
+    run.roles()[role].kill()
+    run.wait_for(lambda: role in run.roles() or run.process.poll() == 0, f"a new {role}")
+    family += run.family() if run.process.poll() is None else []
+    assert run.finish() == 0, run.tail()
+    check_whole(run)
+    check_nothing_left(family, ports)
+
+
+def test_a_killed_supervisor_takes_everything_with_it_and_the_run_is_resumed(start: Start) -> None:
+    run = start("kill-train")
+    run.wait_for(lambda: run.steps() >= 6, "step 6", runs.RUN_LIMIT_S)
+    family, ports = run.family(), run.ports()
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    check_nothing_left(family, ports)
+    again = start("kill-train", "run.resume=auto")
+    assert again.finish() == 0, again.tail()
+    check_whole(again)
+
+
+def test_interrupt_saves_and_leaves_nothing(start: Start) -> None:
+    run = start("interrupt")
+    run.wait_for(lambda: run.steps() >= 3, "step 3", runs.RUN_LIMIT_S)
+    family, ports = run.family(), run.ports()
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish(120) == 130
+    check_nothing_left(family, ports)
+    assert runs.summary(run.rundir)["outcome"] == "stopped"
+    saved = max(int(p.name.removeprefix("step-")) for p in run.rundir.checkpoints.iterdir())
+    assert saved == run.steps()
+    again = start("interrupt", "run.resume=auto")
+    again.wait_for(lambda: bool(again.roles()), "roles")
+    assert again.finish() == 0, again.tail()
+    check_whole(again)
+
+
+def test_no_process_is_left_when_a_role_cannot_start(start: Start) -> None:
+    """The model cannot be read: the run ends by itself, and says which role failed and why."""
+    run = start("broken", "serving.kv_tokens=1")
+    assert run.finish() == 1
+    assert "server-0" in run.output.read_text(errors="replace")
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(run.rundir.recipe) in (p.info["cmdline"] or [])]
