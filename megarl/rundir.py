@@ -1,14 +1,15 @@
 """The run directory: its fixed form, the addresses of a live run, and the one JSONL writer.
 
-    RUN/recipe.yaml        resolved            RUN/rollouts/      the journal
-    RUN/metrics.jsonl      one object a step   RUN/logs/          one file a process
-    RUN/eval.jsonl         one an evaluation   RUN/checkpoints/   step-000000N/
-    RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  RUN/reward.png
-    RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
-    RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
+RUN/recipe.yaml        resolved            RUN/rollouts/      the journal
+RUN/metrics.jsonl      one object a step   RUN/logs/          one file a process
+RUN/eval.jsonl         one an evaluation   RUN/checkpoints/   step-000000N/
+RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  RUN/reward.png
+RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
+RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
 """
 
 import json
+import math
 import os
 import socket
 import tempfile
@@ -65,7 +66,9 @@ class RunDir:
 
     def endpoints(self) -> Endpoints:
         if not self.endpoints_file.exists():
-            raise MegarlError(f"{self.endpoints_file}: no such file; the run is not live. Start it with `megarl train`.")
+            raise MegarlError(
+                f"{self.endpoints_file}: no such file; the run is not live. Start it with `megarl train`."
+            )
         return msgspec.json.decode(self.endpoints_file.read_bytes(), type=Endpoints)
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
@@ -87,8 +90,12 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
-    """One line, flushed; a line left unfinished by a crash is closed first so that it spoils only itself."""
-    data = json.dumps(row, allow_nan=True).encode() + b"\n"
+    """One line, flushed; a line left unfinished by a crash is closed first so that it spoils only itself.
+
+    A number that is not finite becomes null: JSON has none.
+    """
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    data = json.dumps(finite, allow_nan=False).encode() + b"\n"
     with path.open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -97,16 +104,23 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
         file.write(data)
 
 
+def parsed(line: str) -> dict[str, Any] | None:
+    """The row in a line of `append_jsonl`, null as not-a-number again; None for a line that a crash cut short."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return {k: math.nan if v is None else v for k, v in row.items()} if isinstance(row, dict) else None
+
+
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows in order; a line that a crash cut short is passed over."""
+    """Rows in order."""
     if not path.exists():
         return
     with path.open() as file:
         for line in file:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+            if (row := parsed(line)) is not None:
+                yield row
 
 
 def latest_rows(path: Path) -> list[dict[str, Any]]:

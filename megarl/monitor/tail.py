@@ -1,8 +1,9 @@
 """New rows of a JSONL file that another process appends to."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from megarl.rundir import parsed
 
 
 class Tail:
@@ -26,10 +27,4 @@ class Tail:
 
     def new(self) -> list[dict[str, Any]]:
         """Rows since the last call; a line a crash cut short is passed over."""
-        rows = []
-        for line in self.lines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return rows
+        return [row for line in self.lines() if (row := parsed(line)) is not None]

@@ -1,0 +1,43 @@
+"""Rows and files of a run directory under crashes."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megarl.rundir import append_jsonl, latest_rows, read_jsonl, write_atomically
+
+
+def test_rows_supersede_by_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step, loss in ((0, 1.0), (1, 2.0), (1, 3.0), (2, 4.0)):
+        append_jsonl(path, {"step": step, "loss": loss})
+    assert latest_rows(path) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 4.0}]
+
+
+def test_a_line_cut_by_a_crash_spoils_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_jsonl(path, {"step": 0})
+    with path.open("ab") as file:
+        file.write(b'{"step": 1, "lo')
+    append_jsonl(path, {"step": 2})
+    assert [row["step"] for row in read_jsonl(path)] == [0, 2]
+
+
+def test_what_is_no_number_is_null_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_jsonl(path, {"step": 0, "a": math.nan, "b": math.inf})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"step": 0, "a": None, "b": None}
+    (row,) = read_jsonl(path)
+    assert math.isnan(row["a"])
+
+
+def test_an_atomic_write_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old", mode=0o600)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(TypeError):
+        write_atomically(path, "not bytes")  # type: ignore[arg-type]
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
