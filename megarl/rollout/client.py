@@ -177,7 +177,8 @@ class ServerClient:
         """Sample until a stop token, the model's own end token, or `max_new_tokens`.
 
         cache_salt: requests with different ones never share cached prefixes. stream=False gives the same result in one
-        piece, but nothing can be salvaged. ignore_eos: go on to `max_new_tokens` whatever is sampled (benchmarks). Raises ServerLost or ServerRefused. Cancelling it aborts the request there.
+        piece, but nothing can be salvaged. ignore_eos: go on to `max_new_tokens` whatever is sampled (benchmarks).
+        Raises ServerLost or ServerRefused. Cancelling it aborts the request on the server.
         """
         body: dict[str, Any] = {
             "input_ids": input_ids.tolist() if isinstance(input_ids, np.ndarray) else list(input_ids),

@@ -184,8 +184,9 @@ def engine_arguments(recipe: Recipe, index: int, port: int, endpoints: Endpoints
         "incremental_streaming_output": True,
         # A weight update may legitimately keep the scheduler busy for weights.timeout_s.
         "watchdog_timeout": weights.timeout_s + WATCHDOG_MARGIN_S,
-        # An idle scheduler otherwise spins on the core that the learner could have.
-        "sleep_on_idle": not cuda,
+        # An idle scheduler otherwise spins on the core that the learner could have. Not with more ranks: those that get no
+        # messages themselves would sleep a second into each request.
+        "sleep_on_idle": not cuda and recipe.resources.server_tensor_parallel == 1,
         "log_level": "info",
         "log_level_http": "warning",
     }
