@@ -29,7 +29,7 @@ from megarl.rundir import write_atomically
 log = logging.getLogger(__name__)
 
 TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
-DIGITS = {1: 0.1, 2: 0.3, 3: 0.35, 4: 0.25}
+DIGITS = {1: 0.15, 2: 0.4, 3: 0.35, 4: 0.1}
 """Share of problems whose longer operand has that many digits. The number is the prompt's difficulty."""
 
 CHARACTERS = "0123456789+-=;.,:?!*/%()[]<>"
