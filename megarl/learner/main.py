@@ -46,7 +46,7 @@ def main(recipe: Recipe) -> int:
         become_torchrun(recipe.resources.learner_ranks, rundir.endpoints().rendezvous_port)
     if is_rank():
         die_with_parent()
-        start_logging(f"learner {os.environ['RANK']}")
+    start_logging(f"learner {os.environ.get('RANK', '0')}")
     torch.set_num_threads(recipe.resources.threads)
     # Ranks other than 0 wait in a collective as long as rank 0 waits for the controller.
     parallel.start(recipe.model, recipe.run.seed, CONTROLLER_LIMIT_S + recipe.weights.timeout_s)

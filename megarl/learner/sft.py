@@ -3,7 +3,6 @@
 sft.data ──► traces ──shuffled epochs──► batches of sft.batch_tokens ──► Trainer.train_step ──► sft.output (Hugging Face)
 """
 
-import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,6 @@ from megarl.models import hf, parallel
 from megarl.process import die_with_parent
 from megarl.recipe import Recipe
 from megarl.rundir import free_ports
-
-log = logging.getLogger(__name__)
 
 RANKS_LIMIT_S = 600.0
 """Of a collective; ranks differ by no more than reading the data."""
@@ -52,8 +49,8 @@ def main(recipe: Recipe) -> int:
     return 0
 
 
-def train(trainer: Trainer, source: Iterator[list[TrainSequence]], steps: int) -> list[float]:
-    """That many steps, with a progress bar on rank 0; the loss of each, nats per completion token."""
+def train(trainer: Trainer, source: Iterator[list[TrainSequence]], steps: int) -> None:
+    """That many steps, with a progress bar on rank 0."""
     columns = (
         TextColumn("warm start"),
         BarColumn(),
@@ -71,9 +68,7 @@ def train(trainer: Trainer, source: Iterator[list[TrainSequence]], steps: int) -
             losses.append(metrics.get("loss", float("nan")))
             speed = sum(map(len, batch)) / (time.monotonic() - begin)
             progress.update(task, advance=1, now=f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s")
-    if dist.get_rank() == 0:
-        log.info("warm start: %d steps, loss %.4f, first %.4f", steps, losses[-1], losses[0])
-    return losses
+        progress.console.print(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {steps} steps")
 
 
 def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[list[TrainSequence]]:

@@ -4,6 +4,8 @@
 and, from the world of one rank on, one_rank.pt and checkpoints/. Differences are max|d| / max|expected|.
 """
 
+import dataclasses
+import math
 import os
 import sys
 from pathlib import Path
@@ -51,6 +53,7 @@ def main(directory: Path) -> None:
                     directory, batch, recipe_of(directory, world, packing, **layout), f"{layout} packing={packing}"
                 )
         if layout in CHECKPOINTED:
+            check_skipped(directory, batch, recipe_of(directory, world, True, **layout))
             check_checkpoint(directory, batch, recipe_of(directory, world, True, **layout), f"{layout}")
     parallel.stop()
 
@@ -130,6 +133,22 @@ def check_checkpoint(directory: Path, batch: Batch, recipe: Recipe, what: str) -
     worst = max(abs(a[n] - b[n]) / scale[n] for a, b in zip(again, expected, strict=True) for n in scale)
     say(f"{what}: resumed from one rank's checkpoint: {worst:.1e}")
     assert worst <= 1e-6, (what, again, expected)
+
+
+def check_skipped(directory: Path, batch: Batch, recipe: Recipe) -> None:
+    """A step without sequences, or without a finite loss, changes no weight, is counted, and is a step all the same."""
+    trainer = start(directory, recipe)
+    sequences = training_sequences(batch, recipe)
+    before = [p.detach().clone() for chunk in trainer.chunks for p in chunk.parameters()]
+    empty = trainer.train_step([])
+    broken = trainer.train_step([dataclasses.replace(s, advantage=float("nan")) for s in sequences])
+    after = [p for chunk in trainer.chunks for p in chunk.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert (empty["skipped"], broken["skipped"], broken["skipped_steps"], trainer.step) == (1, 1, 2, 2)
+    trained = trainer.train_step(sequences)
+    assert trained["skipped"] == 0
+    assert math.isfinite(trained["loss"])
+    assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def resume(directory: Path, folder: Path, recipe: Recipe) -> list[dict[str, float]]:
