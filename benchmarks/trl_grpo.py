@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer (`loss_type="cispo"`, CPU) on the benchmark's workload: completion tokens per second, rollout and training.
 
-    PYTHONPATH=.bench python benchmarks/trl_grpo.py MODEL_DIR '{"prompts": 16, …}'     prints one JSON line
+    PYTHONPATH=.bench:. python -m benchmarks.trl_grpo MODEL_DIR '{"prompts": 16, …}'     prints one JSON line
 
 The reward is random: like the policy's noise it costs nothing and leaves no group without variance.
 """
@@ -19,7 +19,8 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
-from workload import Workload, prompt_texts  # noqa: E402
+
+from benchmarks.workload import Workload, prompt_texts  # noqa: E402
 
 
 class Clock(TrainerCallback):

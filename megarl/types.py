@@ -13,7 +13,7 @@ Token ids and log-probs are int32 and float32 numpy arrays in memory and raw lit
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -125,7 +125,6 @@ class Batch(Record, frozen=True):
 
 _ARRAY_CODES: dict[Any, int] = {np.dtype(np.int32): 1, np.dtype(np.float32): 2}
 _ARRAY_DTYPES = {1: np.dtype("<i4"), 2: np.dtype("<f4")}
-T = TypeVar("T")
 
 
 def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
@@ -159,7 +158,7 @@ def encode(record: Any) -> bytes:
     return _encoder.encode(record)
 
 
-def decode(data: bytes | memoryview, kind: type[T] | Any) -> T:
+def decode[T](data: bytes | memoryview, kind: type[T] | Any) -> T:
     """The record of type (or tagged union) `kind` in `data`; msgspec.ValidationError or DecodeError if it is not one."""
     if kind not in _decoders:
         _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_dec_hook, ext_hook=_ext_hook)

@@ -9,12 +9,11 @@ left out, other keys are ignored. A prompt that is too long is left out and coun
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from megarl.data.jsonl import listed, read_rows
-from megarl.data.tokenizer import encode_all
+from megarl.data.tokenizer import Tokenizer
 from megarl.errors import MegarlError
 from megarl.types import Prompt
 
@@ -31,7 +30,7 @@ class Row(msgspec.Struct, frozen=True):
     difficulty: int = 0
 
 
-def load_prompts(path: Path | str, tokenizer: Any, max_tokens: int) -> list[Prompt]:
+def load_prompts(path: Path | str, tokenizer: Tokenizer, max_tokens: int) -> list[Prompt]:
     """The prompts of a JSONL file that are at most `max_tokens` long, in file order; how many are not is logged.
 
     One MegarlError names every faulty line: no such row, an id or a text of an earlier line, an empty prompt or answer.
@@ -40,7 +39,7 @@ def load_prompts(path: Path | str, tokenizer: Any, max_tokens: int) -> list[Prom
     rows = read_rows(path, Row, _Faults())
     prompts = [
         Prompt(id=row.id, tokens=tokens, answer=row.answer, task=row.task, difficulty=row.difficulty)
-        for row, tokens in zip(rows, encode_all(tokenizer, [row.prompt for row in rows]), strict=True)
+        for row, tokens in zip(rows, tokenizer.encode_all([row.prompt for row in rows]), strict=True)
         if len(tokens) <= max_tokens
     ]
     if not prompts:

@@ -8,13 +8,13 @@ Both are exactly what the model sees; the end token is added here. A trace that 
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from megarl.data.jsonl import read_rows
-from megarl.data.tokenizer import encode_all, end_id
+from megarl.data.tokenizer import Tokenizer
 from megarl.errors import MegarlError
 from megarl.types import int32
 
@@ -35,13 +35,13 @@ class Trace(NamedTuple):
     prompt_tokens: int
 
 
-def load_traces(path: Path | str, tokenizer: Any, max_length: int) -> list[Trace]:
+def load_traces(path: Path | str, tokenizer: Tokenizer, max_length: int) -> list[Trace]:
     """The traces of a JSONL file that are at most `max_length` tokens long, in file order; the others are counted."""
     path = Path(path)
     rows = read_rows(path, Row, _faults)
-    prompts = encode_all(tokenizer, [row.prompt for row in rows])
-    completions = encode_all(tokenizer, [row.completion for row in rows])
-    end = int32([end_id(tokenizer)])
+    prompts = tokenizer.encode_all([row.prompt for row in rows])
+    completions = tokenizer.encode_all([row.completion for row in rows])
+    end = int32([tokenizer.end])
     traces = [
         Trace(np.concatenate([prompt, completion, end]), len(prompt))
         for prompt, completion in zip(prompts, completions, strict=True)

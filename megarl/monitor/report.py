@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import MegarlError
 from megarl.monitor import charts, summary
 from megarl.recipe import Recipe, dump, load
@@ -73,12 +72,11 @@ def _tile(name: str, text: str) -> str:
 
 def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
     """A right and a wrong answer of each of the newest groups, a colour a weight version; empty without a journal."""
-    vocabulary = Path(recipe.model.path) / "tokenizer.json"
     reader = JournalReader(rundir.rollouts)
     newest = reader.finished()[-2 * SAMPLES :]
-    if not newest or not vocabulary.exists():
+    if not newest or not (Path(recipe.model.path) / "tokenizer.json").exists():
         return ""
-    tokenizer = Tokenizer.from_file(str(vocabulary))
+    tokenizer = load_tokenizer(recipe.model.path)
     chosen = [(group, r) for group in reversed(reader.groups(newest)) for r in _one_of_each(group)][:SAMPLES]
     shown = "".join(_rollout(tokenizer, group, rollout) for group, rollout in chosen)
     legend = (
@@ -95,10 +93,10 @@ def _one_of_each(group: Group) -> list[Rollout]:
 
 
 def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout) -> str:
-    text = html.escape(tokenizer.decode(group.prompt.tokens.tolist(), skip_special_tokens=False))
+    text = html.escape(tokenizer.decode(group.prompt.tokens))
     versions = sorted({s.weight_version for s in rollout.segments if s.trained})
     for segment in rollout.segments:
-        part = html.escape(tokenizer.decode(segment.tokens.tolist(), skip_special_tokens=False))[:MOST_CHARACTERS]
+        part = html.escape(tokenizer.decode(segment.tokens))[:MOST_CHARACTERS]
         colour = f"v{versions.index(segment.weight_version) % 2}" if segment.trained else "phrase"
         text += f'<span class="{colour}">{part}</span>'
     mark = '<span class="good">right</span>' if rollout.correct else '<span class="bad">wrong</span>'

@@ -24,7 +24,7 @@ import uvloop
 
 from megarl.batch import batch_statistics
 from megarl.data.prompts import check_disjoint, load_prompts
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import MegarlError
 from megarl.evaluation import score as evaluation
 from megarl.evaluation.schedule import is_due
@@ -99,7 +99,7 @@ class Controller:
         recipe: Recipe,
         rundir: RunDir,
         journal: Journal,
-        tokenizer: object,
+        tokenizer: Tokenizer,
         prompts: list[Prompt],
         heldout: list[Prompt],
         link: Link,

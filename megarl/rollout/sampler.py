@@ -10,11 +10,11 @@ Every request, also a second one, goes to a server that is eligible at that mome
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from megarl.data.tokenizer import end_id, ids
+from megarl.data.tokenizer import Tokenizer
 from megarl.recipe import Recipe
 from megarl.rollout import interruption
 from megarl.rollout.client import Generation, ServerClient, ServerLost, ServerRefused
@@ -70,13 +70,13 @@ class Sampler:
     """Samples jobs on the servers behind `places`."""
 
     def __init__(
-        self, recipe: Recipe, tokenizer: Any, clients: dict[int, ServerClient], places: Places, watcher: Watcher
+        self, recipe: Recipe, tokenizer: Tokenizer, clients: dict[int, ServerClient], places: Places, watcher: Watcher
     ) -> None:
         self._length = recipe.length
         self._max_retries = recipe.serving.max_retries
         self._tokenizer = tokenizer
-        self._phrase = ids(tokenizer, recipe.length.interruption)
-        self._end = end_id(tokenizer)
+        self._phrase = tokenizer.ids(recipe.length.interruption)
+        self._end = tokenizer.end
         self._clients = clients
         self._places = places
         self._watcher = watcher
@@ -85,13 +85,13 @@ class Sampler:
         """The whole rollout. Raises Void."""
         done = Completion()
         if not await self._leg(job, done, job.thinking_tokens):
-            if self._length.end_of_thinking not in self._decode(done.tokens):
+            if self._length.end_of_thinking not in self._tokenizer.decode(done.tokens):
                 done.segments.append(interruption.put_in(self._phrase, done.segments[-1].weight_version))
                 done.interrupted = True
             await self._leg(job, done, self._length.answer_tokens)
         done.segments = list(interruption.joined(done.segments))
         tokens = done.tokens
-        done.text = self._decode(tokens[:-1] if done.finish == "stop" else tokens)
+        done.text = self._tokenizer.decode(tokens[:-1] if done.finish == "stop" else tokens)
         return done
 
     async def _leg(self, job: Job, done: Completion, limit: int) -> bool:
@@ -133,13 +133,6 @@ class Sampler:
             stop_token_ids=(self._end,),
             cache_salt=job.salt,
         )
-
-    def _decode(self, tokens: np.ndarray) -> str:
-        # `</think>` may be a special token of the tokenizer
-        text: str = self._tokenizer.decode(
-            tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
 
 
 def _salvaged(lost: ServerLost, version: int) -> list[Segment]:

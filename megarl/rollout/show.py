@@ -17,6 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from megarl.data.tokenizer import Tokenizer
 from megarl.errors import MegarlError
 from megarl.rollout.journal import JournalReader
 from megarl.rollout.state import State
@@ -32,13 +33,13 @@ def show(
     ticket: int | None = None,
     step: int | None = None,
     limit: int = 20,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     as_json: bool = False,
     console: Console | None = None,
 ) -> None:
     """Print groups of the run in `run_path`. `limit`: groups of the table, or rollouts of a ticket.
 
-    tokenizer: a transformers tokenizer; without one, token ids are shown instead of text.
+    tokenizer: of the policy; without one, token ids are shown instead of text.
     MegarlError if there is no journal, ticket or batch like that.
     """
     console = console or Console()
@@ -116,7 +117,7 @@ def _notes(group: Group) -> str:
     return ", ".join(notes if group.has_variance else ["no variance", *notes])
 
 
-def _one(group: Group, due: int | None, limit: int, tokenizer: Any) -> Lines:
+def _one(group: Group, due: int | None, limit: int, tokenizer: Tokenizer | None) -> Lines:
     """The prompt and its rollouts."""
     head = Text.assemble(
         (f"ticket {group.ticket}", "bold"),
@@ -151,7 +152,7 @@ def _about(rollout: Rollout, due: int | None) -> Text:
     return Text.assemble((f"rollout {rollout.sample} ", "bold"), mark, " · " + " · ".join(facts))
 
 
-def _coloured(rollout: Rollout, tokenizer: Any) -> Text:
+def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
     """The completion; a version's number stands before its first token, what is not trained is dim."""
     text, version = Text(), None
     for segment in rollout.segments:
@@ -163,7 +164,7 @@ def _coloured(rollout: Rollout, tokenizer: Any) -> Text:
     return text
 
 
-def _as_json(group: Group, due: int | None, tokenizer: Any) -> dict[str, Any]:
+def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {
         "ticket": group.ticket,
         "step": due,
@@ -202,15 +203,15 @@ def _as_json(group: Group, due: int | None, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _json_tokens(tokens: np.ndarray, tokenizer: Any) -> dict[str, Any]:
+def _json_tokens(tokens: np.ndarray, tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {"tokens": tokens.tolist()} | ({"text": _text(tokens, tokenizer)} if tokenizer else {})
 
 
-def _text(tokens: np.ndarray, tokenizer: Any) -> str:
+def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
     """Exactly what the ids say: special tokens shown, no spaces tidied away."""
     if tokenizer is None:
         return " ".join(map(str, tokens.tolist())) + " "
-    return tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(tokens)
 
 
 def _versions(rollouts: tuple[Rollout, ...]) -> np.ndarray:

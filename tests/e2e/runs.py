@@ -95,10 +95,11 @@ class LiveRun:
         """The main process of each role, by role."""
         found = {}
         for child in psutil.Process(self.process.pid).children():
-            words = child.cmdline()
-            for role in ("serve", "rollout", "learn"):
-                if role in words and child.status() != psutil.STATUS_ZOMBIE:
-                    found[role] = child
+            try:
+                words = child.cmdline()
+            except psutil.Error:  # it has just ended
+                continue
+            found |= {role: child for role in ("serve", "rollout", "learn") if role in words}
         return found
 
     def family(self) -> list[psutil.Process]:

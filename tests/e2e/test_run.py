@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl import recipe as recipes
 from megarl.data.prompts import load_prompts
-from megarl.data.tokenizer import end_id, load_tokenizer
+from megarl.data.tokenizer import load_tokenizer
 from megarl.recipe import Recipe
 from megarl.rollout.client import ServerClient
 from megarl.rundir import Endpoints, RunDir, free_ports, latest_rows
@@ -134,7 +134,7 @@ def test_exported_policy_answers_the_same_in_transformers_and_sglang(
     done = subprocess.run(convert, cwd=finished.cwd, capture_output=True, text=True, timeout=200, env=quiet())
     assert done.returncode == 0, done.stderr
     tokenizer = load_tokenizer(exported)
-    end = end_id(tokenizer)
+    end = tokenizer.end
     prompts = load_prompts(finished.cwd / recipe.data.heldout, tokenizer, recipe.length.prompt_tokens)[:24]
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     ours = []

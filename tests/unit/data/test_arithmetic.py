@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megarl.data import arithmetic
 from megarl.data.arithmetic import Problem, columns, trace
 from megarl.data.prompts import check_disjoint, load_prompts
-from megarl.data.tokenizer import end_id, ids, load_tokenizer
+from megarl.data.tokenizer import load_tokenizer
 from megarl.recipe import load
 
 EQUATION = re.compile(r"(\d+)([+-])(\d)([+-]1)?=(\d+)")
@@ -144,15 +144,15 @@ def test_every_text_of_the_task_comes_back_from_its_tokens(written):
     tokenizer = load_tokenizer(written / "init")
     for row in rows(written / "sft.jsonl")[:2000]:
         text = row["prompt"] + row["completion"] + "<eos>"
-        assert tokenizer.decode(ids(tokenizer, text), skip_special_tokens=False) == text
+        assert tokenizer.decode(tokenizer.ids(text)) == text
 
 
 def test_the_special_texts_are_one_token_each(written):
     tokenizer = load_tokenizer(written / "init")
-    assert all(len(ids(tokenizer, text)) == 1 for text in arithmetic.SPECIAL)
-    assert ids(tokenizer, "<eos>").tolist() == [end_id(tokenizer)]
+    assert all(len(tokenizer.ids(text)) == 1 for text in arithmetic.SPECIAL)
+    assert tokenizer.ids("<eos>").tolist() == [tokenizer.end]
     interruption = load("quickstart").length.interruption
-    assert len(ids(tokenizer, interruption)) == 4
+    assert len(tokenizer.ids(interruption)) == 4
     assert interruption == arithmetic.INTERRUPTION
 
 

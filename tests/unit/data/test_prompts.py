@@ -2,20 +2,22 @@
 
 import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megarl.data import arithmetic
 from megarl.data.prompts import check_disjoint, load_prompts
-from megarl.data.tokenizer import encode_all, ids, load_tokenizer
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.traces import load_traces
 from megarl.errors import MegarlError
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return arithmetic.character_tokenizer()
+    made = arithmetic.character_tokenizer()
+    return Tokenizer(made.backend_tokenizer, made.eos_token_id, Path())
 
 
 def write(path, *rows):
@@ -110,4 +112,4 @@ def test_traces_end_with_the_end_token_and_know_their_prompt(tmp_path, tokenizer
 
 def test_many_texts_at_once_are_the_texts_one_by_one(tokenizer):
     texts = ["1+1=", "22-7=", "<think></think>"]
-    assert [t.tolist() for t in encode_all(tokenizer, texts)] == [ids(tokenizer, text).tolist() for text in texts]
+    assert [t.tolist() for t in tokenizer.encode_all(texts)] == [tokenizer.ids(text).tolist() for text in texts]

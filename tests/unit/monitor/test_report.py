@@ -15,7 +15,7 @@ from megarl.monitor import charts, report, summary
 from megarl.recipe import Recipe, from_tree
 from megarl.rollout.journal import Admitted, Finished, Journal
 from megarl.rundir import RunDir, append_jsonl, latest_rows
-from megarl.types import Group, Prompt, Rollout, Segment, float32, int32
+from megarl.types import Group, Prompt, Rollout, Segment, float32
 
 
 def words(renderable: object) -> str:
@@ -105,7 +105,7 @@ def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path) -> None:
     rundir.create()
 
     def ids(text: str) -> np.ndarray:
-        return int32(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tokenizer.ids(text)
 
     def rollout(sample: int, answer: str, correct: bool) -> Rollout:
         parts = [(ids("<think>1+"), 4, True), (ids("2"), 5, True), (ids("</think>"), 5, False), (ids(answer), 6, True)]

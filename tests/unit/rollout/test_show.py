@@ -9,18 +9,19 @@ import pytest
 from rich.console import Console
 
 from megarl.data.arithmetic import character_tokenizer
-from megarl.data.tokenizer import ids
+from megarl.data.tokenizer import Tokenizer
 from megarl.errors import MegarlError
 from megarl.rollout.journal import Journal
 from megarl.rollout.show import show
 from megarl.rollout.state import Admitted, Finished
 from megarl.types import Group, Prompt, Rollout, Segment, float32
 
-TOKENIZER = character_tokenizer()
+MADE = character_tokenizer()
+TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, Path())
 
 
 def segment(text: str, version: int, trained: bool = True) -> Segment:
-    tokens = ids(TOKENIZER, text)
+    tokens = TOKENIZER.ids(text)
     logprobs = float32([-0.25 if trained else 0.0] * len(tokens))
     return Segment(tokens=tokens, logprobs=logprobs, weight_version=version, trained=trained)
 
@@ -59,7 +60,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def prompt(name: str, text: str) -> Prompt:
-    return Prompt(id=name, tokens=ids(TOKENIZER, text), answer="85")
+    return Prompt(id=name, tokens=TOKENIZER.ids(text), answer="85")
 
 
 def shown(run: Path, width: int = 120, **choice: Any) -> str:
@@ -126,4 +127,4 @@ def test_json(run: Path):
 def test_without_a_tokenizer_ids_are_shown(run: Path):
     out = StringIO()
     show(run, ticket=12, console=Console(file=out, width=120))
-    assert " ".join(map(str, ids(TOKENIZER, "27+58=").tolist())) in out.getvalue()
+    assert " ".join(map(str, TOKENIZER.ids("27+58=").tolist())) in out.getvalue()

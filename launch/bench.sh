@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# benchmarks/end_to_end.py with its reference: TRL goes into .bench/, beside the stack and not into it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE
+if [ ! -d .bench/trl ]; then
+    .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --target .bench --requirements requirements/benchmarks.txt
+fi
+exec .venv/bin/python -W ignore -m benchmarks.end_to_end "$@"
