@@ -27,6 +27,11 @@ def run_on_cpu() -> None:
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     _random_numbers()
     _devices()
+    # Even disabled, torch.compile imports the whole compiler when megatron decorates: 2 CPU-seconds in every process.
+    compiler, torch.compile = torch.compile, _not_compiled
+    import megatron.core.jit  # noqa: F401
+
+    torch.compile = compiler
 
 
 def after_megatron_import() -> None:
@@ -141,6 +146,10 @@ class _TypeName(str):
         return not self == other
 
     __hash__ = str.__hash__
+
+
+def _not_compiled(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else _not_compiled
 
 
 def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
