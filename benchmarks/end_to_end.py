@@ -117,7 +117,8 @@ def server_alone(recipe: Recipe, work: Workload) -> float:
     """Median of three rounds of three steps' prompts, as many requests at once as the controller keeps up."""
     from benchmarks.server import start
 
-    process, endpoints = start(recipe)
+    run = recipe.run.model_copy(update={"name": "server"})
+    process, endpoints = start(recipe.model_copy(update={"run": run}))
     try:
         wait_ready(endpoints.servers[0], recipe.serving.start_timeout_s, process.poll)
         prompts = load_prompts(recipe.data.train, load_tokenizer(recipe.model.path), work.prompt_tokens)
@@ -149,7 +150,7 @@ def server_alone(recipe: Recipe, work: Workload) -> float:
 
 def learner_alone(fixed: bool) -> float:
     """Completion tokens per second of the training step (benchmarks/learner.py), one thread."""
-    command = [sys.executable, "-m", "benchmarks.learner", "--json", *(["--fixed"] if fixed else [])]
+    command = [sys.executable, "-m", "benchmarks.learner", "--json", "--steps", "3", *(["--fixed"] if fixed else [])]
     return float(json.loads(output(command, {"OMP_NUM_THREADS": "1"}))["megarl_completion_tokens_per_second"])
 
 

@@ -1,6 +1,6 @@
 """Tokens/s of the learner's step alone, against a plain transformers step on the same batch, in the same run.
 
-    PYTHONPATH=benchmarks python benchmarks/learner.py [--threads 1] [--steps 5] [--microbatch-tokens 4096] [--fixed]
+    python -m benchmarks.learner [--threads 1] [--steps 5] [--microbatch-tokens 4096] [--fixed] [--json]
 
 Both train the workload's Llama on the same completions: CISPO, gradient clip, AdamW. The plain step pads a batch to its longest
 sequence, in micro-batches of the same number of padded tokens, and takes the head's logits of completions only, as trainers
@@ -8,6 +8,7 @@ do. Steps alternate, so that a busy machine is busy for both. Tokens are real on
 """
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -17,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import LlamaForCausalLM
-from workload import VOCABULARY, Workload, make_model
 
+from benchmarks.workload import VOCABULARY, Workload, make_model
 from megarl import recipe as recipes
 from megarl.batch import TrainSequence
 from megarl.learner.trainer import Trainer
@@ -34,9 +35,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--microbatch-tokens", type=int, default=4096)
     parser.add_argument("--fixed", action="store_true", help="completions of one length instead of ragged ones")
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    work = Workload(mean_tokens=None, max_tokens=92) if options.fixed else Workload()
+    work = Workload(mean_tokens=None, max_tokens=80) if options.fixed else Workload()
     batch = sequences(work)
     tokens = sum(map(len, batch))
     with tempfile.TemporaryDirectory() as directory:
@@ -50,6 +52,14 @@ def main() -> None:
                 run(batch)
                 if step:
                     seconds[name].append(time.perf_counter() - begin)
+    if options.json:
+        completion_tokens = tokens - len(batch) * work.prompt_tokens
+        speed = {
+            f"{name}_completion_tokens_per_second": completion_tokens / statistics.median(s)
+            for name, s in seconds.items()
+        }
+        print(json.dumps(speed))
+        return
     lengths = f"{len(batch)} sequences, {tokens} tokens, longest {max(map(len, batch))}"
     print(f"{lengths}; {options.threads} threads; median of {options.steps} steps")
     speed = {name: tokens / statistics.median(values) for name, values in seconds.items()}

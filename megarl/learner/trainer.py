@@ -69,8 +69,7 @@ class Trainer:
         lr = learning_rate(self.step, self.settings)
         self.step += 1
         if not sequences:
-            self.skipped_steps += 1
-            return {"lr": lr, "skipped": 1.0, "skipped_steps": float(self.skipped_steps), "tokens_trained": 0.0}
+            return {"lr": lr, "empty": 1.0, "skipped": 0.0, "tokens_trained": 0.0}
         metrics = self.forward_backward(sequences)
         grad_norm = self._update(lr, math.isfinite(metrics["loss"]))
         skipped = not math.isfinite(grad_norm) or not math.isfinite(metrics["loss"])
@@ -80,6 +79,7 @@ class Trainer:
         return metrics | {
             "grad_norm": grad_norm,
             "lr": lr,
+            "empty": 0.0,
             "skipped": float(skipped),
             "skipped_steps": float(self.skipped_steps),
         }

@@ -43,6 +43,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "entropy": ("learner", "mean entropy of the policy on trained tokens, nats"),
     "grad_norm": ("learner", "global gradient norm before clipping"),
     "lr": ("learner", "learning rate of the step"),
+    "empty": ("learner", "1 if no group of the batch had a gradient: the step changed nothing"),
     "skipped": ("learner", "1 if the gradient was not finite and the step changed nothing"),
     "skipped_steps": ("learner", "how many of those so far"),
     "tokens_trained": ("learner", "tokens in the loss"),

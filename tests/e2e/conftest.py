@@ -1,10 +1,12 @@
-"""A warm-started tiny policy, made once by the commands a user runs."""
+"""A warm-started tiny policy and a whole run of it, made once by the commands a user runs."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import megarl
+from tests.e2e import runs
+from tests.e2e.runs import SMALL, LiveRun, check_nothing_left, megarl
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +18,17 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     warm = megarl("sft", "quickstart", "sft.steps=150", cwd=folder)
     assert warm.returncode == 0, warm.stderr
     return folder
+
+
+@pytest.fixture(scope="session")
+def finished(workplace: Path) -> Iterator[LiveRun]:
+    """It has ended well and left no process and no port."""
+    run = runs.start(workplace, "run.name=whole", *SMALL)
+    try:
+        run.wait_for(run.rundir.status.exists, "a status")
+        family, ports = run.family(), run.ports()
+        assert run.finish() == 0, run.tail()
+        check_nothing_left(family, ports)
+        yield run
+    finally:
+        run.kill()

@@ -5,7 +5,6 @@ import json
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,19 +35,6 @@ from tests.e2e.runs import (
 )
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def finished(workplace: Path) -> Iterator[LiveRun]:
-    run = runs.start(workplace, "run.name=whole", *SMALL)
-    try:
-        run.wait_for(run.rundir.status.exists, "a status")
-        family, ports = run.family(), run.ports()
-        assert run.finish() == 0, run.tail()
-        check_nothing_left(family, ports)
-        yield run
-    finally:
-        run.kill()
 
 
 @pytest.fixture(scope="module")

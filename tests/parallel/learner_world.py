@@ -144,7 +144,7 @@ def check_skipped(directory: Path, batch: Batch, recipe: Recipe) -> None:
     broken = trainer.train_step([dataclasses.replace(s, advantage=float("nan")) for s in sequences])
     after = [p for chunk in trainer.chunks for p in chunk.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert (empty["skipped"], broken["skipped"], broken["skipped_steps"], trainer.step) == (1, 1, 2, 2)
+    assert (empty["empty"], broken["skipped"], broken["skipped_steps"], trainer.step) == (1, 1, 1, 2)
     trained = trainer.train_step(sequences)
     assert trained["skipped"] == 0
     assert math.isfinite(trained["loss"])

@@ -1,0 +1,66 @@
+"""Every command in README.md and docs/ is run here as written, or is the subject of a test of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.monitor.metrics import NAMES
+from tests.e2e.runs import LiveRun, quiet
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TESTED_ELSEWHERE = {
+    "make setup": "every test runs in what it makes",
+    "make test": "the gate",
+    "make test-unit": "a part of it",
+    "make test-faults": "tests/e2e/test_faults.py",
+    "make quickstart": "its three commands: the fixture `workplace`, test_run.py, test_launch.py",
+    'make quickstart ARGS="run.name=seed-1 run.seed=1 pipeline.k=4"': "the same",
+    "make bench": "a benchmark",
+    "megarl train quickstart run.resume=auto": "tests/e2e/test_faults.py",
+    "tensorboard --logdir runs/quickstart/tensorboard": "test_run.py reads the same files by tensorboard's reader",
+}
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of the page's `sh` blocks, without comments."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = [re.sub(r"\s+#.*", "", line).strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(900)
+def test_commands(finished: LiveRun) -> None:
+    """In the folder of a finished run, which stands for runs/quickstart."""
+    quickstart = finished.cwd / "runs" / "quickstart"
+    if not quickstart.exists():
+        quickstart.symlink_to(finished.rundir.path, target_is_directory=True)
+    environment = quiet() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ran = set()
+    for page in PAGES:
+        for command in commands(page):
+            if command in TESTED_ELSEWHERE or command.startswith("launch/bench.sh") or command in ran:
+                continue
+            words = command.removeprefix(".venv/bin/")
+            done = subprocess.run(
+                words, shell=True, cwd=finished.cwd, env=environment, capture_output=True, text=True, timeout=200
+            )
+            assert done.returncode == 0, f"{page.name}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            ran.add(command)
+    assert len(ran) > 10
+
+
+def test_every_metric_is_documented() -> None:
+    text = (ROOT / "docs" / "run-directory.md").read_text()
+    assert [name for name in NAMES if f"`{name}`" not in text] == []
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
