@@ -37,7 +37,11 @@ def start(workplace: Path) -> Iterator[Start]:
 def check_whole(run: LiveRun) -> None:
     recipe = recipes.load(str(run.rundir.recipe))
     check_history(run.rundir, recipe)
-    assert [row["step"] for row in latest_rows(run.rundir.eval)] == [0, 5, 10, 15, 16]
+    scored = [row["step"] for row in latest_rows(run.rundir.eval)]
+    # Due at 0, 5, 10, 15 and 16. One that was lost with its server or controller is made up for at the next version published.
+    assert (scored[0], scored[-1]) == (0, 16)
+    assert len(scored) == 5
+    assert all(a <= b <= a + 4 for a, b in zip((5, 10, 15), scored[1:4], strict=True))
 
 
 @pytest.mark.parametrize("role", ["serve", "rollout", "learn"])
