@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import secrets
 import subprocess
 import sys
@@ -87,8 +88,7 @@ def test_what_a_run_leaves(rundir: RunDir, recipe: Recipe) -> None:
     summary = runs.summary(rundir)
     assert summary["outcome"] == "finished"
     html = rundir.report.read_text()
-    assert "http://" not in html.replace("http://www.w3.org", "")
-    assert "https://" not in html
+    assert not re.search(r"""(src|href)=["']?http|url\(["']?http|@import""", html), "it would load something"
     assert rundir.picture.read_bytes().startswith(b"\x89PNG")
     events = EventAccumulator(str(rundir.tensorboard))
     events.Reload()
@@ -100,7 +100,7 @@ def test_what_a_run_leaves(rundir: RunDir, recipe: Recipe) -> None:
 
 
 def test_rollouts_show(rundir: RunDir, finished: LiveRun) -> None:
-    shown = megarl("rollouts", "show", str(rundir.path), "--step", "3", cwd=finished.cwd)
+    shown = megarl("rollouts", "show", str(rundir.path), "--ticket", "40", cwd=finished.cwd)
     assert shown.returncode == 0, shown.stderr
     assert "<think>" in shown.stdout
 
@@ -115,7 +115,7 @@ def test_a_finished_run_is_not_trained_over(finished: LiveRun) -> None:
 def test_exported_policy_answers_the_same_in_transformers_and_sglang(
     rundir: RunDir, recipe: Recipe, finished: LiveRun
 ) -> None:
-    exported = finished.cwd / "exported"
+    exported = finished.cwd / "policy"
     convert = [sys.executable, "-m", "checkpoints_tools", "convert", "megatron-to-hf", str(rundir.path), str(exported)]
     done = subprocess.run(convert, cwd=finished.cwd, capture_output=True, text=True, timeout=200, env=quiet())
     assert done.returncode == 0, done.stderr
