@@ -48,9 +48,10 @@ def start(model: Model, seed: int, timeout_s: float) -> None:
 
 
 def stop() -> None:
-    """Leave all groups."""
+    """Leave all groups, if there are any."""
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _join(timeout_s: float) -> None:
