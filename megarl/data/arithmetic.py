@@ -1,10 +1,10 @@
 """The quickstart's task: sums and differences, worked digit by digit from the right, as a data set and a tiny model.
 
     prompt      27+58=                            52-27=
-    completion  <think>7+8=15;2+5+1=8</think>85       <think>2-7=5-10;5-2-1=2</think>25
+    completion  <think>7+8=15;2+5+1=8</think>85       <think>12-7=5;5-2-1=2</think>25
 
-Each column is an equation that can be checked: the two digits, then `+1` or `-1` for a carry or a borrow of the column
-before; behind the result, `-10` if the column itself borrows. The answer is read off the columns and is all that is graded.
+Each column is an equation that can be checked: the two digits, then `+1` for a carry or `-1` for a borrow of the column
+before; a column that borrows writes ten more on its left. The answer is read off the columns and is all that is graded.
 
 `write` makes four things in a directory, all of them functions of one seed:
 
@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 
 TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
 DIGITS = {1: 0.15, 2: 0.4, 3: 0.35, 4: 0.1}
-"""Share of problems whose longer operand has that many digits, which is the prompt's difficulty. In a set of different
-problems there are fewer of one digit: only 155 exist."""
+"""Share of problems whose longer operand has that many digits. The number is the prompt's difficulty."""
 
 CHARACTERS = "0123456789+-=;.,:?!*/%()[]<>"
 PAD, END, THINK, END_OF_THINKING = "<pad>", "<eos>", "<think>", "</think>"
@@ -39,18 +38,16 @@ SPECIAL = (PAD, END, THINK, END_OF_THINKING)
 INTERRUPTION = "..." + END_OF_THINKING
 
 TRACES = {
-    "right": 0.43,
-    "wrong": 0.2,  # one column is false; what follows, and the answer, are worked from it
-    "miscopied": 0.25,  # the columns are right, one digit of the answer is not
-    "interrupted": 0.04,  # cut short by the interruption phrase; an answer follows: the right one, guessed
-    "overlong": 0.03,  # empty columns follow until far beyond the thinking budget
+    "right": 0.46,
+    "wrong": 0.4,  # one column is false; what follows, and the answer, are worked from it
+    "interrupted": 0.05,  # cut short by the interruption phrase; an answer follows: the right one, guessed
+    "overlong": 0.04,  # empty columns follow until far beyond the thinking budget
     "rambling": 0.02,  # the answer is repeated until beyond the answer budget
     "unclosed": 0.03,  # ends within the trace: a format error
 }
-"""Shares of the teacher's kinds of trace. Most of its errors are in the copying: false columns teach false sums, which cost
-the warm start more than they give RL to mend."""
+"""Shares of the teacher's kinds of trace."""
 OVERLONG = 60
-"""Characters of an overlong scratchpad. A right one of four digits has at most 38."""
+"""Characters of an overlong scratchpad. A right one of four digits has at most 35."""
 RAMBLING = 8
 """Times a rambling trace gives its answer."""
 
@@ -135,11 +132,11 @@ def columns(problem: Problem, wrong: int | None = None, shift: int = 0) -> tuple
     for place in range(problem.digits):
         left, right = problem.left // 10**place % 10, problem.right // 10**place % 10
         borrows = problem.sign == "-" and left < right + over
-        result = left + right + over if problem.sign == "+" else left - right - over + 10 * borrows
+        left += 10 * borrows
+        result = left + right + over if problem.sign == "+" else left - right - over
         if place == wrong:
             result = (result + shift) % (20 if problem.sign == "+" else 10)
-        operands = f"{left}{problem.sign}{right}" + (f"{problem.sign}1" if over else "")
-        equations.append(f"{operands}={result}" + ("-10" if borrows else ""))
+        equations.append(f"{left}{problem.sign}{right}{problem.sign + '1' if over else ''}={result}")
         digits.append(result % 10)
         over = borrows if problem.sign == "-" else result >= 10
     if problem.sign == "+":
@@ -155,11 +152,6 @@ def trace(problem: Problem, kind: str, rng: random.Random) -> str:
     match kind:
         case "interrupted":
             return f"{THINK}{work[: rng.randint(0, len(work))]}{INTERRUPTION}{answer}"
-        case "miscopied":
-            copy = list(str(answer))
-            place = rng.randrange(len(copy))
-            copy[place] = str((int(copy[place]) + rng.randint(1, 9)) % 10)
-            return f"{THINK}{work}{END_OF_THINKING}{''.join(copy)}"
         case "overlong":
             empty = f";0{problem.sign}0=0"
             return f"{THINK}{work}{empty * ((OVERLONG - len(work)) // len(empty))}{END_OF_THINKING}{answer}"

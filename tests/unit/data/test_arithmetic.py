@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from megarl.data.prompts import check_disjoint, load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.recipe import load
 
-EQUATION = re.compile(r"(\d)([+-])(\d)([+-]1)?=(\d+)(-10)?")
+EQUATION = re.compile(r"(\d+)([+-])(\d)([+-]1)?=(\d+)")
 NUMBERS = st.integers(0, 9999)
 RNG = st.integers(0, 2**32).map(random.Random)
 
@@ -32,7 +31,7 @@ def false_columns(work):
     """How many of a scratchpad's equations do not hold."""
     found = [EQUATION.fullmatch(equation) for equation in work.split(";")]
     assert all(found), work
-    return sum(eval(m[0].replace("=", "!=")) for m in found)
+    return sum(eval(m[0].split("=")[0]) != int(m[5]) for m in found)
 
 
 def split(completion):
@@ -55,8 +54,8 @@ def test_columns_hold_the_digits_of_the_problem_and_of_the_answer(problem):
     equations, answer = columns(problem)
     assert answer == eval(problem.prompt.rstrip("="))
     for place, equation in enumerate(equations):
-        left, _, right, _, result, _ = EQUATION.fullmatch(equation).groups()
-        assert int(left) == problem.left // 10**place % 10
+        left, _, right, _, result = EQUATION.fullmatch(equation).groups()
+        assert int(left) % 10 == problem.left // 10**place % 10
         assert int(right) == problem.right // 10**place % 10
         assert int(result) % 10 == answer // 10**place % 10
 
@@ -66,15 +65,6 @@ def test_a_wrong_trace_has_one_false_column_and_a_false_answer(problem, rng):
     work, answer = split(trace(problem, "wrong", rng))
     assert false_columns(work) == 1
     assert int(answer) != eval(problem.prompt.rstrip("="))
-
-
-@given(problems(), RNG)
-def test_a_miscopied_trace_is_false_in_one_digit_of_its_answer(problem, rng):
-    work, answer = split(trace(problem, "miscopied", rng))
-    right = str(eval(problem.prompt.rstrip("=")))
-    assert false_columns(work) == 0
-    assert len(answer) == len(right)
-    assert sum(a != b for a, b in zip(answer, right, strict=True)) == 1
 
 
 @given(problems(), RNG)
@@ -127,17 +117,12 @@ def test_prompts_are_right_different_and_disjoint(written):
 
 def test_the_teacher_is_right_as_often_as_it_says(written):
     traces = rows(written / "sft.jsonl")
-    kinds: Counter[str] = Counter()
-    for row in traces:
-        if not re.fullmatch(r"<think>[^.]{1,38}</think>\d+", row["completion"]):
-            kinds["malformed"] += 1
-            continue
-        work, answer = split(row["completion"])
-        right = answer == str(eval(row["prompt"].rstrip("=")))
-        kinds["wrong" if false_columns(work) else "right" if right else "miscopied"] += 1
-        assert not (false_columns(work) and right)
-    for kind in ("right", "wrong", "miscopied"):
-        assert kinds[kind] / len(traces) == pytest.approx(arithmetic.TRACES[kind], abs=0.02)
+    right = sum(
+        false_columns(split(t["completion"])[0]) == 0
+        for t in traces
+        if re.fullmatch(r"<think>[^.]{1,35}</think>\d+", t["completion"])
+    )
+    assert right / len(traces) == pytest.approx(arithmetic.TRACES["right"], abs=0.01)
 
 
 def test_the_same_seed_writes_the_same_bytes_and_another_one_does_not(written, tmp_path):
