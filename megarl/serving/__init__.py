@@ -2,6 +2,6 @@
 
 server.py      `megarl serve`: recipe -> SGLang's arguments -> its HTTP server, in this process
 workers.py     what the processes it spawns run
-cpu_engine.py  the stand-in for sgl_kernel, on machines without a GPU
+cpu_engine.py  what SGLang needs on a machine without a GPU; cpu_attention.py: its decoding, batched
 health.py      wait until a server answers
 """

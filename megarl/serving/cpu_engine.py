@@ -6,6 +6,7 @@
    real build wins.
 2. Its processes are forked instead of spawned. SGLang spawns because CUDA does not survive a fork; without it a fork saves
    importing everything once more (about 10 CPU-seconds and 0.8 GB a process).
+3. Its attention decodes requests together (cpu_attention.py).
 """
 
 import importlib.machinery
@@ -39,6 +40,14 @@ def fork_processes() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = prepare_then_fork
+
+
+def batch_attention() -> None:
+    """Use cpu_attention.py. Nothing with a GPU."""
+    if not torch.cuda.is_available():
+        from megarl.serving import cpu_attention
+
+        cpu_attention.install()
 
 
 class _Finder:

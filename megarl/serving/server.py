@@ -42,6 +42,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
     cpu_engine.install()
     cpu_engine.fork_processes()
+    cpu_engine.batch_attention()
 
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
