@@ -24,6 +24,8 @@ from megarl.serving import workers
 
 WATCHDOG_MARGIN_S = 120.0
 WARM_UP_TRIES, WARM_UP_LIMIT_S = 1200, 600.0
+KEPT_FROM_INPUT = 6
+"""SGLang refuses inputs that reach into the last positions of its context; an answer may be shorter than these."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -159,7 +161,7 @@ def engine_arguments(recipe: Recipe, index: int, port: int, endpoints: Endpoints
     serving, weights = recipe.serving, recipe.weights
     config = model_config(recipe)
     # A token of the interruption phrase is at least one byte.
-    context = recipe.length.context_tokens + len(recipe.length.interruption.encode())
+    context = recipe.length.context_tokens + len(recipe.length.interruption.encode()) + KEPT_FROM_INPUT
     return {
         "model_path": recipe.model.path,
         "dtype": DTYPES[recipe.model.dtype],
