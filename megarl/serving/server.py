@@ -45,6 +45,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
     cpu_engine.install()
     cpu_engine.fork_processes()
+    cpu_engine.record_experts()
 
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
@@ -240,6 +241,7 @@ def engine_arguments(recipe: Recipe, index: int, port: int, endpoints: Endpoints
         # An idle scheduler otherwise spins on the core that the learner could have. Not with more ranks: those that get no
         # messages themselves would sleep a second into each request.
         "sleep_on_idle": not cuda and recipe.resources.server_tensor_parallel == 1,
+        "enable_return_routed_experts": recipe.model.moe.routing_replay,
         "log_level": "info",
         "log_level_http": "warning",
     }

@@ -74,6 +74,6 @@ def is_padded_inside(name: str, held: Tensor) -> bool:
 
 
 def rotary_order(weight: Tensor, head_dim: int) -> Tensor:
-    """q_proj or k_proj [heads * head_dim, hidden], whose heads have pair after pair: first elements of all pairs, then second."""
+    """q_proj or k_proj [heads * head_dim, hidden], a head pair after pair: first elements of all pairs, then second."""
     hidden = weight.shape[-1]
     return weight.view(-1, head_dim // 2, 2, hidden).transpose(1, 2).reshape(-1, hidden)

@@ -25,7 +25,7 @@ from torch import Tensor
 from megarl.weights.served import rotary_order
 
 
-class Llama4ForCausalLM(llama4.Llama4ForCausalLM):  # type: ignore[misc]  # SGLang has no types
+class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
     """The text model, loaded from its Hugging Face tensors, all or any of them."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
