@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import (
     Llama4Config,
     Llama4ForCausalLM,
@@ -40,6 +41,7 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
     "rope_parameters": LLAMA3_ROPE,
     "attn_implementation": "eager",
+    "experts_implementation": "eager",
 }
 
 
@@ -98,7 +100,6 @@ LLAMA4: dict[str, Any] = {
     "no_rope_layers": [1, 1, 1, 0],
     "attention_chunk_size": 16,
     "floor_scale": 8,
-    "pad_token_id": 0,
     "rope_parameters": LLAMA3_ROPE | {"factor": 16.0, "high_freq_factor": 1.0},
 }
 
@@ -113,3 +114,16 @@ def _saved[Model: torch.nn.Module](model: Model, path: Path, dtype: torch.dtype,
                 parameter.normal_(0, 0.1, generator=generator)
     model.to(dtype).save_pretrained(path)
     return model.eval()
+
+
+def gradients(model: torch.nn.Module, path: Path) -> dict[str, torch.Tensor]:
+    """The model's gradients under the names its tensors have on disk: in memory transformers fuses some. `path` is for them."""
+    parameters = list(model.parameters())
+    values = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        model.save_pretrained(path)
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+    return load_file(path / "model.safetensors")
