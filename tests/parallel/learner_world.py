@@ -162,9 +162,11 @@ def resume(directory: Path, folder: Path, recipe: Recipe) -> list[dict[str, floa
 
 def full_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Gradients under Hugging Face names, of the whole model, on every rank."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    experts = parallel_state.get_expert_data_parallel_group()
     for chunk in trainer.ddp:
-        for buffer in chunk.buffers:  # each data-parallel rank has the sum of its part of a bucket
+        buffers = [(b, dense) for b in chunk.buffers] + [(b, experts) for b in chunk.expert_parallel_buffers]
+        for buffer, group in buffers:  # each data-parallel rank has the sum of its part of a bucket
             for bucket in buffer.buckets:
                 part = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
