@@ -8,6 +8,7 @@ front and from the back), a row to TP under sequence parallelism, all micro-batc
 them on. `plan` depends on lengths alone, so every rank makes the same.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
@@ -56,7 +57,9 @@ class Plan:
 class MicroBatch:
     """tokens [rows, length / CP]. The n trained tokens of this rank: `at` [n] indexes [length * rows] (as hidden states lie)
     where each is predicted; `labels` [n]; behaviour, advantage, weight [n] float32; counted [n] is 0 for the filler that stands
-    in when there is none, else 1; `of` [n]: which token of the sequences put end to end, for those that ask per token."""
+    in when there is none, else 1; `of` [n]: which token of the sequences put end to end, for those that ask per token.
+    experts [length / CP * rows, layers with experts, experts a token] int16, as hidden states lie, -1 where the model chooses
+    itself; None if it does so throughout."""
 
     tokens: Tensor
     packed: PackedSeqParams | None
@@ -67,6 +70,7 @@ class MicroBatch:
     weight: Tensor
     counted: Tensor
     of: np.ndarray
+    experts: Tensor | None = None
 
 
 def plan(lengths: Sequence[int], max_tokens: int, layout: Layout) -> Plan:
@@ -100,6 +104,7 @@ def assemble(
     ids = _joined([s.tokens for s in sequences], np.int64)
     tokens[place] = ids
     at = at[trained]
+    mine = None
     if layout.context_parallel > 1:
         mine = _zigzag(boundaries, layout)
         trained, at = trained[mine[at]], (np.cumsum(mine) - 1)[at[mine[at]]]
@@ -122,6 +127,7 @@ def assemble(
         weight=tensor(weight[trained]),
         counted=torch.from_numpy(counted).to(device),
         of=trained,
+        experts=_experts(sequences, boundaries, place, mine, layout, device),
     )
 
 
@@ -143,6 +149,35 @@ def _unpacked(lengths: np.ndarray, rows: int, length: int, layout: Layout) -> tu
     length = max(length, _up(int(lengths.max(initial=1)), layout.row_multiple))
     row, column = np.repeat(np.arange(len(lengths)), lengths), _within(lengths)
     return np.arange(rows + 1) * length, row * length + column, (column - 1) * rows + row
+
+
+def _experts(
+    sequences: Sequence[TrainSequence],
+    boundaries: np.ndarray,
+    place: np.ndarray,
+    mine: np.ndarray | None,
+    layout: Layout,
+    device: torch.device,
+) -> Tensor | None:
+    """Recorded choices at the places of their tokens."""
+    recorded = [
+        (start, s.experts) for start, s in zip(_starts(sequences), sequences, strict=True) if s.experts is not None
+    ]
+    if not recorded:
+        return None
+    table = np.full((boundaries[-1], *recorded[0][1].shape[1:]), -1, np.int16)
+    for start, experts in recorded:
+        table[place[start : start + len(experts)]] = experts
+    if mine is not None:
+        table = table[mine]
+    if not layout.packing:  # hidden states lie [length, rows]
+        table = table.reshape(len(boundaries) - 1, -1, *table.shape[1:]).swapaxes(0, 1).reshape(table.shape)
+    return torch.from_numpy(table).to(device)
+
+
+def _starts(sequences: Sequence[TrainSequence]) -> list[int]:
+    """Of each sequence among all tokens end to end."""
+    return list(itertools.accumulate((len(s) for s in sequences), initial=0))[:-1]
 
 
 def _within(lengths: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from megarl.batch import TrainSequence
 from megarl.learner.logprobs import selected_logprobs
 from megarl.learner.losses import Loss, policy_loss
 from megarl.learner.microbatch import Layout, MicroBatch, Plan, assemble, plan
+from megarl.learner.replay import Replay
 from megarl.models import build, hf
 from megarl.recipe import Optimizer, Recipe
 
@@ -59,6 +61,7 @@ class Trainer:
         self.chunks = build.build(recipe.model, hf_dir)
         hf.load(self.chunks, self.family, hf_dir)
         self.layout = layout_of(recipe)
+        self.replay = Replay(self.chunks) if recipe.model.moe.routing_replay else None
         self.device = next(self.chunks[0].parameters()).device
         self.ddp, self.optimizer = _with_optimizer(self.chunks, self.settings, recipe)
         self.step = 0
@@ -148,17 +151,22 @@ class Trainer:
             for members in mine
         ]
         head = partial(selected_logprobs, vocab_size=self.family.vocabulary, temperature=temperature)
+        replay = None if forward_only else self.replay
 
         def forward(iterator: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
             micro = next(iterator)
-            output = chunk(
-                micro.tokens,
-                None,
-                None,
-                packed_seq_params=micro.packed,
-                output_processor=head,
-                output_processor_context=micro,
+            replayed = (
+                replay.of(self.ddp.index(chunk), micro.experts, micro.tokens.numel()) if replay else nullcontext()
             )
+            with replayed:
+                output = chunk(
+                    micro.tokens,
+                    None,
+                    None,
+                    packed_seq_params=micro.packed,
+                    output_processor=head,
+                    output_processor_context=micro,
+                )
             return output, partial(loss, micro)
 
         get_forward_backward_func()(
@@ -170,6 +178,8 @@ class Trainer:
             micro_batch_size=steps.rows,
             forward_only=forward_only,
         )
+        if replay:
+            replay.end()
 
     def _reduced(self, sums: Tensor, maxima: Tensor) -> dict[str, float]:
         """Metrics over all ranks; other than the last stage's first tensor-parallel rank has nothing to add."""

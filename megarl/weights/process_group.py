@@ -61,11 +61,19 @@ class ProcessGroupTransport:
     """Of one learner rank. `send` is collective over all of them."""
 
     def __init__(
-        self, chunks: Sequence[Module], family: Family, bucket_bytes: int, limit_s: float, flush: bool
+        self,
+        chunks: Sequence[Module],
+        family: Family,
+        bucket_bytes: int,
+        limit_s: float,
+        flush: bool,
+        rotary_head_dim: int | None = None,
     ) -> None:
-        """limit_s: of any one bucket (weights.timeout_s). flush: drop cached prefixes, which needs retracted requests."""
+        """limit_s: of any one bucket (weights.timeout_s). flush: drop cached prefixes, which needs retracted requests.
+        rotary_head_dim: see served.as_held."""
         self._chunks, self._family = chunks, family
         self._bucket_bytes, self._limit_s, self._flush = bucket_bytes, limit_s, flush
+        self._rotary_head_dim = rotary_head_dim
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         # With experts, ranks of other data-parallel copies hold a part of the weights.
@@ -136,7 +144,7 @@ class ProcessGroupTransport:
                 pass
             return
         self._join(turn, fleet, ids)
-        sums = SentChecksums()
+        sums = SentChecksums(self._rotary_head_dim)
         under_way: tuple[dist.Work, Any, Bucket] | None = None
         for bucket, last in with_last(buckets(sums.watch(exported), self._bucket_bytes)):
             if under_way is not None:
