@@ -134,8 +134,8 @@ def _check_experts(recipe: Recipe, config: dict[str, Any]) -> None:
         config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     ):
         raise MegarlError(
-            f"{recipe.model.path}: mlp_only_layers and decoder_sparse_step in config.json: SGLang serves Qwen3-MoE with experts in "
-            "every layer and no other arrangement"
+            f"{recipe.model.path}: mlp_only_layers and decoder_sparse_step in config.json: SGLang serves Qwen3-MoE with "
+            "experts in every layer and no other arrangement"
         )
 
 

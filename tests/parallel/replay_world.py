@@ -36,6 +36,8 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     ],
 }
 
+UNPACKED: list[dict[str, Any]] = [{}, LAYOUTS[2][1]]
+
 
 def main(directory: Path) -> None:
     world = int(os.environ["WORLD_SIZE"])
@@ -43,7 +45,7 @@ def main(directory: Path) -> None:
         sequences = None
         for layout in LAYOUTS[world]:
             for packing in (True, False):
-                if packing or "context_parallel" not in layout:
+                if packing or layout in UNPACKED:
                     recipe = of(recipe_of(model.parent, world, packing, **layout), model, replay=True)
                     sequences = check_forced(recipe, model, f"{model.name} {layout} packing={packing}")
         if world == 1:
