@@ -122,8 +122,8 @@ EXPERT_LAYOUTS = [
 
 async def test_divided_learners_publish_the_whole_model(served: Stack, request: pytest.FixtureRequest) -> None:
     """Experts and stages that no rank has all of: the server then has the same bits as from the directory."""
-    if not CASES[request.node.callspec.params["served"]].routers:
-        return
+    if request.node.callspec.params["served"] not in ("qwen3_moe", "llama4_multimodal"):
+        return  # tested otherwise: dense models and Llama 4 without its vision tower
     server = Server(served.server.address, 3, served.endpoints.api_key, served.endpoints.admin_key, 60)
     from_disk = {}
     for name in ("a", "b", "a"):
