@@ -158,7 +158,7 @@ class Serving(Section):
     kv_tokens: int | None = Field(None, ge=1, description="null: what fits in memory (GPU only)")
     max_running_requests: int = Field(256, ge=1)
     stream_interval: int = Field(
-        16, ge=1, description="tokens between streamed chunks: what a lost server costs at most"
+        64, ge=1, description="tokens between streamed chunks: what a lost server costs a request at most"
     )
     start_timeout_s: float = Field(1200, gt=0)
     request_timeout_s: float = Field(3600, gt=0)

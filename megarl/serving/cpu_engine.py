@@ -7,6 +7,7 @@
 2. Its processes are forked instead of spawned. SGLang spawns because CUDA does not survive a fork; without it a fork saves
    importing everything once more (about 10 CPU-seconds and 0.8 GB a process).
 3. Chosen experts are kept in plain memory. SGLang registers it with CUDA.
+4. Its attention decodes requests together (cpu_attention.py).
 """
 
 import importlib.machinery
@@ -56,6 +57,14 @@ def _plain_memory(
 ) -> torch.Tensor:
     memory: torch.Tensor = allocator.allocate(dims, dtype=dtype, device=device)
     return memory
+
+
+def batch_attention() -> None:
+    """Use cpu_attention.py. Nothing with a GPU."""
+    if not torch.cuda.is_available():
+        from megarl.serving import cpu_attention
+
+        cpu_attention.install()
 
 
 class _Finder:

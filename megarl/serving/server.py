@@ -27,6 +27,8 @@ WARM_UP_TRIES, WARM_UP_LIMIT_S = 1200, 600.0
 MODELS = "megarl.serving.sglang_models"
 TEXT_ONLY = "Llama4ForCausalLM"
 """Loaded by our class everywhere: SGLang's own leaves its experts empty."""
+KEPT_FROM_INPUT = 6
+"""SGLang refuses inputs that reach into the last positions of its context; an answer may be shorter than these."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -46,6 +48,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     cpu_engine.install()
     cpu_engine.fork_processes()
     cpu_engine.record_experts()
+    cpu_engine.batch_attention()
 
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
@@ -215,7 +218,7 @@ def engine_arguments(recipe: Recipe, index: int, port: int, endpoints: Endpoints
     serving, weights = recipe.serving, recipe.weights
     config = text_config(recipe)
     # A token of the interruption phrase is at least one byte.
-    context = recipe.length.context_tokens + len(recipe.length.interruption.encode())
+    context = recipe.length.context_tokens + len(recipe.length.interruption.encode()) + KEPT_FROM_INPUT
     return {
         "model_path": recipe.model.path,
         "dtype": DTYPES[recipe.model.dtype],

@@ -46,7 +46,7 @@ def test_arguments_follow_the_recipe(tmp_path: Path) -> None:
         "skip_tokenizer_init": True,
         "incremental_streaming_output": True,
         "max_total_tokens": 4096,
-        "context_length": 400 + len(recipe.length.interruption),
+        "context_length": 400 + len(recipe.length.interruption) + 6,
     }
     assert {k: arguments[k] for k in wanted} == wanted
     others = [engine_arguments(recipe, i, 1, ENDPOINTS, cuda=False)["random_seed"] for i in range(3)]
