@@ -270,15 +270,7 @@ def shipped() -> dict[str, Path]:
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of that name or file, with dotted overrides (`model.tensor_parallel=2`) applied."""
     path = _find(name_or_path)
-    text = path.read_text()
-    try:
-        tree, node = yaml.safe_load(text) or {}, yaml.compose(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise MegarlError(f"{path}:{line}: not YAML: {error.problem}") from None
-    if not isinstance(tree, dict):
-        raise MegarlError(f"{path}:1: a recipe is a mapping of sections; this is a {type(tree).__name__}")
-    origin = _lines(node, path)
+    tree, origin = _read(path, ())
     for override in overrides:
         _apply(tree, override, origin)
     return _validated(tree, origin, str(path))
@@ -326,6 +318,38 @@ def _find(name_or_path: str) -> Path:
     close = difflib.get_close_matches(name_or_path, shipped(), 1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise MegarlError(f"no recipe {name_or_path!r}: neither a file nor a shipped recipe ({', '.join(shipped())}){hint}")
+
+
+def _read(path: Path, derived: tuple[Path, ...]) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
+    """The tree of a recipe file over that of its `base`, and `file:line` of each key. derived: the files that led here."""
+    text = path.read_text()
+    try:
+        tree, node = yaml.safe_load(text) or {}, yaml.compose(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise MegarlError(f"{path}:{line}: not YAML: {error.problem}") from None
+    if not isinstance(tree, dict):
+        raise MegarlError(f"{path}:1: a recipe is a mapping of sections; this is a {type(tree).__name__}")
+    origin = _lines(node, path)
+    if "base" not in tree:
+        return tree, origin
+    try:
+        base = _find(str(tree.pop("base")))
+    except MegarlError as error:
+        raise MegarlError(f"{origin['base',]}: base: {error}") from None
+    if base in (path, *derived):
+        raise MegarlError(f"{origin['base',]}: base: {base} is derived from this recipe")
+    under, lines = _read(base, (path, *derived))
+    return _merged(under, tree), lines | origin
+
+
+def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Sections key by key; any other value of `over` replaces the one below."""
+    out = dict(under)
+    for key, value in over.items():
+        below = out.get(key)
+        out[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return out
 
 
 def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
