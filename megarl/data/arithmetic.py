@@ -73,7 +73,7 @@ def main(directory: Path | str, seed: int = 0) -> int:
     """`megarl data arithmetic DIR`."""
     write(Path(directory), seed)
     print(
-        f"{directory}: {TRAIN_PROMPTS} prompts, {HELDOUT_PROMPTS} held out, {SFT_TRACES} traces, and models in init/ and init-moe/"
+        f"{directory}: {TRAIN_PROMPTS} prompts, {HELDOUT_PROMPTS} held out, {SFT_TRACES} traces, models in init and init-moe"
     )
     return 0
 
