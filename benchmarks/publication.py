@@ -3,10 +3,12 @@
     python -m benchmarks.publication [--layers 12] [--hidden 768] [--bucket-mb 64] [--repeats 5]
 
     bare      the same buckets to a process that does nothing but receive them
-    transfer  gathering, hashing, broadcasting, and the server loading what it gets
+    gather    the learner's part without sending: weights into buckets
+    hash      gather, with what the server's checksums must be (CPU only)
+    transfer  hash, broadcasting, and the server loading what it gets, one bucket while the next is made
     whole     pause, transfer, the server's checksums and their comparison, continue
 
-All three are repeated in turn, so that a busy machine is busy for all. One learner rank, one server; gloo without a GPU.
+All are repeated in turn, so that a busy machine is busy for all. One learner rank, one server; gloo without a GPU.
 """
 
 import argparse
@@ -38,6 +40,7 @@ from megarl.rundir import Endpoints
 from megarl.serving.health import wait_ready
 from megarl.weights.admin import Fleet, Server
 from megarl.weights.buckets import Bucket, buckets
+from megarl.weights.checksum import SentChecksums
 from megarl.weights.process_group import ProcessGroupTransport, form_group
 from megarl.weights.publisher import Publisher
 
@@ -103,6 +106,12 @@ def measure(recipe: Recipe, endpoints: Endpoints, repeats: int) -> None:
     def bare() -> int:
         return sum(broadcast(bucket, group) for bucket in filled)
 
+    def gather() -> int:
+        return sum(len(bucket.flat) for bucket in buckets(hf.export(chunks, family), limit))
+
+    def hashed() -> int:
+        return sum(len(bucket.flat) for bucket in buckets(SentChecksums().watch(hf.export(chunks, family)), limit))
+
     def transfer() -> int:
         server = Server(address, version, endpoints.api_key, endpoints.admin_key, recipe.weights.timeout_s)
         fleet = Fleet([server])
@@ -121,8 +130,14 @@ def measure(recipe: Recipe, endpoints: Endpoints, repeats: int) -> None:
 
     filled = list(buckets(hf.export(chunks, family), limit))
     probe_seconds: list[float] = []
-    seconds: dict[str, list[float]] = {"bare": [], "transfer": [], "whole": []}
-    ways: dict[str, Callable[[], int]] = {"bare": bare, "transfer": transfer, "whole": whole}
+    ways: dict[str, Callable[[], int]] = {
+        "bare": bare,
+        "gather": gather,
+        "hash": hashed,
+        "transfer": transfer,
+        "whole": whole,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):  # the first forms the groups and is not counted
         for name, way in ways.items():
             version += 1
