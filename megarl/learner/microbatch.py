@@ -55,13 +55,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens [rows, length / CP]. The n trained tokens of this rank: `at` [n] indexes [length * rows] (as hidden states lie)
-    where each is predicted; `labels` [n]; behaviour, advantage, weight [n] float32; counted [n] is 0 for the filler that stands
-    in when there is none, else 1; `of` [n]: which token of the sequences put end to end, for those that ask per token.
-    experts [length / CP * rows, layers with experts, experts a token] int16, as hidden states lie, -1 where the model chooses
-    itself; None if it does so throughout."""
+    """tokens [rows, length / CP]; padding, likewise: True where there is no token of a sequence; sequence_tokens: how many of
+    those there are on all context-parallel ranks. The n trained tokens of this rank: `at` [n] indexes [length * rows] (as
+    hidden states lie) where each is predicted; `labels` [n]; behaviour, advantage, weight [n] float32; counted [n] is 0 for the
+    filler that stands in when there is none, else 1; `of` [n]: which token of the sequences put end to end, for those that ask
+    per token. experts [length / CP * rows, layers with experts, experts a token] int16, as hidden states lie, -1 where the
+    model chooses itself; None if it does so throughout."""
 
     tokens: Tensor
+    padding: Tensor
+    sequence_tokens: int
     packed: PackedSeqParams | None
     at: Tensor
     labels: Tensor
@@ -98,17 +101,17 @@ def assemble(
     """This rank's tensors of a micro-batch of these sequences (none: filler only), of at least `rows` x `length`."""
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
     boundaries, place, at = (_packed if layout.packing else _unpacked)(lengths, rows, length, layout)
-    tokens = np.zeros(boundaries[-1], dtype=np.int64)
+    tokens, padding = np.zeros(boundaries[-1], dtype=np.int64), np.ones(boundaries[-1], dtype=np.bool_)
     weight = _joined([s.loss_weight for s in sequences], np.float32)
     trained = np.flatnonzero(weight)
     ids = _joined([s.tokens for s in sequences], np.int64)
-    tokens[place] = ids
+    tokens[place], padding[place] = ids, False
     at = at[trained]
     mine = None
     if layout.context_parallel > 1:
         mine = _zigzag(boundaries, layout)
         trained, at = trained[mine[at]], (np.cumsum(mine) - 1)[at[mine[at]]]
-        tokens = tokens[mine]
+        tokens, padding = tokens[mine], padding[mine]
     counted = np.ones(len(trained), np.float32)
     if not len(trained):
         # Empty tensors would need care in every collective; one position of no weight needs none.
@@ -117,8 +120,11 @@ def assemble(
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values if len(trained) else np.zeros(1, values.dtype)).to(device, non_blocking=True)
 
+    rows = 1 if layout.packing else len(boundaries) - 1
     return MicroBatch(
-        tokens=torch.from_numpy(tokens).to(device).view(1 if layout.packing else len(boundaries) - 1, -1),
+        tokens=torch.from_numpy(tokens).to(device).view(rows, -1),
+        padding=torch.from_numpy(padding).to(device).view(rows, -1),
+        sequence_tokens=len(ids),
         packed=_packed_parameters(boundaries, device) if layout.packing else None,
         at=torch.from_numpy(at).to(device),
         labels=tensor(ids[trained]),
