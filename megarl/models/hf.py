@@ -278,7 +278,8 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
         if path.is_file() and not _WEIGHT_FILES.fullmatch(path.name):
             shutil.copyfile(path, destination / path.name)
     if dtype is not None:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        for part in (config, config["text_config"]) if "text_config" in config else (config,):
+            part["torch_dtype" if "torch_dtype" in part else "dtype"] = str(dtype).removeprefix("torch.")
         write_config(destination, config)
 
 
