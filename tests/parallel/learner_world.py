@@ -66,7 +66,7 @@ def check_model(directory: Path, batch: Batch, world: int) -> None:
         # What packing does to a layer is no other with experts.
         for packing in (True,) if experts or "context_parallel" in layout else (True, False):
             check_step(directory, batch, recipe_of(directory, world, packing, **layout), f"{what} packing={packing}")
-        if layout in CHECKPOINTED:
+        if layout in CHECKPOINTED and directory.name != "qwen3_moe":  # stored as llama4's
             recipe = recipe_of(directory, world, True, **layout)
             if not experts:
                 check_skipped(directory, batch, recipe)

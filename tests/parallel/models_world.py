@@ -39,6 +39,7 @@ DENSE: dict[int, list[dict[str, Any]]] = {
 }
 WITH_EXPERTS: dict[int, list[dict[str, Any]]] = {
     2: [
+        SP2,  # each rank has all experts whole
         SP2 | {"expert_tensor_parallel": 2},
         SP2 | {"expert_parallel": 2},
         {"expert_parallel": 2},
@@ -47,6 +48,7 @@ WITH_EXPERTS: dict[int, list[dict[str, Any]]] = {
     ],
     4: [
         SP2 | {"expert_parallel": 2, "expert_tensor_parallel": 2},
+        {"expert_tensor_parallel": 2},  # experts divided, the rest not
         SP2 | {"expert_parallel": 2},  # two data-parallel copies, also of each expert
         {"pipeline_parallel": 2, "expert_parallel": 2},
         {"context_parallel": 2, "expert_parallel": 4},
