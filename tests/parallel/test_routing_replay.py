@@ -46,7 +46,8 @@ class Forced:
         }
         self.layers: list[torch.Tensor] = []
         monkeypatch.setattr(torch, "topk", self.topk)
-        self.named_parameters = model.named_parameters
+        self.parameters, self.named_modules = model.parameters, model.named_modules
+        self.save_pretrained = model.save_pretrained
 
     def double(self) -> "Forced":
         self.model.double()
@@ -65,21 +66,6 @@ class Forced:
         return output
 
 
-def as_on_disk(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers stacks the experts of a Qwen3-MoE in memory."""
-    found = {}
-    for name, tensor in tensors.items():
-        prefix, experts, part = name.partition(".mlp.experts.")
-        if not experts:
-            found[name] = tensor
-            continue
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[part]
-        for expert, stacked in enumerate(tensor):
-            for each, value in zip(parts, stacked.chunk(len(parts)), strict=True):
-                found[f"{prefix}.mlp.experts.{expert}.{each}.weight"] = value
-    return found
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> object:
     path = tmp_path_factory.mktemp("replay")
@@ -88,9 +74,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> object:
         path.joinpath(f"{name}.msgpack").write_bytes(encode(batch))
         model = make(path / name, vocab_size=VOCABULARY)
         with pytest.MonkeyPatch.context() as monkeypatch:
-            expected = scalerl_by_transformers(Forced(model, batch, monkeypatch), batch)
-        gradients = as_on_disk(expected["gradients"])  # type: ignore[arg-type]
-        torch.save(expected | {"gradients": gradients}, path / f"{name}.pt")
+            expected = scalerl_by_transformers(Forced(model, batch, monkeypatch), batch, tmp_path_factory.mktemp(name))
+        torch.save(expected, path / f"{name}.pt")
     return path
 
 
