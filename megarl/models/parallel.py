@@ -57,11 +57,10 @@ def stop() -> None:
 
 def _leave_groups() -> None:
     """Of the layout before. megatron only forgets them: over gloo each would keep three threads, which never sleep long."""
-    groups = parallel_state._global_process_group_list or []
-    parallel_state.destroy_model_parallel()
-    for group in dict.fromkeys(groups):
+    for group in parallel_state._global_process_group_list or []:
         if group is not None:  # stands for the world
             dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def _join(timeout_s: float) -> None:
