@@ -112,7 +112,8 @@ def test_a_server_is_killed_while_it_is_held_and_comes_back(pair: tuple[Run, lis
     assert isinstance(learner.go(), Stop)
     assert process.wait(60) == 0
     groups = assert_law(run, learner)
-    assert any(r.retries for g in groups for r in g.rollouts), "what the dead server had sent was kept"
     rows = list(read_jsonl(run.rundir.eval))
     assert rows[0]["step"] in (0, 1), "the lost evaluation was done again at the next version published"
+    resent = any(r.retries for g in groups for r in g.rollouts)
+    assert resent or rows[0]["step"] == 1, "the dead server had nothing to do"
     assert rows[-1]["step"] == STEPS
