@@ -32,7 +32,7 @@ class TrainSequence:
     tokens             [prompt + completion] int32
     behaviour_logprobs [prompt + completion] float32, 0 where not trained
     loss_weight        [prompt + completion] float32, 0 where not trained (prompt, masked segments)
-    experts            [at most prompt + completion, layers with experts, experts a token]: to be taken again; None: none known
+    experts            [at most prompt + completion, layers with experts, experts a token]: to be taken again; None: any
     """
 
     ticket: int

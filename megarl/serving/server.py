@@ -60,6 +60,11 @@ def main(recipe: Recipe, index: int, port: int) -> None:
             run_detokenizer_process_func=workers.no_detokenizer,
             execute_warmup_func=lambda _: warm_up(f"http://{recipe.serving.host}:{port}", endpoints.api_key),
         )
+    except SystemExit:
+        # Uvicorn's, of a port that somebody took since the check. The warm-up, which then asks that somebody, would keep this
+        # process for minutes.
+        kill_process_tree(os.getpid(), include_parent=False)
+        os._exit(1)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
@@ -134,8 +139,8 @@ def _check_experts(recipe: Recipe, config: dict[str, Any]) -> None:
         config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     ):
         raise MegarlError(
-            f"{recipe.model.path}: mlp_only_layers and decoder_sparse_step in config.json: SGLang serves Qwen3-MoE with experts in "
-            "every layer and no other arrangement"
+            f"{recipe.model.path}: mlp_only_layers and decoder_sparse_step in config.json: SGLang serves Qwen3-MoE with "
+            "experts in every layer and no other arrangement"
         )
 
 

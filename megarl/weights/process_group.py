@@ -190,7 +190,7 @@ class ProcessGroupTransport:
             lambda s: s.join_group(name, _address_for(s.address.url), store.port, first[s.address.id], world, backend),
         )
         try:
-            group = _rank_0_of(name, world, backend, store, limit)
+            group = form_group(name, 0, world, backend, store, limit)
         except RuntimeError as error:
             turn.broken = str(error).splitlines()[0]
             turn.add(collect(calls)[1])
@@ -236,13 +236,13 @@ class _Turn:
             self.broken = self.broken or str(error)
 
 
-def _rank_0_of(name: str, world: int, backend: str, store: dist.TCPStore, limit: timedelta) -> ProcessGroup:
-    """A process group outside the learner's world, as `sglang.srt.utils.init_custom_process_group` makes the other ranks of it
-    (which is not imported: it brings all of SGLang into the learner)."""
+def form_group(name: str, rank: int, world: int, backend: str, store: dist.TCPStore, limit: timedelta) -> ProcessGroup:
+    """A process group outside the learner's world, as `sglang.srt.utils.init_custom_process_group` makes the servers' ranks of
+    it (which is not imported: it brings all of SGLang into the learner)."""
     group, _ = _new_process_group_helper(
-        world, 0, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
+        world, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
     )
-    _world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
+    _world.pg_group_ranks[group] = {r: r for r in range(world)}
     return group
 
 

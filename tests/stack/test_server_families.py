@@ -15,6 +15,7 @@ import torch
 from megarl.rollout.routing import routed_layers
 from megarl.weights.admin import Server
 from tests.stack.conftest import POSITIONS, Stack, running, two_models
+from tests.stack.publish_world import publish_from
 from tests.tiny import tiny_llama4, tiny_llama4_multimodal, tiny_qwen3, tiny_qwen3_moe
 from tests.tiny_scores import scores
 
@@ -111,3 +112,34 @@ async def test_the_server_says_which_experts_it_chose(served: Stack, request: py
     assert routing.table.dtype == np.uint8
     expected = experts_of(served.models["a"], routers, tokens, routed.chosen)[:-1]
     np.testing.assert_array_equal(np.sort(routing.table, -1), expected)
+
+
+EXPERT_LAYOUTS = [
+    ["model.tensor_parallel=2", "model.sequence_parallel=true", "model.expert_parallel=2"],
+    ["model.pipeline_parallel=2", "model.expert_parallel=2"],
+]
+
+
+async def test_divided_learners_publish_the_whole_model(served: Stack, request: pytest.FixtureRequest) -> None:
+    """Experts and stages that no rank has all of: the server then has the same bits as from the directory."""
+    if request.node.callspec.params["served"] not in ("qwen3_moe", "llama4_multimodal"):
+        return  # tested otherwise: dense models and Llama 4 without its vision tower
+    server = Server(served.server.address, 3, served.endpoints.api_key, served.endpoints.admin_key, 60)
+    from_disk = {}
+    for name in ("a", "b", "a"):
+        await asyncio.to_thread(server.load, str(served.directory / name), True)
+        from_disk[name], _ = await asyncio.to_thread(server.checksums)
+    assert from_disk["a"] != from_disk["b"]
+    publications = list(zip(["b", "a"], EXPERT_LAYOUTS, strict=True))
+    found = await asyncio.to_thread(publish_from, served, 4, 4, publications, VOCABULARY)
+    for (name, _), (error, checksum, difference, size) in zip(publications, found, strict=True):
+        assert (error, checksum) == ("", from_disk[name])
+        assert difference <= 1e-5
+        assert size == language_bytes(served.models[name])
+    await assert_serves(served, "a")
+
+
+def language_bytes(model: Any) -> int:
+    """Of the parameters of transformers' model without a vision tower."""
+    towers = ("vision_model", "model.vision_model", "multi_modal_projector", "model.multi_modal_projector")
+    return sum(p.nbytes for name, p in model.named_parameters() if not name.startswith(towers))
