@@ -1,5 +1,7 @@
 """The learner with the experts it is told: at every layout what transformers makes of the same tokens with the same experts."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -36,7 +38,7 @@ def with_routing(batch: Batch, layers: int, chosen: int) -> Batch:
 class Forced:
     """transformers' model, whose routers take the batch's experts; the last token, which nothing depends on, any."""
 
-    def __init__(self, model: torch.nn.Module, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, model: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = model
         self.tables = {
             (*g.prompt.tokens.tolist(), *r.tokens.tolist()): r.routing.table
@@ -74,7 +76,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> object:
         path.joinpath(f"{name}.msgpack").write_bytes(encode(batch))
         model = make(path / name, vocab_size=VOCABULARY)
         with pytest.MonkeyPatch.context() as monkeypatch:
-            expected = scalerl_by_transformers(Forced(model, batch, monkeypatch), batch, tmp_path_factory.mktemp(name))
+            forced = Forced(model, batch, monkeypatch)
+            expected = scalerl_by_transformers(forced, batch, tmp_path_factory.mktemp(name))
         torch.save(expected, path / f"{name}.pt")
     return path
 
