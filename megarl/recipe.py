@@ -39,6 +39,16 @@ class Run(Section):
         return Path(self.dir) / self.name
 
 
+class Moe(Section):
+    """How experts are trained. Fixed, because other choices harm RL: no token is dropped, no bias moves tokens between experts,
+    routing is computed in float32."""
+
+    load_balancing: Literal["none", "aux_loss"] = Field("none", description="aux_loss: that of the Switch Transformer")
+    aux_loss_coefficient: float = Field(1e-3, gt=0, description="of load_balancing: aux_loss")
+    freeze_router: bool = False
+    routing_replay: bool = Field(False, description="the learner takes the experts that the server chose")
+
+
 class Model(Section):
     path: str = Field("", description="Hugging Face directory both sides start from")
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -51,6 +61,7 @@ class Model(Section):
     context_parallel: int = Field(1, ge=1)
     expert_parallel: int = Field(1, ge=1)
     expert_tensor_parallel: int = Field(1, ge=1)
+    moe: Moe = Moe()
 
     @property
     def model_parallel_size(self) -> int:
