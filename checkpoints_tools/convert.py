@@ -9,6 +9,7 @@ One parameter is in memory at a time. Values are copied, never computed with; on
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,10 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
             if name in partial.finished:
                 partial.advance(sum(shape.nbytes for shape in tensors.values()))
                 continue
-            file = File(partial.unfinished(name), tensors)
-            for tensor, entry, value in _values(members, family, shards, untouched):
-                file.write(tensor, value, entry)
-                partial.advance(value.nbytes)
-            file.close()
+            with closing(File(partial.unfinished(name), tensors)) as file:
+                for tensor, entry, value in _values(members, family, shards, untouched):
+                    file.write(tensor, value, entry)
+                    partial.advance(value.nbytes)
             partial.finish(name, None)
         partial.flush()
         copy_description(what.hf_dir, partial.path, DTYPES[what.dtype])
@@ -134,13 +134,16 @@ def _write_checkpoint(
     first = "__0_objects.distcp"
     writer = Writer(partial, {file: files.count(file) for file in set(files)} | {first: 1})
     partial.expect("shards", sum(part.nbytes for part in wanted) * copies)
-    if first not in partial.finished:
-        writer.write_objects(first, objects)
-    for part, file in zip(wanted, files, strict=True):
-        if file in partial.finished:
-            partial.advance(part.nbytes * copies)
-        else:
-            writer.write(file, read(part))
+    try:
+        if first not in partial.finished:
+            writer.write_objects(first, objects)
+        for part, file in zip(wanted, files, strict=True):
+            if file in partial.finished:
+                partial.advance(part.nbytes * copies)
+            else:
+                writer.write(file, read(part))
+    finally:
+        writer.abandon()
     writer.complete()
 
 

@@ -117,14 +117,11 @@ def _built(entry: ShardedTensor | ShardedTensorFactory) -> Any:
 
 def _of_rank(hf_dir: Path, layout: Layout, dtype: str, rank: int) -> Iterator[Part]:
     chunks = build.build(layout.section(hf_dir, dtype), hf_dir, transformer_engine=False)
-    place = parallel_state.get_tensor_model_parallel_rank(), layout.tensor
-    expert_place = parallel_state.get_expert_tensor_parallel_rank(), layout.expert_tensor
     states = checkpoint.model_state(chunks).values()
     for chunk, state in zip(chunks, states, strict=True):
         local = (name for name, _ in chunk.named_parameters())
         for (name, parameter), key in zip(hf.named_parameters([chunk]), local, strict=True):
-            where = expert_place if ".experts." in name else place
-            part = Part(rank, name, tuple(parameter.shape), parameter.dtype, where, state[key])
+            part = Part(rank, name, tuple(parameter.shape), parameter.dtype, hf.shard_of(name), state[key])
             if all(is_main_replica(shard.replica_id) for shard in part.shards()):
                 yield part
 

@@ -42,7 +42,7 @@ def value_of(part: Part, family: Family, tensors: Mapping[str, Tensor]) -> Tenso
     """The part's parameter, of Hugging Face tensors."""
     weight = family.weight(part.name)
     pieces = [_piece(_view(tensors[source.name], source), weight, *part.place) for source in weight.sources]
-    value = weight.merge(pieces).to(part.dtype)
+    value = weight.merge(pieces).to(part.dtype).contiguous()
     assert value.shape == part.shape, (part.name, value.shape, part.shape)  # `check` has compared them
     return value
 

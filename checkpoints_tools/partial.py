@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -77,7 +77,8 @@ class Partial:
 
     def close(self) -> None:
         self._disk.shutdown()
-        self._log.close()
+        with suppress(OSError):  # a full disk: a line that is still in memory
+            self._log.close()
 
     def _finish(self, name: str, note: Any) -> None:
         temporary = self.unfinished(name)

@@ -9,7 +9,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ class Directory(Mapping[str, Tensor]):
         self.regions: dict[str, Region] = {}
         for path in _files(hf_dir):
             self.regions |= _regions(path)
+
+    def only(self, names: Set[str]) -> "Directory":
+        """The same with no other tensors than these."""
+        fewer = copy(self)
+        fewer.regions = {name: region for name, region in self.regions.items() if name in names}
+        return fewer
 
     def __getitem__(self, name: str) -> Tensor:
         return self.regions[name].tensor()

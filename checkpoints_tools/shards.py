@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,9 @@ class Shards:
             raise MegarlError(f"{self.path}: {found} of {math.prod(wanted)} values of {key} at {offsets} are stored")
         return out
 
-    def file_of(self, key: str) -> set[str]:
-        """The files with its shards."""
-        return {info.relative_path for (name, _), info in self._places.items() if name == key}
+    def file_of(self, key: str, box: Box) -> str:
+        """The file a shard lies in: `__RANK_N.distcp`, of the rank that wrote it."""
+        return str(self._places[key, box[0]].relative_path)
 
     def _shard(self, key: str, box: Box) -> Tensor:
         offsets, sizes = box
@@ -148,8 +149,7 @@ class Writer:
         stream = self._stream(file)
         for key, offsets, whole, value in tensors:
             begin = stream.tell()
-            alone = value.untyped_storage().nbytes() == value.nbytes
-            torch.save(value if alone else value.clone(), stream)  # of a view it would write the whole storage
+            _save(value, stream)
             self._note(
                 file, [key, list(offsets), list(value.shape), list(whole), str(value.dtype), begin, stream.tell()]
             )
@@ -163,6 +163,12 @@ class Writer:
             stream.write(data)
             self._note(file, [key, None, None, None, None, begin, stream.tell()])
         self._part_done(file)
+
+    def abandon(self) -> None:
+        """Close what is open, whatever is in it."""
+        for stream in self._open.values():
+            with suppress(OSError):  # a full disk: its buffer cannot be written either
+                stream.close()
 
     def complete(self) -> None:
         """.metadata and metadata.json, of what this process and any that was killed before it have written."""
@@ -221,6 +227,16 @@ def no_objects() -> dict[str, bytes]:
     data = io.BytesIO()
     torch.save([{}], data)
     return {COMMON: data.getvalue()}
+
+
+def _save(value: Tensor, stream: io.BufferedWriter) -> None:
+    alone = value.untyped_storage().nbytes() == value.nbytes
+    try:
+        torch.save(value if alone else value.clone(), stream)  # of a view it would write the whole storage
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch trips over its archive that ends too early
+            raise error.__context__ from None
+        raise
 
 
 def _slices(begin: Sequence[int], origin: Sequence[int], length: Sequence[int]) -> tuple[slice, ...]:

@@ -14,7 +14,7 @@ from checkpoints_tools.shards import Shards
 from megarl.errors import MegarlError
 from megarl.models import Family, checkpoint, family_of
 from megarl.models.family import read_config
-from megarl.models.hf import _check_names as check_names
+from megarl.models.hf import check_names
 
 Dtype = Literal["bf16", "fp32"]
 
@@ -92,11 +92,12 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         return tensors
 
 
-def tensors_of(source: Stored) -> Mapping[str, Tensor]:
-    """The text model's tensors by Hugging Face name."""
-    if source.meta is None:
-        return Directory(source.path)
-    return HuggingFaceTensors(source, family_of(source.hf_dir))
+def tensors_of(source: Stored, everything: bool) -> Mapping[str, Tensor]:
+    """By Hugging Face name. `everything`: also what a directory has beside the model that is trained (a vision tower)."""
+    if source.meta is not None:
+        return HuggingFaceTensors(source, family_of(source.hf_dir))
+    directory = Directory(source.path)
+    return directory if everything else directory.only(family_of(source.hf_dir).names())
 
 
 def checked(directory: Directory, family: Family, dtype: Dtype) -> list[Group]:
