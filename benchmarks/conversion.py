@@ -9,17 +9,19 @@ the next measurement. Copies come before and after the conversions, for disks ar
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from checkpoints_tools.partial import SETTLE_BYTES
 
 CHUNK = 16 << 20
 RESULTS = Path(__file__).parent / "results" / "conversion.json"
@@ -31,7 +33,7 @@ LLAMA = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 64,
-    "vocab_size": 128_256,
+    "vocab_size": 32_768,
     "max_position_embeddings": 131_072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500_000.0,
@@ -52,7 +54,6 @@ MODELS = {"llama": LLAMA, "llama4": LLAMA4}
 
 def synthesise(path: Path, model: str, size: int) -> dict[str, tuple[int, ...]]:
     """Random bf16 tensors in files of about 1 GB; as many layers as make `size` bytes. Shape of each tensor."""
-    from checkpoints_tools.layout import WHOLE
     from checkpoints_tools.mapping import groups
     from megarl.models import family_of
 
@@ -67,7 +68,6 @@ def synthesise(path: Path, model: str, size: int) -> dict[str, tuple[int, ...]]:
         if total >= size:
             break
         layers += max(1, round((size - total) / (total / layers) / 2))
-    assert WHOLE.ranks == 1
     _write(path, shapes)
     return shapes
 
@@ -95,19 +95,24 @@ def _write(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Every file, read and written in chunks, each put on disk while the next is copied: what a conversion does at least."""
+    """Every file, in chunks; a second thread puts on disk what is written, as often as a conversion does."""
     destination.mkdir()
-    from concurrent.futures import ThreadPoolExecutor
-
-    def settle(path: Path) -> None:
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-
     with ThreadPoolExecutor(1) as disk:
         for path in sorted(source.iterdir()):
+            settling: Future[None] | None = None
+            unsettled = 0
             with path.open("rb") as src, (destination / path.name).open("wb") as dst:
-                shutil.copyfileobj(src, dst, CHUNK)
-            disk.submit(settle, destination / path.name)
+                while chunk := src.read(CHUNK):
+                    dst.write(chunk)
+                    unsettled += len(chunk)
+                    if unsettled >= SETTLE_BYTES and (settling is None or settling.done()):
+                        unsettled, settling = 0, disk.submit(_settle, destination / path.name)
+            disk.submit(_settle, destination / path.name)
+
+
+def _settle(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def measured(what: str, *arguments: object) -> dict[str, float]:
@@ -136,12 +141,17 @@ def step(what: str, arguments: list[str]) -> None:
             work = lambda: convert.hf_to_megatron(Path(source), Path(destination), layout)  # noqa: E731
         else:
             work = lambda: convert.megatron_to_hf(Path(source), Path(destination))  # noqa: E731
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = _peak()
     begin = time.monotonic()
     work()
     seconds = time.monotonic() - begin
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": seconds, "peak": peak, "imports": before}))
+    print(json.dumps({"seconds": seconds, "peak": _peak(), "imports": before}))
+
+
+def _peak() -> int:
+    """Bytes; getrusage's figure would begin with the parent's."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:

@@ -104,12 +104,12 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
         partial.expect("safetensors", sum(shape.nbytes for tensors, _ in files.values() for shape in tensors.values()))
         for name, (tensors, members) in files.items():
             if name in partial.finished:
-                partial.advance(sum(shape.nbytes for shape in tensors.values()))
+                partial.skip(sum(shape.nbytes for shape in tensors.values()))
                 continue
             with closing(File(partial.unfinished(name), tensors)) as file:
                 for tensor, entry, value in _values(members, family, shards, untouched):
                     file.write(tensor, value, entry)
-                    partial.advance(value.nbytes)
+                    partial.wrote(name, value.nbytes)
             partial.finish(name, None)
         partial.flush()
         copy_description(what.hf_dir, partial.path, DTYPES[what.dtype])
@@ -139,7 +139,7 @@ def _write_checkpoint(
             writer.write_objects(first, objects)
         for part, file in zip(wanted, files, strict=True):
             if file in partial.finished:
-                partial.advance(part.nbytes * copies)
+                partial.skip(part.nbytes * copies)
             else:
                 writer.write(file, read(part))
     finally:

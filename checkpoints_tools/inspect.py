@@ -98,9 +98,9 @@ def _lines(node: Tree, indent: str = "") -> list[str]:
     """Siblings counted 0, 1, … that hold the same are one line; what has one child is joined with it."""
     lines: list[str] = []
     for name, child in _merged(node):
-        while isinstance(child, dict) and len(child) == 1:
-            ((below, child),) = _merged(child)
-            name = f"{name}.{below}"
+        while isinstance(child, dict) and len(below := _merged(child)) == 1:
+            ((joined, child),) = below
+            name = f"{name}.{joined}"
         if isinstance(child, dict):
             lines += [f"{indent}{name}", *_lines(child, indent + "  ")]
         else:

@@ -27,6 +27,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megarl.errors import MegarlError
 
 PROGRESS = "progress.jsonl"
+SETTLE_BYTES = (
+    128 << 20
+)  # left to itself Linux begins to write at a tenth of the memory, and the disk stands idle till then
 
 
 class Partial:
@@ -36,6 +39,7 @@ class Partial:
         self.path = path
         self.finished: dict[str, Any] = {}
         self.done = 0
+        self._unsettled = 0
         self._progress = progress
         self._task = progress.add_task("", total=None)
         self._disk = ThreadPoolExecutor(1)
@@ -56,9 +60,19 @@ class Partial:
         """For the progress bar: bytes to be written in all."""
         self._progress.update(self._task, description=what, total=total)
 
-    def advance(self, count: int) -> None:
+    def skip(self, count: int) -> None:
+        """That many bytes are there already."""
+        self._progress.advance(self._task, count)
+
+    def wrote(self, name: str, count: int) -> None:
+        """That many bytes more are in `unfinished(name)`: every now and then the second thread puts them on disk."""
         self.done += count
         self._progress.advance(self._task, count)
+        self._unsettled += count
+        if self._unsettled >= SETTLE_BYTES and (self._pending is None or self._pending.done()):
+            self.flush()
+            self._unsettled = 0
+            self._pending = self._disk.submit(_settle, self.unfinished(name))
 
     def unfinished(self, name: str) -> Path:
         """Where to write the file `name`."""
@@ -81,10 +95,8 @@ class Partial:
             self._log.close()
 
     def _finish(self, name: str, note: Any) -> None:
-        temporary = self.unfinished(name)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path / name)
+        _settle(self.unfinished(name))
+        os.replace(self.unfinished(name), self.path / name)
         self._note({"file": name, "bytes": (self.path / name).stat().st_size, "note": note})
         self.finished[name] = note
 
@@ -137,6 +149,11 @@ def writing(destination: Path, identity: dict[str, Any]) -> Iterator[Partial]:
     print(
         f"{destination}: {partial.done / 1e6:,.1f} MB written in {seconds:.1f} s ({partial.done / seconds / 1e6:,.0f} MB/s)"
     )
+
+
+def _settle(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def refuse_existing(destination: Path) -> None:

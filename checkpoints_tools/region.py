@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14: one call instead of a page fault every 64 KiB
-
 
 @dataclass(frozen=True)
 class Region:
@@ -31,10 +29,7 @@ class Region:
         with self.path.open("rb") as file:
             length = self.offset + self.nbytes - start
             mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
-        try:
-            mapped.madvise(POPULATE_READ)
-        except OSError:  # an older kernel
-            mapped.madvise(mmap.MADV_SEQUENTIAL)
+        mapped.madvise(mmap.MADV_SEQUENTIAL)
         flat = torch.frombuffer(mapped, dtype=torch.uint8, count=self.nbytes, offset=self.offset - start)
         if flat.data_ptr() % self.dtype.itemsize:  # safetensors aligns to 8 bytes, files of others may not
             flat = flat.clone()

@@ -199,7 +199,7 @@ class Writer:
 
     def _note(self, file: str, note: list[Any]) -> None:
         self._notes[file].append(note)
-        self.partial.advance(note[-1] - note[-2])
+        self.partial.wrote(file, note[-1] - note[-2])
 
     def _part_done(self, file: str) -> None:
         self._left[file] -= 1
