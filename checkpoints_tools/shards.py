@@ -39,6 +39,7 @@ from megarl.errors import MegarlError
 
 COMMON = "common_state/shard_0_1"  # where megatron puts what is no tensor; it must be there
 OPTIMIZER = "optimizer."
+ALIGNMENT = 64  # of torch's archives, within which values are so aligned: then they can be mapped
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
@@ -148,6 +149,7 @@ class Writer:
         """One part: of each shard its key, its offsets, the shape of the whole, and its values."""
         stream = self._stream(file)
         for key, offsets, whole, value in tensors:
+            stream.write(bytes(-stream.tell() % ALIGNMENT))
             begin = stream.tell()
             _save(value, stream)
             self._note(
@@ -230,9 +232,10 @@ def no_objects() -> dict[str, bytes]:
 
 
 def _save(value: Tensor, stream: io.BufferedWriter) -> None:
-    alone = value.untyped_storage().nbytes() == value.nbytes
+    # torch.save writes the whole storage behind a view: the same memory as a storage of its own.
+    alone = torch.from_numpy(value.reshape(-1).view(torch.uint8).numpy()).view(value.dtype).view(value.shape)
     try:
-        torch.save(value if alone else value.clone(), stream)  # of a view it would write the whole storage
+        torch.save(alone, stream)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):  # torch trips over its archive that ends too early
             raise error.__context__ from None
