@@ -232,17 +232,20 @@ def _impossible(r: Recipe) -> list[str]:
             f"resources.learner_ranks: {r.resources.learner_ranks} ranks do not divide into copies of the model of "
             f"TP x PP x CP = {m.model_parallel_size} ranks; use a multiple"
         )
+    experts = m.expert_parallel * m.expert_tensor_parallel * m.pipeline_parallel
+    if r.resources.learner_ranks % experts:
+        found.append(
+            f"resources.learner_ranks: {r.resources.learner_ranks} ranks do not divide into copies of the experts of "
+            f"EP x ETP x PP = {experts} ranks; use a multiple"
+        )
+    if m.moe.freeze_router and m.moe.load_balancing != "none":
+        found.append("model.moe.load_balancing: balances by training the router, which model.moe.freeze_router forbids")
     if m.virtual_pipeline_parallel > 1 and m.pipeline_parallel == 1:
         found.append("model.virtual_pipeline_parallel: needs model.pipeline_parallel of 2 or more")
     if m.pipeline_parallel == 2 and m.virtual_pipeline_parallel > 1 and not m.overlap_p2p:
         found.append(
             "model.virtual_pipeline_parallel: with model.pipeline_parallel=2 megatron-core mixes up the sends of two chunks "
             "and computes wrong gradients; set model.overlap_p2p=true"
-        )
-    if m.expert_parallel == 1 and m.expert_tensor_parallel not in (1, m.tensor_parallel):
-        found.append(
-            "model.expert_tensor_parallel: with model.expert_parallel=1 megatron-core reduces expert gradients over the "
-            f"wrong ranks unless it equals model.tensor_parallel ({m.tensor_parallel})"
         )
     if m.sequence_parallel and m.tensor_parallel == 1:
         found.append("model.sequence_parallel: needs model.tensor_parallel of 2 or more")

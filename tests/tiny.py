@@ -91,7 +91,9 @@ def tiny_llama4_multimodal(path: Path, seed: int = 0, **overrides: Any) -> Llama
 
 
 LLAMA4: dict[str, Any] = {
-    "num_key_value_heads": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
     "intermediate_size": 48,
     "intermediate_size_mlp": 80,
     "num_local_experts": 4,

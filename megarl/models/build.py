@@ -81,7 +81,7 @@ def _expert_settings(model: Model, fused: bool) -> dict[str, Any]:
 
 
 def _check_layout(model: Model, family: Family) -> None:
-    """What must divide, and what megatron-core computes wrongly or refuses in its own words."""
+    """What must divide, and what megatron-core refuses in words of its own."""
     sizes: Mapping[str, Any] = family.architecture
     stages = model.pipeline_parallel * model.virtual_pipeline_parallel
     for key, layout, parts in (
@@ -99,11 +99,6 @@ def _check_layout(model: Model, family: Family) -> None:
         if model.expert_parallel > 1:
             raise MegarlError(f"model.expert_parallel: {model.path} has no experts; set it to 1")
         return
-    if model.expert_parallel == 1 and model.expert_tensor_parallel != model.tensor_parallel:
-        raise MegarlError(
-            "model.expert_tensor_parallel: with model.expert_parallel=1 the experts are divided as the rest is; set it to "
-            f"model.tensor_parallel ({model.tensor_parallel})"
-        )
     if model.tensor_parallel > 1 and not model.sequence_parallel:
         raise MegarlError(
             f"model.sequence_parallel: {model.path} has experts, which need it beside tensor parallelism; set it to true"

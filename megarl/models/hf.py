@@ -77,9 +77,7 @@ def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
             weight, (rank, size) = family.weight(name), shard_of(name)
             names = ", ".join(dict.fromkeys(source.name for source in weight.sources))
             try:
-                views = [
-                    _read_view(tensors.slice(s.name), s, weight, rank, size, family.experts) for s in weight.sources
-                ]
+                views = [_read_view(tensors.slice(s.name), s, weight, rank, size) for s in weight.sources]
                 value = weight.merge(views)
             except (SafetensorError, RuntimeError, OSError) as error:
                 raise MegarlError(f"{hf_dir}: cannot read {names}: {error}") from None
@@ -232,13 +230,11 @@ def _few(names: list[str]) -> str:
     return f"{len(names)} tensors ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
 
 
-def _read_view(tensor: Any, source: Source, weight: Weight, rank: int, size: int, experts: int | None) -> Tensor:
+def _read_view(tensor: Any, source: Source, weight: Weight, rank: int, size: int) -> Tensor:
     """This rank's part of one view of a Hugging Face tensor; zeros where the vocabulary is padded."""
     shape = tensor.get_shape()
     bounds = [(0, n) for n in shape]
     if source.expert is not None:
-        if shape[0] != experts:
-            raise RuntimeError(f"{shape[0]} experts in the tensor, {experts} in config.json")
         bounds[0] = (source.expert, source.expert + 1)
     if source.part is not None:
         k, parts = source.part
@@ -283,7 +279,8 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
         if path.is_file() and not _WEIGHT_FILES.fullmatch(path.name):
             shutil.copyfile(path, destination / path.name)
     if dtype is not None:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        for part in (config, config["text_config"]) if "text_config" in config else (config,):
+            part["torch_dtype" if "torch_dtype" in part else "dtype"] = str(dtype).removeprefix("torch.")
         write_config(destination, config)
 
 

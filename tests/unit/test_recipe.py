@@ -77,7 +77,11 @@ IMPOSSIBLE = [
     ),
     (
         {"model": {"tensor_parallel": 2, "expert_tensor_parallel": 4}, "resources": {"learner_ranks": 2}},
-        "model.expert_tensor_parallel: with model.expert_parallel=1",
+        "resources.learner_ranks: 2 ranks do not divide into copies of the experts of EP x ETP x PP = 4 ranks",
+    ),
+    (
+        {"model": {"moe": {"load_balancing": "aux_loss", "freeze_router": True}}},
+        "model.moe.load_balancing: balances by training the router",
     ),
     ({"model": {"sequence_parallel": True}}, "model.sequence_parallel: needs model.tensor_parallel"),
     (

@@ -1,4 +1,4 @@
-"""What all families share, shown on Llama: rotary frequencies, precision, directories."""
+"""What families share: rotary frequencies, precision, directories, settings of experts."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megarl.models import build, family_of, hf
 from megarl.models.family import read_config, write_config
 from megarl.models.rope import inverse_frequencies
-from megarl.recipe import Model
-from tests.tiny import LLAMA3_ROPE, tiny_llama
+from megarl.recipe import Model, Moe
+from tests.tiny import LLAMA3_ROPE, tiny_llama, tiny_llama4_multimodal, tiny_qwen3_moe
 
 # isort: split
 from safetensors.torch import load_file
@@ -98,6 +98,34 @@ def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path) -> None
     exported = dict(hf.export([chunk], family_of(tmp_path / "copy")))
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(stored[name], exported[name]) for name in exported)
+
+
+def test_vision_tower_is_carried_along(one_rank: None, tmp_path: Path) -> None:
+    """A multimodal directory saved again has its own vision tensors bit for bit, and transformers loads all of it."""
+    reference = tiny_llama4_multimodal(tmp_path / "hf")
+    (chunk,) = build.build(Model(dtype="fp32"), tmp_path / "hf")
+    hf.load([chunk], family_of(tmp_path / "hf"), tmp_path / "hf")
+    hf.save([chunk], family_of(tmp_path / "hf"), tmp_path / "hf", tmp_path / "copy", shard_bytes=50_000)
+    copy = type(reference).from_pretrained(tmp_path / "copy")
+    assert any("vision" in name for name, _ in copy.named_parameters())
+    assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True))
+
+
+def test_frozen_router_has_no_gradient(one_rank: None, tmp_path: Path) -> None:
+    tiny_qwen3_moe(tmp_path, num_hidden_layers=2)
+    chunk = loaded(tmp_path, dtype="fp32", moe=Moe(freeze_router=True))
+    chunk(torch.arange(48)[None], None, None).logsumexp(-1).sum().backward()
+    without = {name for name, parameter in chunk.named_parameters() if parameter.grad is None}
+    assert without == {f"decoder.layers.{i}.mlp.router.weight" for i in range(2)}
+
+
+def test_router_computes_in_float32(one_rank: None, tmp_path: Path) -> None:
+    tiny_qwen3_moe(tmp_path, torch.bfloat16, num_hidden_layers=1)
+    chunk = loaded(tmp_path, dtype="bf16")
+    router = chunk.decoder.layers[0].mlp.router
+    assert router.weight.dtype == torch.bfloat16
+    hidden = torch.randn(5, 1, 64, dtype=torch.bfloat16)
+    assert torch.equal(router.gating(hidden), hidden.float() @ router.weight.float().T)
 
 
 def test_transformers_in_the_same_process_is_left_alone(tmp_path: Path) -> None:
