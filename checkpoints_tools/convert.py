@@ -70,10 +70,14 @@ def reshard(source: Path, destination: Path, layout: Layout, file_bytes: int = F
     shards, wanted = Shards(what.path), parts(what.hf_dir, layout, what.dtype)
     check_keys(shards, wanted)
     states = sorted({key.split(".", 3)[2] for key in shards.tensors if key.startswith(f"{OPTIMIZER}state.")})
-    carried = {f"{OPTIMIZER}state.{state}.{shard.key}" for state in states for part in wanted for shard in part.shards()}
+    carried = {
+        f"{OPTIMIZER}state.{state}.{shard.key}" for state in states for part in wanted for shard in part.shards()
+    }
     lost = sorted(key for key in shards.tensors if key.startswith(OPTIMIZER) and key not in carried)
     if lost:
-        raise MegarlError(f"{what.path}: {len(lost)} tensors of the optimiser belong to no weight of the model: {lost[0]}, …")
+        raise MegarlError(
+            f"{what.path}: {len(lost)} tensors of the optimiser belong to no weight of the model: {lost[0]}, …"
+        )
 
     def read(part: Part) -> Iterator[Shard]:
         for shard in part.shards():
