@@ -22,14 +22,17 @@ from megarl.recipe import Model
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def build(model: Model, hf_dir: Path) -> list[GPTModel]:
+def build(model: Model, hf_dir: Path, transformer_engine: bool | None = None) -> list[GPTModel]:
     """The chunks of this rank, first pipeline stage first; `chunk.config` is their common TransformerConfig.
+
+    transformer_engine: whose layers; None: Transformer Engine's where it can run.
 
     After megarl.models.parallel.start with the same `model`. The embedding and the head have rows beyond the vocabulary if it
     does not divide by TP: family.vocabulary says where padding starts.
     """
     family = family_of(hf_dir)
-    transformer_engine = HAVE_TE and torch.cuda.is_available()
+    if transformer_engine is None:
+        transformer_engine = HAVE_TE and torch.cuda.is_available()
     config = transformer_config(model, family, transformer_engine)
     stages = range(model.virtual_pipeline_parallel) if model.virtual_pipeline_parallel > 1 else [None]
     return [_chunk(model, family, config, transformer_engine, stage) for stage in stages]

@@ -72,9 +72,9 @@ def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
     """Fill this rank's parameters from `hf_dir`, reading only its part. MegarlError names all missing and extra tensors."""
     with ExitStack() as stack, torch.no_grad():
         tensors = Tensors(Path(hf_dir), stack)
-        _check_names(Path(hf_dir), set(tensors), family)
+        check_names(Path(hf_dir), set(tensors), family)
         for name, parameter in named_parameters(chunks):
-            weight, (rank, size) = family.weight(name), _shard_of(name)
+            weight, (rank, size) = family.weight(name), shard_of(name)
             names = ", ".join(dict.fromkeys(source.name for source in weight.sources))
             try:
                 views = [_read_view(tensors.slice(s.name), s, weight, rank, size) for s in weight.sources]
@@ -160,7 +160,7 @@ def _of_expert(name: str, by: int) -> str:
     return f"{match[1]}{int(match[2]) + by}{match[3]}"
 
 
-def _shard_of(name: str) -> tuple[int, int]:
+def shard_of(name: str) -> tuple[int, int]:
     """Which of how many shards of this parameter the rank has."""
     if _EXPERT.fullmatch(name):
         return (
@@ -177,7 +177,7 @@ def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[st
         yield name, _all(parameter, parallel_state.get_tensor_model_parallel_group()) if divided else [parameter]
         return
     ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
-    _, size = _shard_of(name)
+    _, size = shard_of(name)
     experts_of_a_rank = (family.experts or 0) // ranks
     # Ranks of this group count through the shards of an expert first.
     shards = _all(parameter, parallel_state.get_expert_tensor_and_model_parallel_group())
@@ -210,7 +210,8 @@ class _Stack:
         return not self._missing
 
 
-def _check_names(hf_dir: Path, present: set[str], family: Family) -> None:
+def check_names(hf_dir: Path, present: set[str], family: Family) -> None:
+    """MegarlError that names every missing and every foreign tensor."""
     needed = family.names()
     # Left by old versions of transformers; a tied head may be stored a second time.
     ignored = {

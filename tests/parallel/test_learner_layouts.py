@@ -1,5 +1,6 @@
 """The RL step is the same at every layout, packed or not, and what transformers and autograd make of the paper's formulas."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoints_tools.convert import reshard
+from checkpoints_tools.layout import Layout
 from megarl.types import Batch, Group, Prompt, Rollout, Segment, encode
 from tests.parallel.worlds import run_world
 from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen3_moe
@@ -129,6 +132,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = tiny(path / name / "model", vocab_size=VOCABULARY)
         torch.save(scalerl_by_transformers(model, batch, tmp_path_factory.mktemp(name)), path / name / "expected.pt")
     print(run_world(1, "tests.parallel.learner_world", str(path)))
+    # The other worlds resume from one rank's checkpoint as checkpoints_tools reshards it, optimiser included.
+    for name, layout in {"llama": Layout(tensor=2, pipeline=2), "llama4": Layout(pipeline=2, expert=2)}.items():
+        (step,) = (path / name / "checkpoints" / "one_rank").iterdir()
+        reshard(step, path / name / "resharded", layout)
+        shutil.rmtree(step)
+        (path / name / "resharded").rename(step)
     return path
 
 
