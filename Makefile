@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
-.PHONY: help setup quickstart test test-unit test-faults lint bench lock clean
+.PHONY: help setup quickstart quickstart-moe test test-unit test-faults lint bench lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -12,6 +12,9 @@ setup:           ## .venv with the pinned CPU stack
 
 quickstart: setup ## train a tiny policy with real Megatron and real SGLang, in minutes (ARGS="run.seed=1")
 	@launch/quickstart.sh $(ARGS)
+
+quickstart-moe: setup ## the same with a tiny Llama 4 of experts
+	@launch/quickstart.sh quickstart-moe $(ARGS)
 
 test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real roles together
 	$(PYTEST) tests -m "not faults and not slow"

@@ -1,10 +1,15 @@
-"""Tools for what training leaves behind: `python -m checkpoints_tools convert | verify | inspect`.
+"""Tools for what training leaves behind: `python -m checkpoints_tools convert | reshard | verify | inspect`.
 
     __main__.py    the command line
-    model.py       a model wherever it is stored: Hugging Face directory or distributed checkpoint
-    convert.py     one into the other
-    verify.py      are two the same, tensor by tensor and bit by bit
+    convert.py     one form into the other, one layout into another; one parameter in memory at a time
+      layout.py      which rank holds which part of which tensor, by megatron itself, without data or processes
+      mapping.py     a parameter of Hugging Face tensors, Hugging Face tensors of parameters
+      shards.py      megarl's distributed checkpoints, shard by shard       region.py   a tensor within a file
+      safetensors_files.py   Hugging Face directories, tensor by tensor     partial.py  resumable, atomic directories
+      card.py        the model card of an exported directory
+    stored.py      what lies at a path, under Hugging Face names
+    verify.py      are two the same, bit by bit and in what they compute
     inspect.py     what a directory holds
 
-They use megarl.models and nothing of the roles, and need no GPU.
+They use megarl.models and nothing of the roles, and need one process and no GPU.
 """

@@ -1,35 +1,216 @@
-"""Between the learner's distributed checkpoints and Hugging Face directories, without changing a bit."""
+"""Between distributed checkpoints and Hugging Face directories, and from layout to layout, without changing a bit.
 
+    hf_to_megatron   safetensors ──slices──► parameter of a rank ──► its shards      at any layout, from one process
+    megatron_to_hf   shards ──► parameter ──► safetensors
+    reshard          shards ──► shards of another layout, the optimiser's too
+
+One parameter is in memory at a time. Values are copied, never computed with; only --dtype rounds.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-from checkpoints_tools.model import loaded, stored
+import msgspec
+from torch import Tensor
+
+from checkpoints_tools import card
+from checkpoints_tools.layout import WHOLE, Layout, Part, parts
+from checkpoints_tools.mapping import Group, box_of, check_keys, groups, stored_value, value_of, views
+from checkpoints_tools.partial import Partial, fingerprint, refuse_existing, writing
+from checkpoints_tools.region import Region
+from checkpoints_tools.safetensors_files import Directory, File, Shape, index_of
+from checkpoints_tools.shards import OPTIMIZER, Shards, Writer, no_objects, plan_files
+from checkpoints_tools.stored import Dtype, checked, stored
 from megarl.errors import MegarlError
-from megarl.models import checkpoint, hf
+from megarl.models import Family, checkpoint, family_of
+from megarl.models.build import DTYPES
+from megarl.models.hf import INDEX, copy_description
+from megarl.rundir import write_atomically
+
+FILE_BYTES = 4 << 30
+"""Of a file: what a kill costs at most. All ranks' files that are open at once have as much together."""
+
+Shard = tuple[str, Sequence[int], Sequence[int], Tensor]
 
 
-def megatron_to_hf(source: Path, destination: Path) -> None:
-    """`source`: a run or its checkpoints directory (the latest complete one), or one checkpoint; its optimiser is left out."""
-    checkpoint.find(source)
-    what = stored(source)
-    _refuse_existing(destination)
-    with loaded(what) as (chunks, family, _):
-        hf.save(chunks, family, what.hf_dir, destination)
-    print(f"{what.path} -> {destination}")
-
-
-def hf_to_megatron(source: Path, destination: Path) -> None:
-    """`destination` becomes one checkpoint of weights, step 0."""
+def hf_to_megatron(
+    source: Path, destination: Path, layout: Layout, dtype: Dtype | None = None, file_bytes: int = FILE_BYTES
+) -> None:
+    """`destination` becomes one checkpoint of weights, step 0, sharded as a world of that layout would."""
     if not (source / "config.json").is_file():
         raise MegarlError(f"{source}: no Hugging Face model there (no config.json)")
+    refuse_existing(destination)
+    family, directory = family_of(source), Directory(source)
+    dtype = dtype or stored(source).dtype
+    checked(directory, family, dtype)
+    wanted = parts(source, layout, dtype)
+    meta = checkpoint.Meta(
+        step=0, version=0, hf_source=str(source.resolve()), model=layout.section(source, dtype).model_dump()
+    )
+
+    def shards(part: Part) -> Iterator[Shard]:
+        for shard in part.shards(value_of(part, family, directory)):
+            offsets, sizes = box_of(shard)
+            yield shard.key, offsets, shard.global_shape, shard.data.view(sizes)
+
+    with writing(destination, _identity("hf-to-megatron", source, layout, dtype, file_bytes)) as partial:
+        _write_checkpoint(partial, wanted, shards, no_objects(), layout, file_bytes)
+        _finish_checkpoint(partial, source, meta)
+
+
+def reshard(source: Path, destination: Path, layout: Layout, file_bytes: int = FILE_BYTES) -> None:
+    """The same checkpoint, step and optimiser included, in the shards of another layout."""
     what = stored(source)
-    _refuse_existing(destination)
-    with loaded(what) as (chunks, _, model):
-        meta = checkpoint.Meta(step=0, version=0, hf_source=str(source.resolve()), model=model.model_dump())
-        checkpoint.save(destination, checkpoint.model_state(chunks), meta)
-    print(f"{source} -> {destination}")
+    if what.meta is None:
+        raise MegarlError(f"{source}: a Hugging Face directory has no shards; use `convert hf-to-megatron`")
+    refuse_existing(destination)
+    shards, wanted = Shards(what.path), parts(what.hf_dir, layout, what.dtype)
+    check_keys(shards, wanted)
+    states = sorted({key.split(".", 3)[2] for key in shards.tensors if key.startswith(f"{OPTIMIZER}state.")})
+    carried = {
+        f"{OPTIMIZER}state.{state}.{shard.key}" for state in states for part in wanted for shard in part.shards()
+    }
+    lost = sorted(key for key in shards.tensors if key.startswith(OPTIMIZER) and key not in carried)
+    if lost:
+        raise MegarlError(
+            f"{what.path}: {len(lost)} tensors of the optimiser belong to no weight of the model: {lost[0]}, …"
+        )
+
+    def read(part: Part) -> Iterator[Shard]:
+        for shard in part.shards():
+            for key in (shard.key, *(f"{OPTIMIZER}state.{state}.{shard.key}" for state in states)):
+                if key in shards.tensors:
+                    yield key, shard.global_offset, shard.global_shape, shards.read(key, box_of(shard))
+
+    changed = layout.section(what.hf_dir, what.dtype).model_dump()
+    kept = {key: what.meta.model[key] for key in ("path", "fp32_head") if key in what.meta.model}
+    meta = msgspec.structs.replace(what.meta, model=changed | kept)
+    with writing(destination, _identity("reshard", what.path, layout, what.dtype, file_bytes)) as partial:
+        _write_checkpoint(partial, wanted, read, shards.objects(), layout, file_bytes, 1 + len(states))
+        _finish_checkpoint(partial, what.hf_dir, meta)
 
 
-def _refuse_existing(destination: Path) -> None:
-    """Before anything is read: reading may take long."""
-    if destination.exists():
-        raise MegarlError(f"{destination}: exists already; remove it or name another directory")
+def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, file_bytes: int = FILE_BYTES) -> None:
+    """`source`: a run or its checkpoints directory (the latest complete one), or one checkpoint; its optimiser is left out.
+
+    `base`: the Hugging Face directory whose other tensors (a vision tower) come along; None: the one it was made from.
+    """
+    what = stored(source)
+    if what.meta is None:
+        raise MegarlError(f"{source}: a Hugging Face directory already")
+    refuse_existing(destination)
+    family, shards = family_of(what.hf_dir), Shards(what.path)
+    found = groups(what.hf_dir, family, what.dtype)
+    check_keys(shards, [part for group in found for part in group.parts])
+    untouched = _untouched(base or Path(what.meta.hf_source), family)
+    found += [Group((), {name: Shape(region.shape, region.dtype)}) for name, region in untouched.items()]
+    files = _planned(found, file_bytes)
+    with writing(destination, _identity("megatron-to-hf", what.path, WHOLE, what.dtype, file_bytes)) as partial:
+        partial.expect("safetensors", sum(shape.nbytes for tensors, _ in files.values() for shape in tensors.values()))
+        for name, (tensors, members) in files.items():
+            if name in partial.finished:
+                partial.skip(sum(shape.nbytes for shape in tensors.values()))
+                continue
+            with closing(File(partial.unfinished(name), tensors)) as file:
+                for tensor, entry, value in _values(members, family, shards, untouched):
+                    file.write(tensor, value, entry)
+                    partial.wrote(name, value.nbytes)
+            partial.finish(name, None)
+        partial.flush()
+        copy_description(what.hf_dir, partial.path, DTYPES[what.dtype])
+        if len(files) > 1:
+            index = index_of({name: tensors for name, (tensors, _) in files.items()})
+            (partial.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (partial.path / card.FILE).write_text(card.render(what.path, what.meta))
+
+
+def _write_checkpoint(
+    partial: Partial,
+    wanted: Sequence[Part],
+    read: Callable[[Part], Iterable[Shard]],
+    objects: dict[str, bytes],
+    layout: Layout,
+    file_bytes: int,
+    copies: int = 1,
+) -> None:
+    """Every part's shards into its rank's files; `copies`: tensors of a part's size that each yields."""
+    limit = max(1, file_bytes // layout.ranks)
+    files = plan_files(wanted, lambda part: part.rank, lambda part: part.nbytes * copies, limit)
+    first = "__0_objects.distcp"
+    writer = Writer(partial, {file: files.count(file) for file in set(files)} | {first: 1})
+    partial.expect("shards", sum(part.nbytes for part in wanted) * copies)
+    try:
+        if first not in partial.finished:
+            writer.write_objects(first, objects)
+        for part, file in zip(wanted, files, strict=True):
+            if file in partial.finished:
+                partial.skip(part.nbytes * copies)
+            else:
+                writer.write(file, read(part))
+    finally:
+        writer.abandon()
+    writer.complete()
+
+
+def _finish_checkpoint(partial: Partial, description: Path, meta: checkpoint.Meta) -> None:
+    copy_description(description, partial.path / "hf", DTYPES[meta.model["dtype"]])
+    write_atomically(partial.path / checkpoint.META, msgspec.json.encode(meta))
+
+
+def _untouched(base: Path, family: Family) -> dict[str, Region]:
+    """The tensors of the original model that are not trained here."""
+    if not family.elsewhere:
+        return {}
+    found = {}
+    if (base / "config.json").is_file():
+        found = {name: region for name, region in Directory(base).regions.items() if family.passthrough(name)}
+    if not found:
+        raise MegarlError(
+            f"{base}: no tensors {', '.join(f'{start}*' for start in family.elsewhere)} there, which the exported model needs; "
+            "give the original model with --base"
+        )
+    return found
+
+
+def _values(
+    members: Sequence[Group], family: Family, shards: Shards, untouched: Mapping[str, Region]
+) -> Iterator[tuple[str, int, Tensor]]:
+    """(Hugging Face name, entry along dimension 0 if it is stacked, values)."""
+    for group in members:
+        for part in group.parts:
+            for source, value in views(part, family, stored_value(part, shards)):
+                yield source.name, source.expert or 0, value
+        if not group.parts:
+            for name in group.tensors:
+                yield name, 0, untouched[name].tensor()
+
+
+def _planned(found: Sequence[Group], file_bytes: int) -> dict[str, tuple[dict[str, Shape], list[Group]]]:
+    """File name -> its tensors, and the groups that fill them."""
+    filled: list[tuple[dict[str, Shape], list[Group]]] = []
+    size = 0
+    for group in found:
+        if not filled or size + group.nbytes > file_bytes:
+            filled.append(({}, []))
+            size = 0
+        filled[-1][0].update(group.tensors)
+        filled[-1][1].append(group)
+        size += group.nbytes
+    if len(filled) == 1:
+        return {"model.safetensors": filled[0]}
+    return {f"model-{i:05}-of-{len(filled):05}.safetensors": file for i, file in enumerate(filled, 1)}
+
+
+def _identity(command: str, source: Path, layout: Layout, dtype: Dtype, file_bytes: int) -> dict[str, Any]:
+    """What must be the same for a killed conversion to be continued."""
+    return {
+        "command": command,
+        "source": str(source.resolve()),
+        "files": fingerprint(source),
+        "layout": [layout.tensor, layout.pipeline, layout.expert],
+        "dtype": dtype,
+        "file_bytes": file_bytes,
+    }

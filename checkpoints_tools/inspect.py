@@ -1,59 +1,147 @@
-"""What a directory holds: architecture, size, and of a checkpoint its step and the layout it was written at."""
+"""What a directory holds: architecture, size, step, recipe, the layout it was written at, and its tensors as a tree.
+
+decoder                                                    of a tree: equal siblings are one line
+  layers.[0-31]
+    mlp.down_proj.weight   [4096, 14336] bfloat16  117.4 MB
+"""
 
 import math
-from contextlib import ExitStack
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+import yaml
 
-from checkpoints_tools.model import stored
-from megarl.errors import MegarlError
-from megarl.models import hf
+from checkpoints_tools.card import run_of
+from checkpoints_tools.safetensors_files import Directory
+from checkpoints_tools.shards import OPTIMIZER, Shards
+from checkpoints_tools.stored import Stored, stored
 from megarl.models.family import read_config
 
-Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor. shards: how many pieces it is stored in, and the shape of one; for Hugging Face its file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shards: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {_plain(self.dtype)}  {self.nbytes / 1e6:,.1f} MB  {self.shards}"
 
 
-def inspect(directory: Path, list_tensors: bool) -> None:
-    """Print it. No weights stay in memory."""
+Tree = dict[str, Any]  # name component -> Tree, or a Described
+
+
+def inspect(directory: Path, every_tensor: bool) -> None:
+    """Print it. No weights are read. `every_tensor`: a line for each instead of the tree."""
     what = stored(directory)
     config = read_config(what.hf_dir)
     print(what.path)
     print(f"  architecture  {', '.join(config.get('architectures') or ['unknown'])}")
+    tensors = _described(what)
     if what.meta is not None:
         layout = {k: v for k, v in what.meta.model.items() if k.endswith("_parallel") and v not in (1, False)}
-        print(f"  checkpoint    step {what.meta.step}, weights of version {what.meta.version}")
-        print(f"  written at    {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank a copy'}")
-        tensors = _of_checkpoint(what.path)
-        optimizer = {k: v for k, v in tensors.items() if k.startswith("optimizer.")}
+        optimizer = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
         tensors = {k: v for k, v in tensors.items() if k not in optimizer}
+        print(f"  checkpoint    step {what.meta.step}, weights of version {what.meta.version}")
+        print(f"  made from     {what.meta.hf_source}")
+        print(f"  recipe        {_recipe(what)}")
+        print(f"  written at    {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank a copy'}")
         print(f"  optimiser     {_size(optimizer) if optimizer else 'none'}")
-    else:
-        with ExitStack() as stack:
-            opened = hf.Tensors(what.path, stack)
-            tensors = {name: (tuple(opened[name].shape), opened[name].dtype) for name in opened}
     print(f"  weights       {_size(tensors)}")
-    if list_tensors:
-        for name, (shape, dtype) in sorted(tensors.items()):
-            print(f"  {name}  {list(shape)}  {str(dtype).removeprefix('torch.')}")
+    if every_tensor:
+        for name, tensor in sorted(tensors.items()):
+            print(f"  {name}  {tensor}")
+    else:
+        for line in _lines(_tree(tensors)):
+            print(f"  {line}")
 
 
-def _of_checkpoint(path: Path) -> Described:
-    try:
-        entries = FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # a pickle that is cut off or foreign can fail in any way
-        raise MegarlError(f"{path / '.metadata'}: unreadable: {error}") from None
+def _described(what: Stored) -> dict[str, Described]:
+    if what.meta is None:
+        regions = Directory(what.path).regions
+        return {name: Described(r.shape, r.dtype, r.path.name) for name, r in regions.items()}
     return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
+        name: Described(t.shape, t.dtype, f"{len(t.boxes)} x {list(t.boxes[0][1])}")
+        for name, t in Shards(what.path).tensors.items()
     }
 
 
-def _size(tensors: Described) -> str:
-    count = sum(math.prod(shape) for shape, _ in tensors.values())
-    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values())
-    types = sorted({str(dtype).removeprefix("torch.") for _, dtype in tensors.values()})
+def _recipe(what: Stored) -> str:
+    run = run_of(what.path)
+    if run is None:
+        return "none: not in a run directory"
+    recipe = yaml.safe_load(run.recipe.read_text()) or {}
+    return f"{run.recipe}: {recipe.get('description') or recipe.get('run', {}).get('name')}"
+
+
+def _tree(tensors: dict[str, Described]) -> Tree:
+    root: Tree = {}
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
+        node = root
+        for component in path:
+            node = node.setdefault(component, {})
+        node[leaf] = tensor
+    return root
+
+
+def _lines(node: Tree, indent: str = "") -> list[str]:
+    """Siblings counted 0, 1, … that hold the same are one line; what has one child is joined with it."""
+    lines: list[str] = []
+    for name, child in _merged(node):
+        while isinstance(child, dict) and len(below := _merged(child)) == 1:
+            ((joined, child),) = below
+            name = f"{name}.{joined}"
+        if isinstance(child, dict):
+            lines += [f"{indent}{name}", *_lines(child, indent + "  ")]
+        else:
+            lines.append(f"{indent}{name}  {child}")
+    return lines
+
+
+def _merged(node: Tree) -> list[tuple[str, Any]]:
+    kinds: dict[str, list[str]] = {}
+    for name, child in node.items():
+        same = _without_files(child) if name.isdigit() else name
+        kinds.setdefault(same, []).append(name)
+    merged = []
+    for names in kinds.values():
+        numbers = sorted(map(int, names)) if len(names) > 1 else []
+        merged.append((_ranges(numbers) if numbers else names[0], node[names[0]]))
+    return merged
+
+
+def _without_files(child: Any) -> str:
+    """Equal for two subtrees that differ at most in the files they lie in."""
+    return re.sub(r"[\w.-]+\.safetensors", "", str(child) if isinstance(child, dict) else f"leaf {child}")
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0-3,6]."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return "[" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "]"
+
+
+def _size(tensors: dict[str, Described]) -> str:
+    count = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    types = sorted({_plain(tensor.dtype) for tensor in tensors.values()})
     return f"{len(tensors)} tensors, {count:,} values, {size / 2**20:,.1f} MiB, {', '.join(types)}"
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

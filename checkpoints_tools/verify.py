@@ -1,50 +1,95 @@
-"""Whether two stored models have the same weights: names, types, shapes, bits."""
+"""Whether two stored models are the same: names, types, shapes, bits; and, if asked, what they compute.
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+Tensors are compared one at a time. Logits need one whole model in memory, and are computed in float32: a checkpoint by
+megatron, a Hugging Face directory by transformers.
+"""
+
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from checkpoints_tools.model import Stored, loaded, stored
-from megarl.models import hf
+from checkpoints_tools.layout import WHOLE
+from checkpoints_tools.stored import Stored, stored, tensors_of
+from megarl.models import build, checkpoint, family_of, parallel
 
 SHOWN = 20
+PROMPT_TOKENS = 64
+LOGITS_TOLERANCE = 1e-4
+"""Of the largest logit: float32 in another order of operations; bf16 weights are widened exactly."""
+TIMEOUT_S = 60.0
 
 
-def verify(a: Path, b: Path) -> int:
+def verify(a: Path, b: Path, prompts: int = 0) -> int:
     """0 if equal; else 1, with each difference printed."""
-    with ExitStack() as stack:
-        left, right = (_tensors(stored(path), stack) for path in (a, b))
-        differences = compare(left, right)
+    sides = stored(a), stored(b)
+    directories = all(side.meta is None for side in sides)
+    left, right = (tensors_of(side, everything=directories) for side in sides)
+    differences = list(compare(left, right))
     for line in differences[:SHOWN]:
         print(line)
     if len(differences) > SHOWN:
         print(f"… and {len(differences) - SHOWN} more")
     print(f"{len(differences)} differences" if differences else f"equal: {len(left)} tensors")
-    return 1 if differences else 0
+    agree = _logits_agree(*sides, prompts) if prompts else True
+    return 0 if agree and not differences else 1
 
 
-def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Iterator[str]:
     """One line a difference."""
-    lines = [f"{name}: only in the first" for name in sorted(a.keys() - b.keys())]
-    lines += [f"{name}: only in the second" for name in sorted(b.keys() - a.keys())]
-    for name in sorted(a.keys() & b.keys()):
+    yield from (f"{name}: only in the first" for name in sorted(a.keys() - b.keys()))
+    yield from (f"{name}: only in the second" for name in sorted(b.keys() - a.keys()))
+    for name in (name for name in a if name in b):
         x, y = a[name], b[name]
         if (x.shape, x.dtype) != (y.shape, y.dtype):
-            lines.append(f"{name}: {tuple(x.shape)} {x.dtype} against {tuple(y.shape)} {y.dtype}")
-        elif not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):  # bits: a NaN equals itself, 0 is not -0
-            unequal = (x != y).sum().item()
-            lines.append(
-                f"{name}: {unequal} of {x.numel()} values differ, by {(x.double() - y.double()).abs().max().item():.3g}"
-            )
-    return lines
+            yield f"{name}: {tuple(x.shape)} {x.dtype} against {tuple(y.shape)} {y.dtype}"
+        elif not _same_bits(x, y):
+            yield _difference(name, x, y)
 
 
-def _tensors(source: Stored, stack: ExitStack) -> Mapping[str, Tensor]:
-    """By Hugging Face name. A directory's are read when asked for, a checkpoint's are held."""
-    if source.meta is None:
-        return hf.Tensors(source.path, stack)
-    with loaded(source) as (chunks, family, _):
-        return {name: tensor.clone() for name, tensor in hf.export(chunks, family)}
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    """A NaN equals itself, 0 is not -0."""
+    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (x, y)))
+
+
+def _difference(name: str, x: Tensor, y: Tensor) -> str:
+    unequal, largest = 0, 0.0
+    for p, q in zip(x.view(-1).split(1 << 24), y.view(-1).split(1 << 24), strict=True):
+        unequal += int((p != q).sum())
+        largest = max(largest, (p.double() - q.double()).abs().max().item())
+    return f"{name}: {unequal} of {x.numel()} values differ, by {largest:.3g}"
+
+
+def _logits_agree(a: Stored, b: Stored, prompts: int) -> bool:
+    vocabulary = family_of(a.hf_dir).vocabulary
+    tokens = torch.randint(vocabulary, (prompts, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    x, y = _logits(a, tokens), _logits(b, tokens)
+    largest = x.abs().max().item()
+    difference = (x - y).abs().max().item()
+    print(
+        f"logits of {prompts} random prompts of {PROMPT_TOKENS} tokens differ by {difference:.3g}, of at most {largest:.3g}"
+    )
+    return difference <= LOGITS_TOLERANCE * max(1.0, largest)
+
+
+@torch.no_grad()
+def _logits(side: Stored, tokens: Tensor) -> Tensor:
+    """[prompts, tokens, vocabulary] float32."""
+    if side.meta is None:
+        reference = AutoModelForCausalLM.from_pretrained(side.path, dtype=torch.float32)
+        return torch.cat([reference(prompt[None]).logits for prompt in tokens])
+    model = WHOLE.section(side.hf_dir, "fp32")
+    parallel.start(model, seed=0, timeout_s=TIMEOUT_S)
+    try:
+        chunks = build.build(model, side.hf_dir)
+        checkpoint.load_model(side.path, chunks)
+        chunk = chunks[0].eval()
+        return torch.cat([chunk(prompt[None].to(_device(chunk)), None, None).cpu() for prompt in tokens])
+    finally:
+        parallel.stop()
+
+
+def _device(module: torch.nn.Module) -> torch.device:
+    return next(module.parameters()).device

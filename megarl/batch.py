@@ -32,6 +32,7 @@ class TrainSequence:
     tokens             [prompt + completion] int32
     behaviour_logprobs [prompt + completion] float32, 0 where not trained
     loss_weight        [prompt + completion] float32, 0 where not trained (prompt, masked segments)
+    experts            [at most prompt + completion, layers with experts, experts a token]: to be taken again; None: any
     """
 
     ticket: int
@@ -41,6 +42,7 @@ class TrainSequence:
     loss_weight: np.ndarray
     advantage: float
     prompt_length: int
+    experts: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -119,6 +121,7 @@ def _sequence(group: Group, rollout: Rollout, advantage: float, weight: float) -
         loss_weight=np.concatenate([before, trained * np.float32(weight)]),
         advantage=advantage,
         prompt_length=len(before),
+        experts=None if rollout.routing is None else rollout.routing.table,
     )
 
 

@@ -39,6 +39,16 @@ class Run(Section):
         return Path(self.dir) / self.name
 
 
+class Moe(Section):
+    """How experts are trained. Fixed, because other choices harm RL: no token is dropped, no bias moves tokens between experts,
+    routing is computed in float32."""
+
+    load_balancing: Literal["none", "aux_loss"] = Field("none", description="aux_loss: that of the Switch Transformer")
+    aux_loss_coefficient: float = Field(1e-3, gt=0, description="of load_balancing: aux_loss")
+    freeze_router: bool = False
+    routing_replay: bool = Field(False, description="the learner takes the experts that the server chose")
+
+
 class Model(Section):
     path: str = Field("", description="Hugging Face directory both sides start from")
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -51,6 +61,7 @@ class Model(Section):
     context_parallel: int = Field(1, ge=1)
     expert_parallel: int = Field(1, ge=1)
     expert_tensor_parallel: int = Field(1, ge=1)
+    moe: Moe = Moe()
 
     @property
     def model_parallel_size(self) -> int:
@@ -221,17 +232,20 @@ def _impossible(r: Recipe) -> list[str]:
             f"resources.learner_ranks: {r.resources.learner_ranks} ranks do not divide into copies of the model of "
             f"TP x PP x CP = {m.model_parallel_size} ranks; use a multiple"
         )
+    experts = m.expert_parallel * m.expert_tensor_parallel * m.pipeline_parallel
+    if r.resources.learner_ranks % experts:
+        found.append(
+            f"resources.learner_ranks: {r.resources.learner_ranks} ranks do not divide into copies of the experts of "
+            f"EP x ETP x PP = {experts} ranks; use a multiple"
+        )
+    if m.moe.freeze_router and m.moe.load_balancing != "none":
+        found.append("model.moe.load_balancing: balances by training the router, which model.moe.freeze_router forbids")
     if m.virtual_pipeline_parallel > 1 and m.pipeline_parallel == 1:
         found.append("model.virtual_pipeline_parallel: needs model.pipeline_parallel of 2 or more")
     if m.pipeline_parallel == 2 and m.virtual_pipeline_parallel > 1 and not m.overlap_p2p:
         found.append(
             "model.virtual_pipeline_parallel: with model.pipeline_parallel=2 megatron-core mixes up the sends of two chunks "
             "and computes wrong gradients; set model.overlap_p2p=true"
-        )
-    if m.expert_parallel == 1 and m.expert_tensor_parallel not in (1, m.tensor_parallel):
-        found.append(
-            "model.expert_tensor_parallel: with model.expert_parallel=1 megatron-core reduces expert gradients over the "
-            f"wrong ranks unless it equals model.tensor_parallel ({m.tensor_parallel})"
         )
     if m.sequence_parallel and m.tensor_parallel == 1:
         found.append("model.sequence_parallel: needs model.tensor_parallel of 2 or more")
@@ -259,15 +273,7 @@ def shipped() -> dict[str, Path]:
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of that name or file, with dotted overrides (`model.tensor_parallel=2`) applied."""
     path = _find(name_or_path)
-    text = path.read_text()
-    try:
-        tree, node = yaml.safe_load(text) or {}, yaml.compose(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise MegarlError(f"{path}:{line}: not YAML: {error.problem}") from None
-    if not isinstance(tree, dict):
-        raise MegarlError(f"{path}:1: a recipe is a mapping of sections; this is a {type(tree).__name__}")
-    origin = _lines(node, path)
+    tree, origin = _read(path, ())
     for override in overrides:
         _apply(tree, override, origin)
     return _validated(tree, origin, str(path))
@@ -315,6 +321,38 @@ def _find(name_or_path: str) -> Path:
     close = difflib.get_close_matches(name_or_path, shipped(), 1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise MegarlError(f"no recipe {name_or_path!r}: neither a file nor a shipped recipe ({', '.join(shipped())}){hint}")
+
+
+def _read(path: Path, derived: tuple[Path, ...]) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
+    """The tree of a recipe file over that of its `base`, and `file:line` of each key. derived: the files that led here."""
+    text = path.read_text()
+    try:
+        tree, node = yaml.safe_load(text) or {}, yaml.compose(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise MegarlError(f"{path}:{line}: not YAML: {error.problem}") from None
+    if not isinstance(tree, dict):
+        raise MegarlError(f"{path}:1: a recipe is a mapping of sections; this is a {type(tree).__name__}")
+    origin = _lines(node, path)
+    if "base" not in tree:
+        return tree, origin
+    try:
+        base = _find(str(tree.pop("base")))
+    except MegarlError as error:
+        raise MegarlError(f"{origin['base',]}: base: {error}") from None
+    if base in (path, *derived):
+        raise MegarlError(f"{origin['base',]}: base: {base} is derived from this recipe")
+    under, lines = _read(base, (path, *derived))
+    return _merged(under, tree), lines | origin
+
+
+def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Sections key by key; any other value of `over` replaces the one below."""
+    out = dict(under)
+    for key, value in over.items():
+        below = out.get(key)
+        out[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return out
 
 
 def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:

@@ -8,7 +8,7 @@ A rollout is a list of segments, each from one weight version, sampled by the po
     segment [</think>]                   version 5, masked      (interruption phrase: not sampled, not trained)
     segment [8 5 <eos>]                  version 5, trained
 
-Token ids and log-probs are int32 and float32 numpy arrays in memory and raw little-endian bytes in msgpack (`encode`,
+Token ids, log-probs and chosen experts are numpy arrays in memory and raw little-endian bytes in msgpack (`encode`,
 `decode`), so nothing on the hot path walks over tokens in Python.
 """
 
@@ -52,6 +52,23 @@ class Segment(Record, frozen=True):
     trained: bool = True
 
 
+class Routing(Record, frozen=True):
+    """The experts that the server chose when it computed prompt and completion, in the layers that have any.
+
+    choices [rows * layers * chosen] uint8 or int16. Row t is of token t. The last token has no row, for nothing was computed
+    from it; neither have tokens at the end of a rollout whose server was lost before it could say.
+    """
+
+    choices: np.ndarray
+    layers: int
+    chosen: int
+
+    @property
+    def table(self) -> np.ndarray:
+        """[rows, layers with experts, experts a token]"""
+        return self.choices.reshape(-1, self.layers, self.chosen)
+
+
 class Rollout(Record, frozen=True):
     """One completion of a ticket's prompt, graded. `sample` counts 0 … generations-1 within the group."""
 
@@ -64,6 +81,7 @@ class Rollout(Record, frozen=True):
     format_ok: bool = True  # the thinking trace was closed and something stands after it
     grader_timeout: bool = False
     retries: int = 0  # requests that were lost and continued elsewhere
+    routing: Routing | None = None  # recorded with model.moe.routing_replay
 
     @property
     def tokens(self) -> np.ndarray:
@@ -123,8 +141,18 @@ class Batch(Record, frozen=True):
     groups: tuple[Group, ...]
 
 
-_ARRAY_CODES: dict[Any, int] = {np.dtype(np.int32): 1, np.dtype(np.float32): 2}
-_ARRAY_DTYPES = {1: np.dtype("<i4"), 2: np.dtype("<f4")}
+_ARRAY_CODES: dict[Any, int] = {
+    np.dtype(np.int32): 1,
+    np.dtype(np.float32): 2,
+    np.dtype(np.uint8): 3,
+    np.dtype(np.int16): 4,
+}
+_ARRAY_DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<i4"),
+    2: np.dtype("<f4"),
+    3: np.dtype("u1"),
+    4: np.dtype("<i2"),
+}
 
 
 def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:

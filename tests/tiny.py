@@ -4,7 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import (
+    Llama4Config,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -16,30 +28,86 @@ LLAMA3_ROPE = {
 }
 
 
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_parameters": LLAMA3_ROPE,
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+}
+
+
 def tiny_llama(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
     """A Llama with random weights, none of them trivial (norms too), saved in `path`; `overrides` go to LlamaConfig.
 
     llama3 rope scaling, grouped queries and a head_dim other than hidden / heads unless overridden.
     """
-    config = LlamaConfig(
-        **{
-            "vocab_size": 128,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 16,
-            "max_position_embeddings": 256,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-            "rope_parameters": LLAMA3_ROPE,
-            "attn_implementation": "eager",
-            **overrides,
-        }
-    )
+    return _saved(LlamaForCausalLM(LlamaConfig(**COMMON | overrides)), path, dtype, seed)
+
+
+def tiny_qwen3(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
+    """Likewise a dense Qwen3."""
+    return _saved(Qwen3ForCausalLM(Qwen3Config(**COMMON | overrides)), path, dtype, seed)
+
+
+def tiny_qwen3_moe(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Qwen3MoeForCausalLM:
+    """Likewise a Qwen3-MoE: 2 of 4 experts, their weights normalised."""
+    moe = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    return _saved(Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON | moe | overrides)), path, dtype, seed)
+
+
+def tiny_llama4(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Llama4ForCausalLM:
+    """Likewise a Llama 4 text model: 1 of 4 experts, a dense layer first, no rotation in the last, chunks of 16 positions, a
+    temperature that grows every 8, queries grouped 8:1."""
+    config = Llama4TextConfig(**COMMON | LLAMA4 | overrides)
+    return _saved(Llama4ForCausalLM(config), path, dtype, seed)
+
+
+def tiny_llama4_multimodal(path: Path, seed: int = 0, **overrides: Any) -> Llama4ForConditionalGeneration:
+    """The same with a vision tower, as the released models are."""
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vision_output_dim": 16,
+        "image_size": 28,
+        "patch_size": 14,
+        "projector_input_dim": 16,
+        "projector_output_dim": 16,
+    }
+    config = Llama4Config(text_config=COMMON | LLAMA4 | overrides, vision_config=vision)
+    return _saved(Llama4ForConditionalGeneration(config), path, torch.float32, seed)
+
+
+LLAMA4: dict[str, Any] = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_layers": [1, 2, 3],
+    "no_rope_layers": [1, 1, 1, 0],
+    "attention_chunk_size": 16,
+    "floor_scale": 8,
+    "rope_parameters": LLAMA3_ROPE | {"factor": 16.0, "high_freq_factor": 1.0},
+}
+
+
+def _saved[Model: torch.nn.Module](model: Model, path: Path, dtype: torch.dtype, seed: int) -> Model:
     generator = torch.Generator().manual_seed(seed)
-    model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -48,3 +116,16 @@ def tiny_llama(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **
                 parameter.normal_(0, 0.1, generator=generator)
     model.to(dtype).save_pretrained(path)
     return model.eval()
+
+
+def gradients(model: torch.nn.Module, path: Path) -> dict[str, torch.Tensor]:
+    """The model's gradients under the names its tensors have on disk: in memory transformers fuses some. `path` is for them."""
+    parameters = list(model.parameters())
+    values = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        model.save_pretrained(path)
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+    return load_file(path / "model.safetensors")

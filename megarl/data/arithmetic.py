@@ -6,10 +6,10 @@
 Each column is an equation that can be checked: the two digits, then `+1` for a carry or `-1` for a borrow of the column
 before; a column that borrows writes ten more on its left. The answer is read off the columns and is all that is graded.
 
-`write` makes four things in a directory, all of them functions of one seed:
+`write` makes these in a directory, all of them functions of one seed:
 
-    heldout.jsonl   prompts of evaluations, drawn first        train.jsonl   prompts of RL: none of the held-out ones
-    sft.jsonl       traces of a teacher that errs (`TRACES`)   init/         a Llama of 0.8 million random parameters
+    heldout.jsonl   prompts of evaluations, drawn first        train.jsonl      prompts of RL: none of the held-out ones
+    sft.jsonl       traces of a teacher that errs (`TRACES`)   init, init-moe   random models (arithmetic_models.py)
 
 The teacher errs on purpose: a policy warmed up on it is right about a third of the time; now and then it leaves its
 trace open, rambles or thinks too long; and it has seen the interruption phrase. What RL does then shows within minutes.
@@ -18,11 +18,11 @@ trace open, rambles or thinks too long; and it has seen the interruption phrase.
 import json
 import logging
 import random
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megarl.data.arithmetic_models import END_OF_THINKING, MODELS, THINK, save_model
 from megarl.errors import MegarlError
 from megarl.rundir import write_atomically
 
@@ -32,9 +32,6 @@ TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
 DIGITS = {1: 0.15, 2: 0.4, 3: 0.35, 4: 0.1}
 """Share of problems whose longer operand has that many digits. The number is the prompt's difficulty."""
 
-CHARACTERS = "0123456789+-=;.,:?!*/%()[]<>"
-PAD, END, THINK, END_OF_THINKING = "<pad>", "<eos>", "<think>", "</think>"
-SPECIAL = (PAD, END, THINK, END_OF_THINKING)
 INTERRUPTION = "..." + END_OF_THINKING
 
 TRACES = {
@@ -76,7 +73,7 @@ def main(directory: Path | str, seed: int = 0) -> int:
     """`megarl data arithmetic DIR`."""
     write(Path(directory), seed)
     print(
-        f"{directory}: {TRAIN_PROMPTS} prompts, {HELDOUT_PROMPTS} held out, {SFT_TRACES} traces, and a model in init/"
+        f"{directory}: {TRAIN_PROMPTS} prompts, {HELDOUT_PROMPTS} held out, {SFT_TRACES} traces, models in init and init-moe"
     )
     return 0
 
@@ -93,7 +90,8 @@ def write(directory: Path, seed: int) -> None:
     _write_rows(directory / "heldout.jsonl", [prompt_row(f"heldout-{i}", p) for i, p in enumerate(heldout)])
     _write_rows(directory / "train.jsonl", [prompt_row(f"train-{i}", p) for i, p in enumerate(train)])
     _write_rows(directory / "sft.jsonl", sft_rows(rng, SFT_TRACES, avoid=set(heldout)))
-    save_model(directory / "init", seed)
+    for name, config in MODELS.items():
+        save_model(directory / name, config, seed)
 
 
 # Problems and traces
@@ -182,60 +180,6 @@ def sft_rows(rng: random.Random, count: int, avoid: set[Problem]) -> Iterator[di
         while chosen in avoid:
             chosen = problem(rng)
         yield {"prompt": chosen.prompt, "completion": trace(chosen, kind, rng)}
-
-
-# The tokenizer and the model
-
-
-def character_tokenizer() -> Any:
-    """32 tokens: one a character, one for each special text. Any other character is an error when it is encoded."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {text: number for number, text in enumerate([*SPECIAL, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=[THINK, END_OF_THINKING],
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def save_model(directory: Path, seed: int) -> None:
-    """A Llama of 0.8 million random parameters, fp32, with the tokenizer, in Hugging Face form."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    tokenizer = character_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        # For a short warm start: weights as large as a width of 128 wants, and positions told apart within 100 tokens.
-        initializer_range=0.06,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    directory.mkdir(exist_ok=True)
-    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory(dir=directory.parent) as folder:
-        torch.manual_seed(seed)
-        LlamaForCausalLM(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        for file in sorted(Path(folder).iterdir()):
-            write_atomically(directory / file.name, file.read_bytes())
 
 
 def _write_rows(path: Path, rows: Sequence[dict[str, Any]] | Iterator[dict[str, Any]]) -> None:

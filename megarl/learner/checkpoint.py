@@ -6,6 +6,9 @@
 megatron's own background writers are a forked or spawned process a rank. A forked one needs a manager process that
 outlives a killed learner, a spawned one imports torch for seconds and refuses to run without a GPU. Writing files needs
 neither: it lets go of the interpreter lock. A step uses no random numbers (no dropout), so none are kept.
+
+megatron has one optimiser for a rank's experts and one for the rest, or a single one, by the layout. Their tensors are stored
+by the model's names, which no layout changes; of the rest only the count of Adam's steps is state, for the recipe has it all.
 """
 
 import logging
@@ -101,7 +104,12 @@ class Checkpoints:
 
         everywhere(read)
         checkpoint.set_model_state(trainer.chunks, loaded)
-        trainer.optimizer.load_state_dict(loaded["optimizer"])
+        for i, optimizer in enumerate(trainer.optimizer.chained_optimizers):
+            settings = optimizer.state_dict()
+            for group in settings["optimizer"]["param_groups"]:
+                group["step"] = loaded["adam_steps"]
+            kind = {"param_state_sharding_type": checkpoint.metadata()["distrib_optim_sharding_type"]}
+            optimizer.load_state_dict(settings | kind | {"param_state": loaded["optimizer"][i]})
         trainer.step, trainer.skipped_steps = loaded["step"], loaded["skipped_steps"]
 
     def _complete(self, blocking: bool) -> None:
@@ -112,8 +120,16 @@ class Checkpoints:
 def _state(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
     """Sharded state dict of all that a trainer is."""
     state = checkpoint.model_state(trainer.chunks)
-    optimizer = trainer.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())
-    return state | {"optimizer": optimizer, "step": trainer.step, "skipped_steps": trainer.skipped_steps}
+    optimizers = [
+        optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())
+        for optimizer in trainer.optimizer.chained_optimizers
+    ]
+    return state | {
+        "optimizer": {i: optimizer["param_state"] for i, optimizer in enumerate(optimizers)},
+        "adam_steps": optimizers[0]["optimizer"]["param_groups"][0].get("step", 0),
+        "step": trainer.step,
+        "skipped_steps": trainer.skipped_steps,
+    }
 
 
 class _ThreadCalls(AsyncCallsQueue):

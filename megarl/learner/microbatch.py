@@ -8,6 +8,7 @@ front and from the back), a row to TP under sequence parallelism, all micro-batc
 them on. `plan` depends on lengths alone, so every rank makes the same.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
@@ -54,11 +55,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens [rows, length / CP]. The n trained tokens of this rank: `at` [n] indexes [length * rows] (as hidden states lie)
-    where each is predicted; `labels` [n]; behaviour, advantage, weight [n] float32; counted [n] is 0 for the filler that stands
-    in when there is none, else 1; `of` [n]: which token of the sequences put end to end, for those that ask per token."""
+    """tokens [rows, length / CP]; padding, likewise: True where there is no token of a sequence; sequence_tokens: how many of
+    those there are on all context-parallel ranks. The n trained tokens of this rank: `at` [n] indexes [length * rows] (as
+    hidden states lie) where each is predicted; `labels` [n]; behaviour, advantage, weight [n] float32; counted [n] is 0 for the
+    filler that stands in when there is none, else 1; `of` [n]: which token of the sequences put end to end, for those that ask
+    per token. experts [length / CP * rows, layers with experts, experts a token] int16, as hidden states lie, -1 where the
+    model chooses itself; None if it does so throughout."""
 
     tokens: Tensor
+    padding: Tensor
+    sequence_tokens: int
     packed: PackedSeqParams | None
     at: Tensor
     labels: Tensor
@@ -67,6 +73,7 @@ class MicroBatch:
     weight: Tensor
     counted: Tensor
     of: np.ndarray
+    experts: Tensor | None = None
 
 
 def plan(lengths: Sequence[int], max_tokens: int, layout: Layout) -> Plan:
@@ -94,16 +101,17 @@ def assemble(
     """This rank's tensors of a micro-batch of these sequences (none: filler only), of at least `rows` x `length`."""
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
     boundaries, place, at = (_packed if layout.packing else _unpacked)(lengths, rows, length, layout)
-    tokens = np.zeros(boundaries[-1], dtype=np.int64)
+    tokens, padding = np.zeros(boundaries[-1], dtype=np.int64), np.ones(boundaries[-1], dtype=np.bool_)
     weight = _joined([s.loss_weight for s in sequences], np.float32)
     trained = np.flatnonzero(weight)
     ids = _joined([s.tokens for s in sequences], np.int64)
-    tokens[place] = ids
+    tokens[place], padding[place] = ids, False
     at = at[trained]
+    mine = None
     if layout.context_parallel > 1:
         mine = _zigzag(boundaries, layout)
         trained, at = trained[mine[at]], (np.cumsum(mine) - 1)[at[mine[at]]]
-        tokens = tokens[mine]
+        tokens, padding = tokens[mine], padding[mine]
     counted = np.ones(len(trained), np.float32)
     if not len(trained):
         # Empty tensors would need care in every collective; one position of no weight needs none.
@@ -112,8 +120,11 @@ def assemble(
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values if len(trained) else np.zeros(1, values.dtype)).to(device, non_blocking=True)
 
+    rows = 1 if layout.packing else len(boundaries) - 1
     return MicroBatch(
-        tokens=torch.from_numpy(tokens).to(device).view(1 if layout.packing else len(boundaries) - 1, -1),
+        tokens=torch.from_numpy(tokens).to(device).view(rows, -1),
+        padding=torch.from_numpy(padding).to(device).view(rows, -1),
+        sequence_tokens=len(ids),
         packed=_packed_parameters(boundaries, device) if layout.packing else None,
         at=torch.from_numpy(at).to(device),
         labels=tensor(ids[trained]),
@@ -122,6 +133,7 @@ def assemble(
         weight=tensor(weight[trained]),
         counted=torch.from_numpy(counted).to(device),
         of=trained,
+        experts=_experts(sequences, boundaries, place, mine, layout, device),
     )
 
 
@@ -143,6 +155,35 @@ def _unpacked(lengths: np.ndarray, rows: int, length: int, layout: Layout) -> tu
     length = max(length, _up(int(lengths.max(initial=1)), layout.row_multiple))
     row, column = np.repeat(np.arange(len(lengths)), lengths), _within(lengths)
     return np.arange(rows + 1) * length, row * length + column, (column - 1) * rows + row
+
+
+def _experts(
+    sequences: Sequence[TrainSequence],
+    boundaries: np.ndarray,
+    place: np.ndarray,
+    mine: np.ndarray | None,
+    layout: Layout,
+    device: torch.device,
+) -> Tensor | None:
+    """Recorded choices at the places of their tokens."""
+    recorded = [
+        (start, s.experts) for start, s in zip(_starts(sequences), sequences, strict=True) if s.experts is not None
+    ]
+    if not recorded:
+        return None
+    table = np.full((boundaries[-1], *recorded[0][1].shape[1:]), -1, np.int16)
+    for start, experts in recorded:
+        table[place[start : start + len(experts)]] = experts
+    if mine is not None:
+        table = table[mine]
+    if not layout.packing:  # hidden states lie [length, rows]
+        table = table.reshape(len(boundaries) - 1, -1, *table.shape[1:]).swapaxes(0, 1).reshape(table.shape)
+    return torch.from_numpy(table).to(device)
+
+
+def _starts(sequences: Sequence[TrainSequence]) -> list[int]:
+    """Of each sequence among all tokens end to end."""
+    return list(itertools.accumulate((len(s) for s in sequences), initial=0))[:-1]
 
 
 def _within(lengths: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ from torch import Tensor
 
 from megarl import models
 from megarl.batch import TrainSequence
+from megarl.learner.expert_load import ExpertLoad
 from megarl.learner.logprobs import selected_logprobs
 from megarl.learner.losses import Loss, policy_loss
 from megarl.learner.microbatch import Layout, MicroBatch, Plan, assemble, plan
+from megarl.learner.replay import Replay
 from megarl.models import build, hf
 from megarl.recipe import Optimizer, Recipe
 
@@ -59,6 +62,8 @@ class Trainer:
         self.chunks = build.build(recipe.model, hf_dir)
         hf.load(self.chunks, self.family, hf_dir)
         self.layout = layout_of(recipe)
+        self.expert_load = ExpertLoad(self.chunks, recipe.model.moe) if self.family.experts else None
+        self.replay = Replay(self.chunks) if recipe.model.moe.routing_replay else None
         self.device = next(self.chunks[0].parameters()).device
         self.ddp, self.optimizer = _with_optimizer(self.chunks, self.settings, recipe)
         self.step = 0
@@ -113,7 +118,10 @@ class Trainer:
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        steps = plan([len(s) for s in sequences], self.recipe.learner.microbatch_tokens, self.layout)
+        lengths = [len(s) for s in sequences]
+        steps = plan(lengths, self.recipe.learner.microbatch_tokens, self.layout)
+        if self.expert_load:
+            self.expert_load.begin(sum(lengths))
         sums = torch.zeros(len(COMMON_METRICS) + len(self.loss.metrics), device=self.device)
         maxima = torch.full_like(sums, -math.inf)
 
@@ -131,7 +139,7 @@ class Trainer:
 
         self._schedule(sequences, steps, token_loss, self.temperature, forward_only=False)
         sizes = {"microbatches": float(len(steps.members[0])), "sequences": float(len(sequences))}
-        return self._reduced(sums, maxima) | sizes
+        return self._reduced(sums, maxima) | sizes | (self.expert_load.metrics() if self.expert_load else {})
 
     def _schedule(
         self,
@@ -148,17 +156,24 @@ class Trainer:
             for members in mine
         ]
         head = partial(selected_logprobs, vocab_size=self.family.vocabulary, temperature=temperature)
+        replay = None if forward_only else self.replay
+        expert_load = None if forward_only else self.expert_load
 
         def forward(iterator: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
             micro = next(iterator)
-            output = chunk(
-                micro.tokens,
-                None,
-                None,
-                packed_seq_params=micro.packed,
-                output_processor=head,
-                output_processor_context=micro,
+            replayed = (
+                replay.of(self.ddp.index(chunk), micro.experts, micro.tokens.numel()) if replay else nullcontext()
             )
+            with replayed:
+                output = chunk(
+                    micro.tokens,
+                    None,
+                    None,
+                    packed_seq_params=micro.packed,
+                    padding_mask=expert_load.padding_mask(chunk.module, micro) if expert_load else None,
+                    output_processor=head,
+                    output_processor_context=micro,
+                )
             return output, partial(loss, micro)
 
         get_forward_backward_func()(
@@ -170,6 +185,8 @@ class Trainer:
             micro_batch_size=steps.rows,
             forward_only=forward_only,
         )
+        if replay:
+            replay.end()
 
     def _reduced(self, sums: Tensor, maxima: Tensor) -> dict[str, float]:
         """Metrics over all ranks; other than the last stage's first tensor-parallel rank has nothing to add."""

@@ -1,12 +1,15 @@
 """Models: Megatron-Core's GPT built, loaded from and written to Hugging Face directories, sharded over any layout.
 
-    cpu.py          megatron-core on CPU processes
-    parallel.py     process groups of TP x PP x CP x EP x DP
-    build.py        this rank's chunks of the model        local_spec.py  norm and attention without Transformer Engine
-                                                           head.py        FP32 logits, padded vocabulary
-    llama.py        a family: configuration, layer spec, names (one file a family)
-    family.py       what a family is; how a Megatron tensor is made of Hugging Face ones
-    hf.py           load, export, save                     checkpoint.py  distributed checkpoints
+    cpu.py             megatron-core on CPU processes
+    parallel.py        process groups of TP x PP x CP x EP x DP
+    build.py           this rank's chunks of the model
+    layer_spec.py      the modules of a layer: Transformer Engine's, or
+    local_spec.py        norm and attention without it;      te_attention.py   what its attention lacks
+    layer_attention.py what some layers' attention does besides (chunks, temperature, …); rope.py  rotary embedding
+    head.py            FP32 logits
+    family.py          what a family is; how a Megatron tensor is made of Hugging Face ones
+    families/          one file a family: configuration read, names of tensors;  decoder.py  what they share
+    hf.py              load, export, save                  checkpoint.py     distributed checkpoints
 
 Importing any module of this package (or `megarl.models` itself) before megatron makes megatron-core importable on a CPU.
 """

@@ -1,10 +1,11 @@
 """This rank's part of a model: one GPTModel a virtual pipeline stage, of the right layout and precision, without weights.
 
-With a GPU and Transformer Engine its layers are used; elsewhere those of local_spec.py. Parameters are not initialised:
-megarl.models.hf.load or megarl.models.checkpoint.load_model fills them.
+Parameters are not initialised: megarl.models.hf.load or megarl.models.checkpoint.load_model fills them.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -15,19 +16,23 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.errors import MegarlError
 from megarl.models.family import Family, family_of
 from megarl.models.head import Fp32Head
+from megarl.models.layer_spec import block_spec
 from megarl.recipe import Model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def build(model: Model, hf_dir: Path) -> list[GPTModel]:
+def build(model: Model, hf_dir: Path, transformer_engine: bool | None = None) -> list[GPTModel]:
     """The chunks of this rank, first pipeline stage first; `chunk.config` is their common TransformerConfig.
+
+    transformer_engine: whose layers; None: Transformer Engine's where it can run.
 
     After megarl.models.parallel.start with the same `model`. The embedding and the head have rows beyond the vocabulary if it
     does not divide by TP: family.vocabulary says where padding starts.
     """
     family = family_of(hf_dir)
-    transformer_engine = HAVE_TE and torch.cuda.is_available()
+    if transformer_engine is None:
+        transformer_engine = HAVE_TE and torch.cuda.is_available()
     config = transformer_config(model, family, transformer_engine)
     stages = range(model.virtual_pipeline_parallel) if model.virtual_pipeline_parallel > 1 else [None]
     return [_chunk(model, family, config, transformer_engine, stage) for stage in stages]
@@ -35,10 +40,10 @@ def build(model: Model, hf_dir: Path) -> list[GPTModel]:
 
 def transformer_config(model: Model, family: Family, fused: bool) -> TransformerConfig:
     """`fused`: use the kernels that need a GPU and Transformer Engine."""
-    architecture = family.architecture()
-    _check_division(model, architecture)
+    _check_layout(model, family)
     return TransformerConfig(
-        **architecture,
+        **family.architecture,
+        **(_expert_settings(model, fused) if family.experts else {}),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=DTYPES[model.dtype],
@@ -63,18 +68,41 @@ def transformer_config(model: Model, family: Family, fused: bool) -> Transformer
     )
 
 
-def _check_division(model: Model, architecture: dict[str, int]) -> None:
-    """What must divide by TP and PP."""
+def _expert_settings(model: Model, fused: bool) -> dict[str, Any]:
+    """How experts are trained: no token is dropped, no bias moves tokens between them, routing is computed in float32."""
+    balanced = model.moe.load_balancing == "aux_loss"
+    return {
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": model.moe.load_balancing,
+        "moe_aux_loss_coeff": model.moe.aux_loss_coefficient if balanced else 0.0,
+        "moe_grouped_gemm": fused,
+        "moe_permute_fusion": fused,
+    }
+
+
+def _check_layout(model: Model, family: Family) -> None:
+    """What must divide, and what megatron-core refuses in words of its own."""
+    sizes: Mapping[str, Any] = family.architecture
     stages = model.pipeline_parallel * model.virtual_pipeline_parallel
-    for key, parts in (
-        ("num_attention_heads", model.tensor_parallel),
-        ("num_query_groups", model.tensor_parallel),
-        ("ffn_hidden_size", model.tensor_parallel),
-        ("num_layers", stages),
+    for key, layout, parts in (
+        ("num_attention_heads", "tensor_parallel", model.tensor_parallel),
+        ("num_query_groups", "tensor_parallel", model.tensor_parallel),
+        ("ffn_hidden_size", "tensor_parallel", model.tensor_parallel),
+        ("moe_shared_expert_intermediate_size", "tensor_parallel", model.tensor_parallel),
+        ("num_layers", "pipeline_parallel", stages),
+        ("num_moe_experts", "expert_parallel", model.expert_parallel),
+        ("moe_ffn_hidden_size", "expert_tensor_parallel", model.expert_tensor_parallel),
     ):
-        if architecture[key] % parts:
-            layout = "model.pipeline_parallel" if key == "num_layers" else "model.tensor_parallel"
-            raise MegarlError(f"{layout}: {key}={architecture[key]} of {model.path} does not divide by {parts}")
+        if sizes.get(key, 0) % parts:
+            raise MegarlError(f"model.{layout}: {key}={sizes[key]} of {model.path} does not divide by {parts}")
+    if not family.experts:
+        if model.expert_parallel > 1:
+            raise MegarlError(f"model.expert_parallel: {model.path} has no experts; set it to 1")
+        return
+    if model.tensor_parallel > 1 and not model.sequence_parallel:
+        raise MegarlError(
+            f"model.sequence_parallel: {model.path} has experts, which need it beside tensor parallelism; set it to true"
+        )
 
 
 def _chunk(
@@ -84,7 +112,7 @@ def _chunk(
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     chunk = GPTModel(
         config,
-        family.block_spec(config, transformer_engine, vp_stage),
+        block_spec(config, family, transformer_engine, vp_stage),
         vocab_size=-(-family.vocabulary // model.tensor_parallel) * model.tensor_parallel,
         max_sequence_length=family.context,
         position_embedding_type="rope" if transformer_engine else "none",
@@ -95,7 +123,11 @@ def _chunk(
     )
     if transformer_engine:  # megatron knows only one set of scaling constants
         frequencies = chunk.rotary_pos_emb.inv_freq
-        chunk.rotary_pos_emb.inv_freq = family.inverse_frequencies().to(frequencies.device)
+        chunk.rotary_pos_emb.inv_freq = family.inverse_frequencies.to(frequencies.device)
     if last and model.fp32_head and model.dtype != "fp32":
         Fp32Head.adopt(chunk.output_layer)
+    if model.moe.freeze_router:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(".mlp.router.weight"):
+                parameter.requires_grad = False
     return chunk

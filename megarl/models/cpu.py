@@ -8,12 +8,14 @@ Both do nothing where there is a GPU. The changes are global to the process, so 
 Every change says what fails without it; all were taken out one at a time to see that.
 """
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 
@@ -42,6 +44,8 @@ def after_megatron_import() -> None:
     from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import token_dispatcher
 
     if torch.cuda.is_available() or DistributedOptimizer.state_dict.__module__ == __name__:
         return
@@ -49,6 +53,8 @@ def after_megatron_import() -> None:
     # factories by identity while it loads a model, would silently leave rotary frequencies uninitialised.
     for module in (clip_grads, optimizer, schedules, param_and_grad_buffer, utils):
         module.torch = _TorchOnCpu()
+    token_dispatcher.maybe_move_tensor_to_cpu = _already_on_cpu
+    mappings.torch = _TorchWithUnevenGloo()
     _own_step_for_each_parameter(DistributedOptimizer)
     _state_before_first_step(DistributedOptimizer)
 
@@ -62,6 +68,9 @@ def _devices() -> None:
     # Gradient reduction asks which stream it is on. CPU work is synchronous: there is one, and nothing to wait for.
     stream = _Stream()
     torch.cuda.current_stream = lambda *_, **__: stream
+    # The dispatcher of tokens to experts copies their numbers from the GPU on a stream of its own.
+    torch.cuda.Stream = _Stream
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
     torch.Tensor.cuda = lambda self, *_, **__: self
     # The distributed optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
     name_or_cast = torch.Tensor.type
@@ -115,6 +124,43 @@ def _state_before_first_step(optimizer_class: Any) -> None:
     optimizer_class.state_dict = state_dict
 
 
+def _already_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """megatron's maybe_move_tensor_to_cpu converts what it moves, and moves nothing here. Without: the exchange of tokens
+    between expert-parallel ranks gets tensors for its sizes (TypeError)."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+class _TorchWithUnevenGloo:
+    """The torch module, but pieces of an all-gather or a reduce-scatter may differ in length. Without: experts divided by
+    expert tensor parallelism fail ("invalid tensor size"), for each rank brings another number of tokens."""
+
+    def __init__(self) -> None:
+        self.distributed = _UnevenGloo()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _UnevenGloo:
+    """torch.distributed, with pieces padded to the longest, or summed whole."""
+
+    def all_gather(self, pieces: Sequence[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
+        longest = max(len(piece) for piece in pieces)
+        padded = torch.cat([mine, mine.new_zeros(longest - len(mine), *mine.shape[1:])])
+        everyone = [torch.empty_like(padded) for _ in pieces]
+        dist.all_gather(everyone, padded, group=group)
+        for piece, whole in zip(pieces, everyone, strict=True):
+            piece.copy_(whole[: len(piece)])
+
+    def reduce_scatter(self, mine: torch.Tensor, pieces: Sequence[torch.Tensor], group: Any) -> None:
+        whole = torch.cat(list(pieces))
+        dist.all_reduce(whole, group=group)
+        mine.copy_(whole.split([len(piece) for piece in pieces])[group.rank()])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
 class _TorchOnCpu:
     """The torch module, but `tensor` and `zeros` make on the CPU what is asked for on CUDA."""
 
@@ -127,6 +173,10 @@ class _TorchOnCpu:
 
 
 class _Stream:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record_event(self, *_: Any) -> "_Stream":
+        return self
+
     def wait_stream(self, _: "_Stream") -> None: ...
     def synchronize(self) -> None: ...
 

@@ -1,8 +1,10 @@
 """Weights between Hugging Face directories and this rank's chunks: load, export (for publication), save.
 
-    load      safetensors ──slices of this TP rank──► merge ──► parameter
-    export    parameter ──all-gather over TP──► unmerge ──► (name, whole tensor)         one parameter at a time
+    load      safetensors ──slices of this rank──► merge ──► parameter
+    export    parameter ──all-gather over TP, EP──► unmerge ──► (name, whole tensor)     one parameter at a time
     save      export of every stage ──► files, index, config, tokenizer ──► rename       a directory is whole or not there
+
+Where Hugging Face stacks the experts of a layer in one tensor, export holds that layer's stacks until they are full, no more.
 
 Values are copied, never computed with: export after load gives the same bits if the model has the directory's dtype.
 """
@@ -26,11 +28,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megarl.errors import MegarlError
-from megarl.models.family import Family, Weight, read_config, write_config
+from megarl.models.family import Family, Source, Weight, read_config, write_config
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.json)?|\..*")
 
 
@@ -67,20 +70,20 @@ class Tensors(Mapping[str, Tensor]):
 
 def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
     """Fill this rank's parameters from `hf_dir`, reading only its part. MegarlError names all missing and extra tensors."""
-    rank, size = _tp_place()
     with ExitStack() as stack, torch.no_grad():
         tensors = Tensors(Path(hf_dir), stack)
-        _check_names(Path(hf_dir), set(tensors), family)
+        check_names(Path(hf_dir), set(tensors), family)
         for name, parameter in named_parameters(chunks):
-            weight = family.weight(name)
+            weight, (rank, size) = family.weight(name), shard_of(name)
+            names = ", ".join(dict.fromkeys(source.name for source in weight.sources))
             try:
-                pieces = [_read_piece(tensors.slice(n), weight, rank, size) for n in weight.names]
-                value = weight.merge(pieces)
+                views = [_read_view(tensors.slice(s.name), s, weight, rank, size) for s in weight.sources]
+                value = weight.merge(views)
             except (SafetensorError, RuntimeError, OSError) as error:
-                raise MegarlError(f"{hf_dir}: cannot read {', '.join(weight.names)}: {error}") from None
+                raise MegarlError(f"{hf_dir}: cannot read {names}: {error}") from None
             if value.shape != parameter.shape:
                 raise MegarlError(
-                    f"{hf_dir}: {', '.join(weight.names)} do not have the shapes config.json says: "
+                    f"{hf_dir}: {names} do not have the shapes config.json says: "
                     f"{tuple(value.shape)} instead of {tuple(parameter.shape)} for {name}"
                 )
             parameter.copy_(value)
@@ -89,23 +92,27 @@ def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
 def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tensor]]:
     """This pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
 
-    COLLECTIVE over the tensor-parallel group of the stage: each of its ranks must run the iterator to its end. Every rank gets
-    whole tensors in the parameters' dtype and device. A tensor may share memory with its parameter: copy what must outlast an
-    update. A tied head is the first stage's embedding and comes only from there.
+    COLLECTIVE over the stage's tensor-parallel group and, where experts are divided, its expert-parallel groups, so over every
+    data-parallel copy: each rank must run the iterator to its end. Each gets the same whole tensors in the parameters' dtype
+    and device. A tensor may share memory with its parameter: copy what must outlast an update. A tied head is the first
+    stage's embedding and comes only from there.
     """
-    _, size = _tp_place()
-    group = parallel_state.get_tensor_model_parallel_group()
+    stacks: dict[str, _Stack] = {}
     for name, parameter in named_parameters(chunks):
         if family.tied and name == "output_layer.weight":
             continue
-        weight = family.weight(name)
-        shards = [parameter.detach()]
-        if weight.split is not None and size > 1:
-            shards = [torch.empty_like(shards[0]) for _ in range(size)]
-            dist.all_gather(shards, parameter.detach().contiguous(), group=group)
-        for hf_name, pieces in zip(weight.names, zip(*map(weight.unmerge, shards), strict=True), strict=True):
-            whole = torch.cat(pieces, weight.split) if len(pieces) > 1 else pieces[0]
-            yield hf_name, whole[: weight.vocabulary].contiguous()
+        for name_there, shards in _gathered(name, parameter.detach(), family):
+            weight = family.weight(name_there)
+            for source, pieces in zip(weight.sources, zip(*map(weight.unmerge, shards), strict=True), strict=True):
+                view = torch.cat(pieces, weight.split) if len(pieces) > 1 else pieces[0]
+                if source.expert is None:
+                    yield source.name, view[: weight.vocabulary].contiguous()
+                    continue
+                if source.name not in stacks:
+                    stacks[source.name] = _Stack(family.experts or 0, source, view)
+                if stacks[source.name].put(source, view):
+                    yield source.name, stacks.pop(source.name).whole
+    assert not stacks, f"never filled: {', '.join(stacks)}"
 
 
 def save(
@@ -113,40 +120,104 @@ def save(
 ) -> None:
     """Write the model as a Hugging Face directory. COLLECTIVE over all ranks; one data-parallel copy of the model writes.
 
-    Configuration and tokenizer come from `source`. `destination` must not exist; it appears when all is written. If any rank
-    fails, every rank raises MegarlError and nothing stays behind.
+    Configuration and tokenizer come from `source`, and so do tensors that are not of the language model (family.passthrough).
+    `destination` must not exist; it appears when all is written. If any rank fails, every rank raises MegarlError and nothing
+    stays behind.
     """
-    destination = Path(destination)
+    source, destination = Path(source), Path(destination)
     partial = destination.with_name(f".{destination.name}.partial")
-    everywhere(lambda: _start_directory(Path(source), destination, partial, chunks) if dist.get_rank() == 0 else None)
+    everywhere(lambda: _start_directory(source, destination, partial, chunks) if dist.get_rank() == 0 else None)
     writes = (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     )
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    written = everywhere(lambda: _write_stage(export(chunks, family), partial, stage, shard_bytes, writes), partial)
+    written = everywhere(
+        lambda: _write(export(chunks, family), partial, f"stage-{stage:04}", shard_bytes, writes), partial
+    )
+    if family.elsewhere:
+        written += everywhere(lambda: _copy_elsewhere(family, source, partial, shard_bytes), partial)
     everywhere(lambda: _finish_directory(written, partial, destination) if dist.get_rank() == 0 else None, partial)
 
 
 def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]]:
-    """This rank's parameters by Megatron's name, with layers counted over the whole model instead of the chunk."""
+    """This rank's parameters by Megatron's name, with layers and experts counted over the whole model."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             match = _LAYER.fullmatch(name)
             if match:
-                layer = chunk.decoder.layers[int(match[2])].layer_number - 1
-                name = f"{match[1]}{layer}{match[3]}"
+                layer = chunk.decoder.layers[int(match[2])]
+                name = f"{match[1]}{layer.layer_number - 1}{match[3]}"
+                if _EXPERT.fullmatch(name):
+                    name = _of_expert(name, layer.mlp.local_expert_indices[0])
             yield name, parameter
 
 
-def _tp_place() -> tuple[int, int]:
+def _of_expert(name: str, by: int) -> str:
+    """The name of the expert that comes `by` later."""
+    match = _EXPERT.fullmatch(name)
+    assert match is not None, name
+    return f"{match[1]}{int(match[2]) + by}{match[3]}"
+
+
+def shard_of(name: str) -> tuple[int, int]:
+    """Which of how many shards of this parameter the rank has."""
+    if _EXPERT.fullmatch(name):
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
     return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
-def _check_names(hf_dir: Path, present: set[str], family: Family) -> None:
+def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[str, list[Tensor]]]:
+    """(name, its shards of all ranks) of this parameter; of an expert's, also of those that other ranks have in its place."""
+    if not _EXPERT.fullmatch(name):
+        divided = family.weight(name).split is not None
+        yield name, _all(parameter, parallel_state.get_tensor_model_parallel_group()) if divided else [parameter]
+        return
+    ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+    _, size = shard_of(name)
+    experts_of_a_rank = (family.experts or 0) // ranks
+    # Ranks of this group count through the shards of an expert first.
+    shards = _all(parameter, parallel_state.get_expert_tensor_and_model_parallel_group())
+    for there in range(ranks):
+        yield _of_expert(name, (there - rank) * experts_of_a_rank), shards[there * size : (there + 1) * size]
+
+
+def _all(tensor: Tensor, group: Any) -> list[Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    tensors = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(tensors, tensor.contiguous(), group=group)
+    return tensors
+
+
+class _Stack:
+    """A Hugging Face tensor [experts, …] that is filled view by view."""
+
+    def __init__(self, experts: int, source: Source, view: Tensor) -> None:
+        *rows, last = view.shape
+        _, parts = source.part or (0, 1)
+        self.whole = view.new_empty(experts, *rows, last * parts)
+        self._missing = experts * parts
+
+    def put(self, source: Source, view: Tensor) -> bool:
+        """Whether it is full."""
+        k, parts = source.part or (0, 1)
+        self.whole[source.expert].chunk(parts, -1)[k].copy_(view)
+        self._missing -= 1
+        return not self._missing
+
+
+def check_names(hf_dir: Path, present: set[str], family: Family) -> None:
+    """MegarlError that names every missing and every foreign tensor."""
     needed = family.names()
     # Left by old versions of transformers; a tied head may be stored a second time.
-    ignored = {n for n in present if n.endswith("rotary_emb.inv_freq") or (family.tied and n == "lm_head.weight")}
+    ignored = {
+        n for n in present if n.endswith("rotary_emb.inv_freq") or (family.tied and n.endswith("lm_head.weight"))
+    }
+    ignored |= {n for n in present if family.passthrough(n)}
     missing, extra = sorted(needed - present), sorted(present - needed - ignored)
     if missing or extra:
         parts = [
@@ -159,19 +230,28 @@ def _few(names: list[str]) -> str:
     return f"{len(names)} tensors ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
 
 
-def _read_piece(tensor: Any, weight: Weight, rank: int, size: int) -> Tensor:
-    """This TP rank's part of one Hugging Face tensor; zeros where the vocabulary is padded."""
-    if weight.split is None:
-        return tensor[:]
-    rows = tensor.get_shape()[weight.split]
-    part = -(-rows // size)
-    start, stop = rank * part, min((rank + 1) * part, rows)
-    if weight.split == 1:
-        return tensor[:, start:stop]
-    piece = tensor[min(start, rows) : stop]
-    if weight.vocabulary is not None and len(piece) < part:
-        piece = torch.cat([piece, piece.new_zeros(part - len(piece), *piece.shape[1:])])
-    return piece
+def _read_view(tensor: Any, source: Source, weight: Weight, rank: int, size: int) -> Tensor:
+    """This rank's part of one view of a Hugging Face tensor; zeros where the vocabulary is padded."""
+    shape = tensor.get_shape()
+    bounds = [(0, n) for n in shape]
+    if source.expert is not None:
+        bounds[0] = (source.expert, source.expert + 1)
+    if source.part is not None:
+        k, parts = source.part
+        bounds[-1] = (k * shape[-1] // parts, (k + 1) * shape[-1] // parts)
+    padding = 0
+    if weight.split is not None:
+        along = weight.split + (source.expert is not None)
+        first, end = bounds[along]
+        part = -(-(end - first) // size)
+        bounds[along] = (min(first + rank * part, end), min(first + (rank + 1) * part, end))
+        padding = part - (bounds[along][1] - bounds[along][0])
+    view: Tensor = tensor[tuple(slice(*b) for b in bounds)]
+    if source.expert is not None:
+        view = view.squeeze(0)
+    if weight.vocabulary is not None and padding:
+        view = torch.cat([view, view.new_zeros(padding, *view.shape[1:])])
+    return view
 
 
 def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]:
@@ -199,7 +279,8 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
         if path.is_file() and not _WEIGHT_FILES.fullmatch(path.name):
             shutil.copyfile(path, destination / path.name)
     if dtype is not None:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        for part in (config, config["text_config"]) if "text_config" in config else (config,):
+            part["torch_dtype" if "torch_dtype" in part else "dtype"] = str(dtype).removeprefix("torch.")
         write_config(destination, config)
 
 
@@ -210,10 +291,20 @@ def _start_directory(source: Path, destination: Path, partial: Path, chunks: Seq
     copy_description(source, partial, next(p.dtype for c in chunks for p in c.parameters()))
 
 
-def _write_stage(
-    tensors: Iterator[tuple[str, Tensor]], partial: Path, stage: int, shard_bytes: int, writes: bool
+def _copy_elsewhere(family: Family, source: Path, partial: Path, shard_bytes: int) -> list[tuple[str, list[str], int]]:
+    """Rank 0 copies the tensors that are not the language model's, one at a time."""
+    if dist.get_rank() != 0:
+        return []
+    with ExitStack() as stack:
+        tensors = Tensors(source, stack)
+        names = sorted(name for name in tensors if family.passthrough(name))
+        return _write(((n, tensors[n]) for n in names), partial, "elsewhere", shard_bytes, writes=True)
+
+
+def _write(
+    tensors: Iterator[tuple[str, Tensor]], partial: Path, prefix: str, shard_bytes: int, writes: bool
 ) -> list[tuple[str, list[str], int]]:
-    """Write this stage's tensors to files of at most `shard_bytes` (or one tensor): [(file, names, bytes)]."""
+    """Write these tensors to files of at most `shard_bytes` (or one tensor): [(file, names, bytes)]."""
     written: list[tuple[str, list[str], int]] = []
     error: Exception | None = None
     held: dict[str, Tensor] = {}
@@ -221,7 +312,7 @@ def _write_stage(
     def flush() -> None:
         nonlocal error
         if held and error is None:
-            file = f"stage-{stage:04}-{len(written):05}.safetensors"
+            file = f"{prefix}-{len(written):05}.safetensors"
             try:
                 save_file(held, partial / file, metadata={"format": "pt"})
                 written.append((file, list(held), sum(t.nbytes for t in held.values())))

@@ -5,48 +5,28 @@
     [tokens, heads * head_dim]         ◄──────────────────────── pack ◄───────┘
 
 Sequences of similar length are padded to a common one, so that attention needs no S x S mask and costs about the sum of
-the squared lengths. What depends on the lengths alone (`Layout`) is made once a micro-batch and shared by all layers.
-Unpacked input [positions, batch, heads, head_dim] takes the same path without the indices. Under context parallelism a
-rank's queries meet the gathered keys and values under a mask.
+the squared lengths. What depends on the lengths alone (`Layout`) is made once a micro-batch and shared by all layers
+that see the same (with attention in chunks, layer_attention.py, sequences are divided further). Unpacked input
+[positions, batch, heads, head_dim] takes the same path without the indices. Under context parallelism a rank's queries meet
+the gathered keys and values under a mask.
 
 megatron-core has neither: its torch norm refuses sequence parallelism, its own attention refuses packed sequences, and its
 rotary embedding walks over the sequences of a pack in Python, for q and k of every layer.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-
-def block_spec(
-    config: TransformerConfig, transformer_engine: bool, vp_stage: int | None, rope: "Rope"
-) -> TransformerBlockSubmodules:
-    """This rank's layers of chunk `vp_stage`: megatron-core's, with this module's parts where Transformer Engine's are not.
-
-    Transformer Engine's attention leaves rotation to the model (rotary_pos_emb); ours rotates by `rope` itself.
-    """
-    spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
-    if transformer_engine:
-        return spec
-    spec.layer_norm = RMSNorm
-    for layer in (spec.submodules for spec in spec.layer_specs):
-        attention = layer.self_attention.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-        attention.core_attention = functools.partial(CausalAttention, rope=rope)
-        if attention.q_layernorm is not IdentityOp:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return spec
+from megarl.models.layer_attention import LayerAttention, l2_norm, positions_of, temperatures, within_chunks
+from megarl.models.rope import Rope
 
 
 class RMSNorm(torch.nn.Module):
@@ -65,40 +45,17 @@ class RMSNorm(torch.nn.Module):
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
 
 
-class Rope:
-    """Rotary embedding of one model. inverse_frequencies [head_dim / 2] float32."""
-
-    def __init__(self, inverse_frequencies: Tensor) -> None:
-        self.inverse_frequencies = inverse_frequencies
-        self.of_range = functools.lru_cache(maxsize=4)(self._of_range)
-
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin [positions, 1, head_dim] in `dtype`, computed in float32."""
-        angles = positions.float()[:, None] * self.inverse_frequencies.to(positions.device)
-        angles = torch.cat([angles, angles], -1)[:, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-    def _of_range(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos, sin [length, 1, 1, head_dim] of the positions 0 … length-1."""
-        cos, sin = self(torch.arange(length, device=device), dtype)
-        return cos[:, None], sin[:, None]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first half of the last dimension is turned against the second."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
-
-
 @dataclass(frozen=True)
 class Layout:
     """Where this rank's tokens of one packed micro-batch stand.
 
-    cos, sin [tokens, 1, head_dim]. buckets: (sequences, longest) of each padded batch; a slot is a place in one, all buckets
-    end to end. unpack [slots]: the token of each slot (0 for padding); pack [tokens]: the slot of each token; padding: slots
-    that are nobody's. All three None if slots and tokens coincide. mask [tokens, tokens * CP] bool instead, if CP > 1.
+    positions [tokens]: in their sequences; cos, sin [tokens, 1, head_dim] of them. buckets: (sequences, longest) of each padded
+    batch; a slot is a place in one, all buckets end to end. unpack [slots]: the token of each slot (0 for padding); pack
+    [tokens]: the slot of each token; padding: slots that are nobody's. All three None if slots and tokens coincide. mask
+    [tokens, tokens * CP] bool instead, if CP > 1.
     """
 
+    positions: Tensor
     cos: Tensor
     sin: Tensor
     buckets: tuple[tuple[int, int], ...] = ()
@@ -108,26 +65,33 @@ class Layout:
     mask: Tensor | None = None
 
 
-def layout_of(boundaries: Sequence[int], rope: Rope, like: Tensor, cp: Any) -> Layout:
-    """The layout of sequences [boundaries[i], boundaries[i+1]) on this rank of context-parallel group `cp`."""
-    lengths = torch.tensor(boundaries).diff()
-    sequence = torch.repeat_interleave(lengths)
-    position = torch.arange(len(sequence)) - torch.repeat_interleave(torch.tensor(boundaries[:-1]), lengths)
+def layout_of(boundaries: Sequence[int], chunk: int | None, rope: Rope, like: Tensor, cp: Any) -> Layout:
+    """The layout of sequences [boundaries[i], boundaries[i+1]) on this rank of context-parallel group `cp`; with `chunk`,
+    attention stays within multiples of it."""
+    position = positions_of(boundaries)
     if cp.size() == 1:
-        cos, sin = rope(position.to(like.device), like.dtype)
-        buckets, unpack, pack = _padded(lengths.tolist(), sequence, position)
+        parts = within_chunks(boundaries, chunk) if chunk else boundaries
+        lengths = torch.tensor(parts).diff()
+        buckets, unpack, pack = _padded(lengths.tolist(), torch.repeat_interleave(lengths), positions_of(parts))
+        position = position.to(like.device)
+        turned = (position, *rope(position, like.dtype))
         if len(unpack) == len(pack) and torch.equal(pack, torch.arange(len(pack))):
-            return Layout(cos, sin, buckets)
+            return Layout(*turned, buckets)
         real = torch.zeros(len(unpack), dtype=torch.bool).index_fill_(0, pack, True)
         unpack, pack, padding = (t.to(like.device) for t in (unpack, pack, (~real).nonzero().flatten()))
-        return Layout(cos, sin, buckets, unpack, pack, padding)
-    # Of the 2 CP chunks of a sequence rank r has the r-th from the front and the r-th from the back; keys come gathered.
-    chunk = position // (lengths // (2 * cp.size()))[sequence]
-    owner = torch.minimum(chunk, 2 * cp.size() - 1 - chunk)
+        return Layout(*turned, buckets, unpack, pack, padding)
+    # Of the 2 CP pieces of a sequence rank r has the r-th from the front and the r-th from the back; keys come gathered.
+    lengths = torch.tensor(boundaries).diff()
+    sequence = torch.repeat_interleave(lengths)
+    piece = position // (lengths // (2 * cp.size()))[sequence]
+    owner = torch.minimum(piece, 2 * cp.size() - 1 - piece)
     mine, gathered = (owner == cp.rank()).nonzero().flatten(), torch.argsort(owner, stable=True)
-    cos, sin = rope(position[mine].to(like.device), like.dtype)
-    same = sequence[mine][:, None] == sequence[gathered]
-    return Layout(cos, sin, mask=(same & (position[gathered] <= position[mine][:, None])).to(like.device))
+    of_query, of_key = position[mine][:, None], position[gathered]
+    mask = (sequence[mine][:, None] == sequence[gathered]) & (of_key <= of_query)
+    if chunk:
+        mask &= of_key // chunk == of_query // chunk
+    here = position[mine].to(like.device)
+    return Layout(here, *rope(here, like.dtype), mask=mask.to(like.device))
 
 
 def _padded(
@@ -180,11 +144,20 @@ class CausalAttention(torch.nn.Module):
     """megatron's `core_attention`: rotation, then causal attention with grouped queries, packed or not."""
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, *, rope: Rope, pg_collection: Any, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        rope: Rope,
+        layers: Sequence[LayerAttention],
+        pg_collection: Any,
+        **_: Any,
     ) -> None:
+        """layers: of the whole model."""
         super().__init__()
         self.scale = config.softmax_scale
         self.rope = rope
+        self.layer = layers[layer_number - 1]
         self.cp = pg_collection.cp
 
     def forward(
@@ -198,12 +171,13 @@ class CausalAttention(torch.nn.Module):
     ) -> Tensor:
         """Packed: [tokens, heads, head_dim] -> [tokens, heads * head_dim]. Else [s, b, heads, head_dim] -> [s, b, …]."""
         if packed_seq_params is None:
+            positions = torch.arange(len(query), device=query.device)
             rotation = self.rope.of_range(len(query), query.dtype, query.device)
-            query, key = rotate(query, *rotation), rotate(key, *rotation)
+            query, key = self._prepared(query, key, positions[:, None, None, None], *rotation)
             batch_first = [t.transpose(0, 1) for t in (query, key, value)]
-            return self._attend(*batch_first, causal=True).transpose(0, 1).flatten(2)
+            return self._attend_in_chunks(*batch_first).transpose(0, 1).flatten(2)
         layout = self._layout(packed_seq_params, query)
-        query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
+        query, key = self._prepared(query, key, layout.positions[:, None, None], layout.cos, layout.sin)
         if layout.mask is not None:
             key, value = (gather_from_sequence_parallel_region(t.contiguous(), group=self.cp) for t in (key, value))
             return self._attend(query[None], key[None], value[None], mask=layout.mask)[0].flatten(1)
@@ -220,13 +194,37 @@ class CausalAttention(torch.nn.Module):
             output = _Pack.apply(output, layout)
         return output.flatten(1)
 
+    def _prepared(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they meet. positions, cos, sin broadcast against them."""
+        if self.layer.rotary:
+            q, k = self.rope.rotate(q, cos, sin), self.rope.rotate(k, cos, sin)
+        if self.layer.l2_epsilon is not None:
+            q, k = l2_norm(q, self.layer.l2_epsilon), l2_norm(k, self.layer.l2_epsilon)
+        if self.layer.temperature is not None:
+            q = (q * temperatures(positions, *self.layer.temperature)).to(q.dtype)
+        return q, k
+
     def _layout(self, packed: PackedSeqParams, like: Tensor) -> Layout:
-        """Of this micro-batch: made by the first layer, kept with the parameters all layers get."""
-        known = vars(packed)
-        if "megarl_layout" not in known:
+        """Of this micro-batch: made by the first layer that needs it, kept with the parameters all layers get."""
+        known = vars(packed).setdefault("megarl_layouts", {})
+        chunk = self.layer.chunk if self.layer.chunk and packed.max_seqlen_q > self.layer.chunk else None
+        if chunk not in known:
             boundaries = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-            known["megarl_layout"] = layout_of(boundaries.tolist(), self.rope, like, self.cp)
-        return known["megarl_layout"]
+            known[chunk] = layout_of(boundaries.tolist(), chunk, self.rope, like, self.cp)
+        layout: Layout = known[chunk]
+        return layout
+
+    def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[batch, positions, heads, head_dim] in and out; chunks become sequences, the last one padded behind."""
+        (batch, length), chunk = q.shape[:2], self.layer.chunk
+        if chunk is None or length <= chunk:
+            return self._attend(q, k, v, causal=True)
+        chunks = -(-length // chunk)
+        q, k, v = (
+            F.pad(t, (0, 0, 0, 0, 0, chunks * chunk - length)).unflatten(1, (chunks, chunk)).flatten(0, 1)
+            for t in (q, k, v)
+        )
+        return self._attend(q, k, v, causal=True).unflatten(0, (batch, chunks)).flatten(1, 2)[:, :length]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
         """[batch, positions, heads, head_dim] in and out."""

@@ -34,7 +34,8 @@ def start(model: Model, seed: int, timeout_s: float) -> None:
     if not dist.is_initialized():
         _join(timeout_s)
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        dist.barrier()
+        _leave_groups()
     parallel_state.initialize_model_parallel(
         model.tensor_parallel,
         model.pipeline_parallel,
@@ -49,9 +50,17 @@ def start(model: Model, seed: int, timeout_s: float) -> None:
 
 def stop() -> None:
     """Leave all groups, if there are any."""
-    parallel_state.destroy_model_parallel()
+    _leave_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _leave_groups() -> None:
+    """Of the layout before. megatron only forgets them: over gloo each would keep three threads, which never sleep long."""
+    for group in parallel_state._global_process_group_list or []:
+        if group is not None:  # stands for the world
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def _join(timeout_s: float) -> None:

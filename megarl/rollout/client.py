@@ -43,12 +43,14 @@ class Span(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """A finished request. tokens [n] int32, the stop token included; logprobs [n] float32; spans cover 0 … n in order."""
+    """A finished request. tokens [n] int32, the stop token included; logprobs [n] float32; spans cover 0 … n in order.
+    routing: if it was asked for, the chosen experts (megarl/rollout/routing.py), else ""."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     spans: tuple[Span, ...]
     finish: Literal["stop", "length"]
+    routing: str = ""
 
 
 class ServerLost(MegarlError):
@@ -81,6 +83,7 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, None]] = []
     output_token_sampling_logprobs: list[float] | None = None
     weight_versions: list[_VersionSpan] = []
+    routed_experts: str = ""
 
 
 class _Error(msgspec.Struct):
@@ -173,11 +176,13 @@ class ServerClient:
         cache_salt: str | None = None,
         stream: bool = True,
         ignore_eos: bool = False,
+        routing_from: int | None = None,
     ) -> Generation:
         """Sample until a stop token, the model's own end token, or `max_new_tokens`.
 
         cache_salt: requests with different ones never share cached prefixes. stream=False gives the same result in one
         piece, but nothing can be salvaged. ignore_eos: go on to `max_new_tokens` whatever is sampled (benchmarks).
+        routing_from: ask for the experts chosen for all tokens but the last, from this one of `input_ids` on.
         Raises ServerLost or ServerRefused. Cancelling it aborts the request on the server.
         """
         body: dict[str, Any] = {
@@ -193,6 +198,8 @@ class ServerClient:
             "cache_salt": cache_salt,
             "stream": stream,
         }
+        if routing_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routing_from}
         if top_p < 1.0:
             body["return_sampling_mask"] = True
             body["sampling_params"]["top_k"] = TOP_K_WITH_TOP_P
@@ -230,7 +237,8 @@ class ServerClient:
             # A request aborted while its server was paused still gets one token, from weights that may be half replaced.
             raise ServerLost(f"{self.url} aborted a request: {reason}", tokens[:-1], logprobs[:-1])
         spans = tuple(Span(int(s.version), s.start, s.end) for s in chunk.meta_info.weight_versions)
-        return Generation(tokens, logprobs, spans, "stop" if finish.type == "stop" else "length")
+        ended: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
+        return Generation(tokens, logprobs, spans, ended, chunk.meta_info.routed_experts)
 
     def _refusal_or_loss(self, status: int, text: str, received: _Received) -> MegarlError:
         if status in REFUSALS:

@@ -19,6 +19,7 @@ from megarl.recipe import Recipe
 from megarl.rollout import interruption
 from megarl.rollout.client import Generation, ServerClient, ServerLost, ServerRefused
 from megarl.rollout.places import MayUse, Order, Places
+from megarl.rollout.routing import RoutedLayers
 from megarl.types import Finish, Segment
 
 
@@ -38,6 +39,7 @@ class Job:
     temperature: float
     top_p: float
     placed: Callable[[int], None] = lambda server: None  # told where each request goes
+    routed: RoutedLayers | None = None  # record the experts that the servers choose
 
 
 @dataclass
@@ -49,6 +51,12 @@ class Completion:
     interrupted: bool = False
     retries: int = 0
     text: str = ""
+    routing: list[np.ndarray] = field(default_factory=list)  # tables of the requests so far
+
+    @property
+    def rows(self) -> int:
+        """Tokens of prompt and completion whose experts are known."""
+        return sum(len(table) for table in self.routing)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -104,6 +112,8 @@ class Sampler:
                 generation = await self._request(server, job, done, limit)
                 segments = interruption.sampled(generation.tokens, generation.logprobs, generation.spans)
                 finish: Finish | None = generation.finish
+                if job.routed is not None:
+                    done.routing.append(job.routed.decoded(generation.routing))
             except ServerLost as lost:
                 self._watcher.server_lost(server, life, str(lost))
                 done.retries += 1
@@ -132,6 +142,8 @@ class Sampler:
             top_p=job.top_p,
             stop_token_ids=(self._end,),
             cache_salt=job.salt,
+            # What a lost request has left unknown, the next one tells.
+            routing_from=None if job.routed is None else done.rows,
         )
 
 

@@ -24,6 +24,7 @@ from megarl.rollout.journal import Admitted, Finished, Removed, State
 from megarl.rollout.ledger import Ledger
 from megarl.rollout.membership import Membership
 from megarl.rollout.places import Places
+from megarl.rollout.routing import routed_layers
 from megarl.rollout.sampler import Job, Sampler, Void
 from megarl.types import Group, Prompt, Rollout
 
@@ -64,6 +65,7 @@ class Tickets:
         self.curriculum = _curriculum(recipe, prompts, state)
         self.counts = {"finished": state.finished, "void": state.void, "removed": state.removed}
         self.running: dict[int, asyncio.Task[None]] = {}
+        self._routed = routed_layers(recipe)
         self._unfinished = list(state.unfinished.values())
 
     async def run(self) -> None:
@@ -175,6 +177,7 @@ class Tickets:
                 temperature=recipe.sampling.temperature,
                 top_p=recipe.sampling.top_p,
                 placed=placed,
+                routed=self._routed,
             )
         )
         grade = await self._grader.grade(done.text, prompt.answer)
@@ -188,6 +191,7 @@ class Tickets:
             format_ok=grade.format_ok,
             grader_timeout=grade.timeout,
             retries=done.retries,
+            routing=None if self._routed is None else self._routed.joined(done.routing),
         )
 
     def _is_eligible(self, ticket: int, server: int | None) -> bool:

@@ -3,5 +3,6 @@
 server.py      `megarl serve`: recipe -> SGLang's arguments -> its HTTP server, in this process
 workers.py     what the processes it spawns run
 cpu_engine.py  what SGLang needs on a machine without a GPU; cpu_attention.py: its decoding, batched
+sglang_models/ models that SGLang takes from here instead of its own
 health.py      wait until a server answers
 """

@@ -78,11 +78,13 @@ class BatchedDecode(TorchNativeAttnBackend):
         if forward_batch.forward_mode.is_decode() and forward_batch.encoder_lens is None:
             rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
             self._buckets = buckets(forward_batch.seq_lens, rows)
+            self._longest = int(forward_batch.seq_lens.max())
 
     def _run_sdpa_forward_decode(
         self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any, **options: Any
     ) -> Tensor:
         same = query.dtype == k_cache.dtype and query.shape[-1] == v_cache.shape[-1]
-        if self._buckets is None or not same or options["sliding_window_size"] is not None:
+        window = options["sliding_window_size"]
+        if self._buckets is None or not same or (window is not None and self._longest > window):
             return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *rest, **options)
         return output.copy_(decode(query, k_cache, v_cache, self._buckets, options["scaling"]))

@@ -6,7 +6,8 @@
    real build wins.
 2. Its processes are forked instead of spawned. SGLang spawns because CUDA does not survive a fork; without it a fork saves
    importing everything once more (about 10 CPU-seconds and 0.8 GB a process).
-3. Its attention decodes requests together (cpu_attention.py).
+3. Chosen experts are kept in plain memory. SGLang registers it with CUDA.
+4. Its attention decodes requests together (cpu_attention.py).
 """
 
 import importlib.machinery
@@ -40,6 +41,22 @@ def fork_processes() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = prepare_then_fork
+
+
+def record_experts() -> None:
+    """Let SGLang keep chosen experts (enable_return_routed_experts). Nothing with a GPU."""
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.mem_cache.pool_host import common
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+
+
+def _plain_memory(
+    dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: Any
+) -> torch.Tensor:
+    memory: torch.Tensor = allocator.allocate(dims, dtype=dtype, device=device)
+    return memory
 
 
 def batch_attention() -> None:

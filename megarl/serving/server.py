@@ -24,6 +24,9 @@ from megarl.serving import workers
 
 WATCHDOG_MARGIN_S = 120.0
 WARM_UP_TRIES, WARM_UP_LIMIT_S = 1200, 600.0
+MODELS = "megarl.serving.sglang_models"
+TEXT_ONLY = "Llama4ForCausalLM"
+"""Loaded by our class everywhere: SGLang's own leaves its experts empty."""
 KEPT_FROM_INPUT = 6
 """SGLang refuses inputs that reach into the last positions of its context; an answer may be shorter than these."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -44,6 +47,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
     cpu_engine.install()
     cpu_engine.fork_processes()
+    cpu_engine.record_experts()
     cpu_engine.batch_attention()
 
     from sglang.srt.entrypoints.http_server import launch_server
@@ -59,6 +63,11 @@ def main(recipe: Recipe, index: int, port: int) -> None:
             run_detokenizer_process_func=workers.no_detokenizer,
             execute_warmup_func=lambda _: warm_up(f"http://{recipe.serving.host}:{port}", endpoints.api_key),
         )
+    except SystemExit:
+        # Uvicorn's, of a port that somebody took since the check. The warm-up, which then asks that somebody, would keep this
+        # process for minutes.
+        kill_process_tree(os.getpid(), include_parent=False)
+        os._exit(1)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
@@ -95,10 +104,12 @@ def warm_up(url: str, api_key: str) -> bool:
 
 def check(recipe: Recipe, port: int, cuda: bool) -> None:
     """What SGLang would say late or not at all: one MegarlError that names the key."""
-    config = model_config(recipe)
+    config = text_config(recipe)
     serving = recipe.serving
     longest = recipe.length.context_tokens
     limit = config.get("max_position_embeddings")
+    _check_experts(recipe, config)
+    _check_llama4(recipe, config, longest, cuda)
     if limit is not None and limit < longest:
         raise MegarlError(
             f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but {recipe.model.path} has positions for "
@@ -125,6 +136,50 @@ def check(recipe: Recipe, port: int, cuda: bool) -> None:
             ) from None
 
 
+def _check_experts(recipe: Recipe, config: dict[str, Any]) -> None:
+    """SGLang gives every layer of a Qwen3-MoE experts, whatever its config.json says."""
+    if config.get("model_type") == "qwen3_moe" and (
+        config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+    ):
+        raise MegarlError(
+            f"{recipe.model.path}: mlp_only_layers and decoder_sparse_step in config.json: SGLang serves Qwen3-MoE with "
+            "experts in every layer and no other arrangement"
+        )
+
+
+def _check_llama4(recipe: Recipe, config: dict[str, Any], longest: int, cuda: bool) -> None:
+    """Where SGLang would serve another model than the directory has, without a word."""
+    if config.get("model_type") != "llama4_text":
+        return
+    layers = range(config["num_hidden_layers"])
+    rope = config.get("no_rope_layers") or [int((i + 1) % config.get("no_rope_layer_interval", 4) != 0) for i in layers]
+    if list(rope[: len(layers)]) != [int((i + 1) % 4 != 0) for i in layers]:
+        raise MegarlError(
+            f"{recipe.model.path}: no_rope_layers in config.json: SGLang serves Llama 4 with every fourth layer without RoPE "
+            "and no other arrangement"
+        )
+    step = config.get("interleave_moe_layer_step", 1)
+    experts = config.get("moe_layers")
+    if experts is not None and sorted(experts) != [i for i in layers if (i + 1) % step == 0]:
+        raise MegarlError(
+            f"{recipe.model.path}: moe_layers in config.json: SGLang puts experts where interleave_moe_layer_step={step} says"
+        )
+    chunk = config.get("attention_chunk_size")
+    if cuda and chunk and chunk < longest and TEXT_ONLY in model_config(recipe).get("architectures", []):
+        raise MegarlError(
+            f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU SGLang does not divide the "
+            f"attention of {TEXT_ONLY} into chunks (attention_chunk_size={chunk}); start from the whole "
+            "Llama4ForConditionalGeneration directory, or shorten length.*"
+        )
+
+
+def text_config(recipe: Recipe) -> dict[str, Any]:
+    """Of config.json, what is about the language model."""
+    config = model_config(recipe)
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
+
+
 def model_config(recipe: Recipe) -> dict[str, Any]:
     """config.json of the model."""
     path = Path(recipe.model.path) / "config.json"
@@ -142,6 +197,8 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
 def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dict[str, str]:
     """Environment variables of the server and of the processes it spawns."""
     common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if not cuda or TEXT_ONLY in model_config(recipe).get("architectures", []):
+        common["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS
     if cuda:
         return common
     cpu = {"SGLANG_USE_CPU_ENGINE": "1"}
@@ -159,7 +216,7 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dic
 def engine_arguments(recipe: Recipe, index: int, port: int, endpoints: Endpoints, cuda: bool) -> dict[str, Any]:
     """SGLang's ServerArgs. What is not here keeps SGLang's default (radix cache on, attention backend, CUDA graphs)."""
     serving, weights = recipe.serving, recipe.weights
-    config = model_config(recipe)
+    config = text_config(recipe)
     # A token of the interruption phrase is at least one byte.
     context = recipe.length.context_tokens + len(recipe.length.interruption.encode()) + KEPT_FROM_INPUT
     return {
@@ -187,9 +244,12 @@ def engine_arguments(recipe: Recipe, index: int, port: int, endpoints: Endpoints
         "incremental_streaming_output": True,
         # A weight update may legitimately keep the scheduler busy for weights.timeout_s.
         "watchdog_timeout": weights.timeout_s + WATCHDOG_MARGIN_S,
+        # Torch's own attention reads the cache of sliding windows (Llama 4 with its vision tower) at the wrong places.
+        "disable_hybrid_swa_memory": not cuda,
         # An idle scheduler otherwise spins on the core that the learner could have. Not with more ranks: those that get no
         # messages themselves would sleep a second into each request.
         "sleep_on_idle": not cuda and recipe.resources.server_tensor_parallel == 1,
+        "enable_return_routed_experts": recipe.model.moe.routing_replay,
         "log_level": "info",
         "log_level_http": "warning",
     }

@@ -5,6 +5,7 @@ process_group.py  transport: buckets broadcast from each pipeline stage to all s
 disk.py           transport: a Hugging Face directory that each server loads
 admin.py          SGLang's calls that replace weights, one server or all at once
 buckets.py        tensors -> buckets of a set size, one flat array each
+served.py         how a server holds Hugging Face tensors
 checksum.py       what a server's checksums must be, from the tensors as they were sent
 probe.py          fixed sequences, scored by the servers and by the learner
 """

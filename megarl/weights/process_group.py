@@ -61,11 +61,19 @@ class ProcessGroupTransport:
     """Of one learner rank. `send` is collective over all of them."""
 
     def __init__(
-        self, chunks: Sequence[Module], family: Family, bucket_bytes: int, limit_s: float, flush: bool
+        self,
+        chunks: Sequence[Module],
+        family: Family,
+        bucket_bytes: int,
+        limit_s: float,
+        flush: bool,
+        rotary_head_dim: int | None = None,
     ) -> None:
-        """limit_s: of any one bucket (weights.timeout_s). flush: drop cached prefixes, which needs retracted requests."""
+        """limit_s: of any one bucket (weights.timeout_s). flush: drop cached prefixes, which needs retracted requests.
+        rotary_head_dim: see served.as_held."""
         self._chunks, self._family = chunks, family
         self._bucket_bytes, self._limit_s, self._flush = bucket_bytes, limit_s, flush
+        self._rotary_head_dim = rotary_head_dim
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         # With experts, ranks of other data-parallel copies hold a part of the weights.
@@ -136,7 +144,7 @@ class ProcessGroupTransport:
                 pass
             return
         self._join(turn, fleet, ids)
-        sums = SentChecksums()
+        sums = SentChecksums(self._rotary_head_dim)
         under_way: tuple[dist.Work, Any, Bucket] | None = None
         for bucket, last in with_last(buckets(sums.watch(exported), self._bucket_bytes)):
             if under_way is not None:
@@ -182,7 +190,7 @@ class ProcessGroupTransport:
             lambda s: s.join_group(name, _address_for(s.address.url), store.port, first[s.address.id], world, backend),
         )
         try:
-            group = _rank_0_of(name, world, backend, store, limit)
+            group = form_group(name, 0, world, backend, store, limit)
         except RuntimeError as error:
             turn.broken = str(error).splitlines()[0]
             turn.add(collect(calls)[1])
@@ -228,13 +236,13 @@ class _Turn:
             self.broken = self.broken or str(error)
 
 
-def _rank_0_of(name: str, world: int, backend: str, store: dist.TCPStore, limit: timedelta) -> ProcessGroup:
-    """A process group outside the learner's world, as `sglang.srt.utils.init_custom_process_group` makes the other ranks of it
-    (which is not imported: it brings all of SGLang into the learner)."""
+def form_group(name: str, rank: int, world: int, backend: str, store: dist.TCPStore, limit: timedelta) -> ProcessGroup:
+    """A process group outside the learner's world, as `sglang.srt.utils.init_custom_process_group` makes the servers' ranks of
+    it (which is not imported: it brings all of SGLang into the learner)."""
     group, _ = _new_process_group_helper(
-        world, 0, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
+        world, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
     )
-    _world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
+    _world.pg_group_ranks[group] = {r: r for r in range(world)}
     return group
 
 

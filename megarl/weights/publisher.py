@@ -26,6 +26,7 @@ from megarl.weights.checksum import differing
 from megarl.weights.disk import DiskTransport
 from megarl.weights.probe import largest_difference, probe_sequences
 from megarl.weights.process_group import ProcessGroupTransport, Sent, shared
+from megarl.weights.served import rotary_head_dim
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +48,16 @@ class Publisher:
             self._transport = DiskTransport(chunks, family, source, RunDir.of(recipe).weights, flush)
         else:
             self._transport = ProcessGroupTransport(
-                chunks, family, recipe.weights.bucket_mb << 20, self._limit_s, flush
+                chunks,
+                family,
+                recipe.weights.bucket_mb << 20,
+                self._limit_s,
+                flush,
+                rotary_head_dim(read_config(source)),
             )
         self._probes = probe_sequences(
             recipe.weights.probe_sequences,
-            read_config(source)["vocab_size"],
+            family.vocabulary,
             recipe.length.context_tokens,
             recipe.run.seed,
         )

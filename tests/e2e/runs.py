@@ -56,13 +56,14 @@ class LiveRun:
     """A `megarl train` under way."""
 
     cwd: Path
+    name: str  # of the recipe
     overrides: tuple[str, ...]
     output: Path
     process: subprocess.Popen[bytes]
 
     @property
     def recipe(self) -> Recipe:
-        return recipes.load("quickstart", self.overrides)
+        return recipes.load(self.name, self.overrides)
 
     @property
     def rundir(self) -> RunDir:
@@ -120,19 +121,19 @@ class LiveRun:
         self.process.wait()
 
 
-def start(cwd: Path, *overrides: str) -> LiveRun:
-    """`megarl train quickstart` with these overrides, in the background."""
+def start(cwd: Path, *overrides: str, recipe: str = "quickstart") -> LiveRun:
+    """`megarl train` of a recipe with these overrides, in the background."""
     output = cwd / "train.out"
     with output.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megarl", "train", "quickstart", *overrides],
+            [sys.executable, "-m", "megarl", "train", recipe, *overrides],
             cwd=cwd,
             stdout=file,
             stderr=subprocess.STDOUT,
             env=quiet(),
             start_new_session=True,
         )
-    return LiveRun(cwd, overrides, output, process)
+    return LiveRun(cwd, recipe, overrides, output, process)
 
 
 def batches(rundir: RunDir, recipe: Recipe) -> list[tuple[Group, ...]]:

@@ -20,6 +20,7 @@ TESTED_ELSEWHERE = {
     "make test-faults": "tests/e2e/test_faults.py",
     "make quickstart": "its three commands: the fixture `workplace`, test_run.py, test_launch.py",
     'make quickstart ARGS="run.name=seed-1 run.seed=1 pipeline.k=4"': "the same",
+    "make quickstart-moe": "its three commands: test_run_moe.py",
     "make bench": "a benchmark",
     "megarl train quickstart run.resume=auto": "tests/e2e/test_faults.py",
     "tensorboard --logdir runs/quickstart/tensorboard": "test_run.py reads the same files by tensorboard's reader",

@@ -1,14 +1,21 @@
 """The RL step is the same at every layout, packed or not, and what transformers and autograd make of the paper's formulas."""
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from checkpoints_tools.convert import reshard
+from checkpoints_tools.layout import Layout
 from megarl.types import Batch, Group, Prompt, Rollout, Segment, encode
 from tests.parallel.worlds import run_world
-from tests.tiny import tiny_llama
+from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen3_moe
 
 VOCABULARY = 131  # no TP divides it
 TEMPERATURE, CAP = 0.7, 1.5  # as in learner_world.recipe_of
@@ -46,7 +53,7 @@ def make_batch() -> Batch:
     return Batch(step=0, groups=(*groups, Group(ticket=4, prompt=prompt, rollouts=(), void="no server")))
 
 
-def scalerl_by_transformers(model: torch.nn.Module, batch: Batch) -> dict[str, object]:
+def scalerl_by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, object]:
     """The loss of ScaleRL in float64, rollout by rollout, from the formulas of arXiv 2510.13786, section 3."""
     model = model.double()
     groups = [g for g in batch.groups if len({r.reward for r in g.rollouts}) > 1]
@@ -57,12 +64,14 @@ def scalerl_by_transformers(model: torch.nn.Module, batch: Batch) -> dict[str, o
     loss = torch.zeros((), dtype=torch.float64)
     magnitude = 0.0
     entropies, ratios, sequences, logprobs = [], [], [], []
+    routed: dict[int, torch.Tensor] = {}
     for group in groups:
         tokens_of_group = sum(r.trained_tokens for r in group.rollouts)
         for rollout, centre in zip(group.rollouts, centred[group.ticket], strict=True):
             ids = torch.from_numpy(np.concatenate([group.prompt.tokens, rollout.tokens])).long()
             first = len(group.prompt.tokens)
-            logits = model(ids[None]).logits[0, first - 1 : -1]
+            with counted_experts(model, routed):
+                logits = model(ids[None]).logits[0, first - 1 : -1]
             distribution = torch.log_softmax(logits / TEMPERATURE, -1)
             logp = distribution.gather(-1, ids[first:, None])[:, 0]
             trained = torch.from_numpy(rollout.trained)
@@ -80,7 +89,10 @@ def scalerl_by_transformers(model: torch.nn.Module, batch: Batch) -> dict[str, o
     return {
         "loss": float(loss),
         "magnitude": magnitude,  # terms of both signs cancel
-        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "gradients": gradients(model, path),
+        "imbalance": {
+            f"expert_imbalance_layer_{layer}": float(tokens.max() / tokens.mean()) for layer, tokens in routed.items()
+        },
         "entropy": float(torch.cat(entropies).mean()),
         "ratio_max": float(ratio.max()),
         "capped_share": float((ratio >= CAP).double().mean()),
@@ -90,14 +102,42 @@ def scalerl_by_transformers(model: torch.nn.Module, batch: Batch) -> dict[str, o
     }
 
 
+@contextmanager
+def counted_experts(model: Any, routed: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Adds to `routed` how many tokens transformers' routers give each expert, by layer."""
+
+    def count(layer: int, router: Any, inputs: tuple[torch.Tensor]) -> None:
+        chosen = (inputs[0].flatten(0, -2) @ router.weight.T).topk(router.top_k, -1).indices
+        counts = torch.bincount(chosen.flatten(), minlength=router.num_experts).double()
+        routed[layer] = routed.get(layer, 0) + counts
+
+    hooks = []
+    for name, module in model.named_modules():
+        if name.endswith((".mlp.gate", ".feed_forward.router")):
+            hooks.append(module.register_forward_pre_hook(partial(count, int(name.split(".")[2]))))
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+MODELS = {"llama": tiny_llama, "qwen3_moe": partial(tiny_qwen3_moe, mlp_only_layers=[1]), "llama4": tiny_llama4}
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("learner")
     batch = make_batch()
     (path / "batch.msgpack").write_bytes(encode(batch))
-    model = tiny_llama(path / "model", vocab_size=VOCABULARY)
-    torch.save(scalerl_by_transformers(model, batch), path / "expected.pt")
+    for name, tiny in MODELS.items():
+        model = tiny(path / name / "model", vocab_size=VOCABULARY)
+        torch.save(scalerl_by_transformers(model, batch, tmp_path_factory.mktemp(name)), path / name / "expected.pt")
     print(run_world(1, "tests.parallel.learner_world", str(path)))
+    # The other worlds resume from one rank's checkpoint as checkpoints_tools reshards it, optimiser included.
+    for name, layout in {"llama": Layout(tensor=2, pipeline=2), "llama4": Layout(pipeline=2, expert=2)}.items():
+        (step,) = (path / name / "checkpoints" / "one_rank").iterdir()
+        reshard(step, path / name / "resharded", layout)
+        shutil.rmtree(step)
+        (path / name / "resharded").rename(step)
     return path
 
 

@@ -1,17 +1,20 @@
 """A model split over processes computes what transformers computes, and is exported bit for bit."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.parallel.worlds import run_world
-from tests.tiny import tiny_llama
+from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen3, tiny_qwen3_moe
 
 MODELS = {
-    "llama": {},
-    # A vocabulary that no TP divides, a tied head.
-    "tied": {"vocab_size": 131, "tie_word_embeddings": True},
+    "llama": tiny_llama,
+    # A vocabulary that no TP divides, a tied head, norms that each TP rank applies to its own heads.
+    "qwen3": partial(tiny_qwen3, vocab_size=131, tie_word_embeddings=True),
+    "qwen3_moe": partial(tiny_qwen3_moe, vocab_size=131, mlp_only_layers=[1]),
+    "llama4": tiny_llama4,
 }
 PACKED = [[8, 48, 16, 4, 20], [32, 12]]
 
@@ -20,8 +23,8 @@ PACKED = [[8, 48, 16, 4, 20], [32, 12]]
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """DIR/models: each model's directory, and beside it NAME.pt with transformers' logits and gradients."""
     directory = tmp_path_factory.mktemp("models") / "models"
-    for name, overrides in MODELS.items():
-        model = tiny_llama(directory / name, **overrides)
+    for name, tiny in MODELS.items():
+        model = tiny(directory / name)
         vocabulary = model.config.vocab_size
         generator = torch.Generator().manual_seed(3)
         reference = {}
@@ -38,8 +41,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 else:
                     micros.append((torch.stack(sequences), None, weights.view(len(lengths), -1, vocabulary)))
                 logits.append(outputs.detach())
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
-            reference[case] = {"micros": micros, "logits": logits, "gradients": gradients}
+            of_disk = gradients(model, directory.parent / "gradients" / name / case)
+            reference[case] = {"micros": micros, "logits": logits, "gradients": of_disk}
             model.zero_grad()
         torch.save(reference, directory / f"{name}.pt")
     return directory

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ def start_servers(recipe: Recipe, count: int) -> tuple[Endpoints, list[Running]]
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
-        address = ServerAddress(id=index, url=f"http://127.0.0.1:{port}")
+        address = ServerAddress(
+            id=index, url=f"http://127.0.0.1:{port}", tensor_parallel=recipe.resources.server_tensor_parallel
+        )
         servers.append(Running(address, process, log))
     try:
         for server in servers:
@@ -119,25 +122,33 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+def two_models(directory: Path, make: Callable[..., Any], **overrides: Any) -> dict[str, Any]:
+    """Models `a` and `b` of one shape."""
+    torch.set_num_threads(1)
+    return {name: make(directory / name, seed=seed, **overrides) for seed, name in enumerate(("a", "b"))}
+
+
+@contextmanager
+def running(directory: Path, models: dict[str, Any], **sections: Any) -> Iterator[Stack]:
+    """A server that has started with model `a` of `directory`."""
+    recipe = stack_recipe(directory, **sections)
+    endpoints, servers = start_servers(recipe, 1)
+    try:
+        yield Stack(directory, recipe, endpoints, models, servers[0])
+    finally:
+        servers[0].stop()
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("stack")
-    torch.set_num_threads(1)
-    return directory, {
-        name: tiny_llama(directory / name, seed=seed, max_position_embeddings=POSITIONS, eos_token_id=None)
-        for seed, name in enumerate(("a", "b"))
-    }
+    return directory, two_models(directory, tiny_llama, max_position_embeddings=POSITIONS, eos_token_id=None)
 
 
 @pytest.fixture(scope="session")
 def stack(models: tuple[Path, dict[str, Any]]) -> Iterator[Stack]:
-    directory, hf_models = models
-    recipe = stack_recipe(directory)
-    endpoints, servers = start_servers(recipe, 1)
-    try:
-        yield Stack(directory, recipe, endpoints, hf_models, servers[0])
-    finally:
-        servers[0].stop()
+    with running(*models) as running_stack:
+        yield running_stack
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,11 @@
-"""One rank of test_publication_layouts: the same weights published from every layout of two ranks.
+"""One rank of a learner that publishes: model after model, layout after layout.
 
-`python -m tests.stack.publish_world RECIPE URL FIRST_VERSION MODEL SCORES`; rank 0 prints one line of JSON a layout.
-SCORES (.npz) is what the model thinks of the probe's sequences.
+`python -m tests.stack.publish_world RECIPE URL FIRST_VERSION PLAN`; rank 0 prints one line of JSON a publication. PLAN (JSON)
+lists {"model": directory, "scores": .npz of what the model thinks of the probe's sequences, "overrides": of the recipe}.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,37 +14,64 @@ import numpy as np
 import torch.distributed as dist
 
 from megarl import recipe as recipes
-from megarl.messages import Publish, ServerAddress
+from megarl.messages import Publish, Published, ServerAddress
 from megarl.models import build, family_of, hf, parallel
 from megarl.rundir import RunDir
+from megarl.weights.probe import probe_sequences
 from megarl.weights.publisher import Publisher
-
-LAYOUTS: list[dict[str, Any]] = [
-    {"tensor_parallel": 2, "sequence_parallel": True},
-    {"pipeline_parallel": 2},
-    {},  # two data-parallel copies
-]
+from tests.parallel.worlds import run_world
+from tests.stack.conftest import Stack
+from tests.tiny_scores import scores
 
 
-def main(path: str, url: str, first_version: int, directory: Path, known: Path) -> None:
-    reference = list(np.load(known).values())
-    for version, layout in enumerate(LAYOUTS, first_version):
-        overrides = [f"model.{key}={json.dumps(value)}" for key, value in layout.items()]
-        recipe = recipes.load(path, [*overrides, "resources.learner_ranks=2"])
+def publish_from(
+    stack: Stack, ranks: int, first_version: int, publications: list[tuple[str, list[str]]], vocabulary: int
+) -> list[tuple[str, str, float, int]]:
+    """Run a world that publishes these (name of a model, overrides): error, checksum, probe's difference, bytes of each."""
+    recipe = stack.recipe
+    probes = probe_sequences(recipe.weights.probe_sequences, vocabulary, recipe.length.context_tokens, recipe.run.seed)
+    for name, model in stack.models.items():
+        np.savez(stack.directory / f"{name}.npz", *scores(model, probes))
+    plan = [
+        {
+            "model": str(stack.directory / name),
+            "scores": str(stack.directory / f"{name}.npz"),
+            "overrides": overrides,
+        }
+        for name, overrides in publications
+    ]
+    path = stack.directory / "plan.json"
+    path.write_text(json.dumps(plan))
+    arguments = (str(RunDir.of(recipe).recipe), stack.server.address.url, str(first_version), str(path))
+    output = run_world(ranks, "tests.stack.publish_world", *arguments)
+    found = [tuple(json.loads(line)) for line in output.splitlines() if line.startswith("[")]
+    assert len(found) == len(publications), output
+    return found
+
+
+def main(path: str, url: str, first_version: int, plan: list[dict[str, Any]]) -> None:
+    for version, entry in enumerate(plan, first_version):
+        recipe = recipes.load(path, [*entry["overrides"], f"resources.learner_ranks={os.environ['WORLD_SIZE']}"])
         parallel.start(recipe.model, seed=0, timeout_s=60)
+        directory = Path(entry["model"])
         family = family_of(directory)
         chunks = build.build(recipe.model, directory)
         hf.load(chunks, family, directory)
+        reference = list(np.load(entry["scores"]).values())
         publisher = Publisher(recipe, RunDir.of(recipe).endpoints(), chunks, family)
-        command = Publish(version=version, servers=(ServerAddress(id=0, url=url),))
-        published = publisher.publish(command, "test", lambda sequences: reference)
-        if dist.get_rank() == 0:
-            assert published is not None
-            (result,) = published.results
-            values = (result.error, result.checksum, result.probe_logprob_diff, published.bytes_sent)
-            print(json.dumps(values), flush=True)
+        address = ServerAddress(id=0, url=url, tensor_parallel=recipe.resources.server_tensor_parallel)
+        command = Publish(version=version, servers=(address,))
+        say(publisher.publish(command, "test", lambda sequences, known=reference: known))  # type: ignore[misc]
     parallel.stop()
 
 
+def say(published: Published | None) -> None:
+    if dist.get_rank() == 0:
+        assert published is not None
+        (result,) = published.results
+        values = (result.error, result.checksum, result.probe_logprob_diff, published.bytes_sent)
+        print(json.dumps(values), flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(Path(sys.argv[4]).read_text()))

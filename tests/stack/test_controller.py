@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from megarl.messages import Next, Publish, Published, Refused, Reply, ServerResu
 from megarl.process import die_with_parent
 from megarl.recipe import Recipe, dump
 from megarl.rollout.journal import Admitted, JournalReader
-from megarl.rundir import Endpoints, RunDir, free_ports, read_jsonl
+from megarl.rundir import RunDir, free_ports, read_jsonl
 from megarl.types import Group, encode
 from tests.stack.conftest import ROOT, Stack, stack_recipe
 
@@ -171,40 +172,38 @@ def write_prompts(path: Path, start: int, count: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture
-def run(stack: Stack, tmp_path: Path) -> Iterator[Run]:
-    write_tokenizer(stack.directory / "a")
-    write_prompts(tmp_path / "train.jsonl", 0, 40)
-    write_prompts(tmp_path / "heldout.jsonl", 40, 12)
-    recipe = stack_recipe(
-        stack.directory,
-        run={"name": "run", "dir": str(tmp_path), "steps": STEPS, "seed": 5},
-        data={"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl"), "grader": "exact"},
+def controller_recipe(directory: Path, place: Path, thinking: list[int], evaluation: dict[str, int]) -> Recipe:
+    """Of a controller whose prompts are in `place`, for servers of the models in `directory`."""
+    write_tokenizer(directory / "a")
+    write_prompts(place / "train.jsonl", 0, 40)
+    write_prompts(place / "heldout.jsonl", 40, 12)
+    return stack_recipe(
+        directory,
+        run={"name": "run", "dir": str(place), "steps": STEPS, "seed": 5},
+        data={"train": str(place / "train.jsonl"), "heldout": str(place / "heldout.jsonl"), "grader": "exact"},
         length={
             "prompt_tokens": 16,
-            "thinking_tokens": [40, 160],
+            "thinking_tokens": thinking,
             "answer_tokens": 20,
             "interruption": "\u0110\u0111</think>",
         },
         sampling={"generations": GENERATIONS},
         pipeline={"k": K},
         batch={"prompts": B, "zero_variance": "keep"},
-        evaluation={"every": 3, "prompts": 4, "samples": 2},
-        serving={"max_running_requests": 24, "start_timeout_s": 60.0, "kv_tokens": 16384, "stream_interval": 8},
+        evaluation={"every": 3} | evaluation,
+        serving={"max_running_requests": 24, "start_timeout_s": 240.0, "kv_tokens": 16384, "stream_interval": 8},
     )
+
+
+@contextmanager
+def run_of(recipe: Recipe, stack: Stack) -> Iterator[Run]:
+    """A run directory whose servers are the stack's; its controllers have ended afterwards."""
     rundir = RunDir.of(recipe)
     rundir.create()
     rundir.recipe.write_text(dump(recipe))
-    live = stack.endpoints
+    controller = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     rundir.write_endpoints(
-        Endpoints(
-            session=tmp_path.name,
-            controller=f"tcp://127.0.0.1:{free_ports(1)[0]}",
-            servers=live.servers,
-            api_key=live.api_key,
-            admin_key=live.admin_key,
-            rendezvous_port=1,
-        )
+        msgspec.structs.replace(stack.endpoints, session=str(recipe.run.path), controller=controller)
     )
     made = Run(recipe, stack)
     try:
@@ -214,6 +213,13 @@ def run(stack: Stack, tmp_path: Path) -> Iterator[Run]:
             process.kill()
             process.wait()
         print(made.log()[-6000:])  # shown if the test failed
+
+
+@pytest.fixture
+def run(stack: Stack, tmp_path: Path) -> Iterator[Run]:
+    recipe = controller_recipe(stack.directory, tmp_path, [40, 160], {"prompts": 4, "samples": 2})
+    with run_of(recipe, stack) as made:
+        yield made
 
 
 def assert_law(run: Run, learner: Learner) -> list[Group]:

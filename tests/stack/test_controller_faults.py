@@ -12,21 +12,9 @@ import pytest
 
 from megarl.messages import Stop
 from megarl.process import die_with_parent
-from megarl.recipe import dump
-from megarl.rundir import Endpoints, RunDir, free_ports, read_jsonl
-from tests.stack.conftest import ROOT, Running, Stack, stack_recipe, start_servers
-from tests.stack.test_controller import (
-    GENERATIONS,
-    STEPS,
-    B,
-    K,
-    Learner,
-    Run,
-    assert_law,
-    wait_for,
-    write_prompts,
-    write_tokenizer,
-)  # fmt: skip
+from megarl.rundir import read_jsonl
+from tests.stack.conftest import ROOT, Running, Stack, start_servers
+from tests.stack.test_controller import STEPS, Learner, Run, assert_law, controller_recipe, run_of, wait_for
 
 pytestmark = [pytest.mark.stack, pytest.mark.faults]
 
@@ -34,46 +22,12 @@ pytestmark = [pytest.mark.stack, pytest.mark.faults]
 @pytest.fixture
 def pair(models: tuple[Path, dict[str, Any]], tmp_path: Path) -> Iterator[tuple[Run, list[Running]]]:
     directory, hf_models = models
-    write_tokenizer(directory / "a")
-    write_prompts(tmp_path / "train.jsonl", 0, 40)
-    write_prompts(tmp_path / "heldout.jsonl", 40, 12)
-    recipe = stack_recipe(
-        directory,
-        run={"name": "pair", "dir": str(tmp_path), "steps": STEPS, "seed": 5},
-        data={"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl"), "grader": "exact"},
-        length={
-            "prompt_tokens": 16,
-            "thinking_tokens": [200, 400],
-            "answer_tokens": 20,
-            "interruption": "\u0110</think>",
-        },
-        sampling={"generations": GENERATIONS},
-        pipeline={"k": K},
-        batch={"prompts": B, "zero_variance": "keep"},
-        evaluation={"every": 3, "prompts": 12, "samples": 4},
-        serving={"max_running_requests": 24, "start_timeout_s": 240.0, "kv_tokens": 16384, "stream_interval": 8},
-    )
+    recipe = controller_recipe(directory, tmp_path, [200, 400], {"prompts": 12, "samples": 4})
     endpoints, servers = start_servers(recipe, 2)
-    rundir = RunDir.of(recipe)
-    rundir.write_endpoints(
-        Endpoints(
-            session="pair",
-            controller=f"tcp://127.0.0.1:{free_ports(1)[0]}",
-            servers=endpoints.servers,
-            api_key=endpoints.api_key,
-            admin_key=endpoints.admin_key,
-            rendezvous_port=1,
-        )
-    )
-    rundir.recipe.write_text(dump(recipe))
-    run = Run(recipe, Stack(directory, recipe, endpoints, hf_models, servers[0]))
     try:
-        yield run, servers
+        with run_of(recipe, Stack(directory, recipe, endpoints, hf_models, servers[0])) as made:
+            yield made, servers
     finally:
-        for process in run.processes:
-            process.kill()
-            process.wait()
-        print(run.log()[-6000:])  # shown if the test failed
         for server in servers:
             server.stop()
 
@@ -112,7 +66,8 @@ def test_a_server_is_killed_while_it_is_held_and_comes_back(pair: tuple[Run, lis
     assert isinstance(learner.go(), Stop)
     assert process.wait(60) == 0
     groups = assert_law(run, learner)
-    assert any(r.retries for g in groups for r in g.rollouts), "what the dead server had sent was kept"
     rows = list(read_jsonl(run.rundir.eval))
     assert rows[0]["step"] in (0, 1), "the lost evaluation was done again at the next version published"
+    resent = any(r.retries for g in groups for r in g.rollouts)
+    assert resent or rows[0]["step"] == 1, "the dead server had nothing to do"
     assert rows[-1]["step"] == STEPS

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megarl.messages import Publish, Published
+from megarl.models.family import Family, Weight
 from megarl.weights.publisher import Publisher
 from tests.stack.conftest import Stack, stack_recipe
 from tests.tiny_scores import scores
@@ -102,17 +103,15 @@ async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(st
 async def test_an_error_on_the_learners_side_leaves_no_server_paused(stack: Stack, learner: Any) -> None:
     chunks, family = learner("a")
 
-    class Broken:
+    class Broken(Family):
         """A family whose names end in the middle."""
 
-        tied = False
-
-        def weight(self, name: str) -> Any:
+        def weight(self, name: str) -> Weight:
             if "layers.2" in name:
                 raise RuntimeError("no such weight")
             return family.weight(name)
 
-    publisher = Publisher(stack.recipe, stack.endpoints, chunks, Broken())  # type: ignore[arg-type]
+    publisher = Publisher(stack.recipe, stack.endpoints, chunks, Broken(**vars(family)))
     command = Publish(version=40, servers=(stack.server.address,))
     with pytest.raises(RuntimeError, match="no such weight"):
         await asyncio.to_thread(publisher.publish, command, "test", lambda sequences: [])

@@ -1,42 +1,37 @@
 """Learners of two ranks publish what a learner of one rank does, bit for bit."""
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megarl.messages import Publish
-from megarl.rundir import RunDir
 from megarl.weights.publisher import Publisher
-from tests.parallel.worlds import run_world
 from tests.stack.conftest import Stack
+from tests.stack.publish_world import publish_from
 from tests.tiny_scores import scores
 
 pytestmark = pytest.mark.stack
 
+LAYOUTS = [
+    ["model.tensor_parallel=2", "model.sequence_parallel=true"],
+    ["model.pipeline_parallel=2"],
+    [],  # two data-parallel copies
+]
+
 
 def test_two_ranks_publish_what_one_does(stack: Stack, learner: Any) -> None:
-    chunks, family = learner("b")
-    publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
-    command = Publish(version=100, servers=(stack.server.address,))
-    asked: list[np.ndarray] = []
-
-    def score(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        asked.extend(scores(stack.models["b"], sequences))
-        return asked
-
-    one = publisher.publish(command, "test", score)
-    assert one is not None
-    assert one.results[0].error == ""
-    known = stack.directory / "scores.npz"
-    np.savez(known, *asked)
-    recipe = RunDir.of(stack.recipe).recipe
-    paths = (str(stack.directory / "b"), str(known))
-    output = run_world(2, "tests.stack.publish_world", str(recipe), stack.server.address.url, "101", *paths)
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
-    assert len(lines) == 3
-    for error, checksum, difference, size in lines:
-        assert (error, checksum, size) == ("", one.results[0].checksum, one.bytes_sent)
+    one = {}
+    for version, name in ((100, "a"), (101, "b")):
+        chunks, family = learner(name)
+        publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
+        command = Publish(version=version, servers=(stack.server.address,))
+        published = publisher.publish(command, "test", lambda s, model=stack.models[name]: scores(model, s))  # type: ignore[misc]
+        assert published is not None
+        assert published.results[0].error == ""
+        one[name] = (published.results[0].checksum, published.bytes_sent)
+    assert one["a"] != one["b"]
+    names = ["a", "b", "a"]  # each is another than the server has
+    found = publish_from(stack, 2, 102, list(zip(names, LAYOUTS, strict=True)), vocabulary=128)
+    for name, (error, checksum, difference, size) in zip(names, found, strict=True):
+        assert (error, (checksum, size)) == ("", one[name])
         assert difference < 1e-4

@@ -77,7 +77,11 @@ IMPOSSIBLE = [
     ),
     (
         {"model": {"tensor_parallel": 2, "expert_tensor_parallel": 4}, "resources": {"learner_ranks": 2}},
-        "model.expert_tensor_parallel: with model.expert_parallel=1",
+        "resources.learner_ranks: 2 ranks do not divide into copies of the experts of EP x ETP x PP = 4 ranks",
+    ),
+    (
+        {"model": {"moe": {"load_balancing": "aux_loss", "freeze_router": True}}},
+        "model.moe.load_balancing: balances by training the router",
     ),
     ({"model": {"sequence_parallel": True}}, "model.sequence_parallel: needs model.tensor_parallel"),
     (
@@ -203,6 +207,31 @@ def test_dump_and_describe_load_to_the_same(
             file.write(text)
             file.flush()
             assert load(file.name) == recipe
+
+
+def test_a_recipe_over_another(tmp_path: Path) -> None:
+    below, above = tmp_path / "below.yaml", tmp_path / "above.yaml"
+    below.write_text("model: {path: here, tensor_parallel: 2}\nresources: {learner_ranks: 2}\nrun: {steps: 5}\n")
+    above.write_text(f"base: {below}\nmodel:\n  path: there\n")
+    recipe = load(str(above), ["run.steps=6"])
+    assert (recipe.model.path, recipe.model.tensor_parallel, recipe.run.steps) == ("there", 2, 6)
+    above.write_text(f"base: {below}\nmodel:\n  tensor_parallel: 3\n")
+    with pytest.raises(MegarlError, match=r"below\.yaml:2: resources\.learner_ranks: 2 ranks do not divide"):
+        load(str(above))
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ("nothing", r"above\.yaml:1: base: no recipe 'nothing'"),
+        ("above.yaml", r"above\.yaml:1: base: .* is derived from this"),
+    ],
+)
+def test_bad_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("above.yaml").write_text(f"base: {base}\n")
+    with pytest.raises(MegarlError, match=said):
+        load("above.yaml")
 
 
 def test_frozen() -> None:

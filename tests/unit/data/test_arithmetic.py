@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from megarl.data import arithmetic
+from megarl.data import arithmetic, arithmetic_models
 from megarl.data.arithmetic import Problem, columns, trace
 from megarl.data.prompts import check_disjoint, load_prompts
 from megarl.data.tokenizer import load_tokenizer
@@ -149,7 +149,7 @@ def test_every_text_of_the_task_comes_back_from_its_tokens(written):
 
 def test_the_special_texts_are_one_token_each(written):
     tokenizer = load_tokenizer(written / "init")
-    assert all(len(tokenizer.ids(text)) == 1 for text in arithmetic.SPECIAL)
+    assert all(len(tokenizer.ids(text)) == 1 for text in arithmetic_models.SPECIAL)
     assert tokenizer.ids("<eos>").tolist() == [tokenizer.end]
     interruption = load("quickstart").length.interruption
     assert len(tokenizer.ids(interruption)) == 4

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.data import arithmetic
+from megarl.data import arithmetic_models
 from megarl.data.prompts import check_disjoint, load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.traces import load_traces
@@ -16,7 +16,7 @@ from megarl.errors import MegarlError
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    made = arithmetic.character_tokenizer()
+    made = arithmetic_models.character_tokenizer()
     return Tokenizer(made.backend_tokenizer, made.eos_token_id, Path())
 
 

@@ -40,6 +40,17 @@ def test_scalerl_8b_is_the_papers():
     assert r.model.dtype == "bf16"
 
 
+def test_scalerl_17bx16_is_the_papers_where_it_differs_from_8b():
+    """arXiv 2510.13786: 7,100 steps; the same 80 GPUs and hyperparameters."""
+    r, dense = load("scalerl-17bx16"), load("scalerl-8b")
+    assert (r.resources.servers * r.resources.server_tensor_parallel, r.resources.learner_ranks) == (64, 16)
+    assert r.run.steps == 7100
+    assert (r.batch, r.length, r.learner, r.sampling, r.evaluation) == (
+        dense.batch, dense.length, dense.learner, dense.sampling, dense.evaluation,
+    )  # fmt: skip
+    assert r.model.moe == DEFAULT.model.moe
+
+
 def test_the_quickstart_fits_its_task_and_its_machine():
     r = load("quickstart")
     assert r.evaluation.prompts <= arithmetic.HELDOUT_PROMPTS

@@ -12,10 +12,16 @@ import pytest
 from megarl.errors import MegarlError
 from megarl.models import build, checkpoint, family_of, hf, parallel
 from megarl.recipe import Model
-from tests.tiny import tiny_llama
+from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3_moe
 
 # isort: split
 from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    tiny_llama4(tmp_path / "experts", num_hidden_layers=2, moe_layers=[1], no_rope_layers=[1, 0])
+    return tmp_path / "experts"
 
 
 @pytest.fixture
@@ -82,6 +88,73 @@ def test_cut_off_weights(one_rank: None, directory: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(MegarlError, match="unreadable or incomplete"):
         hf.load(build.build(Model(dtype="fp32"), directory), family_of(directory), directory)
+
+
+def test_another_number_of_experts(one_rank: None, experts: Path) -> None:
+    edit_config(experts, num_local_experts=2)
+    with pytest.raises(MegarlError, match=r"do not have the shapes config.json says: \(4, 64\) instead of \(2, 64\)"):
+        hf.load(build.build(Model(dtype="fp32"), experts), family_of(experts), experts)
+
+
+def test_expert_of_another_size(one_rank: None, experts: Path) -> None:
+    edit_config(experts, intermediate_size=64)
+    with pytest.raises(MegarlError, match=r"do not have the shapes config.json says: .*experts"):
+        hf.load(build.build(Model(dtype="fp32"), experts), family_of(experts), experts)
+
+
+def test_more_than_one_expert_of_llama4_is_refused(experts: Path) -> None:
+    edit_config(experts, num_experts_per_tok=2)
+    with pytest.raises(MegarlError, match=r"num_experts_per_tok=2 is not supported, only 1"):
+        family_of(experts)
+
+
+def test_config_without_a_size(experts: Path) -> None:
+    config = json.loads((experts / "config.json").read_text())
+    del config["intermediate_size_mlp"]
+    (experts / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        MegarlError, match=r"config.json: no 'intermediate_size_mlp' there, which Llama4ForCausalLM needs"
+    ):
+        family_of(experts)
+
+
+def test_a_router_without_effect_is_refused(tmp_path: Path) -> None:
+    tiny_qwen3_moe(tmp_path, num_hidden_layers=1)
+    edit_config(tmp_path, num_experts_per_tok=1)
+    with pytest.raises(MegarlError, match=r"norm_topk_prob with num_experts_per_tok=1 is not supported"):
+        family_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"expert_parallel": 3}, r"model.expert_parallel: num_moe_experts=4 .* does not divide by 3"),
+        (
+            {"expert_parallel": 2, "expert_tensor_parallel": 5},
+            r"model.expert_tensor_parallel: moe_ffn_hidden_size=48 .* does not divide by 5",
+        ),
+        ({"tensor_parallel": 2, "expert_parallel": 2}, r"model.sequence_parallel: .* has experts, which need it"),
+    ],
+)
+def test_layouts_that_experts_do_not_allow(one_rank: None, experts: Path, layout: dict[str, int], message: str) -> None:
+    with pytest.raises(MegarlError, match=message):
+        build.build(Model(path="m", **layout), experts)
+
+
+def test_expert_parallel_without_experts(one_rank: None, directory: Path) -> None:
+    with pytest.raises(MegarlError, match=r"model.expert_parallel: m has no experts; set it to 1"):
+        build.build(Model(path="m", expert_parallel=2), directory)
+
+
+def test_saving_without_the_vision_tower_to_copy(one_rank: None, tmp_path: Path) -> None:
+    tiny_llama4_multimodal(tmp_path / "hf", num_hidden_layers=1, moe_layers=[0], no_rope_layers=[1])
+    family, chunks = family_of(tmp_path / "hf"), build.build(Model(dtype="fp32"), tmp_path / "hf")
+    hf.load(chunks, family, tmp_path / "hf")
+    hf.copy_description(tmp_path / "hf", tmp_path / "description")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(MegarlError, match=r"description: no \*.safetensors there"):
+        hf.save(chunks, family, tmp_path / "description", tmp_path / "copy")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_layout_that_does_not_fit_the_ranks() -> None:

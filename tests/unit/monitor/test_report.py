@@ -94,9 +94,9 @@ def test_no_run(tmp_path: Path) -> None:
 
 
 def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path) -> None:
-    from megarl.data.arithmetic import save_model
+    from megarl.data.arithmetic_models import LLAMA, save_model
 
-    save_model(tmp_path / "init", 0)
+    save_model(tmp_path / "init", LLAMA, 0)
     tokenizer = load_tokenizer(tmp_path / "init")
     tree = recipe.model_dump(mode="json")
     tree["model"]["path"] = str(tmp_path / "init")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.data.arithmetic import character_tokenizer
+from megarl.data.arithmetic_models import character_tokenizer
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import MegarlError
 from megarl.rollout.journal import Journal

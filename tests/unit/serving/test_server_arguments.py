@@ -15,9 +15,9 @@ from megarl.serving.server import check, engine_arguments, environment
 ENDPOINTS = Endpoints(session="s", controller="c", servers=(), api_key="user", admin_key="admin", rendezvous_port=1)
 
 
-def a_recipe(path: Path, positions: int = 512, **sections: Any) -> Recipe:
+def a_recipe(path: Path, positions: int = 512, config: dict[str, Any] | None = None, **sections: Any) -> Recipe:
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    (path / "config.json").write_text(json.dumps({"max_position_embeddings": positions} | (config or {})))
     tree = {
         "model": {"path": str(path)},
         "length": {"prompt_tokens": 100, "thinking_tokens": [100, 200], "answer_tokens": 100},
@@ -60,6 +60,43 @@ def test_context_does_not_exceed_the_model(tmp_path: Path) -> None:
 def test_nothing_is_patched_with_a_gpu(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, resources={"server_tensor_parallel": 2})
     assert not {k for k in environment(recipe, 0, [0, 1], cuda=True) if k.startswith("SGLANG")}
+
+
+LLAMA4 = {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 1, 1, 0],
+    "interleave_moe_layer_step": 2,
+    "moe_layers": [1, 3],
+    "attention_chunk_size": 256,
+}
+
+
+def test_llama_4_without_its_vision_tower_is_always_ours(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path, config=LLAMA4)
+    for cuda in (False, True):
+        assert environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.serving.sglang_models"
+    whole = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": LLAMA4 | {"architectures": None}}
+    assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in environment(a_recipe(tmp_path, config=whole), 0, [0], cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "cuda", "message"),
+    [
+        ({"no_rope_layers": [1, 0, 1, 0]}, False, "no_rope_layers .* every fourth layer"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, False, "experts in every layer"),
+        ({"moe_layers": [0, 3]}, False, "moe_layers .* interleave_moe_layer_step=2"),
+        ({}, True, "does not divide the attention of Llama4ForCausalLM into chunks"),
+    ],
+)
+def test_a_model_that_would_be_served_wrongly_is_refused(
+    tmp_path: Path, changed: dict[str, Any], cuda: bool, message: str
+) -> None:
+    (port,) = free_ports(1)
+    with pytest.raises(MegarlError, match=message):
+        check(a_recipe(tmp_path, config=LLAMA4 | changed), port, cuda)
+    check(a_recipe(tmp_path, config=LLAMA4), port, cuda=False)
 
 
 def test_ranks_of_cpu_servers_own_cores(tmp_path: Path) -> None:

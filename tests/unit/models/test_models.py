@@ -1,4 +1,4 @@
-"""Llama on one rank is transformers' Llama: logits, gradients, rotary frequencies, bits of the weights."""
+"""What families share: rotary frequencies, precision, directories, settings of experts."""
 
 from pathlib import Path
 from typing import Any
@@ -10,74 +10,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.models import build, family_of, hf
 from megarl.models.family import read_config, write_config
-from megarl.models.llama import inverse_frequencies
-from megarl.recipe import Model
-from tests.tiny import LLAMA3_ROPE, tiny_llama
+from megarl.models.rope import inverse_frequencies
+from megarl.recipe import Model, Moe
+from tests.tiny import LLAMA3_ROPE, tiny_llama, tiny_llama4_multimodal, tiny_qwen3_moe
 
 # isort: split
-from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama3 rope, grouped queries, wide heads": {},
-    "tied, odd vocabulary": {"tie_word_embeddings": True, "vocab_size": 131},
-    "default rope, one key-value head, odd sizes": {
-        "hidden_size": 48,
-        "intermediate_size": 77,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 1,
-        "head_dim": 10,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "no grouping": {"num_key_value_heads": 8, "head_dim": 8},
-}
-LENGTHS = [5, 48, 17, 1, 30, 23]
 
 
 def loaded(path: Path, **model: Any) -> Any:
     (chunk,) = build.build(Model(path=str(path), **model), path)
     hf.load([chunk], family_of(path), path)
     return chunk
-
-
-def packed(lengths: list[int]) -> PackedSeqParams:
-    cu = torch.tensor([0, *lengths]).cumsum(0).int()
-    longest = max(lengths)
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_logits_gradients_and_export_are_those_of_transformers(one_rank: None, tmp_path: Path, shape: str) -> None:
-    reference = tiny_llama(tmp_path / "hf", **SHAPES[shape])
-    family = family_of(tmp_path / "hf")
-    chunk = loaded(tmp_path / "hf", dtype="fp32")
-    stored, exported = load_file(tmp_path / "hf" / "model.safetensors"), dict(hf.export([chunk], family))
-    assert stored.keys() == exported.keys()
-    assert all(torch.equal(stored[name], exported[name]) for name in stored)
-
-    generator = torch.Generator().manual_seed(1)
-    vocabulary = family.vocabulary
-    rectangle = torch.randint(0, vocabulary, (2, 48), generator=generator)
-    with torch.no_grad():
-        assert (chunk(rectangle, None, None) - reference(rectangle).logits).abs().max() <= 5e-6
-
-    sequences = [torch.randint(0, vocabulary, (n,), generator=generator) for n in LENGTHS]
-    expected = torch.cat([reference(s[None]).logits[0] for s in sequences])
-    logits = chunk(torch.cat(sequences)[None], None, None, packed_seq_params=packed(LENGTHS))[0]
-    assert (logits - expected).abs().max() <= 5e-6
-
-    weights = torch.randn(expected.shape, generator=generator)
-    (expected * weights).mean().backward()
-    (logits * weights).mean().backward()
-    with torch.no_grad():
-        for parameter in chunk.parameters():
-            parameter.copy_(parameter.grad)
-    gradients = dict(hf.export([chunk], family))
-    for name, parameter in reference.named_parameters():
-        assert (gradients[name] - parameter.grad).abs().max() <= 1e-6, name
 
 
 def test_bf16_with_float32_head(one_rank: None, tmp_path: Path) -> None:
@@ -129,12 +73,12 @@ def test_rotary_frequencies_are_transformers_bit_for_bit(rope: dict[str, Any], c
 
 def test_rope_as_written_before_transformers_5(tmp_path: Path) -> None:
     tiny_llama(tmp_path)
-    new = family_of(tmp_path).inverse_frequencies()
+    new = family_of(tmp_path).inverse_frequencies
     config = read_config(tmp_path)
     rope = config.pop("rope_parameters")
     config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     write_config(tmp_path, config)
-    assert torch.equal(family_of(tmp_path).inverse_frequencies(), new)
+    assert torch.equal(family_of(tmp_path).inverse_frequencies, new)
 
 
 def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path) -> None:
@@ -154,6 +98,34 @@ def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path) -> None
     exported = dict(hf.export([chunk], family_of(tmp_path / "copy")))
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(stored[name], exported[name]) for name in exported)
+
+
+def test_vision_tower_is_carried_along(one_rank: None, tmp_path: Path) -> None:
+    """A multimodal directory saved again has its own vision tensors bit for bit, and transformers loads all of it."""
+    reference = tiny_llama4_multimodal(tmp_path / "hf")
+    (chunk,) = build.build(Model(dtype="fp32"), tmp_path / "hf")
+    hf.load([chunk], family_of(tmp_path / "hf"), tmp_path / "hf")
+    hf.save([chunk], family_of(tmp_path / "hf"), tmp_path / "hf", tmp_path / "copy", shard_bytes=50_000)
+    copy = type(reference).from_pretrained(tmp_path / "copy")
+    assert any("vision" in name for name, _ in copy.named_parameters())
+    assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True))
+
+
+def test_frozen_router_has_no_gradient(one_rank: None, tmp_path: Path) -> None:
+    tiny_qwen3_moe(tmp_path, num_hidden_layers=2)
+    chunk = loaded(tmp_path, dtype="fp32", moe=Moe(freeze_router=True))
+    chunk(torch.arange(48)[None], None, None).logsumexp(-1).sum().backward()
+    without = {name for name, parameter in chunk.named_parameters() if parameter.grad is None}
+    assert without == {f"decoder.layers.{i}.mlp.router.weight" for i in range(2)}
+
+
+def test_router_computes_in_float32(one_rank: None, tmp_path: Path) -> None:
+    tiny_qwen3_moe(tmp_path, torch.bfloat16, num_hidden_layers=1)
+    chunk = loaded(tmp_path, dtype="bf16")
+    router = chunk.decoder.layers[0].mlp.router
+    assert router.weight.dtype == torch.bfloat16
+    hidden = torch.randn(5, 1, 64, dtype=torch.bfloat16)
+    assert torch.equal(router.gating(hidden), hidden.float() @ router.weight.float().T)
 
 
 def test_transformers_in_the_same_process_is_left_alone(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""The model card of an exported directory: where the weights come from, how they were trained, how well they do."""
+
+from pathlib import Path
+
+import yaml
+
+from megarl.models.checkpoint import Meta
+from megarl.rundir import RunDir, latest_rows
+
+FILE = "README.md"
+
+
+def render(checkpoint: Path, meta: Meta) -> str:
+    """README.md. Training and evaluation only if the checkpoint lies in a run directory."""
+    run = run_of(checkpoint)
+    base = _base(run, meta)
+    lines = ["---", f"base_model: {base}", "library_name: transformers", "tags: [megarl]", "---", ""]
+    lines += [
+        f"# {run.path.name if run else checkpoint.name}",
+        "",
+        f"Weights of step {meta.step}, {meta.model['dtype']}.",
+    ]
+    lines += ["", "| | |", "|---|---|", f"| base model | {base} |", f"| optimiser steps | {meta.step} |"]
+    if run is not None:
+        lines += [f"| {name} | {text} |" for name, text in _training(run, meta)]
+    if run is not None:
+        lines += ["", "## Recipe", "", "```yaml", run.recipe.read_text().rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def run_of(checkpoint: Path) -> RunDir | None:
+    """The run a checkpoint lies in (RUN/checkpoints/step-N), if it lies in one."""
+    run = RunDir(checkpoint.resolve().parent.parent)
+    inside = checkpoint.resolve().parent == run.checkpoints and run.recipe.is_file()
+    return run if inside else None
+
+
+def _base(run: RunDir | None, meta: Meta) -> str:
+    if run is None:
+        return meta.hf_source
+    recipe = yaml.safe_load(run.recipe.read_text()) or {}
+    return str(recipe.get("model", {}).get("path") or meta.hf_source)
+
+
+def _training(run: RunDir, meta: Meta) -> list[tuple[str, str]]:
+    """Of the steps up to this checkpoint's."""
+    recipe = yaml.safe_load(run.recipe.read_text()) or {}
+    rows = [row for row in latest_rows(run.metrics) if row["step"] < meta.step]
+    evaluations = [row for row in latest_rows(run.eval) if row["step"] <= meta.step]
+    found = [("recipe", str(recipe.get("description") or run.path.name))]
+    if rows:
+        found.append((f"{rows[-1]['compute_unit'].upper()}-hours", f"{rows[-1]['compute_hours']:.4g}"))
+        found.append(("tokens trained", f"{sum(row['tokens_trained'] for row in rows):,.0f}"))
+    if evaluations:
+        last = evaluations[-1]
+        found.append(
+            (
+                "evaluation",
+                f"pass rate {last['pass_rate']:.4g} at step {last['step']}: mean of {last['samples']} samples on "
+                f"{last['n_prompts']} held-out prompts",
+            )
+        )
+    return found

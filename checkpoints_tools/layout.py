@@ -1,0 +1,151 @@
+"""Which rank of a layout holds which part of which Megatron tensor, found without data, processes or GPUs.
+
+    for each rank of the layout:
+        process groups that only pretend  ->  megatron's model on the meta device  ->  its own sharded_state_dict
+                                                                                            |
+                                              Part(rank, parameter, how it is cut and keyed)  <-
+
+So names, offsets and replicas in a converted checkpoint are megatron's, at any layout, from one process.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.errors import MegarlError
+from megarl.models import build, checkpoint, hf, parallel
+from megarl.models.cpu import after_megatron_import
+from megarl.recipe import Model
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of tensor, pipeline and expert parallelism."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of the smallest world with this layout: every shard is in it once."""
+        return self.pipeline * math.lcm(self.tensor, self.expert * self.expert_tensor)
+
+    @property
+    def expert_tensor(self) -> int:
+        """With expert parallelism experts are whole; without it they are divided as the rest is, or megatron errs."""
+        return self.tensor if self.expert == 1 else 1
+
+    def section(self, path: Path, dtype: str) -> Model:
+        """The recipe's `model` for it."""
+        return Model.model_validate(
+            {
+                "path": str(path),
+                "dtype": dtype,
+                "tensor_parallel": self.tensor,
+                "pipeline_parallel": self.pipeline,
+                "expert_parallel": self.expert,
+                "expert_tensor_parallel": self.expert_tensor,
+                "sequence_parallel": self.tensor > 1,  # experts need it; what is stored is the same
+            }
+        )
+
+
+WHOLE = Layout()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank stores of one Megatron parameter.
+
+    name: counted over the whole model. shape, dtype: of the rank's parameter. place: (rank, size) in the group that divides it.
+    entry: megatron's description of how it is stored, without data.
+    """
+
+    rank: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: tuple[int, int]
+    entry: ShardedTensor | ShardedTensorFactory
+
+    def shards(self, value: Tensor | None = None) -> list[ShardedTensor]:
+        """The pieces a checkpoint has of it, with the data of `value` if that is given."""
+        if value is None:
+            value = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return list(nested_values({"": _built(replace(self.entry, data=value))}))
+
+    def value(self, read: Any) -> Tensor:
+        """The parameter, of what `read(shard)` gives for each of its pieces."""
+        built = _built(self.entry)
+        if isinstance(self.entry, ShardedTensorFactory):
+            return self.entry.merge_fn(dict_list_map_outplace(read, built))
+        return read(built)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def parts(hf_dir: Path, layout: Layout, dtype: str) -> list[Part]:
+    """Every stored part once, stage by stage; the ranks that share a tensor one after the other."""
+    found: dict[str, list[Part]] = {}
+    for rank in range(layout.ranks):
+        with _pretended(rank, layout):
+            for part in _of_rank(hf_dir, layout, dtype, rank):
+                found.setdefault(part.name, []).append(part)
+    return [part for of_name in found.values() for part in of_name]
+
+
+def _built(entry: ShardedTensor | ShardedTensorFactory) -> Any:
+    return entry.build() if isinstance(entry, ShardedTensorFactory) else entry
+
+
+def _of_rank(hf_dir: Path, layout: Layout, dtype: str, rank: int) -> Iterator[Part]:
+    chunks = build.build(layout.section(hf_dir, dtype), hf_dir, transformer_engine=False)
+    states = checkpoint.model_state(chunks).values()
+    for chunk, state in zip(chunks, states, strict=True):
+        local = (name for name, _ in chunk.named_parameters())
+        for (name, parameter), key in zip(hf.named_parameters([chunk]), local, strict=True):
+            part = Part(rank, name, tuple(parameter.shape), parameter.dtype, hf.shard_of(name), state[key])
+            if all(is_main_replica(shard.replica_id) for shard in part.shards()):
+                yield part
+
+
+@contextmanager
+def _pretended(rank: int, layout: Layout) -> Iterator[None]:
+    """This process is rank `rank` of a world that does not exist, and what megatron makes has shapes but no memory."""
+    after_megatron_import()
+    dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
+    device = torch.cuda.current_device
+    torch.cuda.current_device = lambda: torch.device("meta")  # where megatron's layers are made
+    try:
+        parallel_state.initialize_model_parallel(
+            layout.tensor,
+            layout.pipeline,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            create_gloo_process_groups=False,  # they would look for the other ranks
+        )
+        model_parallel_cuda_manual_seed(0)
+        with torch.device("meta"):
+            yield
+    except AssertionError as error:  # megatron's way to refuse a layout
+        raise MegarlError(f"the layout {layout} does not fit the model: {error}") from None
+    finally:
+        torch.cuda.current_device = device
+        parallel.stop()

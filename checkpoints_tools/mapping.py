@@ -1,0 +1,137 @@
+"""Between the two forms, one Megatron parameter at a time.
+
+Hugging Face tensors  ──views──►  this part's pieces  ──merge──►  parameter  ──►  its shards      (pieces_of)
+shards  ──►  parameter  ──unmerge──►  views  ──►  Hugging Face tensors, or entries of stacked ones  (Group)
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoints_tools.layout import WHOLE, Part, parts
+from checkpoints_tools.safetensors_files import Shape
+from checkpoints_tools.shards import OPTIMIZER, Box, Shards
+from megarl.errors import MegarlError
+from megarl.models.family import Family, Source, Weight
+
+# isort: split
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Megatron parameters and the Hugging Face tensors they make: one parameter, or the experts of a layer's stacked tensor."""
+
+    parts: tuple[Part, ...]
+    tensors: dict[str, Shape]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def box_of(shard: ShardedTensor) -> Box:
+    """Where it lies in the stored tensor, in that one's dimensions."""
+    return tuple(shard.global_offset), (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+
+
+def value_of(part: Part, family: Family, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The part's parameter, of Hugging Face tensors."""
+    weight = family.weight(part.name)
+    pieces = [_piece(_view(tensors[source.name], source), weight, *part.place) for source in weight.sources]
+    value = weight.merge(pieces).to(part.dtype).contiguous()
+    assert value.shape == part.shape, (part.name, value.shape, part.shape)  # `check` has compared them
+    return value
+
+
+def stored_value(part: Part, shards: Shards) -> Tensor:
+    """The part's parameter, of a checkpoint."""
+
+    def read(shard: ShardedTensor) -> Tensor:
+        return shards.read(shard.key, box_of(shard)).view(shard.local_shape)
+
+    return part.value(read)
+
+
+def groups(hf_dir: Path, family: Family, dtype: str) -> list[Group]:
+    """The whole model, in megatron's order."""
+    members: dict[str, list[Part]] = {}
+    for part in parts(hf_dir, WHOLE, dtype):
+        if not (family.tied and part.name == "output_layer.weight"):
+            members.setdefault(family.weight(part.name).sources[0].name, []).append(part)
+    return [_group(tuple(of_name), family) for of_name in members.values()]
+
+
+def views(part: Part, family: Family, value: Tensor) -> Iterator[tuple[Source, Tensor]]:
+    """The Hugging Face side of a whole parameter: each tensor, or each expert's entry of one, with its equal parts joined."""
+    weight = family.weight(part.name)
+    joined: dict[tuple[str, int | None], list[Tensor]] = {}
+    for source, view in zip(weight.sources, weight.unmerge(value), strict=True):
+        joined.setdefault((source.name, source.expert), []).append(view[: weight.vocabulary])
+    for (name, expert), pieces in joined.items():
+        yield Source(name, expert), pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
+
+def check_names_and_shapes(hf_dir: Path, present: Mapping[str, tuple[int, ...]], found: Sequence[Group]) -> None:
+    """MegarlError if the tensors are not those config.json says: all of them in one message."""
+    expected = {name: tensor.shape for group in found for name, tensor in group.tensors.items()}
+    wrong = [
+        f"{name} {list(present[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in present and present[name] != shape
+    ]
+    if wrong:
+        more = f", … ({len(wrong)} in all)" if len(wrong) > 8 else ""
+        raise MegarlError(f"{hf_dir}: tensors do not have the shapes config.json says: {', '.join(wrong[:8])}{more}")
+
+
+def check_keys(shards: Shards, needed: Sequence[Part]) -> None:
+    """MegarlError if the checkpoint does not hold these parameters, or holds others."""
+    wanted = {shard.key: shard for part in needed for shard in part.shards()}
+    present = {key for key in shards.tensors if not key.startswith(OPTIMIZER)}
+    problems = [f"missing {key}" for key in sorted(wanted.keys() - present)]
+    problems += [f"not of this model: {key}" for key in sorted(present - wanted.keys())]
+    for key in sorted(wanted.keys() & present):
+        shape, shard = shards.tensors[key].shape, wanted[key]
+        if shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch:  # a padded vocabulary may differ
+            problems.append(f"{key} is {list(shape)} instead of {list(shard.global_shape)}")
+    if problems:
+        more = f"; … ({len(problems)} in all)" if len(problems) > 8 else ""
+        raise MegarlError(f"{shards.path}: tensors do not fit its config.json: {'; '.join(problems[:8])}{more}")
+
+
+def _group(members: tuple[Part, ...], family: Family) -> Group:
+    shapes: dict[str, Shape] = {}
+    experts: dict[str, int] = {}
+    for part in members:
+        for source, view in views(part, family, torch.empty(part.shape, dtype=part.dtype, device="meta")):
+            shapes[source.name] = Shape(tuple(view.shape), view.dtype)
+            if source.expert is not None:
+                experts[source.name] = max(experts.get(source.name, 0), source.expert + 1)
+    stacked = {name: Shape((count, *shapes[name].shape), shapes[name].dtype) for name, count in experts.items()}
+    return Group(members, shapes | stacked)
+
+
+def _view(tensor: Tensor, source: Source) -> Tensor:
+    if source.expert is not None:
+        tensor = tensor[source.expert]
+    if source.part is not None:
+        k, n = source.part
+        tensor = tensor.chunk(n, -1)[k]
+    return tensor
+
+
+def _piece(view: Tensor, weight: Weight, rank: int, size: int) -> Tensor:
+    """A rank's part of one view; zeros where the vocabulary is padded."""
+    if weight.split is None or size == 1:
+        return view
+    rows = view.shape[weight.split]
+    length = -(-rows // size)
+    start = min(rank * length, rows)
+    piece = view.narrow(weight.split, start, min(length, rows - start))
+    if piece.shape[weight.split] < length:
+        piece = torch.cat([piece, piece.new_zeros(length - len(piece), *piece.shape[1:])])
+    return piece

@@ -1,0 +1,44 @@
+"""A tensor's bytes within a file, read through a memory map: nothing is copied, and nothing stays when the view is dropped."""
+
+import math
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Region:
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def tensor(self) -> Tensor:
+        """A view of the file, private to this process. The file must be as long as was said (checked where it was opened)."""
+        if not self.nbytes:
+            return torch.empty(self.shape, dtype=self.dtype)
+        start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
+        with self.path.open("rb") as file:
+            length = self.offset + self.nbytes - start
+            mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
+        mapped.madvise(mmap.MADV_SEQUENTIAL)
+        flat = torch.frombuffer(mapped, dtype=torch.uint8, count=self.nbytes, offset=self.offset - start)
+        if flat.data_ptr() % self.dtype.itemsize:  # safetensors aligns to 8 bytes, files of others may not
+            flat = flat.clone()
+        return flat.view(self.dtype).view(self.shape)
+
+
+def write_all(descriptor: int, tensor: Tensor, offset: int) -> None:
+    """The values of a tensor at a place in a file."""
+    data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

@@ -1,0 +1,108 @@
+"""What lies at a path, and its Hugging Face tensors by name, read one at a time whichever form it has."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from checkpoints_tools.mapping import Group, check_keys, check_names_and_shapes, groups, stored_value, views
+from checkpoints_tools.safetensors_files import Directory
+from checkpoints_tools.shards import Shards
+from megarl.errors import MegarlError
+from megarl.models import Family, checkpoint, family_of
+from megarl.models.family import read_config
+from megarl.models.hf import check_names
+
+Dtype = Literal["bf16", "fp32"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """hf_dir: where configuration and tokenizer are. meta: of a distributed checkpoint, else None."""
+
+    path: Path
+    hf_dir: Path
+    meta: checkpoint.Meta | None
+
+    @property
+    def dtype(self) -> Dtype:
+        """As the checkpoint or config.json says."""
+        if self.meta is not None:
+            of_model: Dtype = self.meta.model["dtype"]
+            return of_model
+        config = read_config(self.hf_dir)
+        config = config if "dtype" in config or "torch_dtype" in config else config.get("text_config", config)
+        name = config.get("dtype", config.get("torch_dtype", "float32"))
+        known: dict[str, Dtype] = {"bfloat16": "bf16", "float32": "fp32"}
+        if name not in known:
+            raise MegarlError(
+                f"{self.hf_dir / 'config.json'}: dtype {name!r} is not supported; give --dtype to convert to one of "
+                f"{', '.join(known.values())}"
+            )
+        return known[name]
+
+
+def stored(path: Path) -> Stored:
+    """A Hugging Face directory if it has a config.json, else a checkpoint or a run."""
+    if (path / "config.json").is_file():
+        return Stored(path, path, None)
+    found = checkpoint.find(path)
+    return Stored(found, found / "hf", checkpoint.read_meta(found))
+
+
+class HuggingFaceTensors(Mapping[str, Tensor]):
+    """Of a checkpoint: whole Hugging Face tensors, assembled when asked for (those of one parameter are kept till the next)."""
+
+    def __init__(self, source: Stored, family: Family) -> None:
+        self._family = family
+        self._shards = Shards(source.path)
+        self._groups: dict[str, Group] = {}
+        found = groups(source.hf_dir, family, source.dtype)
+        check_keys(self._shards, [part for group in found for part in group.parts])
+        for group in found:
+            self._groups |= dict.fromkeys(group.tensors, group)
+        self._last: tuple[Group | None, dict[str, Tensor]] = (None, {})
+
+    def __getitem__(self, name: str) -> Tensor:
+        group = self._groups[name]
+        if self._last[0] is not group:
+            self._last = (None, {})
+            self._last = (group, self._assembled(group))
+        return self._last[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def _assembled(self, group: Group) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for part in group.parts:
+            for source, view in views(part, self._family, stored_value(part, self._shards)):
+                if source.expert is None:
+                    tensors[source.name] = view
+                else:
+                    shape = group.tensors[source.name]
+                    whole = tensors.setdefault(source.name, torch.empty(shape.shape, dtype=shape.dtype))
+                    whole[source.expert] = view
+        return tensors
+
+
+def tensors_of(source: Stored, everything: bool) -> Mapping[str, Tensor]:
+    """By Hugging Face name. `everything`: also what a directory has beside the model that is trained (a vision tower)."""
+    if source.meta is not None:
+        return HuggingFaceTensors(source, family_of(source.hf_dir))
+    directory = Directory(source.path)
+    return directory if everything else directory.only(family_of(source.hf_dir).names())
+
+
+def checked(directory: Directory, family: Family, dtype: Dtype) -> list[Group]:
+    """The model's groups, once the directory has been found to hold just their tensors."""
+    check_names(directory.path, set(directory), family)
+    found = groups(directory.path, family, dtype)
+    check_names_and_shapes(directory.path, {name: r.shape for name, r in directory.regions.items()}, found)
+    return found

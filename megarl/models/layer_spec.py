@@ -1,0 +1,44 @@
+"""Which modules a layer is built of: megatron-core's, with ours where Transformer Engine is missing or does not suffice.
+
+with a GPU      Transformer Engine: fused norms, attention kernels for packed rows, experts by grouped GEMM
+without         local_spec.py: our norm and attention; experts one after the other
+"""
+
+import functools
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.models.family import Family
+from megarl.models.layer_attention import LayerAttention
+from megarl.models.local_spec import CausalAttention, RMSNorm
+from megarl.models.rope import Rope
+from megarl.models.te_attention import ChunkedTEAttention
+
+
+def block_spec(
+    config: TransformerConfig, family: Family, transformer_engine: bool, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """This rank's layers of chunk `vp_stage`. Transformer Engine's attention leaves rotation to the model, ours does it."""
+    spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
+    if transformer_engine:
+        if set(family.attention) != {LayerAttention()}:
+            _set_attention(spec, functools.partial(ChunkedTEAttention, layers=family.attention))
+        return spec
+    rope = Rope(family.inverse_frequencies, family.architecture.get("rotary_interleaved", False))
+    _set_attention(spec, functools.partial(CausalAttention, rope=rope, layers=family.attention))
+    spec.layer_norm = RMSNorm
+    for layer in (spec.submodules for spec in spec.layer_specs):
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        attention = layer.self_attention.submodules
+        if attention.q_layernorm is not IdentityOp:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def _set_attention(spec: TransformerBlockSubmodules, core_attention: Any) -> None:
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = core_attention

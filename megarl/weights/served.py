@@ -1,0 +1,79 @@
+"""How an SGLang server holds Hugging Face tensors: joined along rows, experts of a layer in one parameter, turned.
+
+q_proj, k_proj, v_proj                              ►  qkv_proj           Llama 4: rows of q and k in rotary order
+gate_proj, up_proj                                  ►  gate_up_proj
+experts.0.gate_proj, experts.0.up_proj, …1…         ►  experts.w13_weight
+experts.gate_up_proj [experts, hidden, 2 * inner]   ►  experts.w13_weight [experts, 2 * inner, hidden]
+embed_tokens, lm_head                               ►  the same, with zero rows up to a multiple of 64
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+VOCABULARY_MULTIPLE = 64
+PADDED = ("embed_tokens.weight", "lm_head.weight")
+INNER_MULTIPLE = 32
+"""On a CPU the inner dimension of a gated MLP is padded to it."""
+
+_ATTENTION = re.compile(r"\.(q|k|v)_proj\.(weight|bias)$")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
+_STACKED = re.compile(r"\.experts\.(gate_up|down)_proj$")
+_GATED = re.compile(r"\.(gate|up)_proj\.weight$")
+
+
+class Place(NamedTuple):
+    """A Hugging Face tensor is part `position`, counted from 0, of the server's parameter `name`."""
+
+    name: str
+    position: int = 0
+
+
+def place(name: str) -> Place:
+    """Where the server has the Hugging Face tensor of that name."""
+    if match := _ATTENTION.search(name):
+        return Place(_ATTENTION.sub(r".qkv_proj.\2", name), "qkv".index(match[1]))
+    if match := _EXPERT.search(name):
+        expert = int(match[1])
+        if match[2] == "down":
+            return Place(_EXPERT.sub(".experts.w2_weight", name), expert)
+        return Place(_EXPERT.sub(".experts.w13_weight", name), 2 * expert + (match[2] == "up"))
+    if match := _STACKED.search(name):
+        return Place(_STACKED.sub(".experts.w2_weight" if match[1] == "down" else ".experts.w13_weight", name))
+    if match := _GATED.search(name):
+        return Place(_GATED.sub(".gate_up_proj.weight", name), int(match[1] == "up"))
+    return Place(name)
+
+
+def rotary_head_dim(config: Mapping[str, Any]) -> int | None:
+    """Of a config.json: the head_dim of a family whose q and k the server reorders (Llama 4), else None."""
+    text = config.get("text_config", config)
+    return text["head_dim"] if text.get("model_type") == "llama4_text" else None
+
+
+def as_held(name: str, tensor: Tensor, rotary_head_dim: int | None) -> Tensor:
+    """The tensor as the server has it. rotary_head_dim: as the function of that name says."""
+    if _STACKED.search(name):
+        return tensor.transpose(1, 2)
+    if rotary_head_dim is not None and name.endswith((".q_proj.weight", ".k_proj.weight")):
+        return rotary_order(tensor, rotary_head_dim)
+    missing = -len(tensor) % VOCABULARY_MULTIPLE if name.endswith(PADDED) else 0
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+def is_padded_inside(name: str, held: Tensor) -> bool:
+    """Whether a server on a CPU pads this tensor [.., rows, columns] of an MLP where only it knows."""
+    if name.endswith(("down_proj.weight", "experts.down_proj")):
+        return held.shape[-1] % INNER_MULTIPLE != 0
+    if name.endswith(("gate_proj.weight", "up_proj.weight")):
+        return held.shape[-2] % INNER_MULTIPLE != 0
+    return name.endswith("experts.gate_up_proj") and held.shape[-2] // 2 % INNER_MULTIPLE != 0
+
+
+def rotary_order(weight: Tensor, head_dim: int) -> Tensor:
+    """q_proj or k_proj [heads * head_dim, hidden], a head pair after pair: first elements of all pairs, then second."""
+    hidden = weight.shape[-1]
+    return weight.view(-1, head_dim // 2, 2, hidden).transpose(1, 2).reshape(-1, hidden)

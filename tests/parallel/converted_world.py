@@ -1,0 +1,44 @@
+"""Ranks of tests/parallel/test_converted_checkpoints.py: DIR/NAME/{hf,converted}; writes DIR/NAME/real.
+
+Each model is loaded from a checkpoint converted at another layout, exported and compared; then saved by megatron.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from megarl.models import build, checkpoint, family_of, hf, parallel
+from megarl.recipe import Model
+
+# isort: split
+from safetensors.torch import load_file
+
+
+def main(directory: Path) -> None:
+    for path in sorted(p for p in directory.iterdir() if p.is_dir()):
+        experts = family_of(path / "hf").experts
+        model = Model(
+            path=str(path / "hf"),
+            dtype="bf16",
+            tensor_parallel=2,
+            sequence_parallel=True,
+            pipeline_parallel=2,
+            expert_parallel=2 if experts else 1,
+            expert_tensor_parallel=1 if experts else 2,
+        )
+        parallel.start(model, seed=0, timeout_s=100)
+        chunks = build.build(model, path / "hf")
+        checkpoint.load_model(path / "converted", chunks)
+        stored = load_file(path / "hf" / "model.safetensors")
+        exported = {name: tensor.clone() for name, tensor in hf.export(chunks, family_of(path / "hf"))}
+        assert exported
+        for name, tensor in exported.items():
+            assert torch.equal(tensor, stored[name]), (path.name, name)
+        meta = checkpoint.Meta(step=1, version=1, hf_source=str(path / "hf"), model=model.model_dump())
+        checkpoint.save(path / "real", checkpoint.model_state(chunks), meta)
+    parallel.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

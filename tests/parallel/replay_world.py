@@ -1,0 +1,130 @@
+"""One rank of test_routing_replay: a step with given experts, at every layout of its world size.
+
+`python -m tests.parallel.replay_world DIR`, DIR holding NAME/ (Hugging Face), NAME.msgpack (a batch with routing) and NAME.pt
+(transformers' loss and gradients with those experts) of each model.
+"""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl import recipe as recipes
+from megarl.batch import TrainSequence, training_sequences
+from megarl.learner.microbatch import plan
+from megarl.learner.trainer import Trainer
+from megarl.models import parallel
+from megarl.recipe import Recipe
+from megarl.types import Batch, decode
+from tests.parallel.learner_world import difference, full_gradients, recipe_of, say
+
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [
+        {"expert_parallel": 2},
+        {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+        {"pipeline_parallel": 2},
+        {"context_parallel": 2, "expert_parallel": 2},
+    ],
+    4: [
+        {"pipeline_parallel": 2, "expert_parallel": 2},
+        {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2, "expert_parallel": 2},
+    ],
+}
+
+UNPACKED: list[dict[str, Any]] = [{}, LAYOUTS[2][1]]
+
+
+def main(directory: Path) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    for model in sorted(p for p in directory.iterdir() if p.is_dir()):
+        sequences = None
+        for layout in LAYOUTS[world]:
+            for packing in (True, False):
+                if packing or layout in UNPACKED:
+                    recipe = of(recipe_of(model.parent, world, packing, **layout), model, replay=True)
+                    sequences = check_forced(recipe, model, f"{model.name} {layout} packing={packing}")
+        if world == 1:
+            assert sequences is not None
+            check_own(of(recipe_of(model.parent, 1, True), model, replay=True), model, sequences)
+            check_recomputed(of(recipe_of(model.parent, 1, True), model, replay=True), model, sequences)
+    parallel.stop()
+
+
+def of(recipe: Recipe, model: Path, replay: bool) -> Recipe:
+    tree = recipe.model_dump()
+    tree["model"] |= {"path": str(model), "moe": {"routing_replay": replay}}
+    return recipes.from_tree(tree)
+
+
+def start(recipe: Recipe) -> Trainer:
+    parallel.start(recipe.model, seed=1, timeout_s=60)
+    return Trainer(recipe, Path(recipe.model.path))
+
+
+def step(trainer: Trainer, sequences: list[TrainSequence]) -> tuple[float, dict[str, torch.Tensor]]:
+    metrics = trainer.forward_backward(sequences)
+    return metrics["loss"], full_gradients(trainer)
+
+
+def check_forced(recipe: Recipe, model: Path, what: str) -> list[TrainSequence]:
+    """With the batch's experts, loss and gradients are those of transformers with them."""
+    sequences = training_sequences(decode(model.with_suffix(".msgpack").read_bytes(), Batch), recipe)
+    expected = torch.load(model.with_suffix(".pt"), weights_only=False)
+    loss, gradients = step(start(recipe), sequences)
+    assert gradients.keys() == expected["gradients"].keys()
+    worst = max(difference(gradients[n], g, expected["gradients"]) for n, g in expected["gradients"].items())
+    off = abs(loss - expected["loss"]) / expected["magnitude"]
+    say(f"{what}: gradients {worst:.1e}, loss {off:.1e}")
+    assert worst <= 2e-6, what
+    assert off <= 1e-6, what
+    return sequences
+
+
+def check_own(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> None:
+    """Replaying what the learner chose by itself changes no bit, and differs from the forced choice."""
+    free = [dataclasses.replace(s, experts=None) for s in sequences]
+    without = step(start(of(recipe, model, replay=False)), free)
+    trainer = start(recipe)
+    assert trainer.replay is not None
+    chosen: list[list[torch.Tensor]] = []  # of each layer with experts, of each micro-batch
+    end = trainer.replay.end
+
+    def remember_and_end() -> None:
+        chosen.extend(router.replay_backward_list for _, router in trainer.replay._columns[0])  # type: ignore[union-attr]
+        end()
+
+    trainer.replay.end = remember_and_end  # type: ignore[method-assign]
+    assert same(step(trainer, free), without), "a router that was told nothing does not choose by itself"
+    members = plan([len(s) for s in free], recipe.learner.microbatch_tokens, trainer.layout).members[0]
+    own: dict[int, Any] = {}
+    for micro, of_micro in enumerate(members):
+        table = torch.stack([layer[micro] for layer in chosen], 1).numpy().astype("uint8")
+        for i in of_micro:
+            own[i], table = table[: len(free[i])], table[len(free[i]) :]
+        assert not len(table)
+    replayed = step(start(recipe), [dataclasses.replace(s, experts=own[i]) for i, s in enumerate(free)])
+    assert same(replayed, without), "own choices replayed are not the same"
+    assert not same(step(start(recipe), sequences), without)
+
+
+def check_recomputed(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> None:
+    """Layers recomputed in backward take the same experts."""
+    once = step(start(recipe), sequences)
+    trainer = start(recipe)
+    config = trainer.chunks[0].config
+    config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
+    assert same(step(trainer, sequences), once)
+
+
+def same(a: tuple[float, dict[str, torch.Tensor]], b: tuple[float, dict[str, torch.Tensor]]) -> bool:
+    return a[0] == b[0] and all(torch.equal(a[1][n], b[1][n]) for n in b[1])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    assert not dist.is_initialized()

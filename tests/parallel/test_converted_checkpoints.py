@@ -1,0 +1,45 @@
+"""A world of ranks loads what one process converted; and what that world saves is, shard for shard, what one process writes."""
+
+from pathlib import Path
+
+import torch
+
+from checkpoints_tools.__main__ import main
+from checkpoints_tools.shards import Shards
+from tests.parallel.worlds import run_world
+from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen3_moe
+
+
+def run(*arguments: object) -> None:
+    assert main([str(a) for a in arguments]) == 0
+
+
+def test_real_worlds_read_and_write_the_same_shards(tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "llama/hf", torch.bfloat16, vocab_size=131, tie_word_embeddings=True)
+    tiny_qwen3_moe(tmp_path / "moe/hf", torch.bfloat16, mlp_only_layers=[1])
+    tiny_llama4(tmp_path / "llama4/hf", torch.bfloat16, num_key_value_heads=2)
+    run("convert", "hf-to-megatron", tmp_path / "llama/hf", tmp_path / "llama/converted", "--tp", 4)
+    run("convert", "hf-to-megatron", tmp_path / "moe/hf", tmp_path / "moe/converted", "--ep", 4)
+    run("convert", "hf-to-megatron", tmp_path / "llama4/hf", tmp_path / "llama4/converted", "--tp", 2)
+    run_world(4, "tests.parallel.converted_world", str(tmp_path))
+
+    for name, experts in (("llama", []), ("moe", ["--ep", 2]), ("llama4", ["--ep", 2])):
+        folder = tmp_path / name
+        run("convert", "hf-to-megatron", folder / "hf", folder / "like-it", "--tp", 2, "--pp", 2, *experts)
+        real, ours = Shards(folder / "real"), Shards(folder / "like-it")
+        assert real.tensors.keys() == ours.tensors.keys()
+        for key, tensor in real.tensors.items():
+            assert sorted(tensor.boxes) == sorted(ours.tensors[key].boxes), key
+            assert (tensor.shape, tensor.dtype) == (ours.tensors[key].shape, ours.tensors[key].dtype)
+            assert {box: owner(real, key, box) for box in tensor.boxes} == {
+                box: owner(ours, key, box) for box in tensor.boxes
+            }
+            for box in tensor.boxes:
+                assert torch.equal(real.read(key, box), ours.read(key, box)), (key, box)
+        run("convert", "megatron-to-hf", folder / "real", folder / "back")
+        run("verify", folder / "hf", folder / "back")
+
+
+def owner(shards: Shards, key: str, box: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+    """The rank that wrote it, as its file's name says."""
+    return shards.file_of(key, box).split("_")[2]

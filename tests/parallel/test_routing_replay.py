@@ -1,0 +1,87 @@
+"""The learner with the experts it is told: at every layout what transformers makes of the same tokens with the same experts."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from megarl.types import Batch, Rollout, Routing, encode
+from tests.parallel.test_learner_layouts import VOCABULARY, make_batch, scalerl_by_transformers
+from tests.parallel.worlds import run_world
+from tests.tiny import tiny_llama4, tiny_qwen3_moe
+
+MODELS = {"qwen3_moe": (tiny_qwen3_moe, 4, 2), "llama4": (tiny_llama4, 3, 1)}  # layers with experts, experts a token
+EXPERTS = 4
+
+
+def with_routing(batch: Batch, layers: int, chosen: int) -> Batch:
+    """Any experts, not those that a router would choose, of all tokens of a rollout but the last."""
+    draw = np.random.default_rng(9)
+
+    def routed(rollout: Rollout, prompt: int) -> Rollout:
+        rows = prompt + len(rollout.tokens) - 1
+        table = draw.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (rows, layers, 1)), axis=-1)[..., :chosen]
+        routing = Routing(choices=table.reshape(-1), layers=layers, chosen=chosen)
+        return msgspec.structs.replace(rollout, routing=routing)
+
+    return msgspec.structs.replace(
+        batch,
+        groups=tuple(
+            msgspec.structs.replace(g, rollouts=tuple(routed(r, len(g.prompt.tokens)) for r in g.rollouts))
+            for g in batch.groups
+        ),
+    )
+
+
+class Forced:
+    """transformers' model, whose routers take the batch's experts; the last token, which nothing depends on, any."""
+
+    def __init__(self, model: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = model
+        self.tables = {
+            (*g.prompt.tokens.tolist(), *r.tokens.tolist()): r.routing.table
+            for g in batch.groups
+            for r in g.rollouts
+            if r.routing is not None
+        }
+        self.layers: list[torch.Tensor] = []
+        monkeypatch.setattr(torch, "topk", self.topk)
+        self.parameters, self.named_modules = model.parameters, model.named_modules
+        self.save_pretrained = model.save_pretrained
+
+    def double(self) -> "Forced":
+        self.model.double()
+        return self
+
+    def topk(self, scores: torch.Tensor, k: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = self.layers.pop(0)
+        assert chosen.shape == (len(scores), k)
+        return scores.gather(dim, chosen), chosen
+
+    def __call__(self, ids: torch.Tensor) -> object:
+        table = torch.from_numpy(self.tables[tuple(ids[0].tolist())].astype(np.int64))
+        self.layers = list(torch.cat([table, table[-1:]]).unbind(1))
+        output = self.model(ids)
+        assert not self.layers
+        return output
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> object:
+    path = tmp_path_factory.mktemp("replay")
+    for name, (make, layers, chosen) in MODELS.items():
+        batch = with_routing(make_batch(), layers, chosen)
+        path.joinpath(f"{name}.msgpack").write_bytes(encode(batch))
+        model = make(path / name, vocab_size=VOCABULARY)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            forced = Forced(model, batch, monkeypatch)
+            expected = scalerl_by_transformers(forced, batch, tmp_path_factory.mktemp(name))
+        torch.save(expected, path / f"{name}.pt")
+    return path
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_told_experts_are_taken(directory: object, ranks: int) -> None:
+    print(run_world(ranks, "tests.parallel.replay_world", str(directory)))

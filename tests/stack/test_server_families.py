@@ -1,0 +1,145 @@
+"""A real server of each family: log-probs against transformers, publication from disk, and what it is served from.
+
+A server serves one architecture and takes seconds to start, so all tests of a family share one.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.rollout.routing import routed_layers
+from megarl.weights.admin import Server
+from tests.stack.conftest import POSITIONS, Stack, running, two_models
+from tests.stack.publish_world import publish_from
+from tests.tiny import tiny_llama4, tiny_llama4_multimodal, tiny_qwen3, tiny_qwen3_moe
+from tests.tiny_scores import scores
+
+pytestmark = [pytest.mark.stack, pytest.mark.anyio]
+
+VOCABULARY = 130
+
+
+@dataclass(frozen=True)
+class Case:
+    """routers: how the names of transformers' routers end."""
+
+    make: Callable[..., Any]
+    overrides: dict[str, Any] = field(default_factory=dict)
+    routers: str = ""
+
+
+ENDLESS = {"eos_token_id": None, "bos_token_id": None, "max_position_embeddings": POSITIONS, "vocab_size": VOCABULARY}
+LLAMA4 = {"interleave_moe_layer_step": 2, "moe_layers": [1, 3]}
+CASES = {
+    "qwen3": Case(tiny_qwen3, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3_moe": Case(tiny_qwen3_moe, {"num_experts": 8, "moe_intermediate_size": 32}, "mlp.gate"),
+    "llama4": Case(tiny_llama4, LLAMA4, "feed_forward.router"),
+    "llama4_multimodal": Case(tiny_llama4_multimodal, LLAMA4, "feed_forward.router"),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    case = CASES[request.param]
+    directory = tmp_path_factory.mktemp(request.param)
+    model = {"path": str(directory / "a"), "dtype": "fp32", "moe": {"routing_replay": bool(case.routers)}}
+    with running(directory, two_models(directory, case.make, **ENDLESS, **case.overrides), model=model) as stack:
+        yield stack
+
+
+def random_prompt(length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(0, VOCABULARY, length, dtype=np.int32)
+
+
+async def assert_serves(stack: Stack, name: str) -> None:
+    """The server's log-probs are those of transformers' model; prompts and completions cross the borders of chunks of 16."""
+    prompts = [random_prompt(n) for n in (1, 7, 16, 17, 90)]
+    async with stack.client() as client:
+        done = await asyncio.gather(*(client.generate(p, 60, cache_salt=name) for p in prompts))
+    for prompt, generation in zip(prompts, done, strict=True):
+        (all_scores,) = scores(stack.models[name], [np.concatenate([prompt, generation.tokens])])
+        np.testing.assert_allclose(generation.logprobs, all_scores[len(prompt) - 1 :], atol=1e-5)
+
+
+async def test_logprobs_are_transformers_also_after_weights_from_disk(served: Stack) -> None:
+    await assert_serves(served, "a")
+    server = Server(served.server.address, 1, served.endpoints.api_key, served.endpoints.admin_key, 60)
+    before, _ = await asyncio.to_thread(server.checksums)
+    await asyncio.to_thread(server.load, str(served.directory / "b"), True)
+    await assert_serves(served, "b")
+    assert (await asyncio.to_thread(server.checksums))[0] != before
+
+
+@torch.no_grad()
+def experts_of(model: Any, routers: str, tokens: np.ndarray, chosen: int) -> np.ndarray:
+    """What the routers of transformers' model choose: [tokens, layers with experts, chosen], in order of number."""
+    tables: list[torch.Tensor] = []
+
+    def choose(router: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        logits = torch.nn.functional.linear(inputs[0].reshape(-1, inputs[0].shape[-1]), router.weight)
+        tables.append(logits.topk(chosen).indices.sort().values)
+
+    hooks = [m.register_forward_pre_hook(choose) for name, m in model.named_modules() if name.endswith(routers)]
+    model(torch.from_numpy(tokens.astype(np.int64))[None])
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(tables, 1).numpy()
+
+
+async def test_the_server_says_which_experts_it_chose(served: Stack, request: pytest.FixtureRequest) -> None:
+    """All tokens but the last, over two requests of which the second goes on from the first."""
+    routers = CASES[request.node.callspec.params["served"]].routers
+    routed = routed_layers(served.recipe)
+    if not routers:
+        assert routed is None
+        return
+    assert routed is not None
+    server = Server(served.server.address, 2, served.endpoints.api_key, served.endpoints.admin_key, 60)
+    await asyncio.to_thread(server.load, str(served.directory / "a"), True)
+    prompt = random_prompt(30)
+    async with served.client() as client:
+        first = await client.generate(prompt, 20, routing_from=0)
+        tables = [routed.decoded(first.routing)]
+        longer = np.concatenate([prompt, first.tokens, random_prompt(5)])
+        second = await client.generate(longer, 20, routing_from=len(tables[0]))
+    routing = routed.joined([*tables, routed.decoded(second.routing)])
+    tokens = np.concatenate([longer, second.tokens])
+    assert routing.table.dtype == np.uint8
+    expected = experts_of(served.models["a"], routers, tokens, routed.chosen)[:-1]
+    np.testing.assert_array_equal(np.sort(routing.table, -1), expected)
+
+
+EXPERT_LAYOUTS = [
+    ["model.tensor_parallel=2", "model.sequence_parallel=true", "model.expert_parallel=2"],
+    ["model.pipeline_parallel=2", "model.expert_parallel=2"],
+]
+
+
+async def test_divided_learners_publish_the_whole_model(served: Stack, request: pytest.FixtureRequest) -> None:
+    """Experts and stages that no rank has all of: the server then has the same bits as from the directory."""
+    if request.node.callspec.params["served"] not in ("qwen3_moe", "llama4_multimodal"):
+        return  # tested otherwise: dense models and Llama 4 without its vision tower
+    server = Server(served.server.address, 3, served.endpoints.api_key, served.endpoints.admin_key, 60)
+    from_disk = {}
+    for name in ("a", "b", "a"):
+        await asyncio.to_thread(server.load, str(served.directory / name), True)
+        from_disk[name], _ = await asyncio.to_thread(server.checksums)
+    assert from_disk["a"] != from_disk["b"]
+    publications = list(zip(["b", "a"], EXPERT_LAYOUTS, strict=True))
+    found = await asyncio.to_thread(publish_from, served, 4, 4, publications, VOCABULARY)
+    for (name, _), (error, checksum, difference, size) in zip(publications, found, strict=True):
+        assert (error, checksum) == ("", from_disk[name])
+        assert difference <= 1e-5
+        assert size == language_bytes(served.models[name])
+    await assert_serves(served, "a")
+
+
+def language_bytes(model: Any) -> int:
+    """Of the parameters of transformers' model without a vision tower."""
+    towers = ("vision_model", "model.vision_model", "multi_modal_projector", "model.multi_modal_projector")
+    return sum(p.nbytes for name, p in model.named_parameters() if not name.startswith(towers))

@@ -1,0 +1,31 @@
+"""A server of two tensor-parallel ranks, as the 17Bx16 needs: log-probs, then weights over a process group and from disk."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.stack.conftest import Stack, running, two_models
+from tests.stack.publish_world import publish_from
+from tests.stack.test_server_families import ENDLESS, LLAMA4, VOCABULARY, assert_serves
+from tests.tiny import tiny_llama4
+
+pytestmark = [pytest.mark.stack, pytest.mark.anyio]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("tensor_parallel")
+    models = two_models(directory, tiny_llama4, **ENDLESS, **LLAMA4, num_key_value_heads=2)
+    with running(directory, models, resources={"server_tensor_parallel": 2}) as stack:
+        yield stack
+
+
+async def test_two_ranks_serve_what_is_published(served: Stack) -> None:
+    await assert_serves(served, "a")
+    publications = [("b", ["weights.transport=process_group"]), ("a", ["weights.transport=disk"])]
+    found = await asyncio.to_thread(publish_from, served, 1, 0, publications, VOCABULARY)
+    await assert_serves(served, "a")
+    assert [error for error, *_ in found] == ["", ""]
+    assert all(difference <= 1e-5 for _, _, difference, _ in found)
+    assert found[0][1] != found[1][1]

@@ -1,0 +1,297 @@
+"""Bad input, full disks, kills: one message that says what and where, exit status 2, and nothing half-written left."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints_tools import convert
+from checkpoints_tools.__main__ import main
+from checkpoints_tools.layout import Layout
+from checkpoints_tools.partial import PROGRESS, Partial
+from checkpoints_tools.safetensors_files import Directory
+from megarl.errors import MegarlError
+from megarl.models import checkpoint
+from tests.tiny import tiny_llama, tiny_qwen3_moe
+
+# isort: split
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    tiny_llama(tmp_path / "hf", torch.bfloat16)
+    return tmp_path / "hf"
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """As on a full disk: writing more fails with OSError."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Its message."""
+    capsys.readouterr()
+    assert main([str(a) for a in arguments]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("checkpoints_tools: ")
+    assert len([line for line in message.splitlines() if "checkpoints_tools" in line or "Error" in line]) == 1
+    return message
+
+
+def nothing_left(folder: Path) -> bool:
+    return not any("out" in path.name for path in folder.iterdir())
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_unsupported_architecture(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_config(directory, architectures=["GPT2LMHeadModel"])
+    message = refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "out")
+    assert "GPT2LMHeadModel is not supported; supported: " in message
+    assert nothing_left(tmp_path)
+
+
+def test_dtype_that_is_not_supported(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_config(directory, dtype="float16")
+    assert "give --dtype" in refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "out")
+    assert main(["convert", "hf-to-megatron", str(directory), str(tmp_path / "fine"), "--dtype", "bf16"]) == 0
+
+
+def test_config_that_contradicts_the_tensors(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit_config(directory, intermediate_size=80)
+    message = refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "out")
+    assert "do not have the shapes config.json says" in message
+    assert "model.layers.0.mlp.gate_proj.weight [96, 64] instead of [80, 64]" in message
+    assert "(12 in all)" in message
+    assert nothing_left(tmp_path)
+
+
+def test_missing_and_extra_tensors_in_one_message(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.9.x"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, directory / "model.safetensors")
+    message = refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "out")
+    assert "missing 1 tensors (model.layers.0.mlp.up_proj.weight)" in message
+    assert "(model.layers.9.x)" in message
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [4, 100, 20_000, -1])
+def test_cut_off_safetensors(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: int) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept])
+    message = refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "out")
+    assert "model.safetensors: weights unreadable or incomplete" in message
+    assert nothing_left(tmp_path)
+
+
+def test_file_of_the_index_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_llama(tmp_path / "made").save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    next((tmp_path / "hf").glob("model-00002*")).unlink()
+    message = refused(capsys, "convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "out")
+    assert "weights incomplete: no model-00002-of-" in message
+
+
+def test_layout_that_does_not_divide_the_model(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for layout, what in (
+        (["--tp", "3"], "num_attention_heads=8"),
+        (["--pp", "3"], "num_layers=4"),
+        (["--ep", "2"], "no experts"),
+    ):
+        assert what in refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "out", *layout)
+    tiny_qwen3_moe(tmp_path / "moe")
+    message = refused(capsys, "convert", "hf-to-megatron", tmp_path / "moe", tmp_path / "out", "--ep", "3")
+    assert "num_moe_experts=4" in message
+    assert nothing_left(tmp_path)
+
+
+def test_destination_that_exists(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["convert", "hf-to-megatron", str(directory), str(tmp_path / "step")])
+    for command in (
+        ("convert", "hf-to-megatron", directory),
+        ("convert", "megatron-to-hf", tmp_path / "step"),
+        ("reshard", tmp_path / "step"),
+    ):
+        assert "exists already" in refused(capsys, *command, directory)
+
+
+def test_source_that_is_no_checkpoint(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for command in (("convert", "megatron-to-hf"), ("reshard",)):
+        assert "no such directory" in refused(capsys, *command, tmp_path / "nowhere", tmp_path / "out")
+        assert "no complete checkpoint there" in refused(capsys, *command, tmp_path / "empty", tmp_path / "out")
+    assert "already" in refused(capsys, "convert", "megatron-to-hf", directory, tmp_path / "out")
+    assert "has no shards" in refused(capsys, "reshard", directory, tmp_path / "out")
+    assert "no config.json" in refused(capsys, "convert", "hf-to-megatron", tmp_path / "empty", tmp_path / "out")
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["no marker", "cut off", "no file", "no metadata", "another model"])
+def test_damaged_checkpoint(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    step = tmp_path / "step"
+    main(["convert", "hf-to-megatron", str(directory), str(step)])
+    expected = "__0_0.distcp: "
+    match damage:
+        case "no marker":
+            (step / checkpoint.META).unlink()
+            expected = "no complete checkpoint there"
+        case "cut off":
+            (step / "__0_0.distcp").write_bytes((step / "__0_0.distcp").read_bytes()[:-1])
+        case "no file":
+            (step / "__0_0.distcp").unlink()
+        case "no metadata":
+            (step / ".metadata").write_bytes(b"junk")
+            expected = ".metadata: unreadable"
+        case "another model":
+            edit_config(step / "hf", num_hidden_layers=6, intermediate_size=80)
+            expected = "decoder.layers.mlp.linear_fc2.weight is [4, 64, 96] instead of [6, 64, 80]"
+    for command in (("convert", "megatron-to-hf"), ("reshard",)):
+        message = refused(capsys, *command, step, tmp_path / "out")
+        assert expected in message
+        assert str(step) in message
+    assert nothing_left(tmp_path)
+
+
+def test_values_that_are_no_tensor(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file is as long as it should be, what is in it is not."""
+    step = tmp_path / "step"
+    main(["convert", "hf-to-megatron", str(directory), str(step)])
+    (step / "__0_0.distcp").write_bytes(bytes((step / "__0_0.distcp").stat().st_size))
+    message = refused(capsys, "convert", "megatron-to-hf", step, tmp_path / "out")
+    assert "__0_0.distcp: " in message
+    assert "is unreadable" in message
+    assert nothing_left(tmp_path)
+
+
+def test_a_disk_that_fills(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["convert", "hf-to-megatron", str(directory), str(tmp_path / "step")])
+    for command in (
+        ("convert", "hf-to-megatron", directory),
+        ("convert", "megatron-to-hf", tmp_path / "step"),
+        ("reshard", tmp_path / "step"),
+    ):
+        for size in (50_000, 1000, 0):
+            with files_no_larger_than(size):
+                message = refused(capsys, *command, tmp_path / "out")
+            assert "out: could not be written (is the disk full?): File too large" in message
+            assert nothing_left(tmp_path)
+
+
+def test_a_place_that_cannot_be_written(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "file" / "out")
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from checkpoints_tools import convert, partial
+from checkpoints_tools.layout import Layout
+after, finish = int(sys.argv[1]), partial.Partial._finish
+def dies(self, name, note):
+    if len(self.finished) == after:
+        os.kill(os.getpid(), signal.SIGKILL)
+    finish(self, name, note)
+partial.Partial._finish = dies
+"""
+COMMANDS = {
+    "hf-to-megatron": "convert.hf_to_megatron(Path('hf'), Path('out'), Layout(2, 2), file_bytes=200_000)",
+    "megatron-to-hf": "convert.megatron_to_hf(Path('step'), Path('out'), file_bytes=50_000)",
+    "reshard": "convert.reshard(Path('step'), Path('out'), Layout(1, 4), file_bytes=200_000)",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_killed_conversion_goes_on(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """It writes no file twice, and ends with what an undisturbed one writes."""
+    monkeypatch.chdir(tmp_path)
+    convert.hf_to_megatron(Path("hf"), Path("step"), Layout(2))
+    code = DIES + COMMANDS[command]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    died = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, "3"], cwd=tmp_path, env=environment, capture_output=True
+    )
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert not Path("out").exists()
+    lines = Path(".out.partial", PROGRESS).read_text().splitlines()
+    kept = {row["file"]: Path(".out.partial", row["file"]).stat().st_mtime_ns for row in map(json.loads, lines[1:])}
+    assert len(kept) == 3
+    exec(COMMANDS[command], {"convert": convert, "Path": Path, "Layout": Layout})
+    assert {name: Path("out", name).stat().st_mtime_ns for name in kept} == kept
+    assert not Path(".out.partial").exists()
+    assert not Path("out", PROGRESS).exists()
+
+    Path("out").rename("resumed")
+    exec(COMMANDS[command], {"convert": convert, "Path": Path, "Layout": Layout})
+    written = {p.name: p.read_bytes() for p in Path("out").iterdir() if p.is_file() and p.name != ".metadata"}
+    assert written == {
+        p.name: p.read_bytes() for p in Path("resumed").iterdir() if p.is_file() and p.name != ".metadata"
+    }
+    if command != "megatron-to-hf":
+        convert.megatron_to_hf(Path("resumed"), Path("back"))
+    else:
+        Path("resumed").rename("back")
+    source, back = Directory(directory), Directory(Path("back"))
+    assert all(torch.equal(source[name], back[name]) for name in source)
+
+
+def test_another_source_or_layout_begins_anew(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stopped conversion left is used only by the same conversion of the same files."""
+    finish = Partial.finish
+
+    def stopped(self: Partial, name: str, note: object) -> None:
+        finish(self, name, note)
+        self.flush()
+        raise KeyboardInterrupt
+
+    for change in ("layout", "source"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Partial, "finish", stopped)
+            assert main(["convert", "hf-to-megatron", str(directory), str(tmp_path / "out")]) == 2
+        partial = tmp_path / ".out.partial"
+        (partial / "stale").write_text("")
+        if change == "source":
+            save_file(load_file(directory / "model.safetensors"), directory / "model.safetensors")
+        layout = Layout(2) if change == "layout" else Layout()
+        convert.hf_to_megatron(directory, tmp_path / "out", layout)
+        assert not partial.exists()
+        assert not (tmp_path / "out" / "stale").exists()
+        (tmp_path / "out").rename(tmp_path / change)
+
+
+def test_two_conversions_to_one_place(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def second(self: Partial, name: str, note: object) -> None:
+        convert.hf_to_megatron(directory, tmp_path / "out", Layout())
+
+    monkeypatch.setattr(Partial, "finish", second)
+    with pytest.raises(MegarlError, match="another conversion is writing there"):
+        convert.hf_to_megatron(directory, tmp_path / "out", Layout())

@@ -1,0 +1,152 @@
+"""Hugging Face -> Megatron at one layout -> another -> Hugging Face, each family, every bit; and what the learner loads."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from checkpoints_tools.__main__ import main
+from checkpoints_tools.convert import hf_to_megatron, megatron_to_hf
+from checkpoints_tools.layout import Layout
+from checkpoints_tools.safetensors_files import Directory
+from megarl.models import build, checkpoint, family_of, hf, parallel
+from megarl.recipe import Model
+from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3, tiny_qwen3_moe
+
+# isort: split
+from safetensors.torch import load_file, save_file
+
+FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "llama": (tiny_llama, {}),
+    "llama, tied, odd vocabulary": (tiny_llama, {"tie_word_embeddings": True, "vocab_size": 131}),
+    "qwen3": (tiny_qwen3, {}),
+    "qwen3-moe, one dense layer": (tiny_qwen3_moe, {"mlp_only_layers": [1]}),
+    "llama 4": (tiny_llama4, {"num_key_value_heads": 2}),
+}
+DENSE = (["--tp", "2", "--pp", "2"], ["--tp", "4"])
+EXPERTS = (["--tp", "2", "--pp", "2", "--ep", "2"], ["--pp", "4", "--ep", "4"])
+
+
+def run(*arguments: object) -> None:
+    assert main([str(a) for a in arguments]) == 0
+
+
+def same(a: Path, b: Path) -> bool:
+    left, right = Directory(a), Directory(b)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[n].view(torch.uint8), right[n].view(torch.uint8)) for n in left
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_bit_survives_two_layouts(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    tiny, overrides = FAMILIES[name]
+    tiny(tmp_path / "hf", dtype, **overrides)
+    family = family_of(tmp_path / "hf")
+    first, second = EXPERTS if family.experts else DENSE
+    if name == "llama 4":
+        second = ["--tp", "2"]  # experts divided by TP
+    run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "one", *first)
+    run("reshard", tmp_path / "one", tmp_path / "two", *second)
+    run("convert", "megatron-to-hf", tmp_path / "two", tmp_path / "back")
+    assert same(tmp_path / "hf", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(
+        (tmp_path / "hf/config.json").read_text()
+    )
+    run("verify", tmp_path / "one", tmp_path / "back")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+
+
+def test_the_learner_loads_what_was_converted_at_another_layout(tmp_path: Path) -> None:
+    """Through megatron's own loading, on one rank. tests/parallel does it on several."""
+    tiny_llama(tmp_path / "hf", tie_word_embeddings=True, vocab_size=131)
+    run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step", "--tp", 2, "--pp", 2)
+    model = Model(path=str(tmp_path / "hf"), dtype="fp32")
+    parallel.start(model, seed=0, timeout_s=60)
+    chunks = build.build(model, tmp_path / "hf")
+    checkpoint.load_model(tmp_path / "step", chunks)
+    stored, exported = load_file(tmp_path / "hf/model.safetensors"), dict(hf.export(chunks, family_of(tmp_path / "hf")))
+    parallel.stop()
+    assert all(torch.equal(stored[name], exported[name]) for name in exported)
+
+
+def test_dtype_rounds_once(tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "hf", torch.float32)
+    run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step", "--dtype", "bf16")
+    run("convert", "megatron-to-hf", tmp_path / "step", tmp_path / "back")
+    source, back = Directory(tmp_path / "hf"), Directory(tmp_path / "back")
+    assert all(torch.equal(source[n].bfloat16(), back[n]) for n in source)
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_files_and_index(tmp_path: Path) -> None:
+    """Several files in, several files out, as transformers names them; it loads them."""
+    reference = tiny_llama(tmp_path / "made")
+    reference.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
+    hf_to_megatron(tmp_path / "hf", tmp_path / "step", Layout(2, 2), file_bytes=200_000)
+    assert len(list((tmp_path / "step").glob("__3_*.distcp"))) > 1
+    megatron_to_hf(tmp_path / "step", tmp_path / "back", file_bytes=100_000)
+    assert same(tmp_path / "hf", tmp_path / "back")
+    index = json.loads((tmp_path / "back" / hf.INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in reference.parameters())
+    copy = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True))
+
+
+def test_vision_tower_is_put_back_untouched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The text model goes through Megatron, and training changes it; the rest comes from the original."""
+    tiny_llama4_multimodal(tmp_path / "hf")
+    run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step", "--ep", 2)
+    run("convert", "megatron-to-hf", tmp_path / "step", tmp_path / "back")
+    assert same(tmp_path / "hf", tmp_path / "back")
+    assert any(name.startswith("vision_model.") for name in Directory(tmp_path / "back"))
+
+    (tmp_path / "hf").rename(tmp_path / "moved")
+    capsys.readouterr()
+    assert main(["convert", "megatron-to-hf", str(tmp_path / "step"), str(tmp_path / "again")]) == 2
+    assert "give the original model with --base" in capsys.readouterr().err
+    run("convert", "megatron-to-hf", tmp_path / "step", tmp_path / "again", "--base", tmp_path / "moved")
+    assert same(tmp_path / "moved", tmp_path / "again")
+    run("verify", tmp_path / "step", tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe, one dense layer", "llama 4"])
+def test_verify_compares_logits_of_megatron_and_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    tiny, overrides = FAMILIES[name]
+    tiny(tmp_path / "hf", torch.bfloat16, **overrides)
+    run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step", "--tp", 2)
+    capsys.readouterr()
+    run("verify", tmp_path / "step", tmp_path / "hf", "--logits", 2)
+    out = capsys.readouterr().out
+    assert "logits of 2 random prompts of 64 tokens differ by " in out
+    assert float(out.split("differ by ")[1].split(",")[0]) < 2e-5
+
+
+def test_verify_finds_logits_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same tensors, another rotary embedding: only the logits show it."""
+    tiny_llama(tmp_path / "hf")
+    run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 100.0
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "step"), str(tmp_path / "hf"), "--logits", "1"]) == 1
+    assert "equal: 39 tensors" in capsys.readouterr().out
+
+
+def test_a_head_stored_beside_a_tied_embedding_is_not_a_mistake(tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "hf", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "hf/model.safetensors")
+    run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step")
+    run("convert", "megatron-to-hf", tmp_path / "step", tmp_path / "back")
+    assert Directory(tmp_path / "back").keys() == tensors.keys() - {"lm_head.weight"}

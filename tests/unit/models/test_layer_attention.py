@@ -1,0 +1,107 @@
+"""Attention within chunks is causal attention over divided sequences; what Transformer Engine is told of them."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from megarl.errors import MegarlError
+from megarl.models import parallel  # noqa: F401  makes megatron importable on a CPU
+from megarl.models.layer_attention import LayerAttention, positions_of, temperatures, within_chunks
+from megarl.models.te_attention import ChunkedTEAttention
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 17))
+def test_divided_sequences_see_what_the_chunk_lets_them_see(lengths: list[int], chunk: int) -> None:
+    """Same part of a pack <=> same sequence and same chunk of positions: transformers' chunked mask, without its mask."""
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    parts = torch.tensor(within_chunks(boundaries, chunk)).diff()
+    assert parts.sum() == sum(lengths)
+    part = torch.repeat_interleave(parts)
+    sequence = torch.repeat_interleave(torch.tensor(lengths))
+    of_chunk = positions_of(boundaries) // chunk
+    same = (sequence[:, None] == sequence) & (of_chunk[:, None] == of_chunk)
+    assert torch.equal(part[:, None] == part, same)
+    if max(lengths) <= chunk:
+        assert torch.equal(part, sequence.unique(return_inverse=True)[1])
+
+
+def test_temperature_is_one_until_the_floor() -> None:
+    assert torch.equal(temperatures(torch.arange(7), 8, 0.1), torch.ones(7))
+    assert temperatures(torch.tensor([7, 8190, 8191]), 8192, 0.1).tolist() == pytest.approx([1, 1, 1.0693147])
+
+
+class Kernels(torch.nn.Module):
+    """Transformer Engine's attention in its stead: for each of the sequences it is told, causal attention."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.calls: list[PackedSeqParams | None] = []
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
+        self.calls.append(packed_seq_params)
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        rows = []
+        for a, b in itertools.pairwise(bounds):
+            heads = [t[a:b].transpose(0, 1) for t in (q, k, v)]
+            rows.append(scaled_dot_product_attention(*heads, is_causal=True).transpose(0, 1))
+        return torch.cat(rows).flatten(1)
+
+
+def attention(layer: LayerAttention, context_parallel: int = 1) -> ChunkedTEAttention:
+    config: Any = SimpleNamespace(context_parallel_size=context_parallel)
+    return ChunkedTEAttention(config, 1, layers=[layer], kernels=Kernels)
+
+
+def packed(*lengths: int) -> PackedSeqParams:
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    return PackedSeqParams("thd", cu, cu, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+
+
+def test_transformer_engine_is_told_shorter_sequences() -> None:
+    q, k, v = torch.randn(3, 30, 2, 8)
+    inside = attention(LayerAttention(chunk=8))
+    out = inside(q, k, v, packed_seq_params=packed(20, 10))
+    (told,) = inside.kernels.calls
+    assert told.cu_seqlens_q.tolist() == told.cu_seqlens_kv.tolist() == [0, 8, 16, 20, 28, 30]
+    assert told.cu_seqlens_q.dtype == torch.int32
+    assert (told.max_seqlen_q, told.max_seqlen_kv, told.qkv_format) == (8, 8, "thd")
+    sequence, chunk = torch.repeat_interleave(torch.tensor([20, 10])), positions_of([0, 20, 30]) // 8
+    mask = ((sequence[:, None] == sequence) & (chunk[:, None] == chunk)).tril()
+    expected = scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), attn_mask=mask).transpose(0, 1)
+    assert torch.allclose(out, expected.flatten(1), atol=1e-6)
+
+
+def test_transformer_engine_is_left_alone_where_no_sequence_is_longer() -> None:
+    parameters = packed(20, 10)
+    for layer in (LayerAttention(chunk=20), LayerAttention(rotary=False, temperature=(21, 0.1))):
+        of_layer = attention(layer)
+        of_layer(*torch.randn(3, 30, 2, 8), packed_seq_params=parameters)
+        assert of_layer.kernels.calls == [parameters]
+
+
+def test_queries_are_scaled_and_normalised_before_transformer_engine() -> None:
+    q, k, v = torch.randn(3, 30, 2, 8)
+    scaled = attention(LayerAttention(rotary=False, temperature=(4, 0.5)))(q, k, v, packed_seq_params=packed(20, 10))
+    factor = temperatures(positions_of([0, 20, 30]), 4, 0.5)[:, None, None]
+    assert torch.equal(scaled, Kernels()(q * factor, k, v, packed(20, 10)))
+    normed = attention(LayerAttention(l2_epsilon=1e-5))(q, k, v, packed_seq_params=packed(20, 10))
+    q, k = (torch.nn.functional.rms_norm(t, (8,), eps=1e-5) for t in (q, k))
+    assert torch.allclose(normed, Kernels()(q, k, v, packed(20, 10)), atol=1e-6)
+
+
+def test_what_transformer_engine_cannot_do_is_refused() -> None:
+    tensors = torch.randn(3, 30, 1, 2, 8)
+    with pytest.raises(MegarlError, match=r"learner.packing: a sequence of 30 tokens is longer than .* chunk \(8\)"):
+        attention(LayerAttention(chunk=8))(*tensors)
+    for layer in (LayerAttention(chunk=8), LayerAttention(rotary=False, temperature=(8, 0.1))):
+        with pytest.raises(MegarlError, match=r"model.context_parallel: a sequence of 20 tokens is longer"):
+            attention(layer, context_parallel=2)(*tensors[:, :, 0], packed_seq_params=packed(20, 10))

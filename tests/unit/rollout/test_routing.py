@@ -1,0 +1,118 @@
+"""Chosen experts from a server's reply to the record of a rollout, also when a server is lost on the way."""
+
+import asyncio
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.errors import MegarlError
+from megarl.recipe import from_tree
+from megarl.rollout.client import Generation, ServerLost, Span
+from megarl.rollout.routing import RoutedLayers, routed_layers
+from megarl.rollout.sampler import Job, Sampler
+from megarl.types import Rollout, Segment, decode, encode
+
+LLAMA4 = {"num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+QWEN3 = {"num_hidden_layers": 3, "num_experts": 300, "num_experts_per_tok": 2}
+
+
+def reply(table: np.ndarray) -> str:
+    return base64.b64encode(table.astype("<i4").tobytes()).decode()
+
+
+def test_layers_without_experts_are_left_out() -> None:
+    routed = RoutedLayers.of({"text_config": LLAMA4})
+    assert routed is not None
+    table = np.arange(2 * 4).reshape(2, 4, 1)
+    decoded = routed.decoded(reply(table))
+    assert decoded.dtype == np.uint8
+    np.testing.assert_array_equal(decoded, [[[1], [3]], [[5], [7]]])
+    assert RoutedLayers.of({"num_hidden_layers": 3}) is None
+
+
+def test_many_experts_and_the_way_through_msgpack() -> None:
+    routed = RoutedLayers.of(QWEN3)
+    assert routed is not None
+    table = np.random.default_rng(0).integers(0, 300, (5, 3, 2))
+    routing = routed.joined([routed.decoded(reply(table[:2])), routed.decoded(reply(table[2:]))])
+    segment = Segment(tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32), weight_version=0)
+    rollout = Rollout(sample=0, segments=(segment,), reward=1, correct=True, finish="stop", routing=routing)
+    again = decode(encode(rollout), Rollout).routing
+    assert again is not None
+    assert again.table.dtype == np.int16
+    np.testing.assert_array_equal(again.table, table)
+
+
+def test_asked_for_of_a_model_or_server_that_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
+    recipe = from_tree({"model": {"path": str(tmp_path), "moe": {"routing_replay": True}}})
+    with pytest.raises(MegarlError, match=r"model\.moe\.routing_replay: .* has no experts"):
+        routed_layers(recipe)
+    routed = RoutedLayers.of(QWEN3)
+    assert routed is not None
+    with pytest.raises(MegarlError, match="did not say which experts"):
+        routed.decoded("")
+
+
+class OneExpertATime:
+    """A server whose router sends token t to expert t; the first request is lost after two tokens."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    async def generate(self, ids: np.ndarray, limit: int, *, routing_from: int, **_: Any) -> Generation:
+        self.asked.append((len(ids), routing_from))
+        tokens, logprobs = np.full(limit, 7, np.int32), np.zeros(limit, np.float32)
+        if len(self.asked) == 1:
+            raise ServerLost("gone", tokens[:2], logprobs[:2])
+        rows = np.arange(routing_from, len(ids) + limit - 1)
+        table = np.repeat(rows, 4).reshape(-1, 4, 1)
+        return Generation(tokens, logprobs, (Span(0, 0, limit),), "length", reply(table))
+
+
+class Nobody:
+    def life(self, server: int) -> int:
+        return 0
+
+    def server_lost(self, server: int, life: int, reason: str) -> None:
+        pass
+
+
+class Words:
+    end = 1
+
+    def ids(self, text: str) -> np.ndarray:
+        return np.array([3, 4, 5], np.int32)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return ""
+
+
+class OnePlace:
+    def __init__(self) -> None:
+        self.use = {0: type("Use", (), {"tokens": 0})()}
+
+    async def take(self, order: Any, may_use: Any) -> tuple[int, int]:
+        return 0, 0
+
+    def give_back(self, server: int) -> None:
+        pass
+
+
+def test_every_token_but_the_last_has_a_row_over_losses_and_legs() -> None:
+    server, places = OneExpertATime(), OnePlace()
+    recipe = from_tree({"length": {"answer_tokens": 4}})
+    sampler = Sampler(recipe, Words(), {0: server}, places, Nobody())  # type: ignore[arg-type, dict-item]
+    routed = RoutedLayers.of(LLAMA4)
+    prompt = np.arange(6, dtype=np.int32)
+    job = Job(prompt, (0, 0, 0), lambda *_: True, "", 5, 1.0, 1.0, routed=routed)
+    done = asyncio.run(sampler.complete(job))
+    assert routed is not None
+    # Lost after 2 of 5, 3 more, the phrase of 3, the answer of 4; the row of the last token of a request comes with the next.
+    assert server.asked == [(6, 0), (8, 0), (14, 10)]
+    assert len(done.tokens) == 12
+    np.testing.assert_array_equal(routed.joined(done.routing).table[:, 0, 0], np.arange(6 + 12 - 1))
