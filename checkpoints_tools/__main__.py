@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -16,6 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     warnings.simplefilter("ignore")  # megatron names each optional package that is not installed
     logging.basicConfig(level=logging.ERROR)
+    # It says that there is no GPU, and where CUDA is that is not used.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # … inspect RUN | head
+        logging.ERROR
+    )  # says that there is no GPU, and where CUDA is not used
     try:
         return _run(options)
     except MegarlError as error:

@@ -9,6 +9,8 @@ from megarl.rundir import RunDir, latest_rows
 
 FILE = "README.md"
 
+UNITS = {"gpu": "GPU", "core": "core"}
+
 
 def render(checkpoint: Path, meta: Meta) -> str:
     """README.md. Training and evaluation only if the checkpoint lies in a run directory."""
@@ -49,7 +51,7 @@ def _training(run: RunDir, meta: Meta) -> list[tuple[str, str]]:
     evaluations = [row for row in latest_rows(run.eval) if row["step"] <= meta.step]
     found = [("recipe", str(recipe.get("description") or run.path.name))]
     if rows:
-        found.append((f"{rows[-1]['compute_unit'].upper()}-hours", f"{rows[-1]['compute_hours']:.4g}"))
+        found.append((f"{UNITS[rows[-1]['compute_unit']]}-hours", f"{rows[-1]['compute_hours']:.4g}"))
         found.append(("tokens trained", f"{sum(row['tokens_trained'] for row in rows):,.0f}"))
     if evaluations:
         last = evaluations[-1]
