@@ -20,8 +20,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # It says that there is no GPU, and where CUDA is that is not used.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # … inspect RUN | head
-        logging.ERROR
-    )  # says that there is no GPU, and where CUDA is not used
     try:
         return _run(options)
     except MegarlError as error:
