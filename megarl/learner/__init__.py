@@ -4,6 +4,7 @@ main.py          the collective command loop: Next -> Train | Publish | Wait | S
 link.py          rank 0's conversation with the controller
 trainer.py       one optimiser step over all ranks
 microbatch.py    sequences -> tensors of one micro-batch
+expert_load.py   how evenly tokens fall on experts; the loss that evens it out
 replay.py        routers take the experts that the server took
 logprobs.py      log-probs and entropy of a split vocabulary
 losses/          one file a loss

@@ -8,7 +8,6 @@ Both do nothing where there is a GPU. The changes are global to the process, so 
 Every change says what fails without it; all were taken out one at a time to see that.
 """
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -70,7 +69,6 @@ def _devices() -> None:
     torch.cuda.current_stream = lambda *_, **__: stream
     # The dispatcher of tokens to experts copies their numbers from the GPU on a stream of its own.
     torch.cuda.Stream = _Stream
-    torch.cuda.stream = lambda _: contextlib.nullcontext()
     torch.Tensor.cuda = lambda self, *_, **__: self
     # The distributed optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
     name_or_cast = torch.Tensor.type

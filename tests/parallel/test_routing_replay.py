@@ -1,5 +1,7 @@
 """The learner with the experts it is told: at every layout what transformers makes of the same tokens with the same experts."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -36,7 +38,7 @@ def with_routing(batch: Batch, layers: int, chosen: int) -> Batch:
 class Forced:
     """transformers' model, whose routers take the batch's experts; the last token, which nothing depends on, any."""
 
-    def __init__(self, model: torch.nn.Module, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, model: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = model
         self.tables = {
             (*g.prompt.tokens.tolist(), *r.tokens.tolist()): r.routing.table
@@ -46,7 +48,8 @@ class Forced:
         }
         self.layers: list[torch.Tensor] = []
         monkeypatch.setattr(torch, "topk", self.topk)
-        self.named_parameters = model.named_parameters
+        self.parameters, self.named_modules = model.parameters, model.named_modules
+        self.save_pretrained = model.save_pretrained
 
     def double(self) -> "Forced":
         self.model.double()
@@ -65,21 +68,6 @@ class Forced:
         return output
 
 
-def as_on_disk(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers stacks the experts of a Qwen3-MoE in memory."""
-    found = {}
-    for name, tensor in tensors.items():
-        prefix, experts, part = name.partition(".mlp.experts.")
-        if not experts:
-            found[name] = tensor
-            continue
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[part]
-        for expert, stacked in enumerate(tensor):
-            for each, value in zip(parts, stacked.chunk(len(parts)), strict=True):
-                found[f"{prefix}.mlp.experts.{expert}.{each}.weight"] = value
-    return found
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> object:
     path = tmp_path_factory.mktemp("replay")
@@ -88,9 +76,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> object:
         path.joinpath(f"{name}.msgpack").write_bytes(encode(batch))
         model = make(path / name, vocab_size=VOCABULARY)
         with pytest.MonkeyPatch.context() as monkeypatch:
-            expected = scalerl_by_transformers(Forced(model, batch, monkeypatch), batch)
-        gradients = as_on_disk(expected["gradients"])  # type: ignore[arg-type]
-        torch.save(expected | {"gradients": gradients}, path / f"{name}.pt")
+            forced = Forced(model, batch, monkeypatch)
+            expected = scalerl_by_transformers(forced, batch, tmp_path_factory.mktemp(name))
+        torch.save(expected, path / f"{name}.pt")
     return path
 
 
