@@ -59,7 +59,7 @@ def synthesise(path: Path, model: str, size: int) -> dict[str, tuple[int, ...]]:
 
     path.mkdir(parents=True)
     shapes: dict[str, tuple[int, ...]] = {}
-    layers = 1
+    layers = 2  # an even number, for --pp 2
     while True:
         (path / "config.json").write_text(json.dumps(MODELS[model] | {"num_hidden_layers": layers}, indent=2))
         found = groups(path, family_of(path), "bf16")
@@ -67,7 +67,7 @@ def synthesise(path: Path, model: str, size: int) -> dict[str, tuple[int, ...]]:
         total = sum(group.nbytes for group in found)
         if total >= size:
             break
-        layers += max(1, round((size - total) / (total / layers) / 2))
+        layers += 2 * max(1, round((size - total) / (total / layers) / 4))
     _write(path, shapes)
     return shapes
 
@@ -119,7 +119,8 @@ def measured(what: str, *arguments: object) -> dict[str, float]:
     """Seconds and peak memory of one step in a process of its own, imports excluded from the seconds."""
     os.sync()
     words = [sys.executable, "-W", "ignore", __file__, "--step", what, *map(str, arguments)]
-    done = subprocess.run(words, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 
