@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -33,6 +34,10 @@ def block_spec(
     spec.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in spec.layer_specs):
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        if (
+            layer.mlp.func is MoELayer
+        ):  # Transformer Engine fuses this norm with a dense layer's projection, not with a router
+            layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)  # layers share it
         attention = layer.self_attention.submodules
         if attention.q_layernorm is not IdentityOp:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
