@@ -34,9 +34,8 @@ def block_spec(
     spec.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in spec.layer_specs):
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-        if (
-            layer.mlp.func is MoELayer
-        ):  # Transformer Engine fuses this norm with a dense layer's projection, not with a router
+        # Names in checkpoints are Transformer Engine's, which fuses this norm with a dense layer's projection, not with experts.
+        if layer.mlp.func is MoELayer:
             layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)  # layers share it
         attention = layer.self_attention.submodules
         if attention.q_layernorm is not IdentityOp:
