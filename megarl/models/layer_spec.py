@@ -34,7 +34,7 @@ def block_spec(
     spec.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in spec.layer_specs):
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-        # Names in checkpoints are Transformer Engine's, which fuses this norm with a dense layer's projection, not with experts.
+        # Names in checkpoints are Transformer Engine's, which fuses this norm with a projection, but not with experts.
         if layer.mlp.func is MoELayer:
             layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)  # layers share it
         attention = layer.self_attention.submodules
