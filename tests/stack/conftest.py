@@ -151,7 +151,7 @@ def stack(models: tuple[Path, dict[str, Any]]) -> Iterator[Stack]:
         yield running_stack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def learner(models: tuple[Path, dict[str, Any]]) -> Iterator[Callable[[str], tuple[Any, Any]]]:
     """`learner("b")`: (chunks, family) of a one-rank Megatron learner with that model's weights."""
     from megarl.models import build, family_of, hf, parallel
