@@ -106,8 +106,31 @@ class Sampling(Section):
 
 
 class Pipeline(Section):
-    kind: Literal["pipeline-rl"] = "pipeline-rl"
-    k: int = Field(8, ge=0, description="largest lag of a trained token, in steps")
+    kind: Literal["pipeline-rl", "ppo-off-policy"] = Field(
+        "pipeline-rl",
+        description="ppo-off-policy: k x batch.prompts prompts are generated with one version, then trained in k steps",
+    )
+    k: int = Field(8, ge=0, description="largest lag of a trained token, in steps; of ppo-off-policy: steps of a phase")
+
+    @property
+    def phase_steps(self) -> int:
+        """Steps between two publications: those of a phase. k = 0 and k = 1 of ppo-off-policy are the same, synchronous."""
+        return max(self.k, 1) if self.kind == "ppo-off-policy" else 1
+
+    @property
+    def max_lag(self) -> int:
+        """By how many steps the phase that is generated may be ahead of the servers' weights."""
+        return 0 if self.kind == "ppo-off-policy" else self.k
+
+    @property
+    def lag_limit(self) -> int:
+        """Largest lag of a trained token, in steps."""
+        return self.max_lag + self.phase_steps - 1
+
+    @property
+    def window_steps(self) -> int:
+        """How many steps' prompts may be drawn and not trained."""
+        return self.max_lag + self.phase_steps
 
 
 class BatchSection(Section):

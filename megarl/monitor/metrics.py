@@ -69,7 +69,7 @@ NAMES: dict[str, tuple[str, str]] = {
         "mean |learner - behaviour| log-prob of trained tokens (stale weights, stale KV)",
     ),
     "lag_mean": ("pipeline", "mean of step - weight version over trained tokens"),
-    "lag_max": ("pipeline", "largest of them; never above pipeline.k"),
+    "lag_max": ("pipeline", "largest of them; never above pipeline.k (ppo-off-policy: k - 1)"),
     "learner_idle_share": ("speed", "wait_seconds / step_seconds"),
     "versions_per_rollout": ("pipeline", "mean number of weight versions in a completion"),
     "versions_per_rollout_max": ("pipeline", "largest of them"),
