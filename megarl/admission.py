@@ -6,11 +6,16 @@
 i(g) is the number of tickets ahead of g since the start of the run that were not removed, B the prompts of a batch:
 
     D(g) = floor(i(g) / B)          the step that trains g
-    D(g) - v <= k                   a request of g may go to a server with weights of version v
+    P(g) = D(g) - D(g) mod p        the first step of its phase; phases have p steps, p = 1: P = D
+    P(g) - v <= k                   a request of g may go to a server with weights of version v
 
 D never rises: removals lower i and new tickets go behind. A server's version never falls while a request lives, so at
-consumption the step s = D(g) <= v + k for every token. A ticket is drawn only if it would be eligible on the newest
-version, hence at most (k + 1) B tickets are ahead of the learner.
+consumption the step s = D(g) <= P(g) + p - 1 <= v + k + p - 1 for every token. A ticket is drawn only if it would be
+eligible on the newest version, hence at most (k + p) B tickets are ahead of the learner.
+
+    PipelineRL-k           p = 1, max_lag = k: weights are published after every step, while generation goes on
+    PPO-off-policy-p       p steps, max_lag = 0: weights are published when a phase begins (rollout/decision.py), so every
+                           token of the phase has the version P(g) and a lag of p - 1 at most
 
 No clock, no I/O: the state is a function of the sequence of admit, finish and remove, and so of the journal.
 """
@@ -32,6 +37,7 @@ class Admission:
         self,
         prompts_per_batch: int,
         max_lag: int,
+        phase_steps: int = 1,
         *,
         next_ticket: int = 0,
         forgotten: int = 0,
@@ -40,6 +46,7 @@ class Admission:
     ) -> None:
         self.prompts_per_batch = prompts_per_batch
         self.max_lag = max_lag
+        self.phase_steps = phase_steps
         self.next_ticket = next_ticket
         self.forgotten = forgotten
         self.queue = array("q", queue)
@@ -48,7 +55,7 @@ class Admission:
     def can_admit(self, newest_version: int) -> bool:
         """Whether the next ticket would be eligible on the newest version; if not, the window is full."""
         due = (self.forgotten + len(self.queue)) // self.prompts_per_batch
-        return due - newest_version <= self.max_lag
+        return self.phase_start(due) - newest_version <= self.max_lag
 
     def admit(self) -> int:
         """A new ticket, behind all others."""
@@ -64,7 +71,11 @@ class Admission:
 
     def eligible(self, ticket: int, server_version: int) -> bool:
         """Whether a request of this ticket may go to a server with these weights. ValueError as `due`."""
-        return self.due(ticket) - server_version <= self.max_lag
+        return self.phase_start(self.due(ticket)) - server_version <= self.max_lag
+
+    def phase_start(self, step: int) -> int:
+        """The first step of the phase that `step` is in."""
+        return step - step % self.phase_steps
 
     def finish(self, ticket: int) -> None:
         """Its group is complete, or void: it fills its slot. ValueError unless it is unfinished."""

@@ -8,7 +8,8 @@ Pure functions of numpy arrays. Every rank computes them on the whole batch and 
     loss = sum over sequences and tokens of loss_weight · token_loss
 
 is exact whatever the micro-batching and the number of ranks: partial sums are added, nothing is averaged again.
-Source of the formulas: ScaleRL (arXiv 2510.13786), sections 3.1 and 3.2.
+Source of the formulas: ScaleRL (arXiv 2510.13786), sections 3.1 and 3.2; leave-one-out: RLOO (arXiv 2402.14740); constant
+aggregation: Dr. GRPO (arXiv 2503.20783).
 """
 
 import heapq
@@ -21,8 +22,9 @@ import numpy as np
 from megarl.recipe import Recipe
 from megarl.types import Batch, Group, Rollout
 
-AdvantageKind = Literal["batch", "group", "none"]
-Aggregation = Literal["prompt", "sample", "token"]
+Centring = Literal["group", "leave_one_out", "none"]
+Normalisation = Literal["batch", "group", "none"]
+Aggregation = Literal["prompt", "sample", "token", "constant"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,33 +62,47 @@ def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refi
     ]
 
 
-def advantages(groups: Sequence[Group], kind: AdvantageKind) -> list[np.ndarray]:
-    """Reward minus the mean of its group, divided by a population deviation. One [generations] float64 a group.
+def advantages(groups: Sequence[Group], normalisation: Normalisation, centring: Centring = "group") -> list[np.ndarray]:
+    """Centred rewards divided by a population deviation. One [generations] float64 a group.
 
-    batch: of all centred rewards of the groups that have variance; group: of the own group; none: not divided.
-    A group without variance has advantage 0 throughout.
+    centring: minus the mean of the group, or of its other rollouts (n / (n - 1) times as much), or as they are.
+    normalisation: batch: of all centred rewards of the groups that have variance; group: of the own group; none: not divided.
+    A group without variance has advantage 0 throughout, unless nothing is taken off.
     """
     varied = [g.has_variance for g in groups]
-    centred = [
-        g.rewards - g.rewards.mean() if v else np.zeros(len(g.rollouts)) for g, v in zip(groups, varied, strict=True)
-    ]
-    if kind == "none" or not any(varied):
+    centred = [centred_rewards(g, centring) for g in groups]
+    if normalisation == "none" or not any(varied):
         return centred
-    if kind == "group":
+    if normalisation == "group":
         return [c / c.std() if v else c for c, v in zip(centred, varied, strict=True)]
     deviation = np.concatenate([c for c, v in zip(centred, varied, strict=True) if v]).std()
     return [c / deviation for c in centred]
 
 
-def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregation) -> list[np.ndarray]:
-    """Weight of each trained token of a rollout in the loss; the sum over all trained tokens is 1.
+def centred_rewards(group: Group, centring: Centring) -> np.ndarray:
+    """[generations] float64"""
+    if centring == "none":
+        return group.rewards
+    if not group.has_variance:  # exactly, which r - mean is not in floating point
+        return np.zeros(len(group.rollouts))
+    centred = group.rewards - group.rewards.mean()
+    return centred if centring == "group" else centred * (len(centred) / (len(centred) - 1))
 
-    trained_tokens[g][j]: |y| of rollout j of group g, sampled tokens only. Returns one [generations] float64 a group.
+
+def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregation, longest: int) -> list[np.ndarray]:
+    """Weight of each trained token of a rollout in the loss. Their sum over all trained tokens is 1, with `constant` at most.
+
+    trained_tokens[g][j]: |y| of rollout j of group g, sampled tokens only; longest: the most that one can have.
+    Returns one [generations] float64 a group.
 
     prompt: mean over prompts of (sum over the group's tokens / the group's tokens); sample: mean over rollouts of their
-    token means; token: mean over tokens. Rollouts and groups without a trained token are not counted in the means.
+    token means; token: mean over tokens; constant: mean over rollouts of (sum over tokens / longest), so that no
+    token's weight depends on its rollout's length. Rollouts and groups without a trained token are not counted in the means.
     """
     counts = [np.asarray(group, dtype=np.float64) for group in trained_tokens]
+    if aggregation == "constant":
+        rollouts = sum(int(np.count_nonzero(c)) for c in counts)
+        return [np.where(c > 0, 1.0 / (longest * max(rollouts, 1)), 0.0) for c in counts]
     if aggregation == "token":
         total = sum(float(c.sum()) for c in counts)
         return [np.full(len(c), 1.0 / total) if total else np.zeros(len(c)) for c in counts]
@@ -100,8 +116,9 @@ def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregat
 def training_sequences(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
     """All rollouts of the batch that the loss sees, in order of ticket and sample; empty if no group has a gradient."""
     groups = groups_in_loss(batch.groups, recipe.batch.zero_variance)
-    gains = advantages(groups, recipe.batch.advantage)
-    weights = token_weights([[r.trained_tokens for r in g.rollouts] for g in groups], recipe.batch.aggregation)
+    gains = advantages(groups, recipe.batch.advantage, recipe.batch.centring)
+    longest = recipe.length.context_tokens - recipe.length.prompt_tokens
+    weights = token_weights([[r.trained_tokens for r in g.rollouts] for g in groups], recipe.batch.aggregation, longest)
     return [
         _sequence(group, rollout, float(gain), float(weight))
         for group, group_gains, group_weights in zip(groups, gains, weights, strict=True)
@@ -203,6 +220,16 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
         "versions_per_rollout": _mean(versions),
         "versions_per_rollout_max": float(versions.max(initial=0)),
         "retries": float(sum(r.retries for r in rollouts)),
+    }
+
+
+def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """Of the rollouts in the loss, each counted once."""
+    gains = np.array([s.advantage for s in sequences])
+    return {
+        "advantage_mean": float(gains.mean()),
+        "advantage_std": float(gains.std()),
+        "advantage_abs_max": float(np.abs(gains).max()),
     }
 
 

@@ -106,31 +106,68 @@ class Sampling(Section):
 
 
 class Pipeline(Section):
-    kind: Literal["pipeline-rl"] = "pipeline-rl"
-    k: int = Field(8, ge=0, description="largest lag of a trained token, in steps")
+    kind: Literal["pipeline-rl", "ppo-off-policy"] = Field(
+        "pipeline-rl",
+        description="ppo-off-policy: k x batch.prompts prompts are generated with one version, then trained in k steps",
+    )
+    k: int = Field(8, ge=0, description="largest lag of a trained token, in steps; of ppo-off-policy: steps of a phase")
+
+    @property
+    def phase_steps(self) -> int:
+        """Steps between two publications: those of a phase. k = 0 and k = 1 of ppo-off-policy are the same, synchronous."""
+        return max(self.k, 1) if self.kind == "ppo-off-policy" else 1
+
+    @property
+    def max_lag(self) -> int:
+        """By how many steps the phase that is generated may be ahead of the servers' weights."""
+        return 0 if self.kind == "ppo-off-policy" else self.k
+
+    @property
+    def lag_limit(self) -> int:
+        """Largest lag of a trained token, in steps."""
+        return self.max_lag + self.phase_steps - 1
+
+    @property
+    def window_steps(self) -> int:
+        """How many steps' prompts may be drawn and not trained."""
+        return self.max_lag + self.phase_steps
 
 
 class BatchSection(Section):
     prompts: int = Field(48, ge=1)
     zero_variance: Literal["drop", "refill", "keep"] = "drop"
     positive_threshold: float | None = Field(0.9, gt=0, le=1, description="no-positive-resampling; null: off")
+    centring: Literal["group", "leave_one_out", "none"] = Field(
+        "group", description="what is taken from a reward: mean of the group, of the group's others, nothing"
+    )
     advantage: Literal["batch", "group", "none"] = Field(
         "batch", description="deviation the centred reward is divided by"
     )
-    aggregation: Literal["prompt", "sample", "token"] = "prompt"
+    aggregation: Literal["prompt", "sample", "token", "constant"] = Field(
+        "prompt", description="constant: over rollouts x longest completion (Dr. GRPO)"
+    )
 
 
 class Loss(Section):
-    kind: Literal["cispo"] = "cispo"
+    kind: Literal["cispo", "clip", "gspo", "reinforce"] = Field("cispo", description="clip: PPO, GRPO, DAPO")
     cap: float = Field(
-        4.0, gt=0, description="upper bound of the importance ratio: 4, 5 and 8 were tried, choice not stated"
+        4.0, gt=0, description="cispo: upper bound of the importance ratio: 4, 5 and 8 were tried, choice not stated"
     )
-    lower: float = Field(0.0, ge=0, description="lower bound of the importance ratio")
+    lower: float = Field(0.0, ge=0, description="cispo: lower bound of the importance ratio")
+    clip_low: float = Field(0.2, ge=0, le=1, description="clip, gspo: the ratio is clipped at 1 - this")
+    clip_high: float = Field(0.2, ge=0, description="clip, gspo: the ratio is clipped at 1 + this")
+    correction: Literal["none", "truncate", "mask"] = Field(
+        "none", description="clip, gspo (mask only), reinforce: bound on the weight of a token of another policy"
+    )
+    correction_cap: float = Field(2.0, gt=0, description="largest importance ratio that `correction` leaves as it is")
+    entropy_bonus: float = Field(0.0, ge=0, description="coefficient of the entropy in the loss; ScaleRL has none")
 
 
 class Optimizer(Section):
     lr: float = Field(5e-7, gt=0)
-    warmup_steps: int = Field(100, ge=0)
+    warmup_steps: int = Field(100, ge=0, description="linear")
+    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="from the warm-up's end on")
+    final_lr_ratio: float = Field(0.0, ge=0, le=1, description="cosine, linear: share of lr at the end of the steps")
     betas: tuple[float, float] = Field((0.9, 0.95), description="not stated")
     eps: float = Field(1e-15, gt=0)
     weight_decay: float = Field(0.01, ge=0)
@@ -260,6 +297,22 @@ def _impossible(r: Recipe) -> list[str]:
         found.append(
             "length.interruption: must end with length.end_of_thinking, or the answer leg would go on thinking"
         )
+    if r.batch.centring == "none" and r.batch.advantage == "group":
+        found.append(
+            "batch.advantage: a group without variance has no deviation to divide an uncentred reward by; "
+            "use batch or none, or set batch.centring"
+        )
+    if r.loss.kind == "cispo" and r.loss.correction != "none":
+        found.append("loss.correction: cispo is truncated importance sampling already; use loss.cap")
+    if r.loss.kind == "gspo" and r.loss.correction == "truncate":
+        found.append("loss.correction: the weight of gspo is of a sequence, its tokens cannot be truncated; use mask")
+    schedules = (("learner", r.learner.optimizer, "run", r.run.steps), ("sft", r.sft.optimizer, "sft", r.sft.steps))
+    for section, optimizer, whose, steps in schedules:
+        if optimizer.schedule != "constant" and optimizer.warmup_steps >= steps:
+            found.append(
+                f"{section}.optimizer.warmup_steps: {optimizer.warmup_steps} of {whose}.steps={steps} leave none for "
+                f"the schedule {optimizer.schedule}; shorten the warm-up"
+            )
     if not r.learner.packing and r.model.context_parallel > 1:
         found.append("learner.packing: context parallelism needs packed sequences")
     return found

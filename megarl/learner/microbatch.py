@@ -59,8 +59,9 @@ class MicroBatch:
     those there are on all context-parallel ranks. The n trained tokens of this rank: `at` [n] indexes [length * rows] (as
     hidden states lie) where each is predicted; `labels` [n]; behaviour, advantage, weight [n] float32; counted [n] is 0 for the
     filler that stands in when there is none, else 1; `of` [n]: which token of the sequences put end to end, for those that ask
-    per token. experts [length / CP * rows, layers with experts, experts a token] int16, as hidden states lie, -1 where the
-    model chooses itself; None if it does so throughout."""
+    per token. Of each sequence (of one, if there is none): `here` int64, how many of the n are its; `lengths` float32, its
+    trained tokens on all context-parallel ranks. experts [length / CP * rows, layers with experts, experts a token] int16, as
+    hidden states lie, -1 where the model chooses itself; None if it does so throughout."""
 
     tokens: Tensor
     padding: Tensor
@@ -73,6 +74,8 @@ class MicroBatch:
     weight: Tensor
     counted: Tensor
     of: np.ndarray
+    here: Tensor
+    lengths: Tensor
     experts: Tensor | None = None
 
 
@@ -104,18 +107,23 @@ def assemble(
     tokens, padding = np.zeros(boundaries[-1], dtype=np.int64), np.ones(boundaries[-1], dtype=np.bool_)
     weight = _joined([s.loss_weight for s in sequences], np.float32)
     trained = np.flatnonzero(weight)
+    which = np.repeat(np.arange(len(sequences)), lengths)
+    trained_lengths = np.bincount(which[trained], minlength=max(len(sequences), 1))
     ids = _joined([s.tokens for s in sequences], np.int64)
     tokens[place], padding[place] = ids, False
     at = at[trained]
+    here = trained_lengths
     mine = None
     if layout.context_parallel > 1:
         mine = _zigzag(boundaries, layout)
         trained, at = trained[mine[at]], (np.cumsum(mine) - 1)[at[mine[at]]]
         tokens, padding = tokens[mine], padding[mine]
+        here = np.bincount(which[trained], minlength=len(trained_lengths))
     counted = np.ones(len(trained), np.float32)
     if not len(trained):
         # Empty tensors would need care in every collective; one position of no weight needs none.
         at, counted = np.zeros(1, np.int64), np.zeros(1, np.float32)
+        here = (np.arange(len(here)) == 0).astype(np.int64)
 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values if len(trained) else np.zeros(1, values.dtype)).to(device, non_blocking=True)
@@ -133,6 +141,8 @@ def assemble(
         weight=tensor(weight[trained]),
         counted=torch.from_numpy(counted).to(device),
         of=trained,
+        here=torch.from_numpy(here).to(device),
+        lengths=torch.from_numpy(np.maximum(trained_lengths, 1).astype(np.float32)).to(device),
         experts=_experts(sequences, boundaries, place, mine, layout, device),
     )
 

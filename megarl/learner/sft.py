@@ -41,7 +41,9 @@ def main(recipe: Recipe) -> int:
     torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
     init = Path(recipe.sft.init)
-    trainer = Trainer(recipe, init, optimizer=recipe.sft.optimizer, loss=supervised_loss(), temperature=1.0)
+    trainer = Trainer(
+        recipe, init, optimizer=recipe.sft.optimizer, loss=supervised_loss(), temperature=1.0, steps=recipe.sft.steps
+    )
     traces = load_traces(recipe.sft.data, load_tokenizer(init), recipe.sft.max_length)
     train(trainer, batches(traces, recipe.sft.batch_tokens, recipe.run.seed), recipe.sft.steps)
     hf.save(trainer.chunks, trainer.family, init, Path(recipe.sft.output))

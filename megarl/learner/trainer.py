@@ -28,10 +28,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl import models
-from megarl.batch import TrainSequence
+from megarl.batch import TrainSequence, advantage_statistics
 from megarl.learner.expert_load import ExpertLoad
 from megarl.learner.logprobs import selected_logprobs
 from megarl.learner.losses import Loss, policy_loss
+from megarl.learner.losses.tokens import Tokens
 from megarl.learner.microbatch import Layout, MicroBatch, Plan, assemble, plan
 from megarl.learner.replay import Replay
 from megarl.models import build, hf
@@ -53,9 +54,12 @@ class Trainer:
         optimizer: Optimizer | None = None,
         loss: Loss | None = None,
         temperature: float | None = None,
+        steps: int | None = None,
     ) -> None:
+        """What is not given is the recipe's for reinforcement learning. steps: of the whole run, for the schedule."""
         self.recipe = recipe
         self.settings = optimizer or recipe.learner.optimizer
+        self.steps = steps or recipe.run.steps
         self.loss = loss or policy_loss(recipe.loss)
         self.temperature = temperature or recipe.sampling.temperature
         self.family = models.family_of(hf_dir)
@@ -71,7 +75,7 @@ class Trainer:
 
     def train_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Train step `self.step` and count it, also when nothing is trained. The same metrics on all ranks."""
-        lr = learning_rate(self.step, self.settings)
+        lr = learning_rate(self.step, self.settings, self.steps)
         self.step += 1
         if not sequences:
             return {"lr": lr, "empty": 1.0, "skipped": 0.0, "tokens_trained": 0.0}
@@ -124,10 +128,15 @@ class Trainer:
             self.expert_load.begin(sum(lengths))
         sums = torch.zeros(len(COMMON_METRICS) + len(self.loss.metrics), device=self.device)
         maxima = torch.full_like(sums, -math.inf)
+        sharers = parallel_state.get_context_parallel_group() if self.layout.context_parallel > 1 else None
 
         def token_loss(micro: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             logp, entropy = output
-            losses, metrics = self.loss.function(logp, micro.behaviour, micro.advantage)
+            losses, metrics = self.loss.function(
+                Tokens(
+                    logp, micro.behaviour, micro.advantage, entropy, micro.counted, micro.here, micro.lengths, sharers
+                )
+            )
             loss = (losses * micro.weight).sum()
             with torch.no_grad():
                 rows = torch.stack([entropy, micro.counted, *metrics.values()])
@@ -139,7 +148,8 @@ class Trainer:
 
         self._schedule(sequences, steps, token_loss, self.temperature, forward_only=False)
         sizes = {"microbatches": float(len(steps.members[0])), "sequences": float(len(sequences))}
-        return self._reduced(sums, maxima) | sizes | (self.expert_load.metrics() if self.expert_load else {})
+        found = self._reduced(sums, maxima) | sizes | advantage_statistics(sequences)
+        return found | (self.expert_load.metrics() if self.expert_load else {})
 
     def _schedule(
         self,
@@ -199,7 +209,11 @@ class Trainer:
         total, largest = dict(zip(names, sums.tolist(), strict=True)), dict(zip(names, maxima.tolist(), strict=True))
         tokens = total["tokens_trained"]
         means = {n: largest[n] if n.endswith("_max") else total[n] / tokens for n in self.loss.metrics}
-        return {"loss": total["loss"], "entropy": total["entropy"] / tokens, "tokens_trained": tokens, **means}
+        return {
+            "loss": total["loss"],
+            "entropy": total["entropy"] / tokens,
+            "tokens_trained": tokens,
+        } | self.loss.finish(means)
 
     @torch.no_grad()
     def _update(self, lr: float, finite: bool) -> float:
@@ -217,9 +231,15 @@ class Trainer:
         return norm
 
 
-def learning_rate(step: int, settings: Optimizer) -> float:
-    """Of step `step`, counted from 0: linear warm-up, then constant."""
-    return settings.lr * min(1.0, (step + 1) / max(settings.warmup_steps, 1))
+def learning_rate(step: int, settings: Optimizer, steps: int) -> float:
+    """Of step `step` of `steps`, counted from 0: linear warm-up, then the schedule, whose end is after the last step."""
+    if step < settings.warmup_steps:
+        return settings.lr * ((step + 1) / settings.warmup_steps)
+    if settings.schedule == "constant":
+        return settings.lr
+    done = min(1.0, (step - settings.warmup_steps) / max(steps - settings.warmup_steps, 1))
+    left = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return settings.lr * (settings.final_lr_ratio + (1 - settings.final_lr_ratio) * left)
 
 
 def layout_of(recipe: Recipe) -> Layout:

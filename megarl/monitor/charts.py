@@ -119,11 +119,12 @@ def where_time_goes(axes: Any, rows: list[Row]) -> bool:
 
 def lag_limit(axes: Any, recipe: Recipe) -> None:
     """The line no trained token may be above."""
-    axes.set_ylim(0, max(axes.get_ylim()[1], recipe.pipeline.k * 1.12))
-    axes.axhline(recipe.pipeline.k, color=RED, linestyle="--", linewidth=1)
+    limit = recipe.pipeline.lag_limit
+    axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
+    axes.axhline(limit, color=RED, linestyle="--", linewidth=1)
     axes.annotate(
-        f"k = {recipe.pipeline.k}",
-        (0.01, recipe.pipeline.k),
+        f"k = {limit}" if recipe.pipeline.kind == "pipeline-rl" else f"limit {limit}",
+        (0.01, limit),
         xycoords=("axes fraction", "data"),
         va="bottom",
         color=RED,

@@ -48,7 +48,7 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "resume_seconds": _mean(lived, "resume_seconds"),
         "lag_mean": _mean(rows, "lag_mean"),
         "lag_max": _largest(rows, "lag_max"),
-        "lag_limit": recipe.pipeline.k,
+        "lag_limit": recipe.pipeline.lag_limit,
         "probe_logprob_diff_max": _largest(rows, "probe_logprob_diff"),
         "versions_per_rollout": _mean(rows, "versions_per_rollout"),
         "truncation_rate": _mean(rows[-20:], "truncation_rate"),

@@ -18,7 +18,7 @@ import os
 import signal
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvloop
 
@@ -69,7 +69,8 @@ def main(recipe: Recipe) -> int:
     prompts = load_prompts(recipe.data.train, tokenizer, recipe.length.prompt_tokens)
     heldout = load_prompts(recipe.data.heldout, tokenizer, recipe.length.prompt_tokens)
     check_disjoint(prompts, heldout)
-    journal = Journal.open(rundir.rollouts, recipe.batch.prompts, recipe.pipeline.k)
+    pipeline = recipe.pipeline
+    journal = Journal.open(rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
     journal.append(session_of(rundir))
 
     async def run() -> int:
@@ -254,20 +255,19 @@ class Controller:
                 await asyncio.wait_for(self._changed.wait(), timeout)
 
     def _standing(self, asked: Next) -> Standing:
-        settled, needed = (
-            self.tickets.admitted - len(self.tickets.running),
-            (asked.step + 1) * self.recipe.batch.prompts,
-        )
-        return Standing(
+        settled, prompts = self.tickets.admitted - len(self.tickets.running), self.recipe.batch.prompts
+        now = Standing(
             batches=self.tickets.batches(),
             published_version=self.published_version,
             final_step=self._final_step(),
+            phase_steps=self.recipe.pipeline.phase_steps,
             score_due=self._is_due(asked.version) or asked.version in self.evaluations,
             membership=self.servers.membership,
             stop=self.stop_reason,
             failure=self.failure,
-            waiting_for=f"{settled} tickets are finished, {needed} needed",
         )
+        needed = now.phase_end(asked.step) * prompts
+        return replace(now, waiting_for=f"{settled} tickets are finished, {needed} needed")
 
     def _final_step(self) -> int:
         """run.steps, or as many as the prompts gave batches for."""
@@ -446,7 +446,7 @@ class Controller:
             ],
             "tickets": {
                 "window": ahead,
-                "window_limit": (self.recipe.pipeline.k + 1) * self.recipe.batch.prompts,
+                "window_limit": self.recipe.pipeline.window_steps * self.recipe.batch.prompts,
                 "running": len(self.tickets.running),
                 "waiting": max(0, ahead - len(self.tickets.running)),
             }

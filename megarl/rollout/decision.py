@@ -2,12 +2,17 @@
 
 asked to stop, or failed ──────────────────────────► Stop
 a step that was trained before ────────────────────► TrainStep(replay): nothing is published meanwhile
+a phase that is generated, after its first step ───► TrainStep: nothing is published before the phase ends
 servers behind, of unknown weights, or another
 learner's ─────────────────────────────────────────► Publish
 these weights are to be scored, and none holds them ► Wait        (a server is held by an earlier evaluation)
 the last step is done ─────────────────────────────► Stop, once its evaluation is there
-batch complete ────────────────────────────────────► TrainStep
+all batches of the phase complete ─────────────────► TrainStep
 else ──────────────────────────────────────────────► Wait
+
+PipelineRL is phases of one step. In longer ones (PPO-off-policy-k) the learner waits with the weights that the phase is
+generated with, so a server that comes back can be given them; in the update phase the servers have nothing to do. Versions
+within a phase are not published and so not evaluated: the next one that is published is due instead.
 """
 
 from dataclasses import dataclass
@@ -31,6 +36,7 @@ class Standing:
     batches: how many batches are complete, counted from the first without a gap.
     published_version: the highest ever, -1 before the first.
     final_step: the version after which the run is over: run.steps, or fewer when the prompts are used up.
+    phase_steps: steps that are trained on what one version has generated.
     score_due: the asking learner's version is to be evaluated, or is being evaluated.
     stop, failure: reasons to end, empty if there are none.
     """
@@ -40,9 +46,14 @@ class Standing:
     final_step: int
     score_due: bool
     membership: Membership
+    phase_steps: int = 1
     stop: str = ""
     failure: str = ""
     waiting_for: str = ""  # what a Wait for a batch should say
+
+    def phase_end(self, step: int) -> int:
+        """The step behind the last of the phase that `step` is in; the run may end within it."""
+        return min(step - step % self.phase_steps + self.phase_steps, max(self.final_step, step + 1))
 
 
 def decide(asked: Next, now: Standing) -> TrainStep | Publish | Wait | Stop | Refused:
@@ -56,6 +67,9 @@ def decide(asked: Next, now: Standing) -> TrainStep | Publish | Wait | Stop | Re
         return Refused(error=problem)
     if step < now.published_version:
         return TrainStep(step, replay=True)
+    generated = now.phase_end(step) <= now.batches
+    if generated and step % now.phase_steps and step < now.final_step:
+        return TrainStep(step)
     if servers := members.wanting(step, asked.incarnation):
         return Publish(version=step, servers=servers)
     if now.score_due and step not in members.clean().values():
@@ -64,7 +78,7 @@ def decide(asked: Next, now: Standing) -> TrainStep | Publish | Wait | Stop | Re
         if now.score_due:
             return Wait(reason=f"evaluation of version {step}")
         return Stop(reason=f"all {step} steps are done")
-    if step < now.batches:
+    if generated:
         return TrainStep(step)
     return Wait(reason=f"batch {step}: {now.waiting_for or 'not complete'}; {_servers(members)}")
 

@@ -150,16 +150,19 @@ class Journal(JournalReader):
         self._cut_off_tail()
 
     @staticmethod
-    def open(path: Path, prompts_per_batch: int, max_lag: int, rotate_bytes: int = ROTATE_BYTES) -> "Journal":
+    def open(
+        path: Path, prompts_per_batch: int, max_lag: int, phase_steps: int = 1, rotate_bytes: int = ROTATE_BYTES
+    ) -> "Journal":
         """The journal in directory `path`, begun if there is none.
 
-        MegarlError if another process writes it, it is damaged, of another version, or of another batch size or lag.
+        MegarlError if another process writes it, it is damaged, of another version, or of another batch size, lag or phase.
         """
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path / "lock")
         try:
             if not any(path.glob("*.journal")):
-                _create(path / f"{0:06}.journal", State(Admission(prompts_per_batch, max_lag)).snapshot())
+                admission = Admission(prompts_per_batch, max_lag, phase_steps)
+                _create(path / f"{0:06}.journal", State(admission).snapshot())
             journal = Journal(path, lock, rotate_bytes)
         except BaseException:
             os.close(lock)
@@ -168,6 +171,7 @@ class Journal(JournalReader):
         for key, here, there in (
             ("batch.prompts", prompts_per_batch, known.prompts_per_batch),
             ("pipeline.k", max_lag, known.max_lag),
+            ("pipeline.kind, pipeline.k: steps of a phase", phase_steps, known.phase_steps),
         ):
             if here != there:
                 journal.close()

@@ -102,6 +102,7 @@ class Snapshot(Record, frozen=True, tag="snapshot"):
     finished: int
     void: int
     removed: int
+    phase_steps: int = 1
 
 
 JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Evaluated | Snapshot
@@ -185,6 +186,7 @@ class State:
         return Snapshot(
             prompts_per_batch=a.prompts_per_batch,
             max_lag=a.max_lag,
+            phase_steps=a.phase_steps,
             next_ticket=a.next_ticket,
             forgotten=a.forgotten,
             queue=np.array(a.queue, dtype=np.int32),
@@ -209,6 +211,7 @@ class State:
         admission = Admission(
             s.prompts_per_batch,
             s.max_lag,
+            s.phase_steps,
             next_ticket=s.next_ticket,
             forgotten=s.forgotten,
             queue=s.queue.tolist(),

@@ -195,7 +195,8 @@ def _numbers(frame: Frame) -> RenderableType:
         if (value := recent(observer, name)) is not None
     ]
     grid.add_row("tokens/s", number(recent(observer, "tokens_per_second")))
-    lag = f"mean {number(row.get('lag_mean'), 2)} · max {number(row.get('lag_max'))} · limit {frame.recipe.pipeline.k}"
+    limit = frame.recipe.pipeline.lag_limit
+    lag = f"mean {number(row.get('lag_mean'), 2)} · max {number(row.get('lag_max'))} · limit {limit}"
     grid.add_row("lag, steps", lag)
     grid.add_row("learner", " · ".join(shares) or "–")
     sync = f"{number(row.get('publish_seconds'), 2)} s · probe diff {number(row.get('probe_logprob_diff'), 1, 'e')}"

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.batch import TrainSequence, advantages, batch_statistics, pack, token_weights, training_sequences
+from megarl.batch import (
+    TrainSequence,
+    advantage_statistics,
+    advantages,
+    batch_statistics,
+    pack,
+    token_weights,
+    training_sequences,
+)
 from megarl.recipe import Recipe, from_tree
 from megarl.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
 
@@ -34,7 +42,11 @@ def group(ticket: int, *rollouts: Rollout, void: str = "") -> Group:
 
 
 def recipe(**batch: object) -> Recipe:
-    return from_tree({"batch": batch})
+    return from_tree({"batch": batch, "length": {"thinking_tokens": [1, LONGEST - 2], "answer_tokens": 2}})
+
+
+LONGEST = 10
+ALL_AGGREGATIONS = ["prompt", "sample", "token", "constant"]
 
 
 MIXED = Batch(
@@ -64,11 +76,13 @@ def reference_loss(
     rollouts = [losses for g in per_group for losses in g]
     if aggregation == "sample":
         return statistics.mean(sum(losses) / len(losses) for losses in rollouts)
+    if aggregation == "constant":  # Dr. GRPO (arXiv 2503.20783), section 3.1
+        return sum(sum(losses) / LONGEST for losses in rollouts) / len(rollouts)
     return sum(map(sum, rollouts)) / sum(map(len, rollouts))
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("aggregation", ["prompt", "sample", "token"])
+@pytest.mark.parametrize("aggregation", ALL_AGGREGATIONS)
 def test_weighted_sum_is_the_aggregation(aggregation: str, keep: bool):
     rng = np.random.default_rng(0)
     losses = {
@@ -80,7 +94,9 @@ def test_weighted_sum_is_the_aggregation(aggregation: str, keep: bool):
         weights = s.loss_weight[s.loss_weight > 0]
         total += float(np.dot(weights, losses[s.ticket, s.sample]))
     assert total == pytest.approx(reference_loss(MIXED, losses, aggregation, keep), rel=1e-6)
-    assert sum(float(s.loss_weight.sum(dtype=np.float64)) for s in sequences) == pytest.approx(1.0, rel=1e-6)
+    filled = statistics.mean(len(losses[s.ticket, s.sample]) for s in sequences) / LONGEST
+    whole = sum(float(s.loss_weight.sum(dtype=np.float64)) for s in sequences)
+    assert whole == pytest.approx(filled if aggregation == "constant" else 1.0, rel=1e-6)
 
 
 def test_advantages_of_the_batch():
@@ -101,12 +117,49 @@ def test_advantages_of_the_group_and_undivided():
     np.testing.assert_allclose(advantages(groups, "none")[2], np.array([-4, 2, 2]) / 3)
 
 
+def test_leave_one_out_takes_off_the_mean_of_the_others():
+    groups = [g for g in MIXED.groups if not g.void]
+    found = advantages(groups, "none", "leave_one_out")
+    for group_, gains in zip(groups, found, strict=True):
+        rewards = group_.rewards.tolist()
+        others = [statistics.mean(rewards[:j] + rewards[j + 1 :]) for j in range(len(rewards))]
+        np.testing.assert_allclose(gains, np.subtract(rewards, others), rtol=1e-12)
+    divided = advantages(groups, "batch", "leave_one_out")
+    deviation = statistics.pstdev([*found[0], *found[2]])
+    for gains, raw in zip(divided, found, strict=True):
+        np.testing.assert_allclose(gains, raw / deviation, rtol=1e-12)
+
+
+def test_uncentred_rewards():
+    groups = [g for g in MIXED.groups if not g.void]
+    assert [a.tolist() for a in advantages(groups, "none", "none")] == [[1, -1], [1, 1], [-1, 1, 1]]
+    deviation = statistics.pstdev([1, -1, -1, 1, 1])
+    np.testing.assert_allclose(advantages(groups, "batch", "none")[1], np.ones(2) / deviation)
+
+
+def test_dr_grpo_is_centring_alone_over_a_constant():
+    """A token's weight and advantage depend on no length and on no deviation (arXiv 2503.20783, section 3.1)."""
+    sequences = training_sequences(MIXED, recipe(advantage="none", aggregation="constant"))
+    assert [s.advantage for s in sequences] == pytest.approx([1, -1, -4 / 3, 2 / 3, 2 / 3])
+    weights = np.unique(np.concatenate([s.loss_weight for s in sequences]))
+    np.testing.assert_array_equal(weights, np.array([0, 1 / (5 * LONGEST)], np.float32))
+
+
+def test_statistics_of_advantages():
+    found = advantage_statistics(training_sequences(MIXED, recipe(advantage="none")))
+    gains = [1, -1, -4 / 3, 2 / 3, 2 / 3]
+    assert found == pytest.approx(
+        {"advantage_mean": 0.0, "advantage_std": statistics.pstdev(gains), "advantage_abs_max": 4 / 3}
+    )
+
+
+@pytest.mark.parametrize("centring", ["group", "leave_one_out"])
 @pytest.mark.parametrize("kind", ["batch", "group", "none"])
-def test_one_reward_throughout_has_advantage_zero_exactly(kind):
+def test_one_reward_throughout_has_advantage_zero_exactly(kind, centring):
     same = group(
         0, *(rollout(i, 0.1, (1, 0, True)) for i in range(3))
     )  # the mean of three 0.1 is not 0.1 in floating point
-    assert advantages([same], kind)[0].tolist() == [0, 0, 0]
+    assert advantages([same], kind, centring)[0].tolist() == [0, 0, 0]
 
 
 def test_sequences_hold_the_rollout_as_sampled():
@@ -137,12 +190,12 @@ def test_a_batch_without_variance_is_empty_unless_kept():
     assert [s.advantage for s in training_sequences(batch, recipe(zero_variance="keep"))] == [0, 0]
 
 
-@pytest.mark.parametrize("aggregation", ["prompt", "sample", "token"])
+@pytest.mark.parametrize("aggregation", ALL_AGGREGATIONS)
 def test_a_rollout_without_a_sampled_token_counts_in_no_mean(aggregation):
     silent = group(0, rollout(0, 1.0, (4, 0, True)), rollout(1, -1.0, (3, 0, False)))
     (only,) = training_sequences(Batch(step=0, groups=(silent,)), recipe(aggregation=aggregation))
     assert only.advantage == 1.0
-    assert only.loss_weight.sum() == pytest.approx(1.0)
+    assert only.loss_weight.sum() == pytest.approx(4 / LONGEST if aggregation == "constant" else 1.0)
 
 
 COUNTS = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=5), min_size=1, max_size=6)
@@ -150,16 +203,40 @@ COUNTS = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=5), min_size
 
 @given(counts=COUNTS, aggregation=st.sampled_from(["prompt", "sample", "token"]))
 def test_weights_sum_to_one(counts, aggregation):
-    weights = token_weights(counts, aggregation)
+    weights = token_weights(counts, aggregation, 50)
     total = sum(float(np.dot(w, c)) for w, c in zip(weights, counts, strict=True))
     assert total == pytest.approx(1.0 if any(map(any, counts)) else 0.0)
 
 
-@given(counts=COUNTS, aggregation=st.sampled_from(["prompt", "sample", "token"]), data=st.data())
+@given(counts=COUNTS)
+def test_constant_weights_sum_to_the_share_of_the_longest_that_is_used(counts):
+    weights = token_weights(counts, "constant", 50)
+    used = [n / 50 for group_ in counts for n in group_ if n]
+    assert sum(float(np.dot(w, c)) for w, c in zip(weights, counts, strict=True)) == pytest.approx(
+        statistics.mean(used) if used else 0.0
+    )
+    assert len({float(w) for g, c in zip(weights, counts, strict=True) for w, n in zip(g, c, strict=True) if n}) <= 1
+
+
+@given(counts=COUNTS, aggregation=st.sampled_from(ALL_AGGREGATIONS))
+def test_every_rollout_with_a_trained_token_weighs(counts, aggregation):
+    for w, c in zip(token_weights(counts, aggregation, 50), counts, strict=True):
+        assert ((w > 0) >= (np.array(c) > 0)).all()
+        assert np.isfinite(w).all()
+
+
+@given(n=st.integers(1, 50), groups=st.integers(1, 5), generations=st.integers(1, 5))
+def test_all_aggregations_agree_where_all_rollouts_are_of_the_longest(n, groups, generations):
+    every = [np.concatenate(token_weights([[n] * generations] * groups, a, n)) for a in ALL_AGGREGATIONS]
+    for weights in every:
+        np.testing.assert_allclose(weights, 1 / (n * groups * generations), rtol=1e-12)
+
+
+@given(counts=COUNTS, aggregation=st.sampled_from(ALL_AGGREGATIONS), data=st.data())
 def test_weights_do_not_depend_on_the_order_of_groups(counts, aggregation, data):
     order = data.draw(st.permutations(range(len(counts))))
-    weights = token_weights(counts, aggregation)
-    for place, w in zip(order, token_weights([counts[i] for i in order], aggregation), strict=True):
+    weights = token_weights(counts, aggregation, 50)
+    for place, w in zip(order, token_weights([counts[i] for i in order], aggregation, 50), strict=True):
         np.testing.assert_allclose(w, weights[place], rtol=1e-12)
 
 

@@ -69,6 +69,17 @@ def test_all_errors_are_said_at_once(file: Path) -> None:
 
 
 IMPOSSIBLE = [
+    ({"batch": {"centring": "none", "advantage": "group"}}, "batch.advantage: a group without variance"),
+    ({"loss": {"correction": "mask"}}, "loss.correction: cispo is truncated importance sampling already"),
+    ({"loss": {"kind": "gspo", "correction": "truncate"}}, "loss.correction: the weight of gspo is of a sequence"),
+    (
+        {"run": {"steps": 100}, "learner": {"optimizer": {"schedule": "cosine"}}},
+        "learner.optimizer.warmup_steps: 100 of run.steps=100 leave none",
+    ),
+    (
+        {"sft": {"steps": 5, "optimizer": {"schedule": "linear", "warmup_steps": 6}}},
+        "sft.optimizer.warmup_steps: 6 of sft.steps=5 leave none",
+    ),
     ({"model": {"tensor_parallel": 2}}, "resources.learner_ranks: 1 ranks do not divide"),
     ({"model": {"virtual_pipeline_parallel": 2}}, "model.virtual_pipeline_parallel: needs model.pipeline_parallel"),
     (

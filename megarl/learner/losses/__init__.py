@@ -1,42 +1,51 @@
 """Policy losses, one a file. A loss is a pure function of what is known of each trained token.
 
-    Tokens(logp, behaviour, advantage) ──► per-token loss [n], per-token metrics [n]
+    Tokens (tokens.py) ──► cispo | clip | gspo | reinforce ──► correction ──► entropy bonus ──► per-token loss [n], metrics [n]
 
 The trainer sums `weight * loss`; the weights (megarl/batch.py) are the aggregation, so no loss knows about it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from megarl.learner.losses import cispo, cross_entropy
+from megarl.learner.losses import cispo, clip, correction, cross_entropy, gspo, ratios, reinforce
+from megarl.learner.losses.entropy_bonus import with_entropy_bonus
+from megarl.learner.losses.tokens import TokenLoss
 from megarl.recipe import Loss as LossSection
-
-TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(logp, behaviour log-prob, advantage), each float32 [n] -> loss [n] with gradient, metrics [n] without.
-
-Names that end in `_max` are reduced by maximum, all others by the mean over trained tokens."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss and the names of its metrics: ranks that do not compute it reduce them all the same."""
+    """A loss and the names of its metrics: ranks that do not compute it reduce them all the same.
+
+    finish: from the reduced metrics to those that are shown.
+    """
 
     function: TokenLoss
     metrics: tuple[str, ...]
+    finish: Callable[[dict[str, float]], dict[str, float]] = ratios.with_effective_sample_size
 
 
 def policy_loss(section: LossSection) -> Loss:
     """The loss of `recipe.loss`."""
-    return _LOSSES[section.kind](section)
+    loss = _LOSSES[section.kind](section)
+    if section.correction != "none":
+        has_ratio = section.kind != "reinforce"
+        function = correction.corrected(loss.function, section.correction, section.correction_cap, has_ratio)
+        loss = replace(loss, function=function, metrics=(*loss.metrics, *correction.METRICS))
+    if section.entropy_bonus:
+        loss = replace(loss, function=with_entropy_bonus(loss.function, section.entropy_bonus))
+    return loss
 
 
 def supervised_loss() -> Loss:
     """Cross-entropy, for the warm start."""
-    return Loss(cross_entropy.cross_entropy, cross_entropy.METRICS)
+    return Loss(cross_entropy.cross_entropy, cross_entropy.METRICS, finish=dict)
 
 
 _LOSSES: dict[str, Callable[[LossSection], Loss]] = {
     "cispo": lambda s: Loss(cispo.cispo(s.cap, s.lower), cispo.METRICS),
+    "clip": lambda s: Loss(clip.clip(s.clip_low, s.clip_high), clip.METRICS),
+    "gspo": lambda s: Loss(gspo.gspo(s.clip_low, s.clip_high), gspo.METRICS),
+    "reinforce": lambda _: Loss(reinforce.reinforce, reinforce.METRICS),
 }

@@ -2,9 +2,11 @@
 
 from torch import Tensor
 
+from megarl.learner.losses.tokens import Tokens
+
 METRICS = ("token_nll",)
 
 
-def cross_entropy(logp: Tensor, behaviour: Tensor, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def cross_entropy(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
     """-logp [n]; behaviour log-probs and advantages play no part."""
-    return -logp, {"token_nll": -logp.detach()}
+    return -tokens.logp, {"token_nll": -tokens.logp.detach()}

@@ -1,4 +1,4 @@
-"""The shipped recipes load, and say ScaleRL's numbers where they must."""
+"""The shipped recipes load, and say ScaleRL's numbers and those of its baselines where they must."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_it_loads_describes_itself_and_is_named_after_its_file(name):
     assert recipe.sft.output == recipe.model.path
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", [name for name in shipped() if name.startswith(("scalerl-", "quickstart"))])
 def test_the_structure_is_scalerls(name):
     recipe = load(name)
     assert recipe.pipeline.k == 8
@@ -26,6 +26,34 @@ def test_the_structure_is_scalerls(name):
         assert getattr(recipe.batch, key) == getattr(DEFAULT.batch, key)
     for key in ("betas", "eps", "weight_decay", "grad_clip"):
         assert getattr(recipe.learner.optimizer, key) == getattr(DEFAULT.learner.optimizer, key)
+
+
+BASELINES = {
+    # phases or PipelineRL, k; loss, its bounds; aggregation, advantage; FP32 head; prompts of 8B
+    "grpo": ("ppo-off-policy", 8, "clip", (0.2, 0.2), "sample", "group", False, 48),
+    "dapo": ("ppo-off-policy", 8, "clip", (0.2, 0.26), "prompt", "group", False, 80),
+    "magistral": ("pipeline-rl", 8, "clip", (0.2, 0.26), "prompt", "batch", False, 48),
+    "minimax-m1": ("ppo-off-policy", 8, "cispo", (0.0, 5.0), "prompt", "group", True, 48),
+    "gspo": ("pipeline-rl", 8, "gspo", (4e-3, 5e-3), "sample", "group", True, 48),
+    "dr-grpo": ("ppo-off-policy", 1, "clip", (0.2, 0.2), "constant", "none", False, 48),
+}
+"""arXiv 2510.13786, the baselines of its comparison of recipes and losses; Dr. GRPO: arXiv 2503.20783."""
+
+
+@pytest.mark.parametrize(("size", "base"), [("8b", "scalerl-8b"), ("tiny", "quickstart")])
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_is_its_paper_and_otherwise_the_scalerl_of_its_size(name, size, base):
+    r, scalerl = load(f"{name}-{size}"), load(base)
+    bounds = (r.loss.lower, r.loss.cap) if r.loss.kind == "cispo" else (r.loss.clip_low, r.loss.clip_high)
+    assert (
+        r.pipeline.kind, r.pipeline.k, r.loss.kind, bounds, r.batch.aggregation, r.batch.advantage, r.model.fp32_head,
+    ) == BASELINES[name][:-1]  # fmt: skip
+    assert r.batch.prompts == BASELINES[name][-1] or (size == "tiny" and r.batch.prompts in (24, 40))
+    assert r.batch.positive_threshold is None
+    assert (r.loss.correction, r.loss.entropy_bonus, r.batch.centring) == ("none", 0.0, "group")
+    for section in ("resources", "data", "length", "sampling", "learner", "weights", "serving", "evaluation", "sft"):
+        assert getattr(r, section) == getattr(scalerl, section)
+    assert r.model.path == scalerl.model.path
 
 
 def test_scalerl_8b_is_the_papers():

@@ -54,6 +54,12 @@ def test_each_trained_token_once_with_its_predecessor(packing: bool, shards: int
                 joined = np.concatenate([s.tokens for s in chosen]) if chosen else np.zeros(0)
                 np.testing.assert_array_equal(joined[micro.of], labels)
                 assert micro.tokens.numel() % shards == 0
+                assert micro.lengths.tolist() == [int((s.loss_weight > 0).sum()) for s in chosen] or not chosen
+                if n:
+                    of = np.repeat([s.ticket for s in chosen], micro.here)
+                    np.testing.assert_array_equal(of, labels // 100)
+                else:
+                    assert micro.here.sum() == 1
     expected = np.concatenate([s.tokens[s.loss_weight > 0] for s in all_sequences])
     assert sorted(seen) == sorted(expected.tolist())
     if pipeline > 1:
@@ -82,6 +88,7 @@ def test_an_empty_microbatch_is_filler_without_weight() -> None:
     assert micro.tokens.shape == (1, 8)
     assert micro.weight.tolist() == micro.counted.tolist() == [0.0]
     assert len(micro.of) == 0
+    assert micro.here.tolist() == micro.lengths.tolist() == [1]
 
 
 def test_interleaved_stages_get_whole_groups_of_microbatches() -> None:

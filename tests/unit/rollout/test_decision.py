@@ -69,6 +69,36 @@ def test_a_version_to_be_scored_is_not_trained_over() -> None:
     assert told(6, servers(6), score_due=True) == TrainStep(6), "scored already, or being scored"
 
 
+def test_a_phase_is_waited_for_with_the_weights_that_generate_it() -> None:
+    phases: dict[str, object] = {"phase_steps": 4, "published_version": 4, "final_step": 12}
+    assert isinstance(told(4, servers(0), batches=4, **phases), Publish)
+    assert isinstance(told(4, servers(4), batches=7, **phases), Wait)
+    assert told(4, servers(4), batches=8, **phases) == TrainStep(4)
+
+
+def test_nothing_is_published_or_scored_within_a_phase() -> None:
+    phases: dict[str, object] = {"phase_steps": 4, "published_version": 4, "final_step": 12, "batches": 8}
+    assert told(6, servers(4), **phases) == TrainStep(6)
+    assert told(6, servers(4, None), incarnation="b", score_due=True, **phases) == TrainStep(6)
+    reply = told(8, servers(4), **phases)
+    assert isinstance(reply, Publish)
+    assert reply.version == 8
+
+
+def test_a_run_that_ends_within_a_phase_publishes_its_last_version() -> None:
+    phases: dict[str, object] = {"phase_steps": 4, "published_version": 8, "final_step": 10}
+    assert isinstance(told(8, servers(8), batches=9, **phases), Wait)
+    assert told(8, servers(8), batches=10, **phases) == TrainStep(8)
+    assert isinstance(told(10, servers(8), batches=10, **phases), Publish)
+    assert isinstance(told(10, servers(10), batches=10, **phases), Stop)
+
+
+def test_a_run_made_longer_goes_on_within_the_phase() -> None:
+    phases: dict[str, object] = {"phase_steps": 4, "published_version": 10, "final_step": 20}
+    assert isinstance(told(10, servers(None), batches=10, **phases), Publish)
+    assert told(10, servers(10), batches=12, **phases) == TrainStep(10)
+
+
 def test_the_end_comes_after_the_last_evaluation() -> None:
     assert isinstance(told(10, servers(9), batches=10), Publish)
     assert isinstance(told(10, servers(10), batches=10, score_due=True), Wait)

@@ -50,7 +50,7 @@ def published(version: int, time: float = 0.0) -> PublishedVersion:
 def written(path: Path, count: int, rotate_bytes: int = 1 << 20) -> list[JournalRecord]:
     """A journal with `count` tickets, admitted and finished one by one, two a batch."""
     records: list[JournalRecord] = []
-    journal = Journal.open(path, 2, 1, rotate_bytes)
+    journal = Journal.open(path, 2, 1, rotate_bytes=rotate_bytes)
     for ticket in range(count):
         records += [admitted(ticket), finished(ticket)]
         journal.append(*records[-2:])
@@ -293,6 +293,8 @@ def test_another_batch_size_is_refused(tmp_path: Path):
         Journal.open(tmp_path, 3, 1)
     with pytest.raises(MegarlError, match=r"pipeline.k: 4, but .* was begun with 1"):
         Journal.open(tmp_path, 2, 4)
+    with pytest.raises(MegarlError, match=r"steps of a phase: 4, but .* was begun with 1"):
+        Journal.open(tmp_path, 2, 1, phase_steps=4)
     Journal.open(tmp_path, 2, 1).close()
 
 

@@ -1,0 +1,76 @@
+"""One rank of test_losses_layouts: `python -m tests.parallel.losses_world DIR`, DIR holding batch.msgpack, model/ and for each
+setting NAME.pt, transformers' result. Differences are max|d| / max|expected|."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl import recipe as recipes
+from megarl.batch import training_sequences
+from megarl.learner.trainer import Trainer
+from megarl.models import parallel
+from megarl.types import Batch, decode
+from tests.parallel.learner_world import difference, full_gradients, say
+
+# isort: split
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"tensor_parallel": 2, "sequence_parallel": True},
+    {"pipeline_parallel": 2},
+    {"context_parallel": 2},
+]
+LONGEST = 100
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gspo": {
+        "loss": {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.15, "entropy_bonus": 0.05},
+        "batch": {"aggregation": "sample", "advantage": "group"},
+    },
+    "dr-dapo": {
+        "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28, "correction": "truncate", "correction_cap": 1.5},
+        "batch": {"aggregation": "constant", "advantage": "none", "centring": "leave_one_out"},
+    },
+}
+
+
+def main(directory: Path) -> None:
+    batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
+    for layout in LAYOUTS:
+        for name, setting in SETTINGS.items():
+            check(directory, batch, name, setting, layout)
+    parallel.stop()
+
+
+def check(directory: Path, batch: Batch, name: str, setting: dict[str, Any], layout: dict[str, Any]) -> None:
+    recipe = recipes.from_tree(
+        {
+            "model": {"path": str(directory / "model"), "dtype": "fp32", **layout},
+            "resources": {"learner_ranks": int(os.environ["WORLD_SIZE"])},
+            "batch": {"prompts": 4, **setting["batch"]},
+            "sampling": {"temperature": 0.7},
+            "length": {"thinking_tokens": [1, LONGEST - 1], "answer_tokens": 1},
+            "loss": setting["loss"],
+            "learner": {"microbatch_tokens": 64},
+        }
+    )
+    parallel.start(recipe.model, seed=1, timeout_s=60)
+    trainer = Trainer(recipe, directory / "model")
+    metrics = trainer.forward_backward(training_sequences(batch, recipe))
+    gradients = full_gradients(trainer)
+    expected = torch.load(directory / f"{name}.pt", weights_only=False)
+    worst = max(difference(gradients[n], g, expected["gradients"]) for n, g in expected["gradients"].items())
+    off = abs(metrics["loss"] - expected["loss"]) / expected["magnitude"]
+    say(f"{name} {layout}: gradients {worst:.1e}, loss {off:.1e}")
+    assert worst <= 2e-6, (name, layout)
+    assert off <= 1e-6, (name, layout)
+    for key, value in expected["metrics"].items():
+        assert abs(metrics[key] - value) <= 1e-5 * abs(value), (name, layout, key, metrics[key], value)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    assert not dist.is_initialized()
