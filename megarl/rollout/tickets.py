@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megarl.admission import Admission
 from megarl.errors import MegarlError
-from megarl.grading import Grader, GraderDown
+from megarl.grading import Grader, GraderDown, overlong
 from megarl.recipe import Recipe
 from megarl.rollout import interruption
 from megarl.rollout.curriculum import Curriculum, Draw
@@ -164,16 +164,17 @@ class Tickets:
         def placed(server: int) -> None:
             home.server = server
 
-        recipe = self._recipe
+        recipe, length = self._recipe, self._recipe.length
+        budget = length.thinking_tokens[1]
+        if length.control == "interruption":
+            budget = interruption.thinking_budget(recipe.run.seed, ticket, sample, length.thinking_tokens)
         done = await self._sampler.complete(
             Job(
                 prompt=prompt.tokens,
                 order=(1, ticket, sample),
                 may_use=may_use,
                 salt=f"{self._salt}/{ticket}",
-                thinking_tokens=interruption.thinking_budget(
-                    recipe.run.seed, ticket, sample, recipe.length.thinking_tokens
-                ),
+                thinking_tokens=budget,
                 temperature=recipe.sampling.temperature,
                 top_p=recipe.sampling.top_p,
                 placed=placed,
@@ -184,7 +185,7 @@ class Tickets:
         return Rollout(
             sample=sample,
             segments=tuple(done.segments),
-            reward=grade.reward,
+            reward=overlong.reward(grade, len(done.tokens), length),
             correct=grade.correct,
             finish=done.finish,
             interrupted=done.interrupted,
