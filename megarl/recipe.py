@@ -76,11 +76,22 @@ class Resources(Section):
     threads: int = Field(1, ge=1, description="CPU threads of a learner rank or a server")
 
 
+class Curriculum(Section):
+    """Easy prompts first, by their `difficulty`. Not part of ScaleRL."""
+
+    kind: Literal["none", "linear", "exponential"] = Field(
+        "none", description="how the share of prompts drawn from grows"
+    )
+    start: float = Field(0.2, gt=0, le=1, description="share of the easiest prompts that the first epoch has")
+    steps: int = Field(1000, ge=1, description="batches drawn until all prompts are in")
+
+
 class Data(Section):
     train: str = Field("", description="JSONL of prompts")
     heldout: str = Field("", description="JSONL of prompts, never trained on")
     grader: Literal["math", "exact"] = "math"
     on_exhausted: Literal["stop", "reset"] = Field("reset", description="when fewer than batch.prompts are left")
+    curriculum: Curriculum = Curriculum()
 
 
 class Length(Section):

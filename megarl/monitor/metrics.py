@@ -78,6 +78,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "tickets_running": ("pipeline", "tickets being generated when the step was taken"),
     "tickets_ahead": ("pipeline", "tickets drawn and not trained yet"),
     "epoch": ("pipeline", "passes over the training prompts"),
+    "pool_prompts": ("pipeline", "prompts the present epoch goes through, the easiest first (data.curriculum)"),
     "excluded_prompts": ("pipeline", "prompts not drawn again: solved (no-positive-resampling)"),
     "retries": ("pipeline", "requests of the batch that were lost and continued elsewhere"),
     "tokens_per_second": ("speed", "completion tokens of the batch / step_seconds"),
