@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.faults]
 @pytest.fixture
 def pair(models: tuple[Path, dict[str, Any]], tmp_path: Path) -> Iterator[tuple[Run, list[Running]]]:
     directory, hf_models = models
-    recipe = controller_recipe(directory, tmp_path, [200, 400], {"prompts": 12, "samples": 4})
+    recipe = controller_recipe(directory, tmp_path, [200, 400], {"prompts": 12, "samples": 16})
     endpoints, servers = start_servers(recipe, 2)
     try:
         with run_of(recipe, Stack(directory, recipe, endpoints, hf_models, servers[0])) as made:
