@@ -76,14 +76,28 @@ class Resources(Section):
     threads: int = Field(1, ge=1, description="CPU threads of a learner rank or a server")
 
 
+class Curriculum(Section):
+    """Easy prompts first, by their `difficulty`. Not part of ScaleRL."""
+
+    kind: Literal["none", "linear", "exponential"] = Field(
+        "none", description="how the share of prompts drawn from grows"
+    )
+    start: float = Field(0.2, gt=0, le=1, description="share of the easiest prompts that the first epoch has")
+    steps: int = Field(1000, ge=1, description="batches drawn until all prompts are in")
+
+
 class Data(Section):
     train: str = Field("", description="JSONL of prompts")
     heldout: str = Field("", description="JSONL of prompts, never trained on")
     grader: Literal["math", "exact"] = "math"
     on_exhausted: Literal["stop", "reset"] = Field("reset", description="when fewer than batch.prompts are left")
+    curriculum: Curriculum = Curriculum()
 
 
 class Length(Section):
+    control: Literal["interruption", "overlong_penalty", "none"] = Field(
+        "interruption", description="the others sample thinking and answer in one, up to the sum of both limits"
+    )
     prompt_tokens: int = Field(2048, ge=1)
     thinking_tokens: tuple[int, int] = Field((10_000, 12_000), description="budget, drawn anew for each rollout")
     answer_tokens: int = Field(2048, ge=1)
@@ -92,11 +106,21 @@ class Length(Section):
         "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>",
         description="appended when the thinking budget runs out; masked from the loss",
     )
+    overlong_tokens: int = Field(
+        2048,
+        ge=1,
+        description="of overlong_penalty: a right answer loses up to 1 over the last so many tokens (L_cache)",
+    )
+
+    @property
+    def completion_tokens(self) -> int:
+        """Longest completion, interruption phrase not counted."""
+        return self.thinking_tokens[1] + self.answer_tokens
 
     @property
     def context_tokens(self) -> int:
         """Longest sequence, interruption phrase not counted."""
-        return self.prompt_tokens + self.thinking_tokens[1] + self.answer_tokens
+        return self.prompt_tokens + self.completion_tokens
 
 
 class Sampling(Section):
@@ -293,6 +317,11 @@ def _impossible(r: Recipe) -> list[str]:
         )
     if r.length.thinking_tokens[0] > r.length.thinking_tokens[1] or r.length.thinking_tokens[0] < 1:
         found.append("length.thinking_tokens: give [shortest, longest], 1 or more")
+    if r.length.control == "overlong_penalty" and r.length.overlong_tokens > r.length.completion_tokens:
+        found.append(
+            f"length.overlong_tokens: {r.length.overlong_tokens} is more than the longest completion "
+            f"({r.length.completion_tokens}: thinking_tokens and answer_tokens); every right answer would be penalised"
+        )
     if not r.length.interruption.endswith(r.length.end_of_thinking):
         found.append(
             "length.interruption: must end with length.end_of_thinking, or the answer leg would go on thinking"

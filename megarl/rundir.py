@@ -5,6 +5,7 @@ RUN/metrics.jsonl      one object a step   RUN/logs/          one file a process
 RUN/eval.jsonl         one an evaluation   RUN/checkpoints/   step-000000N/
 RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  RUN/reward.png
 RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
+RUN/bad-rollouts.jsonl those of steps that were skipped; RUN/failure: why the run must not be started again by itself
 RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
 """
 
@@ -48,6 +49,8 @@ class RunDir:
         self.status = path / "status.json"
         self.endpoints_file = path / "endpoints.json"
         self.stop_file = path / "stop"
+        self.failure_file = path / "failure"
+        self.bad_rollouts = path / "bad-rollouts.jsonl"
         self.rollouts = path / "rollouts"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"

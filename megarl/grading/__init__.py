@@ -4,14 +4,16 @@ completion text ─► answer_of: what stands after `</think>`; nothing there is
                       ├─ exact: equal to the prompt's answer, blanks around it aside  (here, microseconds)
                       └─ math:  math-verify finds it mathematically equal           (pool.py, worker.py: processes)
 
+overlong.py what a right answer loses for its length
 answer.py   Grade, and what of a text is the answer
 grader.py   Grader: what the controller asks
 pool.py     worker processes: a hung or dead one is replaced
 worker.py   what they run
 """
 
+from megarl.grading import overlong
 from megarl.grading.answer import Grade, answer_of, graded
 from megarl.grading.grader import Grader
 from megarl.grading.pool import GraderDown
 
-__all__ = ["Grade", "Grader", "GraderDown", "answer_of", "graded"]
+__all__ = ["Grade", "Grader", "GraderDown", "answer_of", "graded", "overlong"]

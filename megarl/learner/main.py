@@ -27,9 +27,10 @@ from megarl.learner.trainer import Trainer
 from megarl.messages import Next, Publish, Refused, Reply, Request, Stop, Stopped, Train
 from megarl.models import parallel
 from megarl.monitor.metrics import MetricsWriter
+from megarl.monitor.warnings import flags
 from megarl.process import die_with_parent, start_logging
 from megarl.recipe import Recipe
-from megarl.rundir import RunDir
+from megarl.rundir import RunDir, append_jsonl, write_atomically
 from megarl.types import decode, encode
 from megarl.weights.publisher import Publisher
 
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 CONTROLLER_LIMIT_S = 600.0
 """How long the controller may be silent; its restart takes seconds."""
+MOST_SKIPPED = 3
+"""Steps in a row without a finite gradient that end the run: one is bad luck, three are broken weights or data."""
 
 
 def main(recipe: Recipe) -> int:
@@ -96,6 +99,7 @@ class Learner:
         match command:
             case Train():
                 self._train(command)
+                return self._broken()
             case Publish():
                 return self._publish(command)
             case Refused():
@@ -139,10 +143,13 @@ class Learner:
         seconds = self.clock.next_step()
         if self.metrics is None:
             return
+        for rollout in self.trainer.offenders:
+            append_jsonl(self.rundir.bad_rollouts, {"step": step} | rollout)
         held = (time.monotonic() - received) / 3600 * command.compute_devices
         self.metrics.row(
             command.stats
             | metrics
+            | flags(command.stats | metrics)
             | seconds
             | {
                 "step": step,
@@ -154,6 +161,20 @@ class Learner:
                 "tokens_per_second": command.stats.get("generated_tokens", 0.0) / seconds["step_seconds"],
             }
         )
+
+    def _broken(self) -> Stop | None:
+        """The end of the run if too many steps in a row came to nothing. A file says so to the supervisor: it is no crash."""
+        if self.trainer.skipped_in_row < MOST_SKIPPED:
+            return None
+        last = self.trainer.step - 1
+        reason = (
+            f"steps {last - MOST_SKIPPED + 1} to {last} were skipped: loss or gradient was not finite. "
+            f"Their rollouts are in {self.rundir.bad_rollouts}; look at them, lower learner.optimizer.lr or go back to an "
+            "earlier checkpoint (remove the newest), then run.resume=auto"
+        )
+        if self.leader:
+            write_atomically(self.rundir.failure_file, reason.encode())
+        return Stop(reason=reason, error=True)
 
     def _publish(self, command: Publish) -> Stop | None:
         if command.version != self.trainer.step:

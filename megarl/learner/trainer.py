@@ -34,6 +34,7 @@ from megarl.learner.logprobs import selected_logprobs
 from megarl.learner.losses import Loss, policy_loss
 from megarl.learner.losses.tokens import Tokens
 from megarl.learner.microbatch import Layout, MicroBatch, Plan, assemble, plan
+from megarl.learner.nonfinite import NonFinite
 from megarl.learner.replay import Replay
 from megarl.models import build, hf
 from megarl.recipe import Optimizer, Recipe
@@ -44,7 +45,10 @@ COMMON_METRICS = ("loss", "entropy", "tokens_trained")
 
 
 class Trainer:
-    """Model, optimiser and the step count of this rank. `step` is the next to train and also the version of the weights."""
+    """Model, optimiser and the step count of this rank. `step` is the next to train and also the version of the weights.
+
+    skipped_in_row: steps up to the latest whose loss or gradient was not finite; offenders: the rollouts of the latest.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,8 @@ class Trainer:
         self.device = next(self.chunks[0].parameters()).device
         self.ddp, self.optimizer = _with_optimizer(self.chunks, self.settings, recipe)
         self.step = 0
-        self.skipped_steps = 0
+        self.skipped_steps = self.skipped_in_row = 0
+        self.offenders: list[dict[str, Any]] = []
 
     def train_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Train step `self.step` and count it, also when nothing is trained. The same metrics on all ranks."""
@@ -85,6 +90,8 @@ class Trainer:
         if skipped:
             self.skipped_steps += 1
             log.warning("step %d skipped: loss %s, gradient norm %s", self.step - 1, metrics["loss"], grad_norm)
+        self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
+        self.offenders = self.nonfinite.offenders() if skipped else []
         return metrics | {
             "grad_norm": grad_norm,
             "lr": lr,
@@ -129,6 +136,7 @@ class Trainer:
         sums = torch.zeros(len(COMMON_METRICS) + len(self.loss.metrics), device=self.device)
         maxima = torch.full_like(sums, -math.inf)
         sharers = parallel_state.get_context_parallel_group() if self.layout.context_parallel > 1 else None
+        self.nonfinite = NonFinite(sequences, steps.members[parallel_state.get_data_parallel_rank()])
 
         def token_loss(micro: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             logp, entropy = output
@@ -137,6 +145,7 @@ class Trainer:
                     logp, micro.behaviour, micro.advantage, entropy, micro.counted, micro.here, micro.lengths, sharers
                 )
             )
+            self.nonfinite.seen(micro, losses)
             loss = (losses * micro.weight).sum()
             with torch.no_grad():
                 rows = torch.stack([entropy, micro.counted, *metrics.values()])

@@ -316,6 +316,7 @@ class Controller:
     def _ticket_metrics(self) -> dict[str, float]:
         return {
             "epoch": float(self.tickets.curriculum.epoch),
+            "pool_prompts": float(self.tickets.curriculum.pool),
             "excluded_prompts": float(len(self.tickets.curriculum.excluded)),
             "tickets_running": float(len(self.tickets.running)),
             "tickets_ahead": float(self.tickets.admitted - self.step * self.recipe.batch.prompts),

@@ -1,26 +1,56 @@
-"""Which prompt is drawn next. Pure: a function of the seed, the last prompt drawn and the latest pass rate of each.
+"""Which prompt is drawn next. Pure: a function of the seed, what was drawn before and the latest pass rate of each.
 
-Each epoch goes once through all prompts in its own shuffled order (a hash of seed, epoch and prompt id: the order of the
+Each epoch goes once through its pool in its own shuffled order (a hash of seed, epoch and prompt id: the order of the
 file does not matter). No-positive-resampling (ScaleRL, arXiv 2510.13786): a prompt whose latest group had a pass rate of
 `positive_threshold` or more is excluded, passed over in later epochs. If an epoch would begin with fewer prompts than a
 batch, no more are drawn (`stop`) or all pass rates are forgotten (`reset`).
+
+    pool of an epoch = the easiest share of all prompts        share, by the draws t so far, of T until all are in:
+                                                               none 1    linear s + (1 - s) t/T    exponential s^(1 - t/T)
+
+(pacing functions of Hacohen and Weinshall, arXiv 1904.03626.) A pool of less than a batch to draw from grows until it has one.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 
 class Draw(NamedTuple):
-    """reset: all pass rates were forgotten just before it."""
+    """reset: all pass rates were forgotten just before it. pool: how many of the easiest prompts its epoch goes through."""
 
     prompt_id: str
     epoch: int
     reset: bool = False
+    pool: int = 0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How the pool grows: from `start`, a share of all prompts, to all of them after `draws` draws."""
+
+    kind: Literal["none", "linear", "exponential"] = "none"
+    start: float = 1.0
+    draws: int = 1
+
+    def share(self, drawn: int) -> float:
+        """Of the prompts that an epoch may have which begins after so many draws."""
+        done = min(1.0, drawn / self.draws)
+        match self.kind:
+            case "linear":
+                return self.start + (1 - self.start) * done
+            case "exponential":
+                return self.start ** (1 - done)
+        return 1.0
 
 
 class Curriculum:
-    """The draw. `exhausted`: too few prompts are left and no more are drawn. `excluded`: prompts, as things stand."""
+    """The draw. `exhausted`: too few prompts are left and no more are drawn. `excluded`: prompts, as things stand.
+
+    `pool`: how many of the easiest prompts the present epoch goes through. difficulty: by prompt, 0 where it is missing.
+    """
 
     def __init__(
         self,
@@ -29,22 +59,29 @@ class Curriculum:
         positive_threshold: float | None,
         prompts_per_batch: int,
         on_exhausted: Literal["stop", "reset"],
+        difficulty: Mapping[str, int] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._ids = frozenset(prompt_ids)
         self._seed = seed
         self._threshold = positive_threshold
         self._prompts_per_batch = prompts_per_batch
         self._on_exhausted = on_exhausted
+        known = difficulty or {}
+        self._easiest_first = sorted(self._ids, key=lambda p: (known.get(p, 0), self._hash("difficulty", p)))
+        self._pace = pace or Pace()
+        self._drawn = 0
         self.excluded: set[str] = set()
         self.exhausted = False
-        self._begin(0)
+        self._begin(0, self._pool())
 
-    def resume(self, last: Draw, pass_rates: Mapping[str, float]) -> None:
-        """Go on behind this draw. If its prompt has left the set since, the epoch begins again."""
+    def resume(self, last: Draw, pass_rates: Mapping[str, float], drawn: int) -> None:
+        """Go on behind this draw, the last of `drawn`. If its prompt has left the set since, the epoch begins again."""
         for prompt_id, pass_rate in pass_rates.items():
             self.observe(prompt_id, pass_rate)
-        self._begin(last.epoch)
-        if last.prompt_id in self._ids:
+        self._drawn = drawn
+        self._begin(last.epoch, last.pool or len(self._ids))
+        if last.prompt_id in self._order:
             self._next = self._order.index(last.prompt_id) + 1
 
     def draw(self) -> Draw | None:
@@ -54,12 +91,13 @@ class Curriculum:
             for n in range(self._next, len(self._order)):
                 if self._order[n] not in self.excluded:
                     self._next = n + 1
-                    return Draw(self._order[n], self.epoch, reset)
+                    self._drawn += 1
+                    return Draw(self._order[n], self.epoch, reset, self.pool)
             if len(self._ids) - len(self.excluded) < self._prompts_per_batch:
                 reset = self._on_exhausted == "reset"
                 self.exhausted = not reset
                 self.excluded.clear()
-            self._begin(self.epoch + 1)
+            self._begin(self.epoch + 1, self._pool())
         return None
 
     def observe(self, prompt_id: str, pass_rate: float) -> None:
@@ -69,10 +107,19 @@ class Curriculum:
         else:
             self.excluded.discard(prompt_id)
 
-    def _begin(self, epoch: int) -> None:
-        self.epoch = epoch
-        self._order = sorted(self._ids, key=self._rank)
+    def _pool(self) -> int:
+        """Of an epoch that begins now: the pace's share, or more if that leaves less than a batch to draw from."""
+        wanted, left = math.ceil(self._pace.share(self._drawn) * len(self._ids)), 0
+        for n, prompt_id in enumerate(self._easiest_first, 1):
+            left += prompt_id not in self.excluded
+            if n >= wanted and left >= self._prompts_per_batch:
+                return n
+        return len(self._ids)
+
+    def _begin(self, epoch: int, pool: int) -> None:
+        self.epoch, self.pool = epoch, pool
+        self._order = sorted(self._easiest_first[:pool], key=lambda p: self._hash(epoch, p))
         self._next = 0
 
-    def _rank(self, prompt_id: str) -> bytes:
-        return hashlib.blake2b(f"{self._seed}/{self.epoch}/{prompt_id}".encode(), digest_size=8).digest()
+    def _hash(self, what: object, prompt_id: str) -> bytes:
+        return hashlib.blake2b(f"{self._seed}/{what}/{prompt_id}".encode(), digest_size=8).digest()

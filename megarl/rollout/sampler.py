@@ -1,6 +1,7 @@
 """One rollout from its prompt to its last token, over as many requests and servers as that takes.
 
     thinking leg ─► (interruption phrase) ─► answer leg            interruption.py says which
+    or one leg of both lengths, if length.control is not interruption
         each leg: take a place ─► generate ─► done
                        ▲             │ server lost: what it had sent is kept, the rest is asked for elsewhere
                        └─────────────┘
@@ -92,7 +93,9 @@ class Sampler:
     async def complete(self, job: Job) -> Completion:
         """The whole rollout. Raises Void."""
         done = Completion()
-        if not await self._leg(job, done, job.thinking_tokens):
+        if self._length.control != "interruption":
+            await self._leg(job, done, job.thinking_tokens + self._length.answer_tokens)
+        elif not await self._leg(job, done, job.thinking_tokens):
             if self._length.end_of_thinking not in self._tokenizer.decode(done.tokens):
                 done.segments.append(interruption.put_in(self._phrase, done.segments[-1].weight_version))
                 done.interrupted = True

@@ -30,12 +30,14 @@ class Admitted(Record, frozen=True, tag="admitted"):
     """This prompt has this ticket, drawn in this pass over the data.
 
     reset: too few prompts were left, so all pass rates were forgotten before this draw (`data.on_exhausted`).
+    pool: its epoch goes through so many of the easiest prompts (`data.curriculum`); 0: all.
     """
 
     ticket: int
     prompt_id: str
     epoch: int
     reset: bool = False
+    pool: int = 0
 
 
 class Finished(Record, frozen=True, tag="finished"):

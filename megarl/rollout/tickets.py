@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from megarl.admission import Admission
 from megarl.errors import MegarlError
-from megarl.grading import Grader, GraderDown
+from megarl.grading import Grader, GraderDown, overlong
 from megarl.recipe import Recipe
 from megarl.rollout import interruption
-from megarl.rollout.curriculum import Curriculum, Draw
+from megarl.rollout.curriculum import Curriculum, Draw, Pace
 from megarl.rollout.journal import Admitted, Finished, Removed, State
 from megarl.rollout.ledger import Ledger
 from megarl.rollout.membership import Membership
@@ -105,7 +105,9 @@ class Tickets:
 
     def _admit(self, tasks: asyncio.TaskGroup, drawn: Draw) -> None:
         ticket = self.admission.admit()
-        self._ledger.write(Admitted(ticket=ticket, prompt_id=drawn.prompt_id, epoch=drawn.epoch, reset=drawn.reset))
+        self._ledger.write(
+            Admitted(ticket=ticket, prompt_id=drawn.prompt_id, epoch=drawn.epoch, reset=drawn.reset, pool=drawn.pool)
+        )
         self._start(tasks, ticket, self._prompts[drawn.prompt_id], drawn.epoch)
 
     def _start(self, tasks: asyncio.TaskGroup, ticket: int, prompt: Prompt, epoch: int) -> None:
@@ -164,16 +166,17 @@ class Tickets:
         def placed(server: int) -> None:
             home.server = server
 
-        recipe = self._recipe
+        recipe, length = self._recipe, self._recipe.length
+        budget = length.thinking_tokens[1]
+        if length.control == "interruption":
+            budget = interruption.thinking_budget(recipe.run.seed, ticket, sample, length.thinking_tokens)
         done = await self._sampler.complete(
             Job(
                 prompt=prompt.tokens,
                 order=(1, ticket, sample),
                 may_use=may_use,
                 salt=f"{self._salt}/{ticket}",
-                thinking_tokens=interruption.thinking_budget(
-                    recipe.run.seed, ticket, sample, recipe.length.thinking_tokens
-                ),
+                thinking_tokens=budget,
                 temperature=recipe.sampling.temperature,
                 top_p=recipe.sampling.top_p,
                 placed=placed,
@@ -184,7 +187,7 @@ class Tickets:
         return Rollout(
             sample=sample,
             segments=tuple(done.segments),
-            reward=grade.reward,
+            reward=overlong.reward(grade, len(done.tokens), length),
             correct=grade.correct,
             finish=done.finish,
             interrupted=done.interrupted,
@@ -201,10 +204,18 @@ class Tickets:
 
 def _curriculum(recipe: Recipe, prompts: Sequence[Prompt], state: State) -> Curriculum:
     """Where the journal left it."""
-    batch = recipe.batch
+    batch, chosen, last = recipe.batch, recipe.data.curriculum, state.last_admitted
+    difficulty = {p.id: p.difficulty for p in prompts}
+    if chosen.kind != "none" and len(set(difficulty.values())) < 2:
+        raise MegarlError(
+            f"data.curriculum: all prompts of {recipe.data.train} have one difficulty; give its rows a `difficulty` "
+            "(a number, smaller is easier), or set data.curriculum.kind=none"
+        )
     curriculum = Curriculum(
-        (p.id for p in prompts), recipe.run.seed, batch.positive_threshold, batch.prompts, recipe.data.on_exhausted
-    )
-    if state.last_admitted is not None:
-        curriculum.resume(Draw(state.last_admitted.prompt_id, state.last_admitted.epoch), state.pass_rates)
+        difficulty, recipe.run.seed, batch.positive_threshold, batch.prompts, recipe.data.on_exhausted,
+        difficulty, Pace(chosen.kind, chosen.start, chosen.steps * batch.prompts),
+    )  # fmt: skip
+    if last is not None:
+        drawn = Draw(last.prompt_id, last.epoch, last.reset, last.pool)
+        curriculum.resume(drawn, state.pass_rates, last.ticket + 1)
     return curriculum

@@ -4,6 +4,7 @@
     controller died  ──► the controller again       it folds its journal; the learner asks again
     learner died     ──► all its ranks again        it loads its checkpoint and replays what came after
     learner left (0) ──► the run ends
+    learner left RUN/failure (train.py) ──► the run ends as failed
     too often        ──► the run ends as failed
 
 A role's exit statuses: 0 it left in order; 2 one error message for the user (`MegarlError`); anything else is a crash.

@@ -91,6 +91,7 @@ def prepare(recipe: Recipe, rundir: RunDir) -> Endpoints:
     """What the roles read before anything else. The recipe says `resume: auto`: a role that starts again goes on."""
     rundir.create()
     rundir.stop_file.unlink(missing_ok=True)
+    rundir.failure_file.unlink(missing_ok=True)
     rundir.status.unlink(missing_ok=True)
     again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
     write_atomically(rundir.recipe, dump(again).encode())
@@ -246,6 +247,8 @@ class Supervisor:
         return None
 
     def _after(self, role: Role, status: int, now: float) -> Outcome | None:
+        if role.kind == "learner" and self.rundir.failure_file.exists():
+            return Outcome("failed", self.rundir.failure_file.read_text(), role)
         if self.stopping_since is not None and not (role.kind == "learner" and status == 0):
             if role.kind != "learner":
                 return None  # no longer needed: the learner saves by itself

@@ -14,13 +14,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megarl.monitor.warnings import words
 from megarl.recipe import Recipe
 from megarl.supervisor.observe import Observer, ServerStatus
 from megarl.supervisor.restart import Role
 
 BARS = "▁▂▃▄▅▆▇█"
-TRUNCATION_WARNING = 0.10
-"""A truncation rate from here on destabilises training (ScaleRL); healthy runs stay under 0.05."""
 RECENT = 20
 """Steps that rates and shares are averaged over."""
 
@@ -106,12 +105,8 @@ def phase(frame: Frame) -> str:
 
 def warnings(frame: Frame) -> list[str]:
     """What a user should look at."""
-    found = []
-    truncated = recent(frame.observer, "truncation_rate")
-    if truncated is not None and truncated > TRUNCATION_WARNING:
-        found.append(
-            f"{truncated:.0%} of the answers are cut off: above 10 % training destabilises; raise length.answer_tokens"
-        )
+    observer = frame.observer
+    found = words(recent(observer, "truncation_rate"), recent(observer, "effective_sample_size"))
     row = frame.observer.latest
     diff, limit = row.get("probe_logprob_diff"), frame.recipe.weights.probe_limit
     if diff is not None and diff > limit / 2:
@@ -119,7 +114,9 @@ def warnings(frame: Frame) -> list[str]:
     if row.get("groups_in_loss") == 0:
         found.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
     elif row.get("skipped"):
-        found.append("the last step was skipped: its gradient was not finite")
+        found.append(
+            "the last step was skipped: its loss or gradient was not finite (bad-rollouts.jsonl has its rollouts)"
+        )
     return found
 
 

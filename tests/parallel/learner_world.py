@@ -165,8 +165,22 @@ def check_skipped(directory: Path, batch: Batch, recipe: Recipe) -> None:
     after = [p for chunk in trainer.chunks for p in chunk.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert (empty["empty"], broken["skipped"], broken["skipped_steps"], trainer.step) == (1, 1, 1, 2)
+    assert [(r["ticket"], r["sample"]) for r in trainer.offenders] == [(s.ticket, s.sample) for s in sequences]
+    assert {r["cause"] for r in trainer.offenders} == {"loss"}
+    for bad in (2, 7):  # one rollout in one micro-batch of one rank
+        one = [dataclasses.replace(s, advantage=math.inf) if i == bad else s for i, s in enumerate(sequences)]
+        assert trainer.train_step(one)["skipped"] == 1
+        found = {"ticket": sequences[bad].ticket, "sample": sequences[bad].sample, "cause": "loss"}
+        assert trainer.offenders == [found]
+    trainer.train_step(
+        [dataclasses.replace(s, advantage=1e30) for s in sequences]
+    )  # finite: its gradient's norm is not
+    assert {r["cause"] for r in trainer.offenders} == {"step"}
+    assert len(trainer.offenders) == len(sequences)
+    assert (trainer.skipped_in_row, trainer.skipped_steps) == (4, 4)
     trained = trainer.train_step(sequences)
-    assert trained["skipped"] == 0
+    assert trained["skipped"] == trainer.skipped_in_row == 0
+    assert trainer.offenders == []
     assert math.isfinite(trained["loss"])
     assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
 from megarl import recipe as recipes
 from megarl.messages import Ack, Next, Reply, Request, Stop, Stopped, Train, Wait, from_frames, to_frames
 from megarl.process import die_with_parent
-from megarl.rundir import Endpoints, RunDir, free_ports, latest_rows
+from megarl.rundir import Endpoints, RunDir, free_ports, latest_rows, read_jsonl
+from megarl.types import Batch
 from tests.parallel.test_learner_layouts import make_batch
 from tests.tiny import tiny_llama
 
@@ -37,6 +39,7 @@ class ScriptedController(threading.Thread):
         self.asked: list[int] = []
         self.stopped: list[int] = []
         self.end = threading.Event()
+        self.broken: set[int] = set()  # steps whose batch has a log-prob that is no number
 
     def run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -57,7 +60,21 @@ class ScriptedController(threading.Thread):
         if request.step == self.steps:
             return Stop(reason="the last step is done")
         batch = msgspec.structs.replace(make_batch(), step=request.step)
+        if request.step in self.broken:
+            batch = with_a_broken_rollout(batch)
         return Train(batch=batch, compute_hours=1.0, compute_devices=2, stats={"generated_tokens": 321.0})
+
+
+def with_a_broken_rollout(batch: Batch) -> Batch:
+    """Sample 1 of the first ticket."""
+    group = batch.groups[0]
+    rollout = group.rollouts[1]
+    segment = rollout.segments[0]
+    segment = msgspec.structs.replace(segment, logprobs=np.full_like(segment.logprobs, np.nan))
+    rollout = msgspec.structs.replace(rollout, segments=(segment, *rollout.segments[1:]))
+    rollouts = (group.rollouts[0], rollout, *group.rollouts[2:])
+    group = msgspec.structs.replace(group, rollouts=rollouts)
+    return msgspec.structs.replace(batch, groups=(group, *batch.groups[1:]))
 
 
 class Run:
@@ -181,3 +198,19 @@ def test_two_ranks_save_when_told_to_stop_and_go_on(tmp_path: Path, model: Path,
     run.rundir.stop_file.unlink()
     assert run.learn().wait(LIMIT_S) == 0, run.log()
     assert [r["step"] for r in run.rows()] == [0, 1, 2, 3]
+
+
+def test_the_third_step_in_a_row_without_a_finite_loss_ends_the_run(
+    tmp_path: Path, model: Path, runs: list[Run]
+) -> None:
+    run = Run(tmp_path, model, 9)
+    runs.append(run)
+    run.controller.broken = {1, 3, 4, 5}
+    assert run.learn().wait(LIMIT_S) == 2, run.log()
+    assert [row["skipped"] for row in run.rows()] == [0, 1, 0, 1, 1, 1]
+    assert run.rows()[-1]["skipped_steps"] == 4
+    bad = list(read_jsonl(run.rundir.bad_rollouts))
+    assert bad == [{"step": step, "ticket": 0, "sample": 1, "cause": "loss"} for step in (1, 3, 4, 5)]
+    assert "steps 3 to 5 were skipped" in run.rundir.failure_file.read_text()
+    assert (run.rundir.checkpoints / "step-0000006" / "megarl.json").exists()
+    assert run.controller.stopped == []

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.curriculum import Curriculum, Draw
+from megarl.rollout.curriculum import Curriculum, Draw, Pace
 
 IDS = [f"p{n}" for n in range(12)]
+DIFFICULTY = {p: int(p[1:]) // 2 for p in IDS}
 
 
 def curriculum(on_exhausted: str = "reset", threshold: float | None = 0.9, seed: int = 3) -> Curriculum:
@@ -24,8 +25,8 @@ def test_an_epoch_is_a_permutation_and_the_next_another_one() -> None:
     first, second = draws(c, 12), draws(c, 12)
     assert sorted(p for p, *_ in first) == sorted(p for p, *_ in second) == sorted(IDS)
     assert [p for p, *_ in first] != [p for p, *_ in second]
-    assert {e for _, e, _ in first} == {0}
-    assert {e for _, e, _ in second} == {1}
+    assert {e for _, e, *_ in first} == {0}
+    assert {e for _, e, *_ in second} == {1}
 
 
 def test_order_depends_on_seed_not_on_the_order_of_the_file() -> None:
@@ -62,22 +63,60 @@ def test_an_epoch_that_would_begin_with_less_than_a_batch(threshold: float | Non
     events=st.lists(st.sampled_from([*IDS, "draw", "draw", "draw", "draw"]), max_size=120),
     rates=st.lists(st.sampled_from([0.0, 0.5, 0.9, 1.0]), min_size=120, max_size=120),
     on_exhausted=st.sampled_from(["stop", "reset"]),
+    pace=st.builds(
+        Pace, st.sampled_from(["none", "linear", "exponential"]), st.sampled_from([0.1, 0.5]), st.integers(1, 60)
+    ),
 )
-def test_resume_equals_uninterrupted(events: list[str], rates: list[float], on_exhausted: str) -> None:
+def test_resume_equals_uninterrupted(events: list[str], rates: list[float], on_exhausted: str, pace: Pace) -> None:
     """At any moment a curriculum made from the last draw and the pass rates goes on as the one that made them."""
-    live, last, pass_rates = curriculum(on_exhausted), None, {}
+
+    def new() -> Curriculum:
+        return Curriculum(IDS, 3, 0.9, 4, on_exhausted, DIFFICULTY, pace)
+
+    live, last, pass_rates, count = new(), None, {}, 0
     for event, rate in zip(events, rates, strict=False):
         if event == "draw":
             drawn = live.draw()
             if drawn is None:
                 return
-            last = drawn
+            last, count = drawn, count + 1
             if drawn.reset:
                 pass_rates.clear()
         else:
             live.observe(event, rate)
             pass_rates[event] = rate
     if last:
-        resumed = curriculum(on_exhausted)
-        resumed.resume(last, pass_rates)
+        resumed = new()
+        resumed.resume(last, pass_rates, count)
         assert draws(live, 30) == draws(resumed, 30)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares"), [("none", [1, 1, 1, 1]), ("linear", [0.25, 0.625, 1, 1]), ("exponential", [0.25, 0.5, 1, 1])]
+)
+def test_pace(kind: str, shares: list[float]) -> None:
+    pace = Pace(kind, start=0.25, draws=100)  # type: ignore[arg-type]
+    assert [pace.share(drawn) for drawn in (0, 50, 100, 900)] == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(("kind", "pools"), [("linear", [4, 7, 12]), ("exponential", [4, 5, 7, 9, 12])])
+def test_epochs_go_through_the_easiest_and_end_with_all(kind: str, pools: list[int]) -> None:
+    """ceil(12 (1/3 + 2/3 t/12)) and ceil(12 (1/3)^(1 - t/24)) prompts after t draws."""
+    c = Curriculum(IDS, 3, 0.9, 4, "reset", DIFFICULTY, Pace(kind, 1 / 3, 12 if kind == "linear" else 24))  # type: ignore[arg-type]
+    hardest = sorted(IDS, key=lambda p: -DIFFICULTY[p])
+    for epoch, pool in enumerate([*pools, 12]):
+        drawn = draws(c, pool)
+        assert {d.pool for d in drawn} == {pool}
+        assert {d.epoch for d in drawn} == {epoch}
+        assert len({d.prompt_id for d in drawn}) == pool
+        limit = DIFFICULTY[hardest[12 - pool]] if pool < 12 else 99
+        assert max(DIFFICULTY[d.prompt_id] for d in drawn) <= limit
+
+
+def test_a_pool_that_is_solved_grows() -> None:
+    c = Curriculum(IDS, 3, 0.9, 4, "stop", DIFFICULTY, Pace("linear", 1 / 3, 10_000))
+    for d in draws(c, 4):
+        c.observe(d.prompt_id, 1.0)
+    second = draws(c, 4)
+    assert c.pool == 8
+    assert {DIFFICULTY[d.prompt_id] for d in second} == {2, 3}

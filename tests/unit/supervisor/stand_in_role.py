@@ -41,6 +41,10 @@ def learner(rundir: RunDir, index: int, steps: int) -> int:
     if (rundir.path / "broken").exists():
         print("megarl: the model is broken", flush=True)
         return 2
+    if (rundir.path / "hopeless").exists():
+        append_jsonl(rundir.metrics, {"step": 0, "time": time.time(), "compute_hours": 0.1, "compute_unit": "core"})
+        rundir.failure_file.write_text("three steps were skipped")
+        return 1  # as torchrun does
     done = len(list(read_jsonl(rundir.metrics)))
     for step in range(done, steps):
         append_jsonl(

@@ -211,6 +211,21 @@ def test_broken_from_the_start_ends_the_run_with_its_log(live: Callable[..., Lif
     assert nobody(life.all_pids())
 
 
+def test_a_learner_that_says_the_run_has_failed_is_not_started_again(live: Callable[..., Life], recipe: Recipe) -> None:
+    rundir = RunDir.of(recipe)
+    rundir.path.mkdir(parents=True)
+    (rundir.path / "hopeless").touch()
+    life = live()
+    status, output = life.end()
+    assert status == 1
+    assert "megarl: three steps were skipped" in output
+    assert life.events("restart") == []
+    assert json.loads(rundir.summary.read_text())["outcome"] == "failed"
+    (rundir.path / "hopeless").unlink()
+    status, output = live(steps=3, resume=True).end()
+    assert status == 0, output
+
+
 def test_second_supervisor_is_refused(live: Callable[..., Life], recipe: Recipe) -> None:
     life = live()
     life.wait_for_steps(1)

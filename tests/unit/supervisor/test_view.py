@@ -117,10 +117,18 @@ def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     assert warnings(frame(recipe, rundir)) == []
     for step in range(30, 60):
         append_jsonl(
-            rundir.metrics, {"step": step, "truncation_rate": 0.12, "probe_logprob_diff": 0.09, "skipped": 1.0}
+            rundir.metrics,
+            {
+                "step": step,
+                "truncation_rate": 0.12,
+                "effective_sample_size": 0.08,
+                "probe_logprob_diff": 0.09,
+                "skipped": 1.0,
+            },
         )
     said = " ".join(warnings(frame(recipe, rundir)))
     assert "12% of the answers are cut off" in said
+    assert "effective sample size is 8%" in said
     assert "0.09" in said
     assert "not finite" in said
     append_jsonl(rundir.metrics, {"step": 60, "skipped": 1.0, "groups_in_loss": 0.0})

@@ -1,0 +1,29 @@
+"""Signs of a run about to go wrong (ScaleRL: 10 to 15 % of answers cut off destabilise)."""
+
+import math
+
+from megarl.monitor.warnings import flags, words
+
+
+def test_a_row_says_what_it_shows() -> None:
+    assert flags({"truncation_rate": 0.101, "effective_sample_size": 0.099}) == {
+        "warning_truncation": 1.0,
+        "warning_sample_size": 1.0,
+    }
+    assert flags({"truncation_rate": 0.1, "effective_sample_size": 0.1}) == {
+        "warning_truncation": 0.0,
+        "warning_sample_size": 0.0,
+    }
+
+
+def test_what_was_not_measured_is_no_sign() -> None:
+    assert flags({}) == flags({"truncation_rate": math.nan}) == {}
+    assert words(None, None) == []
+
+
+def test_words() -> None:
+    assert words(0.05, 0.9) == []
+    (cut,) = words(0.15, 0.9)
+    assert cut.startswith("15% of the answers are cut off")
+    (small,) = words(0.05, 0.05)
+    assert small.startswith("the effective sample size is 5% of the batch")

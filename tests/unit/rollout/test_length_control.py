@@ -1,0 +1,105 @@
+"""Interruption, overlong penalty, neither: what is asked of a server, and what the answer is worth."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.grading import Grade, overlong
+from megarl.messages import ServerAddress
+from megarl.recipe import Length, from_tree
+from megarl.rollout.client import Generation, Span
+from megarl.rollout.membership import Membership
+from megarl.rollout.places import Places
+from megarl.rollout.sampler import Completion, Job, Sampler
+from megarl.types import float32, int32
+
+END, CLOSE = 0, 1
+PHRASE = [8, 8, CLOSE]
+
+
+class Letters:
+    """A tokenizer of ten tokens; 1 is `</think>`."""
+
+    end = END
+
+    def ids(self, text: str) -> np.ndarray:
+        return int32(PHRASE)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join("</think>" if t == CLOSE else str(t) for t in tokens)
+
+
+class EndlessServer:
+    """Thinks until it is stopped; `asked`: the tokens each request was allowed."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    async def generate(self, ids: np.ndarray, limit: int, **_: Any) -> Generation:
+        self.asked.append(limit)
+        return Generation(int32([5] * limit), float32([-1.0] * limit), (Span(3, 0, limit),), "length")
+
+
+class Nobody:
+    def life(self, server: int) -> int:
+        return 0
+
+    def server_lost(self, server: int, life: int, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def complete(control: str) -> tuple[Completion, list[int]]:
+    recipe = from_tree(
+        {"length": {"control": control, "thinking_tokens": [6, 20], "answer_tokens": 4, "overlong_tokens": 8}}
+    )
+    server, members = EndlessServer(), Membership([ServerAddress(id=0, url="")])
+    members.seen(0)
+    members.publish([0], 3, "a")
+    members.published(0, 3, "a", "")
+
+    async def run() -> Completion:
+        places = Places(members, 1)
+        sampler = Sampler(recipe, Letters(), {0: server}, places, Nobody())  # type: ignore[arg-type,dict-item]
+        job = Job(int32([7, 7]), (1, 0, 0), lambda *_: True, "", recipe.length.thinking_tokens[1], 1.0, 1.0)
+        return await sampler.complete(job)
+
+    return asyncio.run(run()), server.asked
+
+
+def test_interruption_is_two_legs_with_a_masked_phrase_between() -> None:
+    done, asked = complete("interruption")
+    assert asked == [20, 4]
+    assert done.interrupted
+    assert [(len(s.tokens), s.trained) for s in done.segments] == [(20, True), (3, False), (4, True)]
+
+
+@pytest.mark.parametrize("control", ["overlong_penalty", "none"])
+def test_without_it_one_leg_has_both_budgets(control: str) -> None:
+    done, asked = complete(control)
+    assert asked == [24]
+    assert not done.interrupted
+    assert done.finish == "length"
+    assert [(len(s.tokens), s.trained) for s in done.segments] == [(24, True)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"),
+    [(1, 0.0), (12_288, 0.0), (12_289, -1 / 2048), (13_312, -0.5), (14_336, -1.0), (15_000, -1.0)],
+)
+def test_penalty_is_a_straight_line_over_the_last_tokens(tokens: int, penalty: float) -> None:
+    assert overlong.penalty(tokens, 14_336, 2048) == pytest.approx(penalty)
+    assert overlong.penalty(tokens, 14_336, 2048) == np.clip((14_336 - tokens) / 2048 - 1, -1, 0)
+
+
+def test_only_right_answers_lose_and_only_if_the_recipe_says_so() -> None:
+    right, wrong = Grade(1.0, True, True), Grade(-1.0, False, True)
+    sizes: dict[str, Any] = {"thinking_tokens": (10, 20), "answer_tokens": 4, "overlong_tokens": 8}
+    length = Length(control="overlong_penalty", **sizes)
+    assert length.completion_tokens == 24
+    assert [overlong.reward(right, n, length) for n in (16, 20, 24)] == [1.0, 0.5, 0.0]
+    assert [overlong.reward(wrong, n, length) for n in (16, 20, 24)] == [-1.0, -1.0, -1.0]
+    for control in ("interruption", "none"):
+        assert overlong.reward(right, 24, Length(control=control, **sizes)) == 1.0
