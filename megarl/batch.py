@@ -117,8 +117,8 @@ def training_sequences(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
     """All rollouts of the batch that the loss sees, in order of ticket and sample; empty if no group has a gradient."""
     groups = groups_in_loss(batch.groups, recipe.batch.zero_variance)
     gains = advantages(groups, recipe.batch.advantage, recipe.batch.centring)
-    longest = recipe.length.context_tokens - recipe.length.prompt_tokens
-    weights = token_weights([[r.trained_tokens for r in g.rollouts] for g in groups], recipe.batch.aggregation, longest)
+    counts = [[r.trained_tokens for r in g.rollouts] for g in groups]
+    weights = token_weights(counts, recipe.batch.aggregation, recipe.length.completion_tokens)
     return [
         _sequence(group, rollout, float(gain), float(weight))
         for group, group_gains, group_weights in zip(groups, gains, weights, strict=True)

@@ -368,7 +368,8 @@ def from_tree(tree: dict[str, Any]) -> Recipe:
 
 def dump(recipe: Recipe) -> str:
     """YAML of the whole resolved tree."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    # Only ASCII: PyYAML does not read back every other character that it writes as it is (U+0085).
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=120)
 
 
 def describe(recipe: Recipe) -> str:
@@ -386,7 +387,6 @@ def _described(section: BaseModel, depth: int) -> list[str]:
         shown = yaml.safe_dump(
             list(value) if isinstance(value, tuple) else value,
             default_flow_style=True,
-            allow_unicode=True,
             width=10_000,
         )
         text = f"{'  ' * depth}{name}: {shown.removesuffix('...' + chr(10)).rstrip()}"

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megarl.errors import MegarlError
@@ -200,6 +200,7 @@ def test_scalerl_is_the_papers() -> None:
     phrase=st.text(max_size=30),
     threshold=st.none() | st.floats(0.01, 1.0),
 )
+@example(k=0, prompts=1, lr=1.0, phrase="\x85", threshold=None)
 def test_dump_and_describe_load_to_the_same(
     k: int, prompts: int, lr: float, phrase: str, threshold: float | None
 ) -> None:
