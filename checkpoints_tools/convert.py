@@ -7,6 +7,7 @@
 One parameter is in memory at a time. Values are copied, never computed with; only --dtype rounds.
 """
 
+import gc
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -179,7 +180,9 @@ def _values(
     members: Sequence[Group], family: Family, shards: Shards, untouched: Mapping[str, Region]
 ) -> Iterator[tuple[str, int, Tensor]]:
     """(Hugging Face name, entry along dimension 0 if it is stacked, values)."""
+    gc.freeze()  # what is there already is looked through no more: collecting is quick then
     for group in members:
+        gc.collect()  # views hold maps of the source's files, and some of them only this lets go of
         for part in group.parts:
             for source, value in views(part, family, stored_value(part, shards)):
                 yield source.name, source.expert or 0, value
