@@ -5,11 +5,12 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-SUPERVISOR = "MEGARL_SUPERVISOR_PID"
-"""Environment variable of a role that `megarl train` started."""
+SUPERVISOR, NODE = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE"
+"""Environment variables of a role that `megarl train` started: who watches it, and the name of its node."""
 
 
 def die_with_parent(sig: int = signal.SIGKILL) -> None:
@@ -35,6 +36,15 @@ def die_with_supervisor() -> None:
 def adopt_orphans() -> None:
     """What a dead role leaves behind becomes a child of this process, which can then find and end it. Linux only."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def log_to(path: Path) -> None:
+    """All output of this process goes to the end of this file from here on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.close(descriptor)
 
 
 def start_logging(role: str) -> None:

@@ -1,7 +1,7 @@
 """The run directory: its fixed form, the addresses of a live run, and the one JSONL writer.
 
 RUN/recipe.yaml        resolved            RUN/rollouts/      the journal
-RUN/metrics.jsonl      one object a step   RUN/logs/          one file a process
+RUN/metrics.jsonl      one object a step   RUN/logs/          one file a process: ROLE/HOST.RANK.log
 RUN/eval.jsonl         one an evaluation   RUN/checkpoints/   step-000000N/
 RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  RUN/reward.png
 RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
@@ -12,10 +12,11 @@ RUN/stop               asks for an orderly end; polled by learner and controller
 import json
 import math
 import os
+import random
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ import msgspec
 
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe
+
+LOWEST_PORT, PORTS_WANTED = 10_000, 5_000
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +36,9 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[str, ...]  # http://host:port
     api_key: str
     admin_key: str
-    rendezvous_port: int  # of the learner's ranks
+    rendezvous_port: int  # of the learner's ranks, on its first node
+    rendezvous_host: str = "127.0.0.1"
+    learner_nodes: int = 1
     gpus: int = 0  # that the roles hold together; 0: compute is counted in cores
 
 
@@ -62,6 +67,10 @@ class RunDir:
     @staticmethod
     def of(recipe: Recipe) -> "RunDir":
         return RunDir(recipe.run.path)
+
+    def log(self, role: str, host: str, rank: int) -> Path:
+        """Of one process. role: server, controller or learner; rank: which server, or which rank of the learner."""
+        return self.logs / role / f"{host}.{rank}.log"
 
     def create(self) -> None:
         for folder in (self.path, self.rollouts, self.logs, self.checkpoints, self.tensorboard):
@@ -132,9 +141,18 @@ def latest_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """That many different ports nobody listens on now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind((host, 0))
-        return [s.getsockname()[1] for s in sockets]
+    """That many different ports of `host`, an address of this machine, that nobody listens on now.
+
+    They lie below those that the kernel gives to outgoing connections, so that none takes one before it is used, and are
+    drawn at random, so that runs which look at the same moment find others.
+    """
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    last = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(LOWEST_PORT, last), last - LOWEST_PORT):
+        if len(found) == count:
+            return found
+        with socket.socket() as s, suppress(OSError):
+            s.bind((host, port))
+            found.append(port)
+    raise MegarlError(f"{host}: of the ports {LOWEST_PORT} to {last} only {len(found)} are free; {count} are needed")

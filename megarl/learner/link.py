@@ -52,7 +52,7 @@ class Link:
             if time.monotonic() >= limit:
                 raise MegarlError(
                     f"the controller at {self.address} has not answered {name} for {self.limit_s:g} s; "
-                    "look at logs/controller-0.log of the run, then start again with run.resume=auto"
+                    "look at logs/controller/ of the run, then start again with run.resume=auto"
                 )
             log.warning("no answer to %s within %g s; sending it again", name, self.resend_s)
             self._socket.close(linger=0)

@@ -27,7 +27,7 @@ from megarl.messages import Next, Publish, Refused, Reply, Request, Stop, Stoppe
 from megarl.models import parallel
 from megarl.monitor.metrics import MetricsWriter
 from megarl.monitor.warnings import flags
-from megarl.process import die_with_parent, start_logging
+from megarl.process import NODE, die_with_parent, log_to, start_logging
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir, append_jsonl, write_atomically
 from megarl.types import decode, encode
@@ -45,9 +45,17 @@ def main(recipe: Recipe) -> int:
     """Run this rank of the learner; with more than one and outside torchrun, become torchrun."""
     rundir = RunDir.of(recipe)
     if recipe.resources.learner_ranks > 1 and not is_rank():
-        become_torchrun(recipe.resources.learner_ranks, rundir.endpoints().rendezvous_port)
+        endpoints = rundir.endpoints()
+        become_torchrun(
+            recipe.resources.learner_ranks,
+            endpoints.rendezvous_port,
+            endpoints.rendezvous_host,
+            endpoints.learner_nodes,
+        )
     if is_rank():
         die_with_parent()
+        if NODE in os.environ:
+            log_to(rundir.log("learner", os.environ[NODE], int(os.environ["RANK"])))
     start_logging(f"learner {os.environ.get('RANK', '0')}")
     torch.set_num_threads(recipe.resources.threads)
     # Ranks other than 0 wait in a collective as long as rank 0 waits for the controller.

@@ -21,6 +21,13 @@ class Run(Section):
     seed: int = Field(0, ge=0)
     steps: int = Field(400, ge=1, description="optimiser steps")
     resume: Literal["never", "auto"] = "never"
+    launcher: Literal["auto", "local", "srun"] = Field(
+        "auto", description="processes of this machine, or steps of a Slurm job; auto: steps in a job of several nodes"
+    )
+    interface: str = Field(
+        "",
+        description="network interface all roles listen on, such as ib0; empty: loopback, on several nodes that of Slurm",
+    )
     stop_at_asymptote: bool = Field(
         False, description="end when the next tenth of the budget is predicted to bring less than an evaluation's noise"
     )
@@ -343,7 +350,6 @@ class Weights(Section):
 
 
 class Serving(Section):
-    host: str = "127.0.0.1"
     port: int | None = Field(None, ge=1, le=65_535, description="of server 0, the next ones count up; null: free ports")
     kv_tokens: int | None = Field(None, ge=1, description="null: what fits in memory (GPU only)")
     max_running_requests: int = Field(256, ge=1)

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megarl.errors import MegarlError
 from megarl.process import die_with_parent, start_logging
@@ -43,7 +44,8 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     from megarl.serving import cpu_engine
 
     cuda = torch.cuda.is_available()
-    check(recipe, port, cuda)
+    host = str(urlsplit(endpoints.servers[index]).hostname)
+    check(recipe, host, port, cuda)
     os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
     cpu_engine.install()
     cpu_engine.fork_processes()
@@ -55,13 +57,13 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     from sglang.srt.utils import kill_process_tree
 
     logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_without_keys)
-    arguments = engine_arguments(recipe, index, port, endpoints, cuda)
+    arguments = engine_arguments(recipe, index, host, port, endpoints, cuda)
     try:
         launch_server(
             ServerArgs(**arguments),
             run_scheduler_process_func=workers.scheduler,
             run_detokenizer_process_func=workers.no_detokenizer,
-            execute_warmup_func=lambda _: warm_up(f"http://{recipe.serving.host}:{port}", endpoints.api_key),
+            execute_warmup_func=lambda _: warm_up(f"http://{host}:{port}", endpoints.api_key),
         )
     except SystemExit:
         # Uvicorn's, of a port that somebody took since the check. The warm-up, which then asks that somebody, would keep this
@@ -102,7 +104,7 @@ def warm_up(url: str, api_key: str) -> bool:
     return False
 
 
-def check(recipe: Recipe, port: int, cuda: bool) -> None:
+def check(recipe: Recipe, host: str, port: int, cuda: bool) -> None:
     """What SGLang would say late or not at all: one MegarlError that names the key."""
     config = text_config(recipe)
     serving = recipe.serving
@@ -129,11 +131,9 @@ def check(recipe: Recipe, port: int, cuda: bool) -> None:
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
         )  # connections of the last life in TIME_WAIT do not matter
         try:
-            s.bind((serving.host, port))
+            s.bind((host, port))
         except OSError as error:
-            raise MegarlError(
-                f"cannot listen on {serving.host}:{port}: {error.strerror}; choose another port"
-            ) from None
+            raise MegarlError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from None
 
 
 def _check_experts(recipe: Recipe, config: dict[str, Any]) -> None:
@@ -213,7 +213,9 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dic
     return common | cpu
 
 
-def engine_arguments(recipe: Recipe, index: int, port: int, endpoints: Endpoints, cuda: bool) -> dict[str, Any]:
+def engine_arguments(
+    recipe: Recipe, index: int, host: str, port: int, endpoints: Endpoints, cuda: bool
+) -> dict[str, Any]:
     """SGLang's ServerArgs. What is not here keeps SGLang's default (radix cache on, attention backend, CUDA graphs)."""
     serving, weights = recipe.serving, recipe.weights
     config = text_config(recipe)
@@ -227,7 +229,7 @@ def engine_arguments(recipe: Recipe, index: int, port: int, endpoints: Endpoints
         "context_length": min(context, config.get("max_position_embeddings", context)),
         "skip_tokenizer_init": True,
         "sampling_defaults": "openai",  # every request states its own; generation_config.json has no say
-        "host": serving.host,
+        "host": host,
         "port": port,
         "api_key": endpoints.api_key,
         "admin_api_key": endpoints.admin_key,

@@ -20,8 +20,8 @@ from rich.table import Table
 from megarl.process import SUPERVISOR
 from megarl.rundir import latest_rows
 from megarl.study.plan import Study, Task
-from megarl.supervisor.train import Wish, wishes
 from megarl.supervisor.view import sparkline
+from megarl.supervisor.wishes import Wish, wishes
 
 LOOK_S = 2.0
 LINE_S = 60.0

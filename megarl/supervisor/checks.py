@@ -1,6 +1,7 @@
 """Everything that can be wrong before a process is started, each one `MegarlError` that says what to do.
 
-check_inputs(recipe)            the model directory, data files, ports, GPUs
+check_inputs(recipe)            the model directory, data files
+check_all(recipe)               the same, what is there of the run, and that the roles fit
 lock(rundir)                    no other supervisor works there
 check_history(recipe, rundir)   a run that is there may go on, and goes on as it began
 """
@@ -8,7 +9,7 @@ check_history(recipe, rundir)   a run that is there may go on, and goes on as it
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from megarl.data.chat import load_chat
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe, load
 from megarl.rundir import RunDir
-from megarl.supervisor import devices
+from megarl.supervisor.launcher import LocalLauncher
+from megarl.supervisor.placement import Place, place
+from megarl.supervisor.restart import Role
+from megarl.supervisor.srun import chosen
 
 HISTORY = (
     "run.seed",
@@ -42,7 +46,7 @@ HISTORY = (
 
 
 def check_inputs(recipe: Recipe) -> None:
-    """What the recipe names exists, and there is room for the roles."""
+    """What the recipe names exists."""
     if not (Path(recipe.model.path) / "config.json").is_file() or not recipe.model.path:
         raise MegarlError(_no_model(recipe))
     for key, used, path in (
@@ -56,9 +60,6 @@ def check_inputs(recipe: Recipe) -> None:
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
-    devices.divide(recipe, devices.gpus())
-    for port in server_ports(recipe):
-        _check_port(recipe.serving.host, port)
 
 
 def _check_sources(recipe: Recipe) -> None:
@@ -79,9 +80,14 @@ def _check_sources(recipe: Recipe) -> None:
 
 
 def check_all(recipe: Recipe) -> None:
-    """Both checks of `megarl train`, without starting anything or writing."""
+    """All that `megarl train` checks, without starting anything or writing; other nodes of a Slurm job are not asked."""
     check_inputs(recipe)
-    check_history(recipe, RunDir.of(recipe))
+    rundir = RunDir.of(recipe)
+    check_history(recipe, rundir)
+    launcher = chosen(recipe, rundir)
+    if isinstance(launcher, LocalLauncher):
+        placed = place(recipe, launcher.survey(0))
+        check_ports(recipe, placed)
 
 
 def check_sft(recipe: Recipe) -> None:
@@ -95,10 +101,14 @@ def check_sft(recipe: Recipe) -> None:
         raise MegarlError("sft.output: say where the trained model is to be written")
 
 
-def server_ports(recipe: Recipe) -> list[int]:
-    """The servers' ports if the recipe fixes them."""
-    first = recipe.serving.port
-    return [] if first is None else [first + i for i in range(recipe.resources.servers)]
+def check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
+    """Ports of this machine's servers that the recipe fixes can be listened on; on other nodes the servers say it."""
+    if recipe.serving.port is None:
+        return
+    name = placed[Role("controller")].nodes[0].name
+    for role, of in placed.items():
+        if role.kind == "server" and of.nodes[0].name == name:
+            _check_port(of.nodes[0].address, recipe.serving.port + role.index)
 
 
 @contextmanager

@@ -1,16 +1,10 @@
-"""Which GPUs this machine has and who gets which. Asks `nvidia-smi`, so the supervisor need not import torch.
-
-servers first, server_tensor_parallel each │ then one for each learner rank
-0 1 │ 2 3 │                                  4 5 6 7
-"""
+"""Which GPUs this machine has. Asks `nvidia-smi`, so the supervisor need not import torch."""
 
 import os
 import shutil
 import subprocess
 
-from megarl.errors import MegarlError
 from megarl.recipe import Recipe
-from megarl.supervisor.restart import Role
 
 
 def gpus() -> tuple[str, ...]:
@@ -32,20 +26,3 @@ def needed(recipe: Recipe) -> int:
     """GPUs the recipe divides among its roles."""
     resources = recipe.resources
     return resources.servers * resources.server_tensor_parallel + resources.learner_ranks
-
-
-def divide(recipe: Recipe, available: tuple[str, ...]) -> dict[Role, tuple[str, ...]]:
-    """The GPUs of each role; all empty where there is none (the CPU stack). MegarlError if there are too few."""
-    resources = recipe.resources
-    if available and len(available) < needed(recipe):
-        raise MegarlError(
-            f"resources: {resources.servers} servers x {resources.server_tensor_parallel} GPUs + {resources.learner_ranks} "
-            f"learner ranks need {needed(recipe)} GPUs, and {len(available)} are visible ({','.join(available)}). Lower "
-            "resources.servers, resources.server_tensor_parallel or resources.learner_ranks, or set CUDA_VISIBLE_DEVICES= "
-            "to run a tiny model on the CPU"
-        )
-    width = resources.server_tensor_parallel
-    shares = {Role("server", i): available[i * width : (i + 1) * width] for i in range(resources.servers)}
-    shares[Role("controller")] = ()
-    shares[Role("learner")] = available[resources.servers * width :][: resources.learner_ranks]
-    return shares

@@ -1,4 +1,5 @@
-"""How a role is started and ended. `Launcher` is the seam; `LocalLauncher` makes processes of this machine.
+"""How a role is started, watched and ended. `Launcher` is the seam; `LocalLauncher` makes processes of this machine, the
+launcher of srun.py steps of a Slurm job.
 
 Each role leads a session of its own: Ctrl-C in the terminal reaches the supervisor alone, and `kill` reaches all the
 role's processes by its group. Roles end with the supervisor however it ends (`megarl.process.die_with_supervisor`).
@@ -13,27 +14,40 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import psutil
 
-from megarl.process import SUPERVISOR
+from megarl.process import NODE, SUPERVISOR
 from megarl.recipe import Recipe
-from megarl.supervisor.restart import Role
+from megarl.rundir import RunDir
+from megarl.supervisor.nodes import Node, here
+from megarl.supervisor.placement import Place
+from megarl.supervisor.restart import NodeState, Role
 
 KILL_LIMIT_S = 30.0
 """A killed process that is not gone by then hangs in the kernel (a driver); nothing more can be done from here."""
+Still = Literal["stopped", "unheard"]
+"""Why a role does not move: one of its processes is stopped; its node does not report any more."""
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is run for a role: arguments, variables that differ from ours (None: unset), and its log (appended to)."""
+    """What is run for a role: words behind `python`, variables that differ from ours (None: unset), where, and the run's
+    logs (appended to)."""
 
     role: Role
     arguments: tuple[str, ...]
     environment: Mapping[str, str | None]
-    log: Path
+    place: Place
+    rundir: RunDir
+
+    def log(self, n: int = 0) -> Path:
+        """Of the role on the n-th of its nodes; further ranks there have their own (`megarl.process.log_to`)."""
+        rank = self.role.index if self.role.kind == "server" else n * self.place.ranks
+        return self.rundir.log(self.role.kind, self.place.nodes[n].name, rank)
 
 
 class Running(Protocol):
@@ -49,24 +63,31 @@ class Running(Protocol):
         """Ask it to end."""
 
     def kill(self) -> None:
-        """End it and all it started, now. Also clears up what a dead one left behind."""
+        """End it and all it started, now. Also clears up what a dead one left behind. Returns at once."""
+
+    def wait_gone(self) -> None:
+        """After `kill`: until it is gone, at most KILL_LIMIT_S."""
+
+    def still(self) -> Still | None:
+        """Why it does not move, if it does not."""
+
+    def node_state(self) -> NodeState:
+        """Of its nodes, once it has ended."""
 
 
 class Launcher(Protocol):
+    def survey(self, ports: int) -> tuple[Node, ...]:
+        """The nodes there are, each with so many free ports, in the order of the allocation."""
+
     def start(self, task: Task) -> Running: ...
 
+    def sweep(self, running: Sequence[Running]) -> None:
+        """End what dead roles have left behind and is none of `running`'s."""
 
-def task(
-    recipe: Recipe,
-    resolved: Path,
-    role: Role,
-    port: int,
-    devices: Sequence[str],
-    logs: Path,
-    python: str = sys.executable,
-) -> Task:
+
+def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) -> Task:
     """The role on the resolved recipe. `port` is for servers."""
-    arguments = [python, "-m", "megarl", COMMANDS[role.kind], str(resolved)]
+    arguments = ["-m", "megarl", COMMANDS[role.kind], str(rundir.recipe)]
     if role.kind == "server":
         arguments += ["--index", str(role.index), "--port", str(port)]
     threads = "1" if role.kind == "controller" else str(recipe.resources.threads)
@@ -74,26 +95,34 @@ def task(
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": ",".join(devices),
+        "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": None,  # or every role compiles all it imports, at each start
     }
-    return Task(role, tuple(arguments), environment, logs / f"{role.name}.log")
+    return Task(role, tuple(arguments), environment, place, rundir)
 
 
 class LocalLauncher:
     """Processes of this machine. Call `start` from a thread that lives as long as the roles: they die with it."""
 
-    def start(self, task: Task) -> "LocalProcess":
+    def __init__(self, interface: str = "") -> None:
+        self._interface = interface
+
+    def survey(self, ports: int) -> tuple[Node, ...]:
+        return (here(ports, self._interface),)
+
+    def start(self, task: Task, n: int = 0) -> "LocalProcess":
+        """n: which of the task's nodes this machine is."""
         environment = dict(os.environ) | {k: v for k, v in task.environment.items() if v is not None}
         for name in [k for k, v in task.environment.items() if v is None]:
             environment.pop(name, None)
-        environment[SUPERVISOR] = str(os.getpid())
-        with task.log.open("ab") as log:
+        environment |= {SUPERVISOR: str(os.getpid()), NODE: task.place.nodes[n].name}
+        task.log(n).parent.mkdir(parents=True, exist_ok=True)
+        with task.log(n).open("ab") as log:
             log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(task.arguments)}\n".encode())
             log.flush()
             process = subprocess.Popen(
-                task.arguments,
+                [sys.executable, *task.arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -101,6 +130,17 @@ class LocalLauncher:
                 start_new_session=True,
             )
         return LocalProcess(process)
+
+    def sweep(self, running: Sequence[Running]) -> None:
+        """Catches what left its role's session: orphans are our children (`megarl.process.adopt_orphans`)."""
+        mine = [process.pid for process in running]
+        family = [
+            p for child in psutil.Process().children() if child.pid not in mine for p in (child, *_descendants(child))
+        ]
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=KILL_LIMIT_S)
 
 
 class LocalProcess:
@@ -121,23 +161,23 @@ class LocalProcess:
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # the group's number stays taken while any of it lives
+
+    def wait_gone(self) -> None:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_LIMIT_S)
 
-
-def sweep(mine: Sequence[int] = ()) -> list[int]:
-    """Kill and reap every child and grandchild except the processes `mine` and what they started; their ids.
-
-    Catches what left its role's session: orphans are our children (`megarl.process.adopt_orphans`).
-    """
-    family = [
-        p for child in psutil.Process().children() if child.pid not in mine for p in (child, *_descendants(child))
-    ]
-    for process in family:
+    def still(self) -> Still | None:
+        """A process of its session is stopped."""
         with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(family, timeout=KILL_LIMIT_S)
-    return [process.pid for process in family]
+            leader = psutil.Process(self.pid)
+            for process in (leader, *_descendants(leader)):
+                with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    if process.status() in STOPPED and os.getsid(process.pid) == self.pid:
+                        return "stopped"
+        return None
+
+    def node_state(self) -> NodeState:
+        return "up"
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

@@ -3,12 +3,11 @@
 RUN/status.json (controller) ─┐
 RUN/metrics.jsonl (learner) ──┼─► Observer.look() ─► the live view, the restart policy, the watch
 RUN/eval.jsonl (controller) ──┤
-RUN/logs/*.log (all) ─────────┘
+RUN/logs/*/*.log (all) ───────┘
 """
 
 import re
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import msgspec
 
 from megarl.monitor.tail import Tail
 from megarl.rundir import RunDir
+from megarl.supervisor.restart import Role
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
 
@@ -62,17 +62,16 @@ class Status(msgspec.Struct, kw_only=True):
 class Observer:
     """All that is known of a run. `rows` and `evaluations` by step, from all its lives; the others from this life."""
 
-    def __init__(self, rundir: RunDir, logs: Sequence[Path]) -> None:
+    def __init__(self, rundir: RunDir) -> None:
         self._rundir = rundir
         self._metrics, self._eval = Tail(rundir.metrics), Tail(rundir.eval)
-        self._logs = {path: Tail(path) for path in logs}
-        for log in self._logs.values():
-            log.lines()  # problems of an earlier life
+        self._logs: dict[Path, Tail] = {}
+        self._look_at_logs()
+        self.problem = ""  # what was found are problems of an earlier life
         self.rows: dict[int, dict[str, Any]] = {row["step"]: row for row in self._metrics.new()}
         self.evaluations: dict[int, dict[str, Any]] = {row["step"]: row for row in self._eval.new()}
         self.steps_made = 0
         self.status: Status | None = None
-        self.problem = ""
 
     def look(self) -> None:
         """Take in what is new."""
@@ -83,10 +82,13 @@ class Observer:
             self.evaluations[row["step"]] = row
         with suppress(OSError, msgspec.DecodeError):  # not written yet, or no status: the last one stays
             self.status = msgspec.json.decode(self._rundir.status.read_bytes(), type=Status)
-        for path, log in self._logs.items():
-            for line in log.lines():
+        self._look_at_logs()
+
+    def _look_at_logs(self) -> None:
+        for path in self._rundir.logs.glob("*/*.log"):
+            for line in self._logs.setdefault(path, Tail(path)).lines():
                 if PROBLEM.search(line):
-                    self.problem = f"{path.stem}: {line.strip()}"
+                    self.problem = f"{path.parent.name} {path.stem}: {line.strip()}"
 
     def forget_status(self) -> None:
         """The controller is started anew: what its last life said no longer holds."""
@@ -102,6 +104,21 @@ class Observer:
     def latest(self) -> dict[str, Any]:
         """Row of the newest step; empty before the first."""
         return self.rows[max(self.rows)] if self.rows else {}
+
+
+def log_of(rundir: RunDir, role: Role) -> Path | None:
+    """The log that says why `role` ended: of the learner's ranks that which has a problem among its last lines, else the one
+    written last. None if it has written none."""
+    rank = str(role.index) if role.kind == "server" else "*"
+    logs = rundir.logs.glob(f"{role.kind}/*.{rank}.log")
+    return max(
+        logs, key=lambda log: (role.kind == "learner" and bool(last_problem(log)), log.stat().st_mtime), default=None
+    )
+
+
+def last_problem(log: Path) -> str:
+    """The last of its last lines that looks like one; else empty."""
+    return next((line.strip() for line in reversed(last_lines(log)) if PROBLEM.search(line)), "")
 
 
 def last_lines(log: Path, count: int = 25, most_bytes: int = 64 << 10) -> list[str]:

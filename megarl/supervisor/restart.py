@@ -6,6 +6,8 @@
     learner left (0) ──► the run ends
     learner left RUN/failure (train.py) ──► the run ends as failed
     too often        ──► the run ends as failed
+    node is down     ──► its servers are dropped, and the run goes on with the others; the last server, the learner and the
+                         controller cannot be spared: the run ends, to be started again on other nodes
 
 A role's exit statuses: 0 it left in order; 2 one error message for the user (`MegarlError`); anything else is a crash.
 A message is worth a second try only when the run has made a step since the last one: a wait that ran out may not run
@@ -22,6 +24,8 @@ WINDOW_S = 900.0
 """More than `MOST_DEATHS` deaths of one role within this time end the run: it would not get better."""
 LONGEST_DELAY_S = 30.0
 
+NodeState = Literal["up", "silent", "down"]
+"""Of the node of a role that died. silent: the role was started there and nothing was heard of it."""
 Kind = Literal["server", "controller", "learner"]
 
 
@@ -54,6 +58,21 @@ class GiveUp:
 
 
 @dataclass(frozen=True)
+class Drop:
+    """Go on without this server."""
+
+    role: Role
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """End the run, whose checkpoint stands: it goes on when it is started on other nodes."""
+
+    role: Role
+    reason: str
+
+
+@dataclass(frozen=True)
 class Done:
     """The learner has saved and left: end the run."""
 
@@ -63,30 +82,42 @@ class Nothing:
     """The controller has nothing more to do; the learner leaves next."""
 
 
-Decision = Restart | GiveUp | Done | Nothing
+Decision = Restart | GiveUp | Drop | Elsewhere | Done | Nothing
 
 
 class RestartPolicy:
-    """Deaths so far, by role."""
+    """Deaths so far, by role, and how many servers there still are."""
 
-    def __init__(self, most_deaths: int = MOST_DEATHS, window_s: float = WINDOW_S) -> None:
+    def __init__(self, servers: int, most_deaths: int = MOST_DEATHS, window_s: float = WINDOW_S) -> None:
+        self.servers = servers
         self.most_deaths = most_deaths
         self.window_s = window_s
         self._deaths: dict[Role, list[float]] = {}
         self._steps_at_message = 0
 
-    def died(self, role: Role, status: int, at: float, steps: int) -> Decision:
+    def died(self, role: Role, status: int, at: float, steps: int, node: NodeState = "up") -> Decision:
         """`role` ended with `status` (negative: by that signal) at `at` seconds, after `steps` steps since the start."""
         if status == 0 and role.kind == "learner":
             return Done()
         if status == 0 and role.kind == "controller":
             return Nothing()
+        if node == "down":
+            return self._without(role)
         if status == MESSAGE_STATUS and steps == self._steps_at_message:
             return GiveUp(role, f"{role.name} could not go on" if steps else f"{role.name} could not start")
         if status == MESSAGE_STATUS:
             self._steps_at_message = steps
         recent = [t for t in self._deaths.get(role, []) if at - t < self.window_s] + [at]
         self._deaths[role] = recent
+        if len(recent) > self.most_deaths and node == "silent":
+            return self._without(role)
         if len(recent) > self.most_deaths:
             return GiveUp(role, f"{role.name} died {len(recent)} times within {self.window_s / 60:g} minutes")
         return Restart(role, 0.0 if len(recent) == 1 else min(2.0 ** (len(recent) - 1), LONGEST_DELAY_S))
+
+    def _without(self, role: Role) -> Drop | Elsewhere:
+        """Its node is of no use any more."""
+        if role.kind == "server" and self.servers > 1:
+            self.servers -= 1
+            return Drop(role)
+        return Elsewhere(role, f"the node of {role.name} is lost")

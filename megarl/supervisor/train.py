@@ -7,156 +7,104 @@
 Ctrl-C or SIGTERM writes RUN/stop: the learner saves and leaves. A second one kills. Every role dies with this process.
 """
 
-import json
 import secrets
-import signal
-import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
-from typing import Literal
+from collections.abc import Mapping
 
 from rich.console import Console
-from rich.live import Live
 
-from megarl.monitor import summary
 from megarl.process import adopt_orphans
 from megarl.recipe import Recipe, dump
-from megarl.rundir import Endpoints, RunDir, append_jsonl, free_ports, write_atomically
+from megarl.rundir import Endpoints, RunDir, append_jsonl, write_atomically
 from megarl.scaling.outlook import enough
 from megarl.supervisor import checks, devices
-from megarl.supervisor.launcher import Launcher, LocalLauncher, Running, sweep, task
-from megarl.supervisor.observe import Observer, last_lines
-from megarl.supervisor.restart import Done, GiveUp, Nothing, Restart, RestartPolicy, Role
-from megarl.supervisor.view import Frame, RoleView, line, render, warnings
-from megarl.supervisor.watch import Watch, stopped_roles
+from megarl.supervisor.closing import Death, Outcome, closing, how
+from megarl.supervisor.launcher import Launcher, Running, task
+from megarl.supervisor.observe import Observer, last_problem, log_of
+from megarl.supervisor.placement import Place, described, place
+from megarl.supervisor.restart import Done, Drop, Elsewhere, GiveUp, Nothing, Restart, RestartPolicy, Role
+from megarl.supervisor.screen import Screen
+from megarl.supervisor.srun import chosen
+from megarl.supervisor.view import Frame, RoleView
+from megarl.supervisor.watch import Watch
+from megarl.supervisor.wishes import Wish, wishes
 
 TICK_S = 0.1
 LOOK_S = 0.5
 WATCH_S = 5.0
-LINE_S = 10.0
-"""Between lines where the output is no terminal."""
 SAVE_LIMIT_S = 600.0
 """From the wish to stop to the learner's end: the step under way, and a checkpoint."""
 LEAVE_LIMIT_S = 10.0
 """For the controller, when all else has ended."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the run ended: all steps done; stopped by a wish; or failed. `role`: whose log says why."""
-
-    kind: Literal["finished", "stopped", "failed"]
-    reason: str
-    role: Role | None = None
-
-
-class Wish:
-    """How often the user has asked us to end."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.signal = 0
-
-    def heard(self, number: int, _frame: FrameType | None) -> None:
-        self.count += 1
-        self.signal = number
+START_ELSEWHERE = 75
+"""Exit status (EX_TEMPFAIL) of a run that can go on, though not on these nodes."""
 
 
 def main(recipe: Recipe) -> int:
-    """Run to the end. 0 all steps done; 1 failed; 128 + signal when asked to stop."""
+    """Run to the end. 0 all steps done; 1 failed; 75 to be started again elsewhere; 128 + signal when asked to stop."""
     rundir = RunDir.of(recipe)
     checks.check_inputs(recipe)
     with checks.lock(rundir):
         resumed = checks.check_history(recipe, rundir)
-        endpoints = prepare(recipe, rundir)
+        launcher = chosen(recipe, rundir)
+        nodes = launcher.survey(2 + recipe.resources.servers)
+        placed = place(recipe, nodes)
+        checks.check_ports(recipe, placed)
+        endpoints = prepare(recipe, rundir, placed)
         adopt_orphans()
         console = Console()
         if resumed:
             console.print(f"going on with {rundir.path}", highlight=False)
+        if len(nodes) > 1:
+            print(*described(placed, nodes), sep="\n", flush=True)
         began = time.monotonic()
         with wishes() as wish:
-            supervisor = Supervisor(recipe, rundir, endpoints, LocalLauncher(), wish)
+            supervisor = Supervisor(recipe, rundir, endpoints, launcher, placed, wish)
             with Screen(console) as screen:
                 outcome = supervisor.run(screen)
-        closing(console, recipe, rundir, outcome, time.monotonic() - began)
+        closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - began)
     if outcome.kind == "stopped":
         return 128 + wish.signal if wish.count else 0
-    return 0 if outcome.kind == "finished" else 1
+    return {"finished": 0, "elsewhere": START_ELSEWHERE, "failed": 1}[outcome.kind]
 
 
-def prepare(recipe: Recipe, rundir: RunDir) -> Endpoints:
+def prepare(recipe: Recipe, rundir: RunDir, placed: Mapping[Role, Place]) -> Endpoints:
     """What the roles read before anything else. The recipe says `resume: auto`: a role that starts again goes on."""
     rundir.create()
-    rundir.stop_file.unlink(missing_ok=True)
-    rundir.failure_file.unlink(missing_ok=True)
-    rundir.status.unlink(missing_ok=True)
+    for file in (rundir.stop_file, rundir.failure_file, rundir.status, rundir.summary):
+        file.unlink(missing_ok=True)
     again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
     write_atomically(rundir.recipe, dump(again).encode())
-    ports = free_ports(2 + recipe.resources.servers)
-    server_ports = checks.server_ports(recipe) or ports[2:]
-    host = "127.0.0.1" if recipe.serving.host == "0.0.0.0" else recipe.serving.host
-    endpoints = Endpoints(
-        session=uuid.uuid4().hex,
-        controller=f"tcp://127.0.0.1:{ports[0]}",
-        servers=tuple(f"http://{host}:{port}" for port in server_ports),
-        api_key=secrets.token_hex(16),
-        admin_key=secrets.token_hex(16),
-        rendezvous_port=ports[1],
-        gpus=devices.needed(recipe) if devices.gpus() else 0,
-    )
+    endpoints = endpoints_of(recipe, placed)
     rundir.write_endpoints(endpoints)
     return endpoints
 
 
-@contextmanager
-def wishes() -> Iterator[Wish]:
-    """Ctrl-C, SIGTERM and a closed terminal are counted instead of ending us."""
-    wish = Wish()
-    before = {n: signal.signal(n, wish.heard) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield wish
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
+    """Addresses on the nodes where the roles listen, with ports that were free there; new keys."""
+    free = {node.name: iter(node.ports) for of in placed.values() for node in of.nodes}
 
+    def address(role: Role, fixed: int | None = None) -> tuple[str, int]:
+        node = placed[role].nodes[0]
+        return node.address, next(free[node.name]) if fixed is None else fixed
 
-class Screen:
-    """Where frames go: a live picture in a terminal, else a line every `LINE_S` seconds and each warning once."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        self._last, self._stopping = -LINE_S, ""
-        self._warned: set[str] = set()
-
-    def __enter__(self) -> "Screen":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
-
-    def show(self, frame: Frame) -> None:
-        if self._live:
-            self._live.update(render(frame), refresh=True)
-        elif frame.elapsed_s - self._last >= LINE_S or frame.stopping != self._stopping:
-            self._last, self._stopping = frame.elapsed_s, frame.stopping
-            print(line(frame), flush=True)
-            for warning in warnings(frame):
-                kind = warning.lstrip("0123456789.%")
-                if kind not in self._warned:
-                    self._warned.add(kind)
-                    print(f"! {warning}", flush=True)
-
-    def say(self, text: str) -> None:
-        """One lasting line."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    first = recipe.serving.port
+    servers = [
+        address(Role("server", i), None if first is None else first + i) for i in range(recipe.resources.servers)
+    ]
+    rendezvous_host, rendezvous_port = address(Role("learner"))
+    return Endpoints(
+        session=uuid.uuid4().hex,
+        controller="tcp://{}:{}".format(*address(Role("controller"))),
+        servers=tuple(f"http://{host}:{port}" for host, port in servers),
+        api_key=secrets.token_hex(16),
+        admin_key=secrets.token_hex(16),
+        rendezvous_host=rendezvous_host,
+        rendezvous_port=rendezvous_port,
+        learner_nodes=len(placed[Role("learner")].nodes),
+        gpus=devices.needed(recipe) if placed[Role("learner")].gpus else 0,
+    )
 
 
 class Supervisor:
@@ -168,17 +116,20 @@ class Supervisor:
         rundir: RunDir,
         endpoints: Endpoints,
         launcher: Launcher,
+        placed: Mapping[Role, Place],
         wish: Wish,
         watch: Watch | None = None,
     ) -> None:
-        self.recipe, self.rundir, self.endpoints, self.launcher, self.wish = recipe, rundir, endpoints, launcher, wish
+        self.recipe, self.rundir, self.endpoints = recipe, rundir, endpoints
+        self.launcher, self.placed, self.wish = launcher, placed, wish
         self.roles = [Role("server", i) for i in range(recipe.resources.servers)] + [
             Role("controller"),
             Role("learner"),
         ]
-        self.shares = devices.divide(recipe, devices.gpus())
-        self.policy, self.watch = RestartPolicy(), watch or Watch()
-        self.observer = Observer(rundir, [rundir.logs / f"{role.name}.log" for role in self.roles])
+        self.policy, self.watch = RestartPolicy(recipe.resources.servers), watch or Watch()
+        self.observer = Observer(rundir)
+        self.deaths: list[Death] = []
+        self.dropped: set[Role] = set()
         self.running: dict[Role, Running] = {}
         self.due: dict[Role, float] = {}
         self.restarts = dict.fromkeys(self.roles, 0)
@@ -206,7 +157,9 @@ class Supervisor:
         for role in self.roles:
             process = self.running.get(role)
             state = "running" if process else "restarting" if role in self.due else "ended"
-            views[role] = RoleView(state, now - process.started if process else 0.0, self.restarts[role])
+            state = "dropped" if role in self.dropped else state
+            seconds = now - process.started if process else 0.0
+            views[role] = RoleView(state, seconds, self.restarts[role], self._nodes(role))
         return Frame(self.recipe, self.observer, now - self.began, views, self._stopping())
 
     def _tick(self) -> Outcome | None:
@@ -229,32 +182,38 @@ class Supervisor:
         self.watch.forget(role)
         url = self.endpoints.servers[role.index] if role.kind == "server" else ""
         port = int(url.rpartition(":")[2]) if url else 0
-        what = task(self.recipe, self.rundir.recipe, role, port, self.shares[role], self.rundir.logs)
-        self.running[role] = self.launcher.start(what)
-        self._note("started", role, pid=self.running[role].pid)
+        self.running[role] = self.launcher.start(task(self.recipe, self.rundir, role, port, self.placed[role]))
+        self._note("started", role, pid=self.running[role].pid, nodes=self._nodes(role))
 
     def _deaths(self, now: float) -> Outcome | None:
         """Deal with every role that has ended since the last tick; the learner first, for its end is the run's."""
         ended = [(role, s) for role, p in self.running.items() if (s := p.status()) is not None]
         for role, status in sorted(ended, reverse=True, key=lambda e: e[0].kind == "learner"):
-            self.running.pop(role).kill()  # what it left behind
+            process = self.running.pop(role)
+            process.kill()  # what it left behind
+            process.wait_gone()
             self._note("ended", role, status=status)
             self.observer.look()
-            outcome = self._after(role, status, now)
+            outcome = self._after(role, process, status, now)
             if outcome is not None:
                 return outcome
         if ended:
-            sweep([p.pid for p in self.running.values()])
+            self.launcher.sweep(list(self.running.values()))
         return None
 
-    def _after(self, role: Role, status: int, now: float) -> Outcome | None:
+    def _after(self, role: Role, process: Running, status: int, now: float) -> Outcome | None:
         if role.kind == "learner" and self.rundir.failure_file.exists():
             return Outcome("failed", self.rundir.failure_file.read_text(), role)
         if self.stopping_since is not None and not (role.kind == "learner" and status == 0):
             if role.kind != "learner":
                 return None  # no longer needed: the learner saves by itself
-            return Outcome("failed", f"{role.name} {_how(status)} before it had saved", role)
-        match self.policy.died(role, status, now, self.observer.steps_made):
+            return Outcome("failed", f"{role.name} {how(status)} before it had saved", role)
+        if status or role.kind == "server":
+            log = log_of(self.rundir, role)
+            problem = last_problem(log) if log is not None else ""
+            self.deaths.append(Death(role, self._nodes(role), time.time(), how(status), problem))
+        node = process.node_state() if status else "up"
+        match self.policy.died(role, status, now, self.observer.steps_made, node):
             case Done():
                 if self.wish.count or self.rundir.stop_file.exists():
                     return Outcome("stopped", "stopped as asked")
@@ -263,15 +222,22 @@ class Supervisor:
                 return None
             case GiveUp(culprit, reason):
                 return Outcome("failed", reason, culprit)
+            case Elsewhere(culprit, reason):
+                return Outcome("elsewhere", reason, culprit)
+            case Drop(culprit):
+                self.dropped.add(culprit)
+                self._note("dropped", culprit, nodes=self._nodes(culprit))
+                self.screen.say(
+                    f"{culprit.name} {how(status)}; its node {', '.join(self._nodes(culprit))} is lost: the run goes on with "
+                    f"the other {self.policy.servers} servers"
+                )
             case Restart(culprit, delay):
                 self.restarts[culprit] += 1
                 self.due[culprit] = now + delay
                 if culprit.kind == "learner" and Role("controller") not in self.running:
                     self.due.setdefault(Role("controller"), now)  # it had left, thinking the run was over
                 self._note("restart", culprit, delay_s=delay)
-                self.screen.say(
-                    f"{culprit.name} {_how(status)}; starting it again{f' in {delay:g} s' if delay else ''}"
-                )
+                self.screen.say(f"{culprit.name} {how(status)}; starting it again{f' in {delay:g} s' if delay else ''}")
         return None
 
     def _finished(self) -> str:
@@ -295,25 +261,30 @@ class Supervisor:
 
     def _end_hung(self, now: float) -> None:
         """Kill what does not move; the next tick sees it dead."""
-        stopped = stopped_roles({role: p.pid for role, p in self.running.items()})
-        hung = self.watch.hung(stopped, self.observer.status, self.observer.status_age, set(self.running), now)
+        still = {role: reason for role, process in self.running.items() if (reason := process.still()) is not None}
+        hung = self.watch.hung(still, self.observer.status, self.observer.status_age, set(self.running), now)
         for role, why in hung.items():
             self.screen.say(f"{role.name} {why}; killing it")
             self._note("hung", role, why=why)
             self.running[role].kill()
+            self.running[role].wait_gone()
 
     def _end_all(self) -> None:
         """Servers and learner have nothing to finish; the controller may close its journal. Nothing is left after this."""
-        for role in [role for role in self.running if role.kind != "controller"]:
-            self.running.pop(role).kill()
+        others = [self.running.pop(role) for role in list(self.running) if role.kind != "controller"]
+        for process in others:
+            process.kill()
+        for process in others:
+            process.wait_gone()
         for process in self.running.values():
             process.terminate()
             limit = time.monotonic() + LEAVE_LIMIT_S
             while process.status() is None and time.monotonic() < limit:
                 time.sleep(TICK_S)
             process.kill()
+            process.wait_gone()
         self.running.clear()
-        sweep()
+        self.launcher.sweep([])
 
     def _stopping(self) -> str:
         if self.stopping_since is None:
@@ -321,34 +292,9 @@ class Supervisor:
         seconds = time.monotonic() - self.stopping_since
         return f"stopping: the learner finishes its step and saves ({seconds:.0f} s); Ctrl-C again kills"
 
+    def _nodes(self, role: Role) -> list[str]:
+        return [node.name for node in self.placed[role].nodes]
+
     def _note(self, event: str, role: Role | None, **more: object) -> None:
         row = {"time": time.time(), "session": self.endpoints.session, "event": event}
         append_jsonl(self.rundir.logs / "supervisor.jsonl", row | ({"role": role.name} if role else {}) | more)
-
-
-def closing(console: Console, recipe: Recipe, rundir: RunDir, outcome: Outcome, wall_s: float) -> None:
-    """Summary and report on disk, and what a user wants to know on the screen; a failure's log last, where it is seen."""
-    values = summary.summarise(recipe, rundir) | {
-        "outcome": outcome.kind,
-        "reason": outcome.reason,
-        "wall_seconds": round(wall_s, 1),
-    }
-    write_atomically(rundir.summary, json.dumps(values, indent=2).encode())
-    report(rundir)
-    console.print(summary.render(values, recipe, rundir))
-    if outcome.role is not None:
-        log = rundir.logs / f"{outcome.role.name}.log"
-        print(f"\nThe end of {log}:", *last_lines(log), sep="\n  ", file=sys.stderr)
-    if outcome.kind == "failed":
-        print(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)
-
-
-def report(rundir: RunDir) -> None:
-    """RUN/report.html and RUN/reward.png. Imported at the end: matplotlib has no place in a run that lives for weeks."""
-    from megarl.monitor.report import write_report
-
-    write_report(rundir)
-
-
-def _how(status: int) -> str:
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

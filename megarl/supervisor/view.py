@@ -27,11 +27,12 @@ RECENT = 20
 
 @dataclass(frozen=True)
 class RoleView:
-    """`state`: running, restarting or ended; `seconds`: since it began."""
+    """`state`: running, restarting, dropped or ended; `seconds`: since it began; `nodes`: where it is."""
 
     state: str
     seconds: float
     restarts: int = 0
+    nodes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def line(frame: Frame) -> str:
     if observer.evaluations:
         newest = observer.evaluations[max(observer.evaluations)]
         parts.append(f"held-out {newest['pass_rate']:.2f} at {newest['step']}")
+    if dropped := sum(view.state == "dropped" for view in frame.roles.values()):
+        parts.append(f"{dropped} servers dropped")
     if observer.rows:
         parts.append(f"{number(recent(observer, 'tokens_per_second'))} tok/s")
         parts.append(f"lag {number(row.get('lag_mean'), 1)}/{number(row.get('lag_max'))}")
@@ -228,8 +231,10 @@ def _task(observer: Observer, task: str) -> str:
 
 def _processes(frame: Frame) -> RenderableType:
     table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    for name in ("role", "state", "weights", "requests", "tok/s", "busy", "up", "restarts"):
-        table.add_column(name, justify="left" if name in ("role", "state") else "right", no_wrap=True)
+    several = len({node for view in frame.roles.values() for node in view.nodes}) > 1
+    where = ("node",) if several else ()
+    for name in ("role", *where, "state", "weights", "requests", "tok/s", "busy", "up", "restarts"):
+        table.add_column(name, justify="left" if name in ("role", "node", "state") else "right", no_wrap=True)
     status = frame.observer.status
     servers = {s.id: s for s in status.servers} if status else {}
     for role, view in sorted(frame.roles.items()):
@@ -244,14 +249,24 @@ def _processes(frame: Frame) -> RenderableType:
             state = "up" if status else "starting"
         elif view.state == "running":
             state = "up" if status and status.phase != "starting" else "starting"
-        style = {"lost": "red", "restarting": "yellow", "starting": "yellow", "unknown": "yellow"}.get(
-            state.split("(")[0], ""
-        )
+        style = {
+            "lost": "red",
+            "dropped": "red",
+            "restarting": "yellow",
+            "starting": "yellow",
+            "unknown": "yellow",
+        }.get(state.split("(")[0], "")
         table.add_row(
             role.name,
+            *([_between(view.nodes)] if several else []),
             Text(state, style=style),
             *cells,
             clock(view.seconds),
             str(view.restarts) if view.restarts else "",
         )
     return table
+
+
+def _between(nodes: Sequence[str]) -> str:
+    """`n1`, or `n9 … n10`."""
+    return nodes[0] if len(nodes) == 1 else f"{nodes[0]} … {nodes[-1]}"

@@ -1,18 +1,16 @@
 """Roles that live and do not move: what is asked of each, and for how long it may go unanswered.
 
     any process of a role is stopped (SIGSTOP, a debugger)        STOPPED_S
+    the node of a role does not report any more                   STOPPED_S
     the controller's status.json grows old                        SILENT_S
     the controller says a server is lost and its process lives    LOST_S
 
 A learner's silence proves nothing (a step may be long); its own collective time-outs end it.
 """
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 
-import psutil
-
+from megarl.supervisor.launcher import Still
 from megarl.supervisor.observe import Status
 from megarl.supervisor.restart import Role
 
@@ -25,6 +23,7 @@ a machine that slept has old files and no hung controller."""
 
 COMPLAINTS = {
     "stopped": "has been stopped",
+    "unheard": "has not been heard of",
     "silent": "has not written its status",
     "lost": "has not answered the controller",
 }
@@ -34,14 +33,14 @@ class Watch:
     """Since when each role has given cause for complaint."""
 
     def __init__(self, stopped_s: float = STOPPED_S, silent_s: float = SILENT_S, lost_s: float = LOST_S) -> None:
-        self._limits = {"stopped": stopped_s, "silent": silent_s, "lost": lost_s}
+        self._limits = {"stopped": stopped_s, "unheard": stopped_s, "silent": silent_s, "lost": lost_s}
         self._since: dict[tuple[Role, str], float] = {}
 
     def hung(
-        self, stopped: set[Role], status: Status | None, status_age: float, running: set[Role], at: float
+        self, still: Mapping[Role, Still], status: Status | None, status_age: float, running: set[Role], at: float
     ) -> dict[Role, str]:
         """Roles of `running` to be killed at `at` seconds, and why. `status_age`: seconds since status.json."""
-        complaints = {(role, "stopped") for role in stopped}
+        complaints: set[tuple[Role, str]] = set(still.items())
         if status is not None and status_age > OLD_S:
             complaints.add((Role("controller"), "silent"))
         elif status is not None:
@@ -57,16 +56,3 @@ class Watch:
     def forget(self, role: Role) -> None:
         """It was started anew."""
         self._since = {c: since for c, since in self._since.items() if c[0] != role}
-
-
-def stopped_roles(leaders: Mapping[Role, int]) -> set[Role]:
-    """Roles with a stopped process in the session that their process leads."""
-    roles = {pid: role for role, pid in leaders.items()}
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                role = roles.get(os.getsid(process.pid))
-                if role is not None:
-                    found.add(role)
-    return found

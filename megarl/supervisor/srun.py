@@ -1,0 +1,226 @@
+"""Steps of a Slurm job: one for each role, on the nodes of its place. They overlap: the placement divides the GPUs, not Slurm.
+
+    srun --nodelist=node3 … python -m megarl.supervisor.step ORDER        step.py, which starts the role on the node
+      stdin   the supervisor's end of it: closed when it dies, however it dies, and then the step ends
+      stdout  reports                                       stderr  what srun says: into the role's log
+
+MEGARL_STEP_OPTIONS are more options of srun (`--container-image=…`), MEGARL_STEP_COMMAND the words before `-m` (`apptainer
+exec … python`; this Python if there are none). launch/slurm/common.sh sets both.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import msgspec
+
+from megarl.errors import MegarlError
+from megarl.recipe import Recipe
+from megarl.rundir import RunDir
+from megarl.supervisor.launcher import KILL_LIMIT_S, Launcher, LocalLauncher, Running, Still, Task
+from megarl.supervisor.nodes import Node, parse
+from megarl.supervisor.restart import NodeState
+from megarl.supervisor.step import BEAT_S, TERMINATE, Order, Report
+
+SURVEY_LIMIT_S = 900.0
+"""An image of tens of gigabytes may have to be fetched."""
+START_LIMIT_S = 900.0
+"""From srun to the step's first report."""
+SILENT_S = 6 * BEAT_S
+ASK_LIMIT_S = 30.0
+BROKEN_STATES = ("down", "fail", "unknown", "future", "power")
+"""Beginnings of Slurm's words for nodes that run nothing."""
+
+
+def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
+    """As run.launcher says. MegarlError if it asks for a job and this is none."""
+    kind = recipe.run.launcher
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
+    if kind == "srun" and not nodes:
+        raise MegarlError(
+            "run.launcher: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); see launch/slurm/ and "
+            "`megarl submit`, or set run.launcher=local"
+        )
+    if kind == "srun" or (kind == "auto" and nodes > 1):
+        return SrunLauncher(rundir, recipe.run.interface)
+    return LocalLauncher(recipe.run.interface)
+
+
+class SrunLauncher:
+    """Steps of the job we are in."""
+
+    def __init__(self, rundir: RunDir, interface: str) -> None:
+        self._rundir, self._interface = rundir, interface
+
+    def survey(self, ports: int) -> tuple[Node, ...]:
+        """Asks every node. MegarlError if one does not answer, or cannot take part; it says which and why."""
+        names = _output(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]).split()
+        arguments = ("-m", "megarl.supervisor.nodes", str(ports), self._interface, str(self._rundir.path.resolve()))
+        try:
+            done = subprocess.run(
+                command(names, "survey", arguments), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=SURVEY_LIMIT_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise MegarlError(
+                f"the nodes {', '.join(names)} did not all answer within {SURVEY_LIMIT_S:g} s; see `scontrol show node`"
+            ) from None
+        found = {node.name: node for node in map(parse, done.stdout.splitlines())}
+        missing = [name for name in names if name not in found]
+        if done.returncode or missing:
+            raise MegarlError(
+                f"a step over the job's nodes failed; no answer from {', '.join(missing) or 'none'}:\n{done.stderr.strip()}"
+            )
+        return checked([found[name] for name in names])
+
+    def start(self, task: Task) -> "SrunStep":
+        order = msgspec.json.encode(Order.of(task)).decode()
+        names = [node.name for node in task.place.nodes]
+        task.log().parent.mkdir(parents=True, exist_ok=True)
+        with task.log().open("ab") as log:
+            process = subprocess.Popen(
+                command(names, task.role.name, ("-m", "megarl.supervisor.step", order)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        return SrunStep(process, names)
+
+    def sweep(self, running: Sequence[Running]) -> None:
+        """Each step does it for itself, on its node."""
+
+
+class SrunStep:
+    """An `srun` and what its nodes report."""
+
+    def __init__(self, process: subprocess.Popen[bytes], names: Sequence[str]) -> None:
+        self._process = process
+        self.names = names
+        self.pid = process.pid
+        self.started = time.monotonic()
+        self._reports: dict[str, tuple[float, Report]] = {}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with suppress(msgspec.MsgspecError):  # a site's prologue may print there
+                report = msgspec.json.decode(line, type=Report)
+                self._reports[report.node] = (time.monotonic(), report)
+
+    @property
+    def answered(self) -> bool:
+        """Whether all its nodes have."""
+        return set(self._reports) >= set(self.names)
+
+    def status(self) -> int | None:
+        """srun's own, unless a node knows better: srun says 137 where the role was killed."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._reader.join(1.0)
+        reported = [r.status for _, r in self._reports.values() if r.status is not None]
+        return next((s for s in reported if s), code)
+
+    def still(self) -> Still | None:
+        """Stopped somewhere, or not heard of for too long."""
+        now = time.monotonic()
+        alive = [(at, report) for at, report in self._reports.values() if report.status is None]
+        if any(report.stopped for _, report in alive):
+            return "stopped"
+        late = not self.answered and now - self.started > START_LIMIT_S
+        return "unheard" if late or any(now - at > SILENT_S for at, _ in alive) else None
+
+    def terminate(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(TERMINATE)
+            self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """srun's SIGTERM has Slurm kill all of the step."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def wait_gone(self) -> None:
+        """A step on a node that is gone does not end: srun then does not either."""
+        try:
+            self._process.wait(KILL_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def node_state(self) -> NodeState:
+        """Slurm knows of a node that is down, though not at once: one that is gone is silent at first."""
+        if any(is_broken(_output(["sinfo", "-h", "-n", name, "-o", "%T"])) for name in self.names):
+            return "down"
+        return "up" if self.answered else "silent"
+
+
+def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[str]:
+    """srun's: a task on each of the nodes, which may use all of it and shares it with the other steps.
+
+    What the batch script was given (tasks a node, CPUs a task) is inherited by srun, and is overridden here.
+    """
+    python = shlex.split(os.environ.get("MEGARL_STEP_COMMAND", "")) or [sys.executable]
+    return [
+        "srun",
+        f"--job-name={step}",
+        f"--nodes={len(names)}",
+        f"--ntasks={len(names)}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(names)}",
+        "--overlap",
+        "--mem=0",
+        "--cpu-bind=none",
+        "--export=ALL",
+        "--input=all",
+        "--unbuffered",
+        "--kill-on-bad-exit=1",  # of the learner's nodes; a step of one node has no other task
+        *shlex.split(os.environ.get("MEGARL_STEP_OPTIONS", "")),
+        *python,
+        *arguments,
+    ]
+
+
+def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The same, if they can reach each other."""
+    if len({node.host for node in nodes}) > 1:
+        for node in nodes:
+            if node.address.startswith("127."):
+                raise MegarlError(
+                    f"node {node.name}: its address is {node.address}, where no other node reaches it; name the network "
+                    "interface with run.interface (`ip -4 address` on a node lists them)"
+                )
+    taken: set[tuple[str, int]] = set()
+    distinct = []
+    for node in nodes:  # nodes that are one machine may have found the same ports
+        ports = tuple(port for port in node.ports if (node.address, port) not in taken)
+        taken |= {(node.address, port) for port in ports}
+        distinct.append(replace(node, ports=ports))
+    return tuple(distinct)
+
+
+def is_broken(state: str) -> bool:
+    """Whether Slurm says that nothing runs there (`down`, `down*`, `failing`); a node that only drains still works."""
+    return state.strip().lower().startswith(BROKEN_STATES)
+
+
+def _output(words: Sequence[str]) -> str:
+    """Of one of Slurm's commands; empty if it does not answer."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=True).stdout
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        return ""
