@@ -22,7 +22,8 @@ class Run(Section):
     steps: int = Field(400, ge=1, description="optimiser steps")
     resume: Literal["never", "auto"] = "never"
     launcher: Literal["auto", "local", "srun"] = Field(
-        "auto", description="processes of this machine, or steps of a Slurm job; auto: steps in a job of several nodes"
+        "auto",
+        description="processes of this machine, or steps of a Slurm job; auto: steps if it has several nodes or a container",
     )
     interface: str = Field(
         "",

@@ -29,6 +29,7 @@ from megarl.supervisor.nodes import Node, parse
 from megarl.supervisor.restart import NodeState
 from megarl.supervisor.step import BEAT_S, TERMINATE, Order, Report
 
+STEP_OPTIONS, STEP_COMMAND = "MEGARL_STEP_OPTIONS", "MEGARL_STEP_COMMAND"
 SURVEY_LIMIT_S = 900.0
 """An image of tens of gigabytes may have to be fetched."""
 START_LIMIT_S = 900.0
@@ -48,7 +49,7 @@ def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
             "run.launcher: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); see launch/slurm/ and "
             "`megarl submit`, or set run.launcher=local"
         )
-    if kind == "srun" or (kind == "auto" and nodes > 1):
+    if kind == "srun" or (kind == "auto" and nodes and (nodes > 1 or STEP_COMMAND in os.environ)):
         return SrunLauncher(rundir, recipe.run.interface)
     return LocalLauncher(recipe.run.interface)
 
@@ -174,7 +175,7 @@ def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[s
 
     What the batch script was given (tasks a node, CPUs a task) is inherited by srun, and is overridden here.
     """
-    python = shlex.split(os.environ.get("MEGARL_STEP_COMMAND", "")) or [sys.executable]
+    python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
     return [
         "srun",
         f"--job-name={step}",
@@ -189,7 +190,7 @@ def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[s
         "--input=all",
         "--unbuffered",
         "--kill-on-bad-exit=1",  # of the learner's nodes; a step of one node has no other task
-        *shlex.split(os.environ.get("MEGARL_STEP_OPTIONS", "")),
+        *shlex.split(os.environ.get(STEP_OPTIONS, "")),
         *python,
         *arguments,
     ]

@@ -24,6 +24,7 @@ from megarl.supervisor.restart import Role
 
 BEAT_S = 5.0
 TICK_S = 0.2
+STDIN = 0
 TERMINATE = b"terminate\n"
 
 
@@ -69,8 +70,8 @@ class Orders(threading.Thread):
         self.gone = threading.Event()
 
     def run(self) -> None:
-        for line in sys.stdin.buffer:
-            if line == TERMINATE:
+        while said := os.read(STDIN, 1024):  # no file object: a thread that waits in one keeps Python from ending
+            if said == TERMINATE:
                 self._process.terminate()
         self.gone.set()
 

@@ -1,0 +1,87 @@
+# shellcheck shell=bash
+# What the scripts of this folder have in common; each sources it. `megarl submit` writes scripts that do, too.
+#
+#   CONTAINER     none | pyxis | apptainer: where the roles run, with IMAGE and MOUNTS; the supervisor runs on the host
+#   step …        `python -m …` on one node, for what is not `megarl train`
+#   until_done …  a command that saves when it is told to; the job goes into the queue again if it did not get done
+#
+# Signals reach this shell alone (#SBATCH --signal=B:USR1@600) and are passed on: `megarl train` then saves and leaves, for
+# which it has 600 s.
+set -euo pipefail
+
+CONTAINER=${CONTAINER:-none}                      # none | pyxis | apptainer
+IMAGE=${IMAGE:-}                                  # registry/name:tag, or a .sqsh file (pyxis); a .sif file (apptainer)
+MOUNTS=${MOUNTS:-$PWD}                            # folders that the container sees, comma-separated: shared storage with RUN, models, data
+MEGARL=${MEGARL:-$PWD/.venv/bin/megarl}           # on the host: supervisor, and without a container everything else
+PYTHON=$(dirname "$MEGARL")/python
+export PYTHONUNBUFFERED=1
+unset PYTHONDONTWRITEBYTECODE
+
+say() { echo "megarl: $*" >&2; }
+
+case "$CONTAINER" in
+    none)
+        unset MEGARL_STEP_OPTIONS MEGARL_STEP_COMMAND
+        ;;
+    pyxis)
+        : "${IMAGE:?CONTAINER=pyxis needs IMAGE, such as registry.example.org#team/megarl:1 or /shared/megarl.sqsh}"
+        mounts=()
+        IFS=, read -ra folders <<< "$MOUNTS"
+        for folder in "${folders[@]}"; do mounts+=("$folder:$folder"); done
+        mounts_joined=$(IFS=,; echo "${mounts[*]}")
+        export MEGARL_STEP_OPTIONS="--container-image=$IMAGE --container-mounts=$mounts_joined --container-workdir=$PWD --no-container-entrypoint --no-container-mount-home"
+        export MEGARL_STEP_COMMAND=python
+        ;;
+    apptainer)
+        : "${IMAGE:?CONTAINER=apptainer needs IMAGE, such as /shared/megarl.sif}"
+        nvidia=""
+        if command -v nvidia-smi > /dev/null; then nvidia="--nv"; fi
+        export MEGARL_STEP_OPTIONS="" MEGARL_STEP_COMMAND="${APPTAINER:-apptainer} exec $nvidia --bind $MOUNTS --pwd $PWD $IMAGE python"
+        ;;
+    *)
+        say "CONTAINER=$CONTAINER: none, pyxis or apptainer"
+        exit 2
+        ;;
+esac
+
+# `python -m …` on the first node, with all of its GPUs.
+step() {
+    # shellcheck disable=SC2086  # words
+    srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --mem=0 --cpu-bind=none --export=ALL \
+        ${MEGARL_STEP_OPTIONS:-} ${MEGARL_STEP_COMMAND:-$PYTHON} -m "$@"
+}
+
+# A command of the host, in the background, so that this shell hears signals while it runs; its status.
+passing_signals_on() {
+    "$@" &
+    local child=$! status=0
+    trap 'kill -USR1 "$child" 2> /dev/null || true' USR1
+    trap 'kill -TERM "$child" 2> /dev/null || true' TERM
+    # `wait` ends with each signal; the command has ended when it is no more.
+    while true; do
+        status=0
+        wait "$child" || status=$?
+        kill -0 "$child" 2> /dev/null || break
+    done
+    trap - USR1 TERM
+    return "$status"
+}
+
+# 138: told to stop by SIGUSR1, ahead of the time limit. 143: by SIGTERM; a job that is still running was preempted, one that is
+# not was cancelled. 75: a node is lost that the run cannot spare.
+until_done() {
+    local status=0
+    passing_signals_on "$@" || status=$?
+    case "$status" in
+        138 | 75) requeue ;;
+        143) if scontrol show job "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING'; then requeue; fi ;;
+    esac
+    return "$status"
+}
+
+requeue() {
+    say "job $SLURM_JOB_ID goes into the queue again; it goes on from its checkpoint"
+    scontrol requeue "$SLURM_JOB_ID"
+    sleep 60 # Slurm ends us
+    exit 1
+}
