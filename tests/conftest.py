@@ -1,6 +1,22 @@
-"""For all tests: property tests have no deadline, for the machine may be busy."""
+"""For all tests: property tests have no deadline, for the machine may be busy; and the policy that real runs begin with."""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+
+from tests.e2e.runs import megarl
 
 settings.register_profile("megarl", deadline=None)
 settings.load_profile("megarl")
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which `megarl train quickstart` can run: data, and a policy that has seen half the warm start."""
+    folder = tmp_path_factory.mktemp("e2e")
+    made = megarl("data", "arithmetic", "runs/quickstart-data", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    warm = megarl("sft", "quickstart", "sft.steps=150", cwd=folder)
+    assert warm.returncode == 0, warm.stderr
+    return folder

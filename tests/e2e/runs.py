@@ -94,7 +94,7 @@ class LiveRun:
             raise AssertionError(f"the run did not end within {limit_s:g} s:\n{self.tail()}") from None
 
     def tail(self) -> str:
-        logs = [f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.rundir.logs.glob("*.log")]
+        logs = [f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.rundir.logs.glob("*/*.log")]
         return "\n".join([self.output.read_text(errors="replace")[-3000:], *logs])
 
     def roles(self) -> dict[str, psutil.Process]:

@@ -30,12 +30,12 @@ def test_labels_are_exact_in_both_pause_modes(tmp_path: Path) -> None:
     """The overlap schedule mislabels a token after an in-place pause only."""
     for mode, disabled in (("in_place", True), ("retract", False)):
         recipe = a_recipe(tmp_path, weights={"pause": mode})
-        assert engine_arguments(recipe, 0, 1, ENDPOINTS, cuda=True)["disable_overlap_schedule"] is disabled
+        assert engine_arguments(recipe, 0, "127.0.0.1", 1, ENDPOINTS, cuda=True)["disable_overlap_schedule"] is disabled
 
 
 def test_arguments_follow_the_recipe(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, model={"dtype": "fp32", "path": str(tmp_path), "fp32_head": "learner"}, run={"seed": 2})
-    arguments = engine_arguments(recipe, 3, 1234, ENDPOINTS, cuda=False)
+    arguments = engine_arguments(recipe, 3, "127.0.0.1", 1234, ENDPOINTS, cuda=False)
     wanted = {
         "dtype": "float32",
         "enable_fp32_lm_head": False,
@@ -49,18 +49,18 @@ def test_arguments_follow_the_recipe(tmp_path: Path) -> None:
         "context_length": 400 + len(recipe.length.interruption) + 6,
     }
     assert {k: arguments[k] for k in wanted} == wanted
-    others = [engine_arguments(recipe, i, 1, ENDPOINTS, cuda=False)["random_seed"] for i in range(3)]
+    others = [engine_arguments(recipe, i, "127.0.0.1", 1, ENDPOINTS, cuda=False)["random_seed"] for i in range(3)]
     assert len({arguments["random_seed"], *others}) == 4
 
 
 @pytest.mark.parametrize(("side", "here"), [("both", True), ("server", True), ("learner", False), ("none", False)])
 def test_the_head_is_float32_where_the_recipe_says_the_server(tmp_path: Path, side: str, here: bool) -> None:
     recipe = a_recipe(tmp_path, model={"path": str(tmp_path), "fp32_head": side})
-    assert engine_arguments(recipe, 0, 1, ENDPOINTS, cuda=True)["enable_fp32_lm_head"] is here
+    assert engine_arguments(recipe, 0, "127.0.0.1", 1, ENDPOINTS, cuda=True)["enable_fp32_lm_head"] is here
 
 
 def test_context_does_not_exceed_the_model(tmp_path: Path) -> None:
-    assert engine_arguments(a_recipe(tmp_path, 410), 0, 1, ENDPOINTS, cuda=False)["context_length"] == 410
+    assert engine_arguments(a_recipe(tmp_path, 410), 0, "127.0.0.1", 1, ENDPOINTS, cuda=False)["context_length"] == 410
 
 
 def test_nothing_is_patched_with_a_gpu(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_a_model_that_would_be_served_wrongly_is_refused(
 ) -> None:
     (port,) = free_ports(1)
     with pytest.raises(MegarlError, match=message):
-        check(a_recipe(tmp_path, config=LLAMA4 | changed), port, cuda)
-    check(a_recipe(tmp_path, config=LLAMA4), port, cuda=False)
+        check(a_recipe(tmp_path, config=LLAMA4 | changed), "127.0.0.1", port, cuda)
+    check(a_recipe(tmp_path, config=LLAMA4), "127.0.0.1", port, cuda=False)
 
 
 def test_ranks_of_cpu_servers_own_cores(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_ranks_of_cpu_servers_own_cores(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path, sections: dict[str, Any], cuda: bool, message: str) -> None:
     (port,) = free_ports(1)
     with pytest.raises(MegarlError, match=message):
-        check(a_recipe(tmp_path, **sections), port, cuda)
+        check(a_recipe(tmp_path, **sections), "127.0.0.1", port, cuda)
 
 
 def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
@@ -132,6 +132,6 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
         s.bind(("127.0.0.1", 0))
         s.listen()
         with pytest.raises(MegarlError, match=r"cannot listen on 127\.0\.0\.1:"):
-            check(recipe, s.getsockname()[1], cuda=False)
+            check(recipe, "127.0.0.1", s.getsockname()[1], cuda=False)
     (port,) = free_ports(1)
-    check(recipe, port, cuda=False)
+    check(recipe, "127.0.0.1", port, cuda=False)

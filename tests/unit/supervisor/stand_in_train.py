@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl import recipe as recipes
 from megarl.rundir import RunDir
-from megarl.supervisor import train
+from megarl.supervisor import closing, train
 from megarl.supervisor.launcher import LocalLauncher, LocalProcess, Task
 from megarl.supervisor.watch import Watch
 
@@ -17,18 +17,19 @@ class StandInLauncher(LocalLauncher):
     """Starts the real way what is not the real thing."""
 
     def __init__(self, run: Path, steps: str) -> None:
+        super().__init__()
         self.run, self.steps = run, steps
 
-    def start(self, task: Task) -> LocalProcess:
-        command = (sys.executable, str(ROLE), task.role.kind, str(task.role.index), str(self.run), self.steps)
-        return super().start(dataclasses.replace(task, arguments=command))
+    def start(self, task: Task, n: int = 0) -> LocalProcess:
+        command = (str(ROLE), task.role.kind, str(task.role.index), str(self.run), self.steps)
+        return super().start(dataclasses.replace(task, arguments=command), n)
 
 
 if __name__ == "__main__":
     loaded = recipes.load(sys.argv[1])
-    train.LocalLauncher = lambda: StandInLauncher(RunDir.of(loaded).path, sys.argv[2])
+    train.chosen = lambda recipe, rundir: StandInLauncher(RunDir.of(loaded).path, sys.argv[2])
     train.Watch = lambda: Watch(stopped_s=1.0)
     train.WATCH_S = 0.2
     if sys.argv[3:] != ["report"]:
-        train.report = lambda rundir: None  # seconds of matplotlib, seen once
+        closing.report = lambda rundir: None  # seconds of matplotlib, seen once
     sys.exit(train.main(loaded))

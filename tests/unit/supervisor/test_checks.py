@@ -11,7 +11,6 @@ from megarl.errors import MegarlError
 from megarl.recipe import Recipe, dump, from_tree
 from megarl.rundir import RunDir
 from megarl.supervisor import checks, devices
-from megarl.supervisor.restart import Role
 
 Tree = dict[str, Any]
 
@@ -81,21 +80,7 @@ def test_port_in_use(tree: Tree) -> None:
         with pytest.raises(
             MegarlError, match=rf"serving\.port: cannot listen on 127\.0\.0\.1:{port}: Address already in use"
         ):
-            checks.check_inputs(changed(tree, serving={"port": port}))
-
-
-def test_gpus_are_divided(tree: Tree) -> None:
-    recipe = changed(
-        tree, resources={"servers": 2, "server_tensor_parallel": 2, "learner_ranks": 3}, batch={"prompts": 48}
-    )
-    shares = devices.divide(recipe, tuple("abcdefgh"))
-    assert shares[Role("server", 0)] == ("a", "b")
-    assert shares[Role("server", 1)] == ("c", "d")
-    assert shares[Role("learner")] == ("e", "f", "g")
-    assert shares[Role("controller")] == ()
-    assert set(devices.divide(recipe, ()).values()) == {()}
-    with pytest.raises(MegarlError, match="need 7 GPUs, and 2 are visible"):
-        devices.divide(recipe, ("0", "1"))
+            checks.check_all(changed(tree, serving={"port": port}))
 
 
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

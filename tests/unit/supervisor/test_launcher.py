@@ -1,6 +1,7 @@
 """Local processes: their log, their environment, and that nothing of them outlives `kill` or the supervisor."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,10 @@ import psutil
 import pytest
 
 from megarl.recipe import Recipe
+from megarl.rundir import RunDir
 from megarl.supervisor.launcher import LocalLauncher, LocalProcess, Task, task
+from megarl.supervisor.nodes import here
+from megarl.supervisor.placement import Place
 from megarl.supervisor.restart import Role
 
 SLEEP = "import time; time.sleep(600)"
@@ -18,8 +22,15 @@ PARENT = f"import subprocess, sys; print('child', subprocess.Popen([sys.executab
 ROLE = "import os; from megarl.process import die_with_supervisor; die_with_supervisor(); print('role', os.getpid())"
 
 
-def start(code: str, log: Path, **environment: str | None) -> LocalProcess:
-    return LocalLauncher().start(Task(Role("server"), (sys.executable, "-c", code), environment, log))
+HERE = Place((here(0, ""),))
+
+
+def start(code: str, folder: Path, **environment: str | None) -> LocalProcess:
+    return LocalLauncher().start(Task(Role("server"), ("-c", code), environment, HERE, RunDir(folder)))
+
+
+def log_in(folder: Path) -> Path:
+    return RunDir(folder).log("server", HERE.nodes[0].name, 0)
 
 
 def wait_for_line(log: Path, mark: str) -> str:
@@ -44,9 +55,9 @@ def wait_until_gone(pid: int) -> None:
 
 
 def test_log_is_appended_to(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+    log = log_in(tmp_path)
     for word in ("first", "second"):
-        process = start(f"import sys; print('{word}'); print('problem', file=sys.stderr)", log)
+        process = start(f"import sys; print('{word}'); print('problem', file=sys.stderr)", tmp_path)
         assert process._process.wait(60) == 0
     lines = [line for line in log.read_text().splitlines() if not line.startswith("---")]
     assert lines == ["first", "problem", "second", "problem"] or sorted(lines) == [
@@ -60,27 +71,28 @@ def test_log_is_appended_to(tmp_path: Path) -> None:
 def test_status_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     code = "import os, sys; sys.exit(int(os.environ['N']) + ('PYTHONDONTWRITEBYTECODE' in os.environ))"
-    process = start(code, tmp_path / "log", N="5", PYTHONDONTWRITEBYTECODE=None)
+    process = start(code, tmp_path, N="5", PYTHONDONTWRITEBYTECODE=None)
     assert process._process.wait(60) == 5
     assert process.status() == 5
 
 
 def test_kill_ends_the_whole_group(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+    log = log_in(tmp_path)
     family = f"{PARENT}; {SLEEP}"
-    process = start(family, log)
+    process = start(family, tmp_path)
     child = int(wait_for_line(log, "child"))
     process.kill()
+    process.wait_gone()
     assert process.status() == -9
     wait_until_gone(child)
 
 
 def test_kill_ends_what_a_dead_leader_left(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+    log = log_in(tmp_path)
     family = (
         f"import subprocess, sys; print('child', subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True)"
     )
-    process = start(family, log)
+    process = start(family, tmp_path)
     child = int(wait_for_line(log, "child"))
     assert process._process.wait(60) == 0
     assert not gone(child)
@@ -90,15 +102,18 @@ def test_kill_ends_what_a_dead_leader_left(tmp_path: Path) -> None:
 
 def test_role_dies_with_its_supervisor(tmp_path: Path) -> None:
     """The supervisor is killed with SIGKILL: no handler of it runs."""
-    log = tmp_path / "log"
+    log = log_in(tmp_path)
     role = f"{ROLE}; {SLEEP}"
     supervisor = f"""
 import sys, time
 from pathlib import Path
+from megarl.rundir import RunDir
 from megarl.supervisor.launcher import LocalLauncher, Task
+from megarl.supervisor.nodes import here
+from megarl.supervisor.placement import Place
 from megarl.supervisor.restart import Role
-command = (sys.executable, "-u", "-c", {role!r})
-LocalLauncher().start(Task(Role("server"), command, {{}}, Path({str(log)!r})))
+task = Task(Role("server"), ("-u", "-c", {role!r}), {{}}, Place((here(0, ""),)), RunDir(Path({str(tmp_path)!r})))
+LocalLauncher().start(task)
 time.sleep(600)
 """
     parent = subprocess.Popen([sys.executable, "-c", supervisor])
@@ -115,8 +130,23 @@ def test_role_whose_supervisor_is_dead_already_ends_at_once(tmp_path: Path) -> N
 
 
 def test_task_of_a_server(recipe: Recipe, tmp_path: Path) -> None:
-    made = task(recipe, tmp_path / "recipe.yaml", Role("server", 1), 4001, ("2", "3"), tmp_path, python="python")
-    assert " ".join(made.arguments) == f"python -m megarl serve {tmp_path}/recipe.yaml --index 1 --port 4001"
+    made = task(recipe, RunDir(tmp_path), Role("server", 1), 4001, Place(HERE.nodes, ("2", "3")))
+    assert " ".join(made.arguments) == f"-m megarl serve {tmp_path}/recipe.yaml --index 1 --port 4001"
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert made.environment["PYTHONDONTWRITEBYTECODE"] is None
-    assert made.log == tmp_path / "server-1.log"
+    assert made.log() == tmp_path / "logs" / "server" / f"{HERE.nodes[0].name}.1.log"
+
+
+def test_stopped_process_is_seen(tmp_path: Path) -> None:
+    process = start(SLEEP, tmp_path)
+    try:
+        assert process.still() is None
+        os.kill(process.pid, signal.SIGSTOP)
+        limit = time.monotonic() + 60
+        while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        assert process.still() == "stopped"
+    finally:
+        process.kill()
+        process.wait_gone()

@@ -7,6 +7,8 @@ from megarl.supervisor.restart import (
     LONGEST_DELAY_S,
     MESSAGE_STATUS,
     Done,
+    Drop,
+    Elsewhere,
     GiveUp,
     Nothing,
     Restart,
@@ -21,7 +23,7 @@ gaps = st.floats(0, 400)
 
 
 def test_orderly_ends() -> None:
-    policy = RestartPolicy()
+    policy = RestartPolicy(2)
     assert policy.died(Role("learner"), 0, 0.0, 10) == Done()
     assert policy.died(Role("controller"), 0, 0.0, 10) == Nothing()
     assert isinstance(policy.died(Role("server"), 0, 0.0, 10), Restart)  # a server has no reason to leave
@@ -29,7 +31,7 @@ def test_orderly_ends() -> None:
 
 @given(st.lists(st.tuples(roles, crashes, gaps), max_size=60))
 def test_gives_up_exactly_when_one_role_dies_too_often(deaths: list[tuple[Role, int, float]]) -> None:
-    policy, now = RestartPolicy(most_deaths=3, window_s=600), 0.0
+    policy, now = RestartPolicy(2, most_deaths=3, window_s=600), 0.0
     history: list[tuple[Role, float]] = []
     for role, status, gap in deaths:
         now += gap
@@ -49,7 +51,7 @@ def test_gives_up_exactly_when_one_role_dies_too_often(deaths: list[tuple[Role, 
 
 @given(roles, st.lists(st.integers(0, 5), min_size=1, max_size=20))
 def test_a_message_is_tried_again_only_after_progress(role: Role, made: list[int]) -> None:
-    policy, steps = RestartPolicy(most_deaths=100), 0
+    policy, steps = RestartPolicy(2, most_deaths=100), 0
     for i, more in enumerate(made):
         steps += more
         decision = policy.died(role, MESSAGE_STATUS, 1000.0 * i, steps)
@@ -59,5 +61,20 @@ def test_a_message_is_tried_again_only_after_progress(role: Role, made: list[int
 
 
 def test_bad_input_is_not_tried_twice() -> None:
-    decision = RestartPolicy().died(Role("learner"), MESSAGE_STATUS, 5.0, steps=0)
+    decision = RestartPolicy(2).died(Role("learner"), MESSAGE_STATUS, 5.0, steps=0)
     assert decision == GiveUp(Role("learner"), "learner-0 could not start")
+
+
+def test_a_lost_node_costs_its_servers_while_there_are_others() -> None:
+    policy = RestartPolicy(2)
+    assert policy.died(Role("server", 1), -9, 5.0, 1, "down") == Drop(Role("server", 1))
+    assert policy.died(Role("server", 0), -9, 6.0, 1, "down") == Elsewhere(
+        Role("server", 0), "the node of server-0 is lost"
+    )
+    assert isinstance(policy.died(Role("learner"), 1, 7.0, 1, "down"), Elsewhere)
+
+
+def test_a_silent_node_is_tried_before_it_is_given_up() -> None:
+    policy, role = RestartPolicy(2, most_deaths=3), Role("server", 1)
+    decisions = [policy.died(role, 1, 10.0 * n, 1, "silent") for n in range(4)]
+    assert [type(decision) for decision in decisions] == [Restart, Restart, Restart, Drop]

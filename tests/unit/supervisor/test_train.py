@@ -173,7 +173,10 @@ def test_second_signal_kills(live: Callable[..., Life]) -> None:
     os.kill(life.newest("learner-0"), signal.SIGSTOP)  # it will never save
     life.process.send_signal(signal.SIGTERM)
     life.wait_for(lambda: life.rundir.stop_file.exists())
-    life.process.send_signal(signal.SIGTERM)
+    life.process.send_signal(
+        signal.SIGTERM
+    )  # so soon after the first it is the same wish, sent by the job and by its script
+    life.process.send_signal(signal.SIGINT)
     status, output = life.end()
     assert status == 128 + signal.SIGTERM, output
     assert "killed as asked" in output

@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -10,7 +12,7 @@ from rich.console import Console
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir, append_jsonl
 from megarl.scaling.outlook import Outlook
-from megarl.supervisor.observe import Observer, last_lines
+from megarl.supervisor.observe import Observer, last_lines, log_of
 from megarl.supervisor.restart import Role
 from megarl.supervisor.view import Frame, RoleView, clock, line, phase, render, sparkline, warnings
 
@@ -19,7 +21,7 @@ ROLES |= {Role("controller"): RoleView("running", 60), Role("learner"): RoleView
 
 
 def frame(recipe: Recipe, rundir: RunDir, stopping: str = "") -> Frame:
-    observer = Observer(rundir, [rundir.logs / "server-0.log"])
+    observer = Observer(rundir)
     observer.look()
     return Frame(recipe, observer, 135.0, ROLES, stopping)
 
@@ -88,7 +90,7 @@ def test_several_tasks(write_tasks_run: Callable[[int], tuple[Recipe, RunDir]]) 
 
 def test_rows_supersede_by_step(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     rundir = write_run(10)
-    observer = Observer(rundir, [])
+    observer = Observer(rundir)
     append_jsonl(rundir.metrics, {"step": 9, "pass_rate_train": 0.123})
     observer.look()
     assert len(observer.rows) == 10
@@ -98,7 +100,7 @@ def test_rows_supersede_by_step(recipe: Recipe, write_run: Callable[[int], RunDi
 
 def test_torn_status_keeps_the_last(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     rundir = write_run(3)
-    observer = Observer(rundir, [])
+    observer = Observer(rundir)
     observer.look()
     rundir.status.write_text('{"time": 1.0, "st')
     observer.look()
@@ -111,15 +113,16 @@ def test_torn_status_keeps_the_last(recipe: Recipe, write_run: Callable[[int], R
 
 def test_problems_of_this_life_are_shown(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     rundir = write_run(3)
-    log = rundir.logs / "server-0.log"
+    log = rundir.log("server", "node1", 0)
+    log.parent.mkdir()
     log.write_text("12:00 server 0 ERROR old: of the last life\n")
-    observer = Observer(rundir, [log])
+    observer = Observer(rundir)
     observer.look()
     assert observer.problem == ""
     with log.open("a") as file:
         file.write("12:01 server 0 INFO all is well\nRuntimeError: the disk is full\n12:02 ERROR but this li")
     observer.look()
-    assert observer.problem == "server-0: RuntimeError: the disk is full"
+    assert observer.problem == "server node1.0: RuntimeError: the disk is full"
 
 
 def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
@@ -174,3 +177,40 @@ def test_outlook(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     page = text(frame(recipe, rundir))
     assert "0.900 (0.880–0.920) at the end · ceiling 0.910 · +0.012 in 1,000 GPU h" in page
     assert "may as well stop" in " ".join(page.split())
+
+
+def test_nodes_are_shown_where_there_are_several(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    shown = frame(recipe, write_run(3))
+    assert " node " not in text(shown)
+    roles = {
+        Role("server", 0): RoleView("running", 60, 0, ["n1"]),
+        Role("server", 1): RoleView("dropped", 0, 0, ["n2"]),
+        Role("learner"): RoleView("running", 60, 0, ["n3", "n4"]),
+    }
+    shown = replace(shown, roles=roles)
+    lines = [line.strip("│ ").split() for line in text(shown).splitlines()]
+    assert ["server-1", "n2", "dropped"] in [line[:3] for line in lines]
+    assert "n3 … n4" in text(shown)
+    assert "1 servers dropped" in line(shown)
+
+
+def test_log_that_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """Of the learner's ranks the one with a problem, though another wrote later; of servers the last written of that server."""
+    rundir = write_run(0)
+    assert log_of(rundir, Role("learner")) is None
+    for n, (role, host, rank, said) in enumerate(
+        [
+            ("learner", "n3", 0, "all is well"),
+            ("learner", "n3", 1, "RuntimeError: out of luck"),
+            ("learner", "n4", 2, "torchrun ends the others"),
+            ("server", "n1", 1, "of an earlier life"),
+            ("server", "n2", 1, "of this one"),
+            ("server", "n2", 11, "another"),
+        ]
+    ):
+        log = rundir.log(role, host, rank)
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(said + "\n")
+        os.utime(log, (n, n))
+    assert log_of(rundir, Role("learner")) == rundir.log("learner", "n3", 1)
+    assert log_of(rundir, Role("server", 1)) == rundir.log("server", "n2", 1)

@@ -1,0 +1,144 @@
+"""A real Slurm on this machine: munged, slurmctld and some slurmd, each with a port and a folder of its own, ended by pid.
+
+All nodes are this machine, so that what is on one is seen by all. Nothing of an installed Slurm's configuration is used.
+"""
+
+import getpass
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from megarl.rundir import free_ports
+
+LIMIT_S = 60.0
+CONFIGURATION = """\
+ClusterName=megarl
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=60
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Cluster:
+    """Running from `start` to `stop`."""
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.folder = folder
+        self.nodes = [f"node{i + 1}" for i in range(nodes)]
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def start(self) -> None:
+        """MegarlError is none of its: what does not start is an assertion with the logs."""
+        folder, host = self.folder, socket.gethostname().split(".")[0]
+        (folder / "state").mkdir(parents=True)
+        (folder / "spool").mkdir()
+        (folder / "munge.key").write_bytes(secrets.token_bytes(128))
+        (folder / "munge.key").chmod(0o600)
+        ports = free_ports(1 + len(self.nodes))
+        lines = [
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000"
+            for name, port in zip(self.nodes, ports[1:], strict=True)
+        ]
+        text = CONFIGURATION.format(
+            host=host, controller_port=ports[0], user=getpass.getuser(), folder=folder, nodes="\n".join(lines)
+        )
+        (folder / "slurm.conf").write_text(text)
+        files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munged.pid", "log-file": "munged.log"}
+        self._run(
+            [
+                "munged",
+                "--force",
+                f"--seed-file={folder}/munge.seed",
+                *(f"--{k}={folder}/{v}" for k, v in files.items()),
+            ]
+        )
+        self._run(["slurmctld"])
+        for name in self.nodes:
+            self._run(["slurmd", "-N", name])
+        self.wait_for(
+            lambda: self.says("sinfo", "-h", "-o", "%D %t").strip() == f"{len(self.nodes)} idle", "idle nodes"
+        )
+
+    def stop(self) -> None:
+        """Jobs, then daemons."""
+        with suppress(subprocess.SubprocessError):
+            self._run(["scancel", "--full", f"--user={getpass.getuser()}"])
+            self.wait_for(lambda: not self.says("squeue", "-h"), "empty queue")
+        for name in (*self.nodes, "slurmctld", "munged"):
+            with suppress(FileNotFoundError, psutil.NoSuchProcess):
+                process = psutil.Process(int((self.folder / f"{name}.pid").read_text()))
+                process.send_signal(signal.SIGTERM)
+                with suppress(psutil.TimeoutExpired):
+                    process.wait(20)
+
+    def submit(self, *words: str, cwd: Path, environment: dict[str, str]) -> str:
+        """sbatch; the job's number."""
+        done = subprocess.run(
+            ["sbatch", "--parsable", *words],
+            cwd=cwd,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def state(self, job: str) -> str:
+        """PENDING, RUNNING, COMPLETED, …"""
+        return self.field(job, "JobState")
+
+    def field(self, job: str, name: str) -> str:
+        """Of `scontrol show job`."""
+        words = self.says("scontrol", "show", "job", "-o", job).split()
+        return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), "")
+
+    def says(self, *words: str) -> str:
+        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S).stdout
+
+    def wait_for(
+        self, condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S, logs: Sequence[Path] = ()
+    ) -> None:
+        end = time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > end:
+                shown = [
+                    f"== {log}\n{log.read_text(errors='replace')[-4000:]}"
+                    for log in [*self.folder.glob("*.log"), *logs]
+                    if log.exists()
+                ]
+                raise AssertionError(f"no {what} within {limit_s:g} s\n{self.says('squeue')}\n" + "\n".join(shown))
+            time.sleep(0.5)
+
+    def _run(self, words: Sequence[str]) -> None:
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 0, f"{words[0]}: {done.stderr}"

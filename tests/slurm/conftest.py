@@ -1,0 +1,39 @@
+"""The cluster, and a folder to submit from: the launch scripts, data, a warm policy, and the megarl under test."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import Jobs
+
+ROOT = Path(__file__).parents[2]
+NODES = 3
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    installed = subprocess.run([Path(__file__).with_name("install.sh")], capture_output=True, text=True)
+    if installed.returncode == 3:
+        pytest.skip(f"no Slurm: {installed.stderr.strip()}")
+    assert installed.returncode == 0, installed.stderr
+    running = Cluster(tmp_path_factory.mktemp("slurm"), NODES)
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def jobs(cluster: Cluster, workplace: Path) -> Iterator[Jobs]:
+    """Submits from `workplace`; what is left of its jobs is cancelled."""
+    launch = workplace / "launch"
+    if not launch.exists():
+        launch.symlink_to(ROOT / "launch", target_is_directory=True)
+    made = Jobs(cluster, workplace, {"MEGARL": str(Path(sys.executable).with_name("megarl")), "PYTHONPATH": str(ROOT)})
+    yield made
+    made.cancel()

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Debian's Slurm and munge, for tests/slurm; nothing is started. Status 3 where they cannot be had: not root, or no apt.
+set -euo pipefail
+for program in slurmctld slurmd srun sbatch munged; do
+    command -v "$program" > /dev/null || missing=$program
+done
+[ -n "${missing:-}" ] || exit 0
+if [ "$(id -u)" != 0 ] || ! command -v apt-get > /dev/null; then
+    echo "$missing is not there, and only root can install slurm-wlm and munge, by apt-get" >&2
+    exit 3
+fi
+install=(timeout 240 apt-get install -y -qq --no-install-recommends slurm-wlm munge)
+"${install[@]}" > /dev/null 2>&1 || { timeout 120 apt-get update -qq && "${install[@]}"; } > /dev/null

@@ -1,0 +1,90 @@
+"""Roles on nodes: every GPU is given once, servers lie within a node, the learner on whole nodes or at the end of one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.errors import MegarlError
+from megarl.recipe import Recipe, from_tree, load
+from megarl.supervisor.nodes import Node
+from megarl.supervisor.placement import described, place
+from megarl.supervisor.restart import Role
+
+
+def nodes(count: int, gpus: int = 8, cores: int = 2) -> list[Node]:
+    names = tuple(map(str, range(gpus)))
+    return [Node(f"n{i + 1}", f"n{i + 1}", f"10.0.0.{i + 1}", "ib0", names, cores, ()) for i in range(count)]
+
+
+def recipe(servers: int, width: int, ranks: int, threads: int = 1) -> Recipe:
+    resources = {"servers": servers, "server_tensor_parallel": width, "learner_ranks": ranks, "threads": threads}
+    return from_tree({"resources": resources, "batch": {"prompts": ranks}})
+
+
+def test_scalerl_8b_on_ten_nodes() -> None:
+    placed = place(load("scalerl-8b"), nodes(10))
+    assert described(placed, nodes(10)) == [
+        "n1: controller-0, servers 0-7",
+        *(f"n{i}: servers {8 * (i - 1)}-{8 * i - 1}" for i in range(2, 9)),
+        "n9: learner ranks 0-7",
+        "n10: learner ranks 8-15",
+    ]
+    assert placed[Role("server", 9)].gpus == ("1",)
+    assert placed[Role("learner")].gpus == tuple("01234567")
+
+
+def test_scalerl_17bx16_has_two_servers_a_node() -> None:
+    placed = place(load("scalerl-17bx16"), nodes(10))
+    assert [placed[Role("server", i)].nodes[0].name for i in (0, 1, 2, 15)] == ["n1", "n1", "n2", "n8"]
+    assert placed[Role("server", 3)].gpus == ("4", "5", "6", "7")
+
+
+def test_one_node_is_shared() -> None:
+    placed = place(recipe(2, 2, 3), nodes(1))
+    assert [placed[Role("server", i)].gpus for i in (0, 1)] == [("0", "1"), ("2", "3")]
+    assert placed[Role("learner")].gpus == ("5", "6", "7")
+    assert placed[Role("controller")].gpus == ()
+
+
+def test_without_gpus() -> None:
+    """One machine takes what it is given; several have a place for each `threads` cores."""
+    assert {of.gpus for of in place(recipe(8, 1, 8), nodes(1, gpus=0)).values()} == {()}
+    placed = place(recipe(2, 1, 1), nodes(2, gpus=0))
+    assert described(placed, nodes(2, gpus=0)) == ["n1: controller-0, servers 0-1", "n2: learner-0"]
+    placed = place(recipe(2, 1, 1, threads=2), nodes(3, gpus=0))
+    assert described(placed, nodes(3)) == ["n1: controller-0, server 0", "n2: server 1", "n3: learner-0"]
+
+
+@pytest.mark.parametrize(
+    ("servers", "width", "ranks", "count", "said"),
+    [
+        (2, 2, 5, 1, "need 9 GPUs, and 8 are visible"),
+        (8, 1, 16, 2, r"need 24 GPUs, and the allocation has 16 GPUs \(n1 8, n2 8\); ask for more nodes"),
+        (
+            1,
+            1,
+            12,
+            2,
+            r"learner_ranks: 12 ranks take whole nodes, and the last nodes have 8, 8 GPUs each; use a multiple",
+        ),
+        (2, 16, 8, 5, r"server 0 of 2 finds no node with 16 free GPUs"),
+    ],
+)
+def test_what_does_not_fit(servers: int, width: int, ranks: int, count: int, said: str) -> None:
+    with pytest.raises(MegarlError, match=said):
+        place(recipe(servers, width, ranks), nodes(count))
+
+
+@given(
+    st.integers(1, 20), st.sampled_from([1, 2, 4, 8]), st.integers(1, 32), st.integers(1, 8), st.sampled_from([4, 8])
+)
+def test_no_gpu_is_given_twice(servers: int, width: int, ranks: int, count: int, gpus: int) -> None:
+    try:
+        placed = place(recipe(servers, width, ranks), nodes(count, gpus))
+    except MegarlError:
+        return
+    given_out = [(node.name, gpu) for of in placed.values() for node in of.nodes for gpu in of.gpus]
+    assert len(given_out) == len(set(given_out)) == servers * width + ranks
+    learner = placed[Role("learner")]
+    assert len(learner.nodes) * learner.ranks == ranks
+    assert len(placed) == servers + 2

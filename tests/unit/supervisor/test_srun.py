@@ -1,0 +1,108 @@
+"""Steps of a Slurm job, as far as no Slurm is needed: the choice, the command, nodes, reports. tests/slurm has the rest."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import MegarlError
+from megarl.recipe import Recipe
+from megarl.rundir import RunDir
+from megarl.supervisor import nodes
+from megarl.supervisor.launcher import LocalLauncher
+from megarl.supervisor.nodes import Node, here
+from megarl.supervisor.srun import SrunLauncher, SrunStep, checked, chosen, command, is_broken
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_NUM_NODES", "MEGARL_STEP_COMMAND", "MEGARL_STEP_OPTIONS", "SLURM_LAUNCH_NODE_IPADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def choice(recipe: Recipe, launcher: str = "auto") -> type:
+    changed = recipe.model_copy(update={"run": recipe.run.model_copy(update={"launcher": launcher})})
+    return type(chosen(changed, RunDir.of(recipe)))
+
+
+def test_choice(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choice(recipe) is LocalLauncher
+    with pytest.raises(MegarlError, match=r"run\.launcher: srun works inside a Slurm job"):
+        choice(recipe, "srun")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    assert choice(recipe) is LocalLauncher
+    assert choice(recipe, "srun") is SrunLauncher
+    monkeypatch.setenv("MEGARL_STEP_COMMAND", "apptainer exec x.sif python")
+    assert choice(recipe) is SrunLauncher
+    monkeypatch.delenv("MEGARL_STEP_COMMAND")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "10")
+    assert choice(recipe) is SrunLauncher
+    assert choice(recipe, "local") is LocalLauncher
+
+
+def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = command(["n1", "n2"], "learner-0", ["-m", "x"])
+    assert words[-3:] == [sys.executable, "-m", "x"]
+    assert {"--nodelist=n1,n2", "--nodes=2", "--ntasks=2", "--overlap"} <= set(words)
+    monkeypatch.setenv("MEGARL_STEP_OPTIONS", "--container-image=a#b:1 --container-mounts='/s h:/s h'")
+    monkeypatch.setenv("MEGARL_STEP_COMMAND", "python3")
+    words = command(["n1"], "server-0", ["-m", "x"])
+    assert words[-5:] == ["--container-image=a#b:1", "--container-mounts=/s h:/s h", "python3", "-m", "x"]
+
+
+def test_this_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = here(3, "")
+    assert (node.address, node.interface, node.gpus) == ("127.0.0.1", "lo", ())
+    assert len(set(node.ports)) == 3
+    assert here(0, "lo").address == "127.0.0.1"
+    with pytest.raises(MegarlError, match=r"run\.interface: 'ib7' is no network interface .* which has .*lo"):
+        here(0, "ib7")
+    assert nodes.main(["2", "", str(tmp_path)]) == 2
+    assert (
+        f"{tmp_path} is not there; run.dir has to lie on a file system that all nodes share" in capsys.readouterr().err
+    )
+    (tmp_path / ".lock").touch()
+    assert nodes.main(["2", "lo", str(tmp_path)]) == 0
+    told = nodes.parse(capsys.readouterr().out)
+    assert replace(told, ports=()) == replace(node, ports=())
+
+
+def test_nodes_must_reach_each_other_and_share_no_port() -> None:
+    first = Node("n1", "vm", "127.0.0.1", "lo", (), 2, (1, 2, 3))
+    second = replace(first, name="n2", ports=(3, 4))
+    assert [node.ports for node in checked([first, second])] == [(1, 2, 3), (4,)]
+    with pytest.raises(MegarlError, match=r"node n1: its address is 127\.0\.0\.1, where no other node reaches it"):
+        checked([first, replace(second, host="other", address="10.0.0.2")])
+
+
+@pytest.mark.parametrize(
+    ("state", "broken"),
+    [("mixed", False), ("allocated", False), ("draining", False), ("down*", True), ("DOWN", True), ("failing", True)],
+)
+def test_states(state: str, broken: bool) -> None:
+    assert is_broken(state) is broken
+
+
+def step(lines: list[str], status: int) -> SrunStep:
+    """A stand-in for an srun that says these lines and ends."""
+    code = f"import sys; print({chr(10).join(lines)!r}); sys.exit({status})"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.wait(60)
+    return SrunStep(process, ["n1", "n2"])
+
+
+def test_what_nodes_report() -> None:
+    ended = step(['{"node": "n1", "status": 0}', "a prologue", '{"node": "n2", "status": -11}'], 139)
+    assert ended.status() == -11
+    assert ended.answered
+    half = step(['{"node": "n1"}'], 1)
+    assert (half.status(), half.answered, half.still()) == (1, False, None)
+    stopped = step(['{"node": "n1", "stopped": true}'], 1)
+    stopped.status()
+    assert stopped.still() == "stopped"
+    half.terminate()  # nobody listens any more
+    half.kill()
+    half.wait_gone()
