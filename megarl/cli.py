@@ -12,6 +12,7 @@ from megarl.errors import MegarlError
 from megarl.planning import cli as planning
 from megarl.process import die_with_supervisor
 from megarl.scaling import cli as scaling
+from megarl.supervisor import cli as supervisor
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -109,6 +110,7 @@ def parser() -> argparse.ArgumentParser:
 
     data.add(commands)
     scaling.add(commands)
+    supervisor.add(commands)
 
     report = _command(commands, "report", _report, "write report.html and reward.png of a run anew")
     report.add_argument("run", help="run directory")

@@ -16,30 +16,41 @@ from megarl.recipe import Recipe, load
 
 BEST = 5
 SIMULATED = 3
+SPREAD = 0.5
 
 
 def main(options: argparse.Namespace) -> int:
     recipe = load(options.recipe, options.overrides)
     if options.gpus < 2:
         raise MegarlError(f"--gpus: {options.gpus} is too few: at least one generates and one trains")
-    problem = Problem(
-        recipe=recipe,
-        shape=shapes.read(options.model_config or recipe.model.path),
-        gpu=gpu_named(options.gpu),
-        assumed=assumed(),
-        gpus=options.gpus,
-        work=_work(recipe, options),
-    )
-    written, found = as_written(problem), search(problem)
+    posed = problem(recipe, options.gpus, options.gpu, options.model_config, _work(recipe, options))
+    written, found = as_written(posed), search(posed)
     chosen = _chosen(written, found)
-    simulated = _simulated(problem, chosen, found, options) if options.simulate and chosen else show.Simulated()
+    simulated = _simulated(posed, chosen, found, options) if options.simulate and chosen else show.Simulated()
     if options.json:
-        print(json.dumps(show.as_json(problem, written, found, BEST, simulated), indent=2))
+        print(json.dumps(show.as_json(posed, written, found, BEST, simulated), indent=2))
     else:
-        show.tables(problem, written, found, BEST, simulated)
+        show.tables(posed, written, found, BEST, simulated)
         if simulated.plans:
             print(f"\n{options.out}")
     return 0 if found.plans or not isinstance(written, str) else 1
+
+
+def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work: Workload) -> Problem:
+    """What is planned for. gpu: a name in hardware.yaml; model_config: see shapes.read, else the recipe's model."""
+    return Problem(
+        recipe=recipe,
+        shape=shapes.read(model_config or recipe.model.path),
+        gpu=gpu_named(gpu),
+        assumed=assumed(),
+        gpus=gpus,
+        work=work,
+    )
+
+
+def work(recipe: Recipe) -> Workload:
+    """Lengths that the recipe's limits suggest, all groups trained."""
+    return workload(recipe, lognormal(recipe, None, SPREAD), 1.0, recipe.run.seed)
 
 
 def _work(recipe: Recipe, options: argparse.Namespace) -> Workload:

@@ -47,7 +47,7 @@ def tables(problem: Problem, written: Plan | str, found: Found, best: int, simul
         plans = {"as written" if written.gpus == problem.gpus else f"written ({written.gpus})": written} | plans
     console.print(_table(plans))
     if "plan 1" in plans:
-        console.print(f"plan 1 is: {' '.join(_overrides(plans['plan 1']))}", highlight=False, soft_wrap=True)
+        console.print(f"plan 1 is: {' '.join(overrides(plans['plan 1']))}", highlight=False, soft_wrap=True)
     if isinstance(written, str):
         console.print(f"as written: {written}", highlight=False)
     shown = [written] if not isinstance(written, str) else []
@@ -73,7 +73,7 @@ def _table(plans: Mapping[str, Plan]) -> Table:
     return table
 
 
-def _overrides(plan: Plan) -> list[str]:
+def overrides(plan: Plan) -> list[str]:
     """What makes the recipe this plan."""
     m, r = plan.recipe.model, plan.recipe.resources
     return [

@@ -44,6 +44,7 @@ class Frame:
     elapsed_s: float
     roles: dict[Role, RoleView] = field(default_factory=dict)
     stopping: str = ""
+    foot: str = "Ctrl-C saves and stops; run.resume=auto goes on"
 
 
 def render(frame: Frame) -> RenderableType:
@@ -55,7 +56,7 @@ def render(frame: Frame) -> RenderableType:
     parts += [Text(f"! {w}", style="yellow") for w in warnings(frame)]
     if frame.observer.problem:
         parts.append(Text(f"last problem: {frame.observer.problem}", style="red", overflow="ellipsis", no_wrap=True))
-    foot = frame.stopping or "Ctrl-C saves and stops; run.resume=auto goes on"
+    foot = frame.stopping or frame.foot
     return Panel(
         Group(*parts),
         title=f"megarl · {frame.recipe.run.path}",

@@ -1,0 +1,64 @@
+"""`megarl logs RUN --role …`: the end of a role's logs, and what is added to them.
+
+server, learner, controller: all of that kind      server-3: one      supervisor: what was started, ended, restarted
+"""
+
+import time
+from pathlib import Path
+
+from megarl.errors import MegarlError
+from megarl.monitor.tail import Tail
+from megarl.rundir import RunDir
+from megarl.supervisor.observe import last_lines
+from megarl.supervisor.status import opened
+
+LOOK_S = 0.5
+KINDS = ("server", "learner", "controller")
+
+
+def main(run: Path, role: str, count: int, follow: bool) -> int:
+    """Print the last `count` lines of each file; with `follow` go on until the run has ended."""
+    _, rundir = opened(run)
+    files = logs_of(rundir, role)
+    if not files and not follow:
+        raise MegarlError(f"{rundir.logs}: no log of {role} yet")
+    for file in files:
+        for line in last_lines(file, count):
+            print(_marked(file, line, files), flush=True)
+    if follow:
+        _follow(rundir, role, files)
+    return 0
+
+
+def logs_of(rundir: RunDir, role: str) -> list[Path]:
+    """Of the newest nodes last. MegarlError if there is no such role."""
+    kind, _, index = role.partition("-")
+    if role == "supervisor":
+        found = [rundir.logs / "supervisor.jsonl"]
+    elif kind in KINDS and (not index or (index.isdecimal() and kind == "server")):
+        found = sorted(
+            rundir.logs.glob(f"{kind}/*.{index or '*'}.log"), key=lambda log: (log.stat().st_mtime, log.name)
+        )
+    else:
+        raise MegarlError(f"--role: {role!r} is none of {', '.join(KINDS)}, supervisor, and server-N for one server")
+    return [file for file in found if file.exists()]
+
+
+def _follow(rundir: RunDir, role: str, shown: list[Path]) -> None:
+    tails = {file: Tail(file) for file in shown}
+    for tail in tails.values():
+        tail.lines()
+    while True:
+        ended = rundir.summary.exists()
+        files = logs_of(rundir, role)
+        for file in files:
+            for line in tails.setdefault(file, Tail(file)).lines():
+                print(_marked(file, line, files), flush=True)
+        if ended:
+            return
+        time.sleep(LOOK_S)
+
+
+def _marked(file: Path, line: str, files: list[Path]) -> str:
+    """With the name of the process, where there are several."""
+    return f"{file.parent.name} {file.stem}: {line}" if len(files) > 1 else line

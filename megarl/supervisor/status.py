@@ -1,0 +1,74 @@
+"""`megarl status RUN`: how a run stands, from its files alone: from any terminal that sees them, while it lives and afterwards.
+
+RUN/summary.json is there ──► the closing summary         else ──► the live view, of this moment
+"""
+
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.errors import MegarlError
+from megarl.monitor import summary
+from megarl.recipe import Recipe, load
+from megarl.rundir import RunDir, read_jsonl
+from megarl.supervisor.observe import Observer
+from megarl.supervisor.restart import Kind, Role
+from megarl.supervisor.view import Frame, RoleView, clock, render
+
+DEAD_S = 60.0
+"""A live controller writes its status each second; its restart takes less than this."""
+
+
+def opened(run: Path) -> tuple[Recipe, RunDir]:
+    """The run in a directory. MegarlError if there is none."""
+    rundir = RunDir(run)
+    if not rundir.recipe.exists():
+        raise MegarlError(f"{run}: not a run directory (no recipe.yaml in it)")
+    return load(str(rundir.recipe)), rundir
+
+
+def main(run: Path) -> int:
+    recipe, rundir = opened(run)
+    console = Console()
+    if rundir.summary.exists():
+        console.print(summary.render(json.loads(rundir.summary.read_text()), recipe, rundir))
+        return 0
+    observer = Observer(rundir)
+    observer.look()
+    roles, began = roles_of(rundir)
+    now = time.time()
+    last = observer.status.time if observer.status else began
+    foot = f"at {time.strftime('%H:%M:%S', time.localtime(now))}"
+    if now - last > DEAD_S:
+        foot = f"nothing written for {clock(now - last)}: it seems dead; run.resume=auto goes on"
+    console.print(render(Frame(recipe, observer, max(0.0, now - began), roles, foot=foot)))
+    return 0
+
+
+def roles_of(rundir: RunDir) -> tuple[dict[Role, RoleView], float]:
+    """What the supervisor has noted of this life of the run: its roles as they are now, and when it began."""
+    roles: dict[Role, RoleView] = {}
+    restarts: dict[Role, int] = {}
+    session, began = "", time.time()
+    for event in read_jsonl(rundir.logs / "supervisor.jsonl"):
+        if event["session"] != session:
+            session, began = event["session"], event["time"]
+            roles, restarts = {}, {}
+        if "role" not in event:
+            continue
+        role = role_named(event["role"])
+        restarts[role] = restarts.get(role, 0) + (event["event"] == "restart")
+        state = {"started": "running", "restart": "restarting"}.get(event["event"], event["event"])
+        seconds = time.time() - event["time"] if state == "running" else 0.0
+        nodes = event.get("nodes") or (roles[role].nodes if role in roles else ())
+        roles[role] = RoleView(state, seconds, restarts[role], nodes)
+    return roles, began
+
+
+def role_named(name: str) -> Role:
+    """`server-3` as a Role."""
+    kinds: dict[str, Kind] = {"server": "server", "controller": "controller", "learner": "learner"}
+    kind, _, index = name.partition("-")
+    return Role(kinds[kind], int(index))

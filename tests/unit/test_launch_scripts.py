@@ -1,0 +1,135 @@
+"""The scripts of launch/: shellcheck is content, and those for Slurm start what they say, in and out of containers."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.recipe import load
+from megarl.supervisor.devices import needed
+
+ROOT = Path(__file__).parents[2]
+SLURM = ROOT / "launch" / "slurm"
+BATCH = sorted(SLURM.glob("*.sbatch"))
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or "shellcheck"
+
+
+def directives(text: str) -> dict[str, str]:
+    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", text, flags=re.MULTILINE)
+    return dict(found)
+
+
+def test_shellcheck() -> None:
+    scripts = [*ROOT.glob("launch/*.sh"), *SLURM.glob("*.sh"), *BATCH, *ROOT.glob("tests/**/*.sh")]
+    done = subprocess.run([SHELLCHECK, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(BATCH) == 6
+
+
+@pytest.mark.parametrize("name", ["scalerl_8b", "scalerl_17bx16"])
+def test_nodes_are_as_many_as_the_recipe_needs(name: str) -> None:
+    asked = directives((SLURM / f"{name}.sbatch").read_text())
+    assert int(asked["nodes"]) * int(asked["gpus-per-node"]) == needed(load(name.replace("_", "-"))) == 80
+
+
+def run(script: str, tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """With a stand-in for srun that prints its words."""
+    stand_in = tmp_path / "srun"
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "1"}
+    return subprocess.run(
+        ["bash", SLURM / script, *words], cwd=ROOT, env=variables | environment, capture_output=True, text=True
+    )
+
+
+def test_without_a_container(tmp_path: Path) -> None:
+    done = run("convert.sbatch", tmp_path, FROM="runs/a", TO="out dir", MEGARL="/v/bin/megarl")
+    words = ["/v/bin/python", "-m", "checkpoints_tools", "convert", "megatron-to-hf", "runs/a", "out dir"]
+    assert done.stdout.splitlines()[-7:] == words
+
+
+def test_pyxis(tmp_path: Path) -> None:
+    done = run("sft.sbatch", tmp_path, "a=1", CONTAINER="pyxis", IMAGE="reg#t/m:1", MOUNTS="/data,/home")
+    words = done.stdout.splitlines()
+    assert "--container-image=reg#t/m:1" in words
+    assert "--container-mounts=/data:/data,/home:/home" in words
+    assert words[-6:] == ["python", "-m", "megarl", "sft", "scalerl-8b", "a=1"]
+
+
+def test_apptainer(tmp_path: Path) -> None:
+    done = run("eval.sbatch", tmp_path, CONTAINER="apptainer", IMAGE="/m.sif", MOUNTS="/data", MODEL="m", SUITE="math")
+    words = done.stdout.splitlines()
+    assert words[words.index("apptainer") :] == [
+        "apptainer", "exec", "--bind", "/data", "--pwd", str(ROOT), "/m.sif", "python",
+        "-m", "megarl", "eval", "--model", "m", "--suite", "math",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"CONTAINER": "docker"}, "megarl: CONTAINER=docker: none, pyxis or apptainer"),
+        ({"CONTAINER": "pyxis"}, "IMAGE: CONTAINER=pyxis needs IMAGE"),
+        ({}, "MODEL: a run, checkpoint or Hugging Face directory"),
+    ],
+)
+def test_what_is_missing_is_said(tmp_path: Path, environment: dict[str, str], said: str) -> None:
+    done = run("eval.sbatch", tmp_path, **environment)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_submit_writes_what_is_shipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.sbatch"
+    words = [
+        "submit",
+        "scalerl-8b",
+        "--nodes",
+        "10",
+        "--out",
+        str(file),
+        "--gpu",
+        "h100",
+        "--model-config",
+        "llama-3.1-8b",
+    ]
+    assert main([*words, "run.seed=3"]) == 0
+    text = file.read_text()
+    assert capsys.readouterr().out.strip() == text.strip()
+    assert directives(text) == directives((SLURM / "scalerl_8b.sbatch").read_text())
+    assert "# node 10: learner ranks 8-15" in text
+    assert re.search(r"^# a step takes [\d.]+ s", text, flags=re.MULTILINE)
+    assert text.splitlines()[-1] == 'until_done "$MEGARL" train scalerl-8b run.resume=auto run.seed=3'
+    assert subprocess.run([SHELLCHECK, file]).returncode == 0
+
+
+def test_submit_takes_the_plan_where_the_recipe_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.sbatch"
+    words = [
+        "submit",
+        "scalerl-8b",
+        "--nodes",
+        "4",
+        "--out",
+        str(file),
+        "--container",
+        "apptainer",
+        "--image",
+        "/m.sif",
+    ]
+    assert main(words) == 2
+    assert "--gpu NAME has `megarl plan` choose a layout for 4 nodes" in capsys.readouterr().err
+    assert not file.exists()
+    assert main([*words, "--gpu", "h100", "--model-config", "llama-3.1-8b"]) == 0
+    last = file.read_text().splitlines()[-1]
+    chosen = load("scalerl-8b", [word for word in last.split() if "=" in word and not word.startswith("run.")])
+    assert needed(chosen) <= 32
+    assert "export IMAGE=/m.sif" in file.read_text()
