@@ -4,13 +4,13 @@ one machine        here(…)
 a Slurm job        `python -m megarl.supervisor.nodes …` in a step over all nodes ─► one line of JSON a node ─► Node
 """
 
-import json
 import os
 import socket
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from megarl.errors import MegarlError
@@ -76,10 +76,12 @@ def _interface_of(address: str) -> str:
     return next(name for name, known in psutil.net_if_addrs().items() if any(a.address == address for a in known))
 
 
-def parse(line: str) -> Node:
-    """What `main` printed."""
-    tree = json.loads(line)
-    return Node(**tree | {"gpus": tuple(tree["gpus"]), "ports": tuple(tree["ports"])})
+def parse(line: str) -> Node | None:
+    """What `main` printed; None for a line of a site's prologue."""
+    try:
+        return msgspec.json.decode(line, type=Node)
+    except msgspec.MsgspecError:
+        return None
 
 
 def main(arguments: list[str]) -> int:
@@ -88,7 +90,9 @@ def main(arguments: list[str]) -> int:
     try:
         if not (Path(run) / ".lock").exists():
             raise MegarlError(f"{run} is not there; run.dir has to lie on a file system that all nodes share")
-        print(json.dumps(asdict(here(int(count), interface))), flush=True)
+        # In one write: lines of several nodes come out of srun as they went in.
+        sys.stdout.buffer.write(msgspec.json.encode(here(int(count), interface)) + b"\n")
+        sys.stdout.buffer.flush()
     except MegarlError as error:
         print(f"megarl: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())}: {error}", file=sys.stderr)
         return 2

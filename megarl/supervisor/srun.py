@@ -73,7 +73,7 @@ class SrunLauncher:
             raise MegarlError(
                 f"the nodes {', '.join(names)} did not all answer within {SURVEY_LIMIT_S:g} s; see `scontrol show node`"
             ) from None
-        found = {node.name: node for node in map(parse, done.stdout.splitlines())}
+        found = {node.name: node for line in done.stdout.splitlines() if (node := parse(line)) is not None}
         missing = [name for name in names if name not in found]
         if done.returncode or missing:
             raise MegarlError(
@@ -188,7 +188,6 @@ def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[s
         "--cpu-bind=none",
         "--export=ALL",
         "--input=all",
-        "--unbuffered",
         "--kill-on-bad-exit=1",  # of the learner's nodes; a step of one node has no other task
         *shlex.split(os.environ.get(STEP_OPTIONS, "")),
         *python,

@@ -90,7 +90,15 @@ class Job:
         raise AssertionError(f"no process of {kind} {index}")
 
     def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = RUN_LIMIT_S) -> None:
-        self.cluster.wait_for(condition, what, limit_s, [self.output, *self.rundir.logs.glob("*/*.log")])
+        logs = [self.output, *self.rundir.logs.glob("*/*.log")]
+
+        def fulfilled() -> bool:
+            return condition() or (self.cluster.state(self.number) == "FAILED" and self._failed(what))
+
+        self.cluster.wait_for(fulfilled, what, limit_s, logs)
+
+    def _failed(self, what: str) -> bool:
+        raise AssertionError(f"the job failed before {what}:\n{self.output.read_text()}")
 
     def wait_for_state(self, *states: str, limit_s: float = RUN_LIMIT_S) -> None:
         self.wait_for(lambda: self.cluster.state(self.number) in states, " or ".join(states), limit_s)

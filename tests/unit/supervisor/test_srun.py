@@ -53,20 +53,23 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert words[-5:] == ["--container-image=a#b:1", "--container-mounts=/s h:/s h", "python3", "-m", "x"]
 
 
-def test_this_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_node(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     node = here(3, "")
     assert (node.address, node.interface, node.gpus) == ("127.0.0.1", "lo", ())
     assert len(set(node.ports)) == 3
     assert here(0, "lo").address == "127.0.0.1"
     with pytest.raises(MegarlError, match=r"run\.interface: 'ib7' is no network interface .* which has .*lo"):
         here(0, "ib7")
+    assert nodes.parse("welcome to node 1") is None
     assert nodes.main(["2", "", str(tmp_path)]) == 2
     assert (
-        f"{tmp_path} is not there; run.dir has to lie on a file system that all nodes share" in capsys.readouterr().err
+        f"{tmp_path} is not there; run.dir has to lie on a file system that all nodes share"
+        in capfdbinary.readouterr().err.decode()
     )
     (tmp_path / ".lock").touch()
     assert nodes.main(["2", "lo", str(tmp_path)]) == 0
-    told = nodes.parse(capsys.readouterr().out)
+    told = nodes.parse(capfdbinary.readouterr().out.decode())
+    assert told is not None
     assert replace(told, ports=()) == replace(node, ports=())
 
 
