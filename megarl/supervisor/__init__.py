@@ -2,10 +2,14 @@
 
 checks.py     everything that can be wrong before a process is started
 train.py      starts the roles, watches, restarts, ends the run; exit status
-launcher.py   how a role is started and ended: the seam, and local processes
-devices.py    which GPUs there are and who gets which
+nodes.py      what a node has: address, GPUs, free ports; devices.py asks for the GPUs
+placement.py  which role on which node and GPUs: pure
+launcher.py   how a role is started, watched and ended: the seam, and local processes
+srun.py       the same by steps of a Slurm job; step.py is its hand on the node
 restart.py    what to do when a role dies: a pure state machine
 watch.py      roles that live and do not move
 observe.py    what the run's files say now
-view.py       the live view of that, and the plain line for logs
+view.py       the live view of that, and the plain line for logs; screen.py puts them where they go
+wishes.py     signals that ask for the end; closing.py is the end
+status.py     `megarl status`, logs.py `megarl logs`, submit.py `megarl submit`
 """

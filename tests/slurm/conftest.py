@@ -29,6 +29,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
+def stand_in_jobs(cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
+    """Of small processes as the roles."""
+    (tmp_path / "launch").symlink_to(ROOT / "launch", target_is_directory=True)
+    megarl = tmp_path / "megarl"
+    megarl.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("stand_in_megarl.py")} "$@"\n')
+    megarl.chmod(0o755)
+    made = Jobs(cluster, tmp_path, {"MEGARL": str(megarl), "PYTHONPATH": str(ROOT)})
+    yield made
+    made.cancel()
+
+
+@pytest.fixture
 def jobs(cluster: Cluster, workplace: Path) -> Iterator[Jobs]:
     """Submits from `workplace`; what is left of its jobs is cancelled."""
     launch = workplace / "launch"

@@ -89,16 +89,19 @@ class Job:
                 return process
         raise AssertionError(f"no process of {kind} {index}")
 
-    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = RUN_LIMIT_S) -> None:
+    def wait_for(
+        self, condition: Callable[[], bool], what: str, limit_s: float = RUN_LIMIT_S, fails: bool = False
+    ) -> None:
+        """Until it holds. fails: whether the job may."""
         logs = [self.output, *self.rundir.logs.glob("*/*.log")]
 
         def fulfilled() -> bool:
-            return condition() or (self.cluster.state(self.number) == "FAILED" and self._failed(what))
+            return condition() or (not fails and self.cluster.state(self.number) == "FAILED" and self._failed(what))
 
         self.cluster.wait_for(fulfilled, what, limit_s, logs)
 
     def _failed(self, what: str) -> bool:
         raise AssertionError(f"the job failed before {what}:\n{self.output.read_text()}")
 
-    def wait_for_state(self, *states: str, limit_s: float = RUN_LIMIT_S) -> None:
-        self.wait_for(lambda: self.cluster.state(self.number) in states, " or ".join(states), limit_s)
+    def wait_for_state(self, state: str, limit_s: float = RUN_LIMIT_S, fails: bool = False) -> None:
+        self.wait_for(lambda: self.cluster.state(self.number) == state, state, limit_s, fails)

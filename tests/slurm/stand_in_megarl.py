@@ -1,0 +1,36 @@
+"""`stand_in_megarl.py train RECIPE key=value …`: the real supervisor in a real Slurm job, with small processes as the roles.
+
+The run's last step is run.steps. See tests/unit/supervisor/stand_in_role.py for what the roles do.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from megarl.recipe import Recipe, load
+from megarl.rundir import RunDir
+from megarl.supervisor import checks, closing, train
+from megarl.supervisor.launcher import Task
+from megarl.supervisor.srun import SrunLauncher, SrunStep
+
+ROLE = Path(__file__).parents[1] / "unit" / "supervisor" / "stand_in_role.py"
+
+
+class StandInLauncher(SrunLauncher):
+    """Starts the real way what is not the real thing."""
+
+    def __init__(self, recipe: Recipe, rundir: RunDir) -> None:
+        super().__init__(rundir, recipe.run.interface)
+        self._steps = str(recipe.run.steps)
+
+    def start(self, task: Task) -> SrunStep:
+        run = str(task.rundir.path)
+        words = (str(ROLE), task.role.kind, str(task.role.index), run, self._steps)
+        return super().start(dataclasses.replace(task, arguments=words))
+
+
+if __name__ == "__main__":
+    train.chosen = StandInLauncher
+    checks.check_inputs = lambda recipe: None  # there is no model and no data
+    closing.report = lambda rundir: None  # seconds of matplotlib
+    sys.exit(train.main(load(sys.argv[2], sys.argv[3:])))

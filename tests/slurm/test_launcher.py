@@ -1,0 +1,171 @@
+"""Steps of a real Slurm job under the real supervisor and the shipped 8B script, with small processes as the roles: what dies,
+where, and what that costs."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.rundir import latest_rows, read_jsonl
+from tests.e2e.runs import summary
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import Job, Jobs
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def down(cluster: Cluster) -> Iterator[list[str]]:
+    """Nodes that a test has set down; they are up again after it."""
+    names: list[str] = []
+    yield names
+    for name in names:
+        cluster.says("scontrol", "update", f"nodename={name}", "state=resume")
+
+
+def take_down(job: Job, name: str, down: list[str]) -> None:
+    down.append(name)
+    job.cluster.says("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
+
+
+def pids(job: Job, role: str, children: bool = True) -> list[int]:
+    """All processes that stood in for a role so far, and their children."""
+    rows = read_jsonl(job.rundir.path / f"{role}.pids")
+    return [row["pid"] for row in rows if children or "child" not in row]
+
+
+def newest(job: Job, role: str) -> int:
+    return pids(job, role, children=False)[-1]
+
+
+def everyone(job: Job) -> list[int]:
+    return [pid for path in job.rundir.path.glob("*.pids") for pid in pids(job, path.stem)]
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def wait_until_gone(job: Job, processes: list[int]) -> None:
+    job.cluster.wait_for(lambda: not any(map(alive, processes)), f"end of {processes}")
+
+
+def begun(stand_in_jobs: Jobs, name: str, *overrides: str, nodes: int = 2) -> Job:
+    """A run that has made steps, with all its roles."""
+    job = stand_in_jobs.train(name, "run.steps=100000", *overrides, nodes=nodes)
+    roles = ("server-0", "server-1", "controller-0", "learner-0")
+    job.wait_for(lambda: job.steps() >= 3 and all(pids(job, role) for role in roles), "step 3")
+    return job
+
+
+def finish(job: Job) -> None:
+    (job.rundir.path / "enough").touch()
+    job.wait_for_state("COMPLETED")
+    wait_until_gone(job, everyone(job))
+    steps = [row["step"] for row in latest_rows(job.rundir.metrics)]
+    assert steps == list(range(len(steps)))
+
+
+def test_told_to_save_it_is_queued_again_and_goes_on(stand_in_jobs: Jobs) -> None:
+    job = begun(stand_in_jobs, "preempted")
+    assert job.output.read_text().splitlines()[:2] == ["node1: controller-0, servers 0-1", "node2: learner-0"]
+    family = everyone(job)
+    job.cluster.says("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait_for(lambda: job.cluster.field(job.number, "Restarts") == "1", "requeue")
+    wait_until_gone(job, family)
+    assert summary(job.rundir)["reason"] == "stopped as asked"
+    before = job.steps()
+    job.wait_for(lambda: job.steps() > before, "a step more")
+    finish(job)
+    assert job.events("restart") == []
+    assert len(job.events("stopping")) == 1
+
+
+def test_sigterm_of_a_job_that_stays_is_preemption(stand_in_jobs: Jobs) -> None:
+    """Sent to the script and to all processes, as Slurm does ahead of a preemption."""
+    job = begun(stand_in_jobs, "evicted")
+    job.cluster.says("scancel", "--full", "--signal=TERM", job.number)
+    job.wait_for(lambda: job.cluster.field(job.number, "Restarts") == "1", "requeue")
+    before = job.steps()
+    job.wait_for(lambda: job.steps() > before, "a step more")
+    finish(job)
+
+
+def test_a_dead_step_costs_one_server(stand_in_jobs: Jobs) -> None:
+    job = begun(stand_in_jobs, "step")
+    others = [newest(job, role) for role in ("server-0", "controller-0", "learner-0")]
+    dead, family = newest(job, "server-1"), pids(job, "server-1")
+    next(p for p in psutil.Process(dead).parents() if p.name().startswith("slurmstepd")).kill()
+    job.wait_for(lambda: newest(job, "server-1") != dead, "a new server")
+    wait_until_gone(job, family)
+    assert others == [newest(job, role) for role in ("server-0", "controller-0", "learner-0")]
+    finish(job)
+    assert [event["role"] for event in job.events("restart")] == ["server-1"]
+
+
+def test_a_stopped_role_is_seen_on_its_node(stand_in_jobs: Jobs) -> None:
+    job = begun(stand_in_jobs, "frozen")
+    frozen = newest(job, "learner-0")
+    os.kill(frozen, signal.SIGSTOP)
+    job.wait_for(lambda: newest(job, "learner-0") != frozen, "a new learner")
+    assert next(event["why"] for event in job.events("hung")).startswith("has been stopped")
+    finish(job)
+
+
+def test_a_lost_node_costs_its_servers(stand_in_jobs: Jobs, down: list[str]) -> None:
+    job = begun(stand_in_jobs, "lost-server", "resources.threads=2", nodes=3)
+    lines = job.output.read_text().splitlines()
+    assert lines[:3] == ["node1: controller-0, server 0", "node2: server 1", "node3: learner-0"]
+    family = pids(job, "server-1")
+    take_down(job, "node2", down)
+    job.wait_for(lambda: bool(job.events("dropped")), "dropped server")
+    wait_until_gone(job, family)
+    before = job.steps()
+    job.wait_for(lambda: job.steps() > before, "a step more")
+    finish(job)
+    assert [(event["role"], event["nodes"]) for event in job.events("dropped")] == [("server-1", ["node2"])]
+    assert "its node node2 is lost: the run goes on with the other 1 servers" in job.output.read_text()
+
+
+def test_a_lost_learner_node_sends_the_job_back_to_the_queue(stand_in_jobs: Jobs, down: list[str]) -> None:
+    job = begun(stand_in_jobs, "lost-learner")
+    take_down(job, "node2", down)
+    job.wait_for(lambda: job.cluster.field(job.number, "Restarts") == "1", "requeue")
+    assert "the node of learner-0 is lost" in job.output.read_text()
+    before = job.steps()
+    job.wait_for(lambda: job.steps() > before, "a step more")
+    assert "node3: learner-0" in job.output.read_text(), "it goes on on another node"
+    finish(job)
+
+
+def test_scancel_ends_it_all(stand_in_jobs: Jobs) -> None:
+    job = begun(stand_in_jobs, "cancelled")
+    job.cluster.says("scancel", job.number)
+    job.wait_for_state("CANCELLED")
+    wait_until_gone(job, everyone(job))
+    assert job.cluster.field(job.number, "Restarts") == "0"
+
+
+def test_steps_end_with_the_supervisor(stand_in_jobs: Jobs) -> None:
+    job = begun(stand_in_jobs, "orphaned")
+    psutil.Process(int((job.rundir.path / ".lock").read_text())).kill()
+    wait_until_gone(job, everyone(job))
+    job.wait_for_state("FAILED", fails=True)
+
+
+def test_a_role_that_dies_again_and_again_ends_the_job_with_its_causes(stand_in_jobs: Jobs) -> None:
+    """The model is broken from the start: told in a table, with the node, before the end of the log."""
+    (stand_in_jobs.cwd / "runs" / "broken").mkdir(parents=True)
+    (stand_in_jobs.cwd / "runs" / "broken" / "broken").touch()
+    job = stand_in_jobs.train("broken", "run.steps=10")
+    job.wait_for_state("FAILED", fails=True)
+    output = job.output.read_text()
+    assert "megarl: learner-0 could not start" in output
+    row = next(
+        line.split() for line in output.splitlines() if "learner-0" in line and "node2" in line and "status" in line
+    )
+    assert row[1:6] == ["learner-0", "node2", "ended", "with", "status"]
+    assert Path(job.rundir.logs / "learner" / "node2.0.log").exists()
