@@ -12,6 +12,7 @@ from megarl.rundir import RunDir
 from megarl.supervisor import checks, closing, train
 from megarl.supervisor.launcher import Task
 from megarl.supervisor.srun import SrunLauncher, SrunStep
+from megarl.supervisor.watch import Watch
 
 ROLE = Path(__file__).parents[1] / "unit" / "supervisor" / "stand_in_role.py"
 
@@ -31,6 +32,7 @@ class StandInLauncher(SrunLauncher):
 
 if __name__ == "__main__":
     train.chosen = StandInLauncher
+    train.Watch, train.WATCH_S = lambda: Watch(stopped_s=1.0), 0.5
     checks.check_inputs = lambda recipe: None  # there is no model and no data
     closing.report = lambda rundir: None  # seconds of matplotlib
     sys.exit(train.main(load(sys.argv[2], sys.argv[3:])))
