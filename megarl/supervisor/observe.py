@@ -18,7 +18,7 @@ from megarl.monitor.tail import Tail
 from megarl.rundir import RunDir
 from megarl.supervisor.restart import Role
 
-PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
+PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |^srun: error|CUDA out of memory")
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):

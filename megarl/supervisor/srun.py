@@ -36,6 +36,7 @@ START_LIMIT_S = 900.0
 """From srun to the step's first report."""
 SILENT_S = 6 * BEAT_S
 ASK_LIMIT_S = 30.0
+UNKNOWN_STATUS = 1
 BROKEN_STATES = ("down", "fail", "unknown", "future", "power")
 """Beginnings of Slurm's words for nodes that run nothing."""
 
@@ -62,7 +63,7 @@ class SrunLauncher:
 
     def survey(self, ports: int) -> tuple[Node, ...]:
         """Asks every node. MegarlError if one does not answer, or cannot take part; it says which and why."""
-        names = _output(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]).split()
+        names = hosts(os.environ["SLURM_JOB_NODELIST"])
         arguments = ("-m", "megarl.supervisor.nodes", str(ports), self._interface, str(self._rundir.path.resolve()))
         try:
             done = subprocess.run(
@@ -124,13 +125,15 @@ class SrunStep:
         return set(self._reports) >= set(self.names)
 
     def status(self) -> int | None:
-        """srun's own, unless a node knows better: srun says 137 where the role was killed."""
+        """What the nodes report. Where one did not, srun's: 137 of a killed step, but 0 of one whose node is lost."""
         code = self._process.poll()
         if code is None:
             return None
         self._reader.join(1.0)
         reported = [r.status for _, r in self._reports.values() if r.status is not None]
-        return next((s for s in reported if s), code)
+        if any(reported) or len(reported) == len(self.names):
+            return next((status for status in reported if status), 0)
+        return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code or UNKNOWN_STATUS
 
     def still(self) -> Still | None:
         """Stopped somewhere, or not heard of for too long."""
@@ -164,8 +167,12 @@ class SrunStep:
             self._process.stdin.close()
 
     def node_state(self) -> NodeState:
-        """Slurm knows of a node that is down, though not at once: one that is gone is silent at first."""
-        if any(is_broken(_output(["sinfo", "-h", "-n", name, "-o", "%T"])) for name in self.names):
+        """Slurm takes a lost node from the job, though not at once: one that is gone is silent at first. It may be up again
+        meanwhile, but it is no longer ours."""
+        held = _output(["squeue", "-h", "-j", os.environ["SLURM_JOB_ID"], "-o", "%N"]).strip()
+        ours = hosts(held) if held else self.names
+        broken = any(is_broken(_output(["sinfo", "-h", "-n", name, "-o", "%T"])) for name in self.names)
+        if broken or not set(self.names) <= set(ours):
             return "down"
         return "up" if self.answered else "silent"
 
@@ -211,6 +218,11 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
         taken |= {(node.address, port) for port in ports}
         distinct.append(replace(node, ports=ports))
     return tuple(distinct)
+
+
+def hosts(listed: str) -> list[str]:
+    """`node[1-3]`, one by one."""
+    return _output(["scontrol", "show", "hostnames", listed]).split()
 
 
 def is_broken(state: str) -> bool:

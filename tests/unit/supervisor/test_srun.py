@@ -101,6 +101,10 @@ def test_what_nodes_report() -> None:
     ended = step(['{"node": "n1", "status": 0}', "a prologue", '{"node": "n2", "status": -11}'], 139)
     assert ended.status() == -11
     assert ended.answered
+    assert step([], 137).status() == -9
+    assert step([], 255).status() == 255
+    assert step(['{"node": "n1", "status": 0}', '{"node": "n2"}'], 0).status() == 1, "n2 was lost"
+    assert step(['{"node": "n1", "status": 0}', '{"node": "n2", "status": 0}'], 0).status() == 0
     half = step(['{"node": "n1"}'], 1)
     assert (half.status(), half.answered, half.still()) == (1, False, None)
     stopped = step(['{"node": "n1", "stopped": true}'], 1)

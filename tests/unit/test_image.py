@@ -1,0 +1,52 @@
+"""The Dockerfile, as far as it can be seen without a container engine: hadolint is content, and its wheel is whole."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from megarl.recipe import shipped
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "Dockerfile"
+BIN = Path(sys.executable).parent
+
+
+def test_hadolint() -> None:
+    hadolint = shutil.which("hadolint", path=f"{BIN}:{os.environ['PATH']}") or "hadolint"
+    done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
+    """The steps of the stage `wheel`, and the installation from it, in a scratch root."""
+    stage = DOCKERFILE.read_text().split(" AS wheel\n")[1].split("\nFROM ")[0]
+    source, root = tmp_path / "src", tmp_path / "root"
+    source.mkdir()
+    for line in re.findall(r"^COPY (.+)$", stage, flags=re.MULTILINE):
+        *sources, target = line.split()
+        for name in sources:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, source / target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, source / target / name)
+    assert "uv build --wheel --out-dir /wheels ." in stage
+    uv = [BIN / "uv", "--quiet"]
+    subprocess.run(
+        [*uv, "build", "--wheel", "--no-build-isolation", "--python", sys.executable, "--out-dir", tmp_path, "."],
+        cwd=source,
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run(
+        [*uv, "pip", "install", "--python", sys.executable, "--no-deps", "--target", root, wheel], check=True
+    )
+    words = [sys.executable, "-m", "megarl", "recipes"]
+    environment = os.environ | {"PYTHONPATH": str(root), "COLUMNS": "120"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [name for name in shipped() if name not in done.stdout] == []
+    made = {path.relative_to(root) for path in root.glob("megarl/**/*") if path.suffix in (".yaml", ".html", ".json")}
+    assert made == {p.relative_to(ROOT) for p in ROOT.glob("megarl/**/*") if p.suffix in (".yaml", ".html", ".json")}
