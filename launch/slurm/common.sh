@@ -53,15 +53,16 @@ step() {
 
 # A command of the host, in the background, so that this shell hears signals while it runs; its status.
 passing_signals_on() {
+    local child="" heard status code
+    trap 'heard=yes; kill -USR1 "$child" 2> /dev/null || true' USR1
+    trap 'heard=yes; kill -TERM "$child" 2> /dev/null || true' TERM
     "$@" &
-    local child=$! status=0
-    trap 'kill -USR1 "$child" 2> /dev/null || true' USR1
-    trap 'kill -TERM "$child" 2> /dev/null || true' TERM
-    # `wait` ends with each signal; the command has ended when it is no more.
+    child=$!
     while true; do
-        status=0
-        wait "$child" || status=$?
-        kill -0 "$child" 2> /dev/null || break
+        heard="" code=0
+        wait "$child" || code=$?
+        if [ "$code" != 127 ]; then status=$code; fi # 127: waited for already, as the signal came when it had ended
+        if [ -z "$heard" ]; then break; fi           # else `wait` was interrupted
     done
     trap - USR1 TERM
     return "$status"

@@ -1,0 +1,135 @@
+"""A run read from another terminal, and after its end: `megarl status` and `megarl logs`."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.monitor import summary
+from megarl.recipe import Recipe
+from megarl.rundir import RunDir, append_jsonl
+from megarl.supervisor.closing import Death, causes
+from megarl.supervisor.restart import Role
+from megarl.supervisor.status import roles_of
+
+Write = Callable[[int], RunDir]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+
+
+def note(rundir: RunDir, session: str, event: str, role: str, **more: object) -> None:
+    row = {"time": time.time(), "session": session, "event": event, "role": role}
+    append_jsonl(rundir.logs / "supervisor.jsonl", row | more)
+
+
+def live(rundir: RunDir) -> None:
+    """As its second life's supervisor has noted."""
+    note(rundir, "a", "started", "server-7", nodes=["old"])
+    for role, node in (("server-0", "n1"), ("server-1", "n2"), ("controller-0", "n1"), ("learner-0", "n3")):
+        note(rundir, "b", "started", role, nodes=[node])
+    note(rundir, "b", "ended", "server-1", status=-9)
+    note(rundir, "b", "dropped", "server-1", nodes=["n2"])
+    note(rundir, "b", "ended", "server-0", status=-9)
+    note(rundir, "b", "restart", "server-0", delay_s=0.0)
+    note(rundir, "b", "started", "server-0", nodes=["n1"])
+
+
+def test_roles(write_run: Write) -> None:
+    rundir = write_run(3)
+    live(rundir)
+    roles, _ = roles_of(rundir)
+    assert {role.name: view.state for role, view in roles.items()} == {
+        "server-0": "running",
+        "server-1": "dropped",
+        "controller-0": "running",
+        "learner-0": "running",
+    }
+    assert roles[Role("server", 0)].restarts == 1
+    assert list(roles[Role("learner")].nodes) == ["n3"]
+
+
+def test_of_a_live_run(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    rundir = write_run(41)
+    live(rundir)
+    status = json.loads(rundir.status.read_text()) | {"time": time.time()}
+    rundir.status.write_text(json.dumps(status))
+    assert main(["status", str(rundir.path)]) == 0
+    shown = capsys.readouterr().out
+    assert "step 41/80" in shown
+    assert "dropped" in shown
+    assert "seems dead" not in shown
+    rundir.status.write_text(json.dumps(status | {"time": time.time() - 7300}))
+    assert main(["status", str(rundir.path)]) == 0
+    assert "nothing written for 2:01:4" in capsys.readouterr().out
+
+
+def test_of_a_finished_run(recipe: Recipe, write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    rundir = write_run(41)
+    values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "all steps done"}
+    rundir.summary.write_text(json.dumps(values))
+    assert main(["status", str(rundir.path)]) == 0
+    assert "finished: all steps done" in capsys.readouterr().out
+
+
+def test_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["status", str(tmp_path)], ["logs", str(tmp_path)]):
+        assert main(words) == 2
+        assert f"{tmp_path}: not a run directory" in capsys.readouterr().err
+
+
+def logged(rundir: RunDir, role: str, host: str, rank: int, *lines: str) -> None:
+    log = rundir.log(role, host, rank)
+    log.parent.mkdir(exist_ok=True)
+    with log.open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def test_logs(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    rundir = write_run(3)
+    run = str(rundir.path)
+    logged(rundir, "server", "n1", 0, "a", "b", "c")
+    logged(rundir, "server", "n2", 1, "d")
+    assert main(["logs", run, "--role", "server", "-n", "2"]) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == ["server n1.0: b", "server n1.0: c", "server n2.1: d"]
+    assert main(["logs", run, "--role", "server-1"]) == 0
+    assert capsys.readouterr().out == "d\n"
+    assert main(["logs", run, "--role", "learner"]) == 2
+    assert "no log of learner yet" in capsys.readouterr().err
+    assert main(["logs", run, "--role", "judge-1"]) == 2
+    assert "--role: 'judge-1' is none of server, learner, controller, supervisor" in capsys.readouterr().err
+
+
+def test_logs_are_followed_to_the_end(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    rundir = write_run(3)
+    logged(rundir, "learner", "n1", 0, "first")
+    following = threading.Thread(target=main, args=(["logs", str(rundir.path), "--role", "learner", "-f"],))
+    following.start()
+    time.sleep(0.2)
+    logged(rundir, "learner", "n1", 0, "second")
+    logged(rundir, "learner", "n2", 1, "of another rank")
+    rundir.summary.write_text("{}")
+    following.join(30)
+    assert not following.is_alive()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "first"
+    assert sorted(lines[1:]) == ["learner n1.0: second", "learner n2.1: of another rank"]
+
+
+def test_causes(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    deaths = [
+        Death(Role("server", i), ["n1"], 1e9, "was killed by SIGKILL", "" if i else "OSError: no") for i in range(22)
+    ]
+    Console(width=100).print(causes(deaths))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("what died last (2 before that are in logs/supervisor.jsonl)")
+    assert len(lines) == 22
+    assert lines[-1].split()[1:] == ["server-21", "n1", "was", "killed", "by", "SIGKILL", "none"]
