@@ -18,7 +18,8 @@ from megarl.monitor.tail import Tail
 from megarl.rundir import RunDir
 from megarl.supervisor.restart import Role
 
-PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |^srun: error|CUDA out of memory")
+PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
+OF_SLURM = re.compile(r"^(srun|slurmstepd\S*): error")
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):
@@ -117,8 +118,10 @@ def log_of(rundir: RunDir, role: Role) -> Path | None:
 
 
 def last_problem(log: Path) -> str:
-    """The last of its last lines that looks like one; else empty."""
-    return next((line.strip() for line in reversed(last_lines(log)) if PROBLEM.search(line)), "")
+    """The last of its last lines that looks like one, what Slurm says of it only if there is no other; else empty."""
+    lines = last_lines(log)[::-1]
+    found = [line for problem in (PROBLEM, OF_SLURM) for line in lines if problem.search(line)]
+    return found[0].strip() if found else ""
 
 
 def last_lines(log: Path, count: int = 25, most_bytes: int = 64 << 10) -> list[str]:

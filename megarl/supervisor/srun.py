@@ -24,7 +24,7 @@ import msgspec
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir
-from megarl.supervisor.launcher import KILL_LIMIT_S, Launcher, LocalLauncher, Running, Still, Task
+from megarl.supervisor.launcher import Launcher, LocalLauncher, Running, Still, Task
 from megarl.supervisor.nodes import Node, parse
 from megarl.supervisor.restart import NodeState
 from megarl.supervisor.step import BEAT_S, TERMINATE, Order, Report
@@ -35,6 +35,8 @@ SURVEY_LIMIT_S = 900.0
 START_LIMIT_S = 900.0
 """From srun to the step's first report."""
 SILENT_S = 6 * BEAT_S
+SRUN_LIMIT_S = 10.0
+"""From its SIGTERM to its end. It is killed then; Slurm goes on ending the step."""
 ASK_LIMIT_S = 30.0
 UNKNOWN_STATUS = 1
 BROKEN_STATES = ("down", "fail", "unknown", "future", "power")
@@ -158,7 +160,7 @@ class SrunStep:
     def wait_gone(self) -> None:
         """A step on a node that is gone does not end: srun then does not either."""
         try:
-            self._process.wait(KILL_LIMIT_S)
+            self._process.wait(SRUN_LIMIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

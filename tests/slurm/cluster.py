@@ -40,7 +40,7 @@ SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-ReturnToService=2
+ReturnToService=1
 SlurmdTimeout=60
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -86,9 +86,12 @@ class Cluster:
         self._run(["slurmctld"])
         for name in self.nodes:
             self._run(["slurmd", "-N", name])
-        self.wait_for(
-            lambda: self.says("sinfo", "-h", "-o", "%D %t").strip() == f"{len(self.nodes)} idle", "idle nodes"
-        )
+        self.wait_for_idle()
+
+    def wait_for_idle(self) -> None:
+        """All nodes up and empty."""
+        idle = f"{len(self.nodes)} idle"
+        self.wait_for(lambda: self.says("sinfo", "-h", "-o", "%D %t").strip() == idle, "idle nodes")
 
     def stop(self) -> None:
         """Jobs, then daemons."""

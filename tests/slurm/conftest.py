@@ -29,7 +29,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def stand_in_jobs(cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
+def down(cluster: Cluster) -> Iterator[list[str]]:
+    """Names of nodes that a test has set down; they are up again after it."""
+    names: list[str] = []
+    yield names
+    for name in names:
+        cluster.says("scontrol", "update", f"nodename={name}", "state=resume")
+    cluster.wait_for_idle()
+
+
+@pytest.fixture
+def stand_in_jobs(cluster: Cluster, down: list[str], tmp_path: Path) -> Iterator[Jobs]:
     """Of small processes as the roles."""
     (tmp_path / "launch").symlink_to(ROOT / "launch", target_is_directory=True)
     megarl = tmp_path / "megarl"
@@ -41,7 +51,7 @@ def stand_in_jobs(cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
 
 
 @pytest.fixture
-def jobs(cluster: Cluster, workplace: Path) -> Iterator[Jobs]:
+def jobs(cluster: Cluster, down: list[str], workplace: Path) -> Iterator[Jobs]:
     """Submits from `workplace`; what is left of its jobs is cancelled."""
     launch = workplace / "launch"
     if not launch.exists():

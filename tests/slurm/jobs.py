@@ -89,6 +89,11 @@ class Job:
                 return process
         raise AssertionError(f"no process of {kind} {index}")
 
+    def take_down(self, node: str, down: list[str]) -> None:
+        """Slurm takes it from the job, as if it had died."""
+        down.append(node)
+        self.cluster.says("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
     def wait_for(
         self, condition: Callable[[], bool], what: str, limit_s: float = RUN_LIMIT_S, fails: bool = False
     ) -> None:

@@ -17,13 +17,10 @@ def test_learner_over_two_nodes(jobs: Jobs) -> None:
     check_history(job.rundir, job.recipe)
 
 
-def test_a_lost_node_costs_its_servers(jobs: Jobs) -> None:
+def test_a_lost_node_costs_its_servers(jobs: Jobs, down: list[str]) -> None:
     job = jobs.train("lost-server", "run.steps=12", "resources.threads=2", nodes=3)
     job.wait_for(lambda: job.steps() >= 2, "step 2", START_LIMIT_S)
-    try:
-        job.cluster.says("scontrol", "update", "nodename=node2", "state=down", "reason=test")
-        job.wait_for_state("COMPLETED")
-    finally:
-        job.cluster.says("scontrol", "update", "nodename=node2", "state=resume")
+    job.take_down("node2", down)
+    job.wait_for_state("COMPLETED")
     assert [event["role"] for event in job.events("dropped")] == ["server-1"]
     check_history(job.rundir, job.recipe)

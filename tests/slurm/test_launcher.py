@@ -3,32 +3,15 @@ where, and what that costs."""
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
 from megarl.rundir import latest_rows, read_jsonl
 from tests.e2e.runs import summary
-from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import Job, Jobs
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def down(cluster: Cluster) -> Iterator[list[str]]:
-    """Nodes that a test has set down; they are up again after it."""
-    names: list[str] = []
-    yield names
-    for name in names:
-        cluster.says("scontrol", "update", f"nodename={name}", "state=resume")
-
-
-def take_down(job: Job, name: str, down: list[str]) -> None:
-    down.append(name)
-    job.cluster.says("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
 
 
 def pids(job: Job, role: str, children: bool = True) -> list[int]:
@@ -120,7 +103,7 @@ def test_a_lost_node_costs_its_servers(stand_in_jobs: Jobs, down: list[str]) -> 
     lines = job.output.read_text().splitlines()
     assert lines[:3] == ["node1: controller-0, server 0", "node2: server 1", "node3: learner-0"]
     family = pids(job, "server-1")
-    take_down(job, "node2", down)
+    job.take_down("node2", down)
     job.wait_for(lambda: bool(job.events("dropped")), "dropped server")
     wait_until_gone(job, family)
     before = job.steps()
@@ -132,7 +115,7 @@ def test_a_lost_node_costs_its_servers(stand_in_jobs: Jobs, down: list[str]) -> 
 
 def test_a_lost_learner_node_sends_the_job_back_to_the_queue(stand_in_jobs: Jobs, down: list[str]) -> None:
     job = begun(stand_in_jobs, "lost-learner")
-    take_down(job, "node2", down)
+    job.take_down("node2", down)
     job.wait_for(lambda: job.cluster.field(job.number, "Restarts") == "1", "requeue")
     assert "the node of learner-0 is lost" in job.output.read_text()
     before = job.steps()
@@ -164,8 +147,7 @@ def test_a_role_that_dies_again_and_again_ends_the_job_with_its_causes(stand_in_
     job.wait_for_state("FAILED", fails=True)
     output = job.output.read_text()
     assert "megarl: learner-0 could not start" in output
-    row = next(
-        line.split() for line in output.splitlines() if "learner-0" in line and "node2" in line and "status" in line
-    )
-    assert row[1:6] == ["learner-0", "node2", "ended", "with", "status"]
-    assert Path(job.rundir.logs / "learner" / "node2.0.log").exists()
+    table = output[output.index("what died") :].split()
+    assert table[table.index("learner-0") :][:6] == ["learner-0", "node2", "ended", "with", "status", "2"]
+    assert "model is broken" in " ".join(table)
+    assert (job.rundir.logs / "learner" / "node2.0.log").exists()
