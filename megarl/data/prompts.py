@@ -1,6 +1,7 @@
 """Prompt sets of a recipe's tasks: rows of a source to Prompt records, checked before anything is started on them.
 
-    source (sources.py) ──► mapping (mappings.py) ──► survey (survey.py) ──► template (chat.py) ──► token ids, at most so many
+    source (sources.py) ─► mapping (mappings.py) ─► survey (survey.py) ─► template (chat.py) ─► token ids, at most so many
+                                                                                              └─► on disk (stored.py)
 
 `template: raw`: the prompt is exactly what the model sees, markers of a chat template included. `chat`: it is the user's
 message, and the model's own template is put around it. A prompt that is too long is left out and counted, never cut.
@@ -12,7 +13,7 @@ left out, counted and named, for no published set is without.
 
 import logging
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import batched
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from megarl.data.chat import Message, load_chat
 from megarl.data.contamination import Overlap, overlap_with
 from megarl.data.faults import listed
 from megarl.data.mappings import Row, UnfitError, mapping_of, own
+from megarl.data.stored import Stored
 from megarl.data.survey import CONTAMINATED, Reader, Survey, chosen, survey
 from megarl.data.text import fingerprint
 from megarl.data.tokenizer import Tokenizer
@@ -43,15 +45,15 @@ type Render = Callable[[str], str]
 class TaskPrompts(NamedTuple):
     """Of one task."""
 
-    train: list[Prompt]
-    heldout: list[Prompt]
+    train: Sequence[Prompt]
+    heldout: Sequence[Prompt]
 
 
 class PromptSet(NamedTuple):
     """name: its key in the recipe. fingerprints [prompts] uint64: of the texts before any template."""
 
     name: str
-    prompts: list[Prompt]
+    prompts: Stored
     fingerprints: np.ndarray
 
 
@@ -70,7 +72,8 @@ def load_tasks(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, TaskPrompts]:
 
 def load_prompts(path: Path | str, tokenizer: Tokenizer, max_tokens: int, task: str) -> list[Prompt]:
     """The prompts of a source in the project's own form that are at most `max_tokens` long, in the source's order."""
-    return load_set(survey_of(str(path), own), lambda text: text, tokenizer, max_tokens, task, str(path))[0].prompts
+    found = load_set(survey_of(str(path), own), lambda text: text, tokenizer, max_tokens, task, str(path))[0]
+    return list(found.prompts)
 
 
 def renderer(task: Task, tokenizer: Tokenizer) -> Render:
@@ -102,7 +105,7 @@ def load_set(
     found: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
 ) -> tuple[PromptSet, PromptSet]:
     """What is trained on and what is held out of a source, prompts of more than `max_tokens` left out and counted."""
-    sets = PromptSet(name, [], np.empty(0)), PromptSet(name, [], np.empty(0))
+    sets = PromptSet(name, Stored(), np.empty(0)), PromptSet(name, Stored(), np.empty(0))
     marks = array("Q"), array("Q")
     rows = 0
     for part in batched(chosen(found), BATCH):
@@ -175,4 +178,4 @@ def _prompt(row: Row, tokens: np.ndarray, task: str) -> Prompt:
 def _ids(of: PromptSet, marks: np.ndarray) -> dict[int, str]:
     """Ids of the prompts with these fingerprints, by fingerprint, in the set's order."""
     where: Iterable[int] = np.flatnonzero(np.isin(of.fingerprints, marks))
-    return {int(of.fingerprints[n]): of.prompts[n].id for n in where}
+    return {int(of.fingerprints[n]): of.prompts[int(n)].id for n in where}
