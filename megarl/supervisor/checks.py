@@ -1,6 +1,6 @@
 """Everything that can be wrong before a process is started, each one `MegarlError` that says what to do.
 
-check_inputs(recipe)            the model directory, data files, ports, GPUs
+check_inputs(recipe)            the model directory, data files, graders, ports, GPUs
 lock(rundir)                    no other supervisor works there
 check_history(recipe, rundir)   a run that is there may go on, and goes on as it began
 """
@@ -56,6 +56,7 @@ def check_inputs(recipe: Recipe) -> None:
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
+    _check_graders(recipe)
     devices.divide(recipe, devices.gpus())
     for port in server_ports(recipe):
         _check_port(recipe.serving.host, port)
@@ -76,6 +77,13 @@ def _check_sources(recipe: Recipe) -> None:
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
     if any(task.template == "chat" for task in recipe.data.tasks.values()):
         load_chat(recipe.model.path)
+
+
+def _check_graders(recipe: Recipe) -> None:
+    """Sandbox, functions and keys are there; the controller, which needs them, starts with this environment."""
+    from megarl.grading.grader import check_graders  # it brings aiohttp
+
+    check_graders(recipe.data)
 
 
 def check_all(recipe: Recipe) -> None:
