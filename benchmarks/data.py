@@ -141,7 +141,8 @@ def loaded(place: Path):
     from tokenizers import models, pre_tokenizers
 
     from megarl.data.mappings import own
-    from megarl.data.prompts import load_set, survey_of
+    from megarl.data.prompts import load_set
+    from megarl.data.survey import survey_of
     from megarl.data.tokenizer import Tokenizer
 
     backend = Backend(models.WordLevel({"?": 0, "<unk>": 1}, unk_token="<unk>"))

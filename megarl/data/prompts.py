@@ -25,7 +25,7 @@ from megarl.data.contamination import Overlap, overlap_with
 from megarl.data.faults import listed
 from megarl.data.mappings import Row, UnfitError, mapping_of, own
 from megarl.data.stored import Stored
-from megarl.data.survey import CONTAMINATED, Reader, Survey, chosen, survey
+from megarl.data.survey import FAULTS, NONE, Reader, Survey, chosen, survey_of
 from megarl.data.text import fingerprint
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import MegarlError
@@ -85,22 +85,6 @@ def renderer(task: Task, tokenizer: Tokenizer) -> Render:
     return lambda text: chat.prompt([*before, {"role": "user", "content": text}])
 
 
-def survey_of(
-    source: str, read: Reader, heldout: int = 0, evaluation: Overlap | None = None, strict: bool = True
-) -> Survey:
-    """The survey of a source that is to be used. strict: faults are refused; else those rows are left out, and logged."""
-    found = survey(source, read, heldout, evaluation)
-    faults = found.left_out.counts.total() - found.left_out.counts[CONTAMINATED]
-    head = f"{source}: {faults} fault{'s' * (faults > 1)}:"
-    if faults and strict:
-        found.left_out.first.pop(CONTAMINATED, None)
-        raise MegarlError(listed(head, [f"{source}:{line}" for line in found.left_out.named()], faults))
-    for reason, count in found.left_out.counts.items():
-        places = [f"{source}:{number}: {what}" for number, what in found.left_out.first[reason]]
-        log.warning("%s", listed(f"{source}: {count} rows left out ({reason}):", places, count))
-    return found
-
-
 def load_set(
     found: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
 ) -> tuple[PromptSet, PromptSet]:
@@ -142,15 +126,15 @@ def _load_task(
 ) -> tuple[PromptSet, PromptSet]:
     """What a task trains on and what it holds out: rows of its one file, or a file each."""
     read, render = mapping_of(task.mapping, task.columns.model_dump()), renderer(task, tokenizer)
-    strict, counted = read is own, task.heldout if isinstance(task.heldout, int) else 0
+    refuse, counted = FAULTS if read is own else NONE, task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:
         read = _of_programs(read)
     key = f"data.tasks.{name}"
-    of_train = survey_of(task.train, read, counted, evaluation, strict)
+    of_train = survey_of(task.train, read, counted, evaluation, refuse)
     train, heldout = load_set(of_train, render, tokenizer, max_tokens, name, f"{key}.train")
     if isinstance(task.heldout, str):
         heldout, _ = load_set(
-            survey_of(task.heldout, read, strict=strict), render, tokenizer, max_tokens, name, f"{key}.heldout"
+            survey_of(task.heldout, read, refuse=refuse), render, tokenizer, max_tokens, name, f"{key}.heldout"
         )
     elif not heldout.prompts or not train.prompts:
         raise MegarlError(f"{key}.heldout: of the rows held out of {task.train}, or of the others, all are too long")

@@ -99,6 +99,9 @@ def check_sft(recipe: Recipe) -> None:
     wrong = sources.problem(recipe.sft.data)
     if wrong:
         raise MegarlError(f"sft.data: {wrong}; give rows of prompt and completion, or of messages")
+    for source in recipe.data.decontaminate:
+        if wrong := sources.problem(source):
+            raise MegarlError(f"data.decontaminate: {wrong}")
     if not recipe.sft.output:
         raise MegarlError("sft.output: say where the trained model is to be written")
 
