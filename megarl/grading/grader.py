@@ -17,9 +17,10 @@ from megarl.grading.answer import RIGHT, WRONG, Grade, Submission, Verdict, answ
 from megarl.grading.code import Code
 from megarl.grading.functions import check_importable
 from megarl.grading.pool import Pool
-from megarl.grading.remote import Remote
+from megarl.grading.remote import Remote, headers
 from megarl.grading.sandbox import Limits, Sandbox
 from megarl.recipe import Data, Recipe
+from megarl.recipe.combinations import GRADERS
 from megarl.types import Prompt
 
 Check = Callable[[Submission], Awaitable[Verdict]]
@@ -37,6 +38,23 @@ async def exact(submission: Submission) -> Verdict:
 async def well_formed(submission: Submission) -> Verdict:
     """Right: the thinking trace was closed and something stands after it."""
     return Verdict(RIGHT if submission.answer else WRONG)
+
+
+def check_graders(data: Data) -> None:
+    """MegarlError if a grader that a task names cannot be had here: a sandbox, a function, the key of a service. No service is
+    asked. A user's modules are imported in another process."""
+    for name in _named(data):
+        if name == "code":
+            Sandbox(data.sandbox, 1).check()
+        elif name in data.services:
+            headers(name, data.services[name])
+        elif name not in GRADERS:
+            check_importable(name)
+
+
+def _named(data: Data) -> list[str]:
+    """Graders of all tasks, each once."""
+    return sorted({name for task in data.tasks.values() for name in task.graders})
 
 
 class Grader:
@@ -78,8 +96,7 @@ class Grader:
 class Graders:
     """Of all tasks, by name; made within a running event loop. workers: processes a pool, and programs that run at once.
 
-    limit_s: for one answer in a worker; limits: of a program. MegarlError if the recipe names something that cannot be
-    had here: a sandbox, a function, the key of a service.
+    limit_s: for one answer in a worker; limits: of a program. MegarlError as `check_graders`.
     """
 
     def __init__(
@@ -93,8 +110,8 @@ class Graders:
     ) -> None:
         self._data, self._workers, self._limit_s, self._limits = data, workers, limit_s, limits
         self._pools: list[Pool] = []
-        names = {name for task in data.tasks.values() for name in task.graders}
-        checks = {name: self._made(name) for name in sorted(names)}
+        check_graders(data)
+        checks = {name: self._made(name) for name in _named(data)}
         self._graders = {
             name: Grader(
                 end_of_thinking,
@@ -127,13 +144,9 @@ class Graders:
         if name == "format":
             return well_formed
         if name == "code":
-            sandbox = Sandbox(self._data.sandbox, self._workers, self._limits)
-            sandbox.check()
-            return Code(sandbox).check
+            return Code(Sandbox(self._data.sandbox, self._workers, self._limits)).check
         if name in self._data.services:
             return Remote(name, self._data.services[name]).check
-        if name != "math":
-            check_importable(name)
         pool = Pool(self._workers, self._limit_s, name)
         self._pools.append(pool)
         return pool.check

@@ -1,6 +1,6 @@
 """Everything that can be wrong before a process is started, each one `MegarlError` that says what to do.
 
-check_inputs(recipe)            the model directory, data files
+check_inputs(recipe)            the model directory, data files, graders
 check_all(recipe)               the same, what is there of the run, and that the roles fit
 lock(rundir)                    no other supervisor works there
 check_history(recipe, rundir)   a run that is there may go on, and goes on as it began
@@ -60,6 +60,7 @@ def check_inputs(recipe: Recipe) -> None:
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
+    _check_graders(recipe)
 
 
 def _check_sources(recipe: Recipe) -> None:
@@ -77,6 +78,13 @@ def _check_sources(recipe: Recipe) -> None:
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
     if any(task.template == "chat" for task in recipe.data.tasks.values()):
         load_chat(recipe.model.path)
+
+
+def _check_graders(recipe: Recipe) -> None:
+    """Sandbox, functions and keys are there; the controller, which needs them, starts with this environment."""
+    from megarl.grading.grader import check_graders  # it brings aiohttp
+
+    check_graders(recipe.data)
 
 
 def check_all(recipe: Recipe) -> None:
@@ -97,6 +105,9 @@ def check_sft(recipe: Recipe) -> None:
     wrong = sources.problem(recipe.sft.data)
     if wrong:
         raise MegarlError(f"sft.data: {wrong}; give rows of prompt and completion, or of messages")
+    for source in recipe.data.decontaminate:
+        if wrong := sources.problem(source):
+            raise MegarlError(f"data.decontaminate: {wrong}")
     if not recipe.sft.output:
         raise MegarlError("sft.output: say where the trained model is to be written")
 
