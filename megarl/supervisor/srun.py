@@ -34,7 +34,7 @@ SURVEY_LIMIT_S = 900.0
 """An image of tens of gigabytes may have to be fetched."""
 START_LIMIT_S = 900.0
 """From srun to the step's first report."""
-SILENT_S = 6 * BEAT_S
+SILENT_S = 3 * BEAT_S
 SRUN_LIMIT_S = 10.0
 """From its SIGTERM to its end. It is killed then; Slurm goes on ending the step."""
 ASK_LIMIT_S = 30.0

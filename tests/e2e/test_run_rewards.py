@@ -6,6 +6,7 @@ The policy has random weights, and its vocabulary is made so that what it writes
 """
 
 import math
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -186,7 +187,7 @@ def test_programs_and_a_service_that_comes_late_and_goes_for_good(
 
     run = runs.start(tmp_path, *overrides(port))
     try:
-        log = run.rundir.logs / "controller-0.log"
+        log = run.rundir.log("controller", socket.gethostname().split(".")[0], 0)
         run.wait_for(lambda: log.exists() and "failed (attempt 1)" in log.read_text(), "request that nobody answered")
         with service(port):
             run.wait_for(run.rundir.status.exists, "a status")

@@ -54,7 +54,7 @@ def finish(job: Job) -> None:
 
 def test_told_to_save_it_is_queued_again_and_goes_on(stand_in_jobs: Jobs) -> None:
     job = begun(stand_in_jobs, "preempted")
-    assert job.output.read_text().splitlines()[:2] == ["node1: controller-0, servers 0-1", "node2: learner-0"]
+    assert "controller-0, servers 0-1\n" in job.output.read_text()
     family = everyone(job)
     job.cluster.says("scancel", "--batch", "--signal=USR1", job.number)
     job.wait_for(lambda: job.cluster.field(job.number, "Restarts") == "1", "requeue")
@@ -100,8 +100,11 @@ def test_a_stopped_role_is_seen_on_its_node(stand_in_jobs: Jobs) -> None:
 
 def test_a_lost_node_costs_its_servers(stand_in_jobs: Jobs, down: list[str]) -> None:
     job = begun(stand_in_jobs, "lost-server", "resources.threads=2", nodes=3)
-    lines = job.output.read_text().splitlines()
-    assert lines[:3] == ["node1: controller-0, server 0", "node2: server 1", "node3: learner-0"]
+    assert job.output.read_text().splitlines()[:3] == [
+        "node1: controller-0, server 0",
+        "node2: server 1",
+        "node3: learner-0",
+    ]
     family = pids(job, "server-1")
     job.take_down("node2", down)
     job.wait_for(lambda: bool(job.events("dropped")), "dropped server")
@@ -115,12 +118,13 @@ def test_a_lost_node_costs_its_servers(stand_in_jobs: Jobs, down: list[str]) -> 
 
 def test_a_lost_learner_node_sends_the_job_back_to_the_queue(stand_in_jobs: Jobs, down: list[str]) -> None:
     job = begun(stand_in_jobs, "lost-learner")
-    job.take_down("node2", down)
+    node = job.events("started")[-1]["nodes"][0]
+    job.take_down(node, down)
     job.wait_for(lambda: job.cluster.field(job.number, "Restarts") == "1", "requeue")
     assert "the node of learner-0 is lost" in job.output.read_text()
     before = job.steps()
     job.wait_for(lambda: job.steps() > before, "a step more")
-    assert "node3: learner-0" in job.output.read_text(), "it goes on on another node"
+    assert job.events("started")[-1]["nodes"] != [node]
     finish(job)
 
 
@@ -148,6 +152,7 @@ def test_a_role_that_dies_again_and_again_ends_the_job_with_its_causes(stand_in_
     output = job.output.read_text()
     assert "megarl: learner-0 could not start" in output
     table = output[output.index("what died") :].split()
-    assert table[table.index("learner-0") :][:6] == ["learner-0", "node2", "ended", "with", "status", "2"]
+    _, node, *how = table[table.index("learner-0") :][:6]
+    assert how == ["ended", "with", "status", "2"]
     assert "model is broken" in " ".join(table)
-    assert (job.rundir.logs / "learner" / "node2.0.log").exists()
+    assert job.rundir.log("learner", node, 0).exists()
