@@ -22,7 +22,7 @@ test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real r
 test-unit: setup ## no server and no process group: minutes
 	$(PYTEST) tests/unit
 
-test-faults: setup ## kill -9 of every role, and what a run does about it
+test-faults: setup ## kill -9 of every role, real runs on a real Slurm, and what a run does about it
 	$(PYTEST) tests -m faults
 
 lint: setup      ## ruff and mypy
