@@ -37,6 +37,8 @@ SAVE_LIMIT_S = 600.0
 """From the wish to stop to the learner's end: the step under way, and a checkpoint."""
 LEAVE_LIMIT_S = 10.0
 """For the controller, when all else has ended."""
+PORTS_A_ROLE = 2
+"""Asked of each node, which does not know what it will be given: nodes that are one machine may have found the same."""
 START_ELSEWHERE = 75
 """Exit status (EX_TEMPFAIL) of a run that can go on, though not on these nodes."""
 
@@ -48,7 +50,7 @@ def main(recipe: Recipe) -> int:
     with checks.lock(rundir):
         resumed = checks.check_history(recipe, rundir)
         launcher = chosen(recipe, rundir)
-        nodes = launcher.survey(2 + recipe.resources.servers)
+        nodes = launcher.survey(PORTS_A_ROLE * (2 + recipe.resources.servers))
         placed = place(recipe, nodes)
         checks.check_ports(recipe, placed)
         endpoints = prepare(recipe, rundir, placed)
