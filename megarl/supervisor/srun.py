@@ -10,6 +10,7 @@ exec … python`; this Python if there are none). launch/slurm/common.sh sets bo
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,6 +54,11 @@ def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
             "`megarl submit`, or set run.launcher=local"
         )
     if kind == "srun" or (kind == "auto" and nodes and (nodes > 1 or STEP_COMMAND in os.environ)):
+        if missing := [program for program in ("srun", "scontrol", "squeue", "sinfo") if shutil.which(program) is None]:
+            raise MegarlError(
+                f"run.launcher: {', '.join(missing)} cannot be found, which steps of a Slurm job need; `megarl train` runs on the "
+                "host, the roles in the container (launch/slurm/common.sh)"
+            )
         return SrunLauncher(rundir, recipe.run.interface)
     return LocalLauncher(recipe.run.interface)
 
@@ -66,6 +72,10 @@ class SrunLauncher:
     def survey(self, ports: int) -> tuple[Node, ...]:
         """Asks every node. MegarlError if one does not answer, or cannot take part; it says which and why."""
         names = hosts(os.environ["SLURM_JOB_NODELIST"])
+        if not names:
+            raise MegarlError(
+                f"scontrol does not say which nodes {os.environ['SLURM_JOB_NODELIST']} are; is Slurm down?"
+            )
         arguments = ("-m", "megarl.supervisor.nodes", str(ports), self._interface, str(self._rundir.path.resolve()))
         try:
             done = subprocess.run(

@@ -28,12 +28,17 @@ def choice(recipe: Recipe, launcher: str = "auto") -> type:
     return type(chosen(changed, RunDir.of(recipe)))
 
 
-def test_choice(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice(recipe) is LocalLauncher
     with pytest.raises(MegarlError, match=r"run\.launcher: srun works inside a Slurm job"):
         choice(recipe, "srun")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     assert choice(recipe) is LocalLauncher
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MegarlError, match=r"srun, scontrol, squeue, sinfo cannot be found"):
+        choice(recipe, "srun")
+    for program in ("srun", "scontrol", "squeue", "sinfo"):
+        (tmp_path / program).touch(0o755)
     assert choice(recipe, "srun") is SrunLauncher
     monkeypatch.setenv("MEGARL_STEP_COMMAND", "apptainer exec x.sif python")
     assert choice(recipe) is SrunLauncher
