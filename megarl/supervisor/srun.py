@@ -56,8 +56,8 @@ def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
     if kind == "srun" or (kind == "auto" and nodes and (nodes > 1 or STEP_COMMAND in os.environ)):
         if missing := [program for program in ("srun", "scontrol", "squeue", "sinfo") if shutil.which(program) is None]:
             raise MegarlError(
-                f"run.launcher: {', '.join(missing)} cannot be found, which steps of a Slurm job need; `megarl train` runs on the "
-                "host, the roles in the container (launch/slurm/common.sh)"
+                f"run.launcher: {', '.join(missing)} cannot be found, which steps of a Slurm job need; `megarl train` runs on "
+                "the host, the roles in the container (launch/slurm/common.sh)"
             )
         return SrunLauncher(rundir, recipe.run.interface)
     return LocalLauncher(recipe.run.interface)

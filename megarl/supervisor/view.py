@@ -231,7 +231,7 @@ def _task(observer: Observer, task: str) -> str:
 
 
 def _processes(frame: Frame) -> RenderableType:
-    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
     several = len({node for view in frame.roles.values() for node in view.nodes}) > 1
     where = ("node",) if several else ()
     for name in ("role", *where, "state", "weights", "requests", "tok/s", "busy", "up", "restarts"):
