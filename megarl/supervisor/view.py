@@ -231,8 +231,8 @@ def _task(observer: Observer, task: str) -> str:
 
 
 def _processes(frame: Frame) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
     several = len({node for view in frame.roles.values() for node in view.nodes}) > 1
+    table = Table(box=None, padding=(0, 1), collapse_padding=several, header_style="dim", pad_edge=False)
     where = ("node",) if several else ()
     for name in ("role", *where, "state", "weights", "requests", "tok/s", "busy", "up", "restarts"):
         table.add_column(name, justify="left" if name in ("role", "node", "state") else "right", no_wrap=True)
