@@ -14,7 +14,10 @@ def test_array_fills_the_table(jobs: Jobs) -> None:
     )
     job.wait_for(lambda: not jobs.cluster.says("squeue", "-h", "-j", job.number), "end of the array", RUN_LIMIT_S)
     study = jobs.cwd / "runs" / "studies" / "array"
-    assert sorted(path.name for path in (study / "runs").iterdir()) == ["batch-advantage-seed0", "quickstart-seed0"]
+    assert sorted(path.name for path in (study / "runs").iterdir()) == [
+        "prompt-level-advantage-seed0",
+        "quickstart-seed0",
+    ]
     table = (study / "table.md").read_text().splitlines()
-    assert [line.split("|")[1].strip() for line in table[2:4]] == ["quickstart", "group-advantage"]
+    assert [line.split("|")[1].strip() for line in table[2:4]] == ["quickstart", "prompt-level-advantage"]
     assert len(list((study / "points").glob("*.csv"))) == 2
