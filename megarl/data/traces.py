@@ -1,10 +1,12 @@
 """Traces of a supervised warm start: a prompt and the completion to learn after it, in one of three forms, told by their keys.
 
     {"prompt": "27+58=", "completion": "<think>7+8=15;2+5+1=8</think>85"}
+    {"prompt": "12*34=", "completion": ["<think>[12*34]", "408", "</think>408"]}
     {"messages": [{"role": "user", "content": "27+58=?"}, {"role": "assistant", "content": "<think>…</think>85"}]}
     {"conversations": [{"from": "human", "value": "27+58=?"}, {"from": "gpt", "value": "<think>…</think>85"}]}
 
-The first is exactly what the model sees. Of messages the last one is learnt, the assistant's, after the model's chat template
+The first is exactly what the model sees; a list of completion texts is the model's and a tool's in turn, and a tool's are not
+learnt, as its tokens are not in RL. Of messages the last one is learnt, the assistant's, after the model's chat template
 of those before it: so the prompt is that of a task with `template: chat`, and a template that strips the thinking of earlier
 turns does not strip it from what is learnt. The end token is added here. A trace that is too long is left out and counted.
 
@@ -13,9 +15,9 @@ Schemas: messages as in TRL and on the hub (HuggingFaceH4/ultrachat_200k); conve
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import batched
+from itertools import batched, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,17 +41,18 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 
 class Row(NamedTuple):
-    """Both exactly as the model sees them."""
+    """Exactly as the model sees them. completion: texts of the model and of a tool in turn, the model's first."""
 
     prompt: str
-    completion: str
+    completion: Sequence[str]
 
 
 class Trace(NamedTuple):
-    """tokens [n] int32: prompt, completion, end token; the first `prompt_tokens` of them are not learnt."""
+    """tokens [n] int32: prompt, completion, end token. learnt [n] bool: not the first `prompt_tokens`, nor a tool's."""
 
     tokens: np.ndarray
     prompt_tokens: int
+    learnt: np.ndarray
 
 
 def load_traces(path: Path | str, tokenizer: Tokenizer, max_length: int) -> list[Trace]:
@@ -58,17 +61,20 @@ def load_traces(path: Path | str, tokenizer: Tokenizer, max_length: int) -> list
     end, rows = int32([tokenizer.end]), 0
     for part in batched(_rows(str(path), tokenizer), BATCH):
         rows += len(part)
-        prompts = tokenizer.encode_all([row.prompt for row in part])
-        completions = tokenizer.encode_all([row.completion for row in part])
-        traces += [
-            Trace(np.concatenate([prompt, completion, end]), len(prompt))
-            for prompt, completion in zip(prompts, completions, strict=True)
-            if len(prompt) + len(completion) + 1 <= max_length
-        ]
+        pieces = iter(tokenizer.encode_all([text for row in part for text in (row.prompt, *row.completion)]))
+        made = (_trace(next(pieces), [*islice(pieces, len(row.completion)), end]) for row in part)
+        traces += [trace for trace in made if len(trace.tokens) <= max_length]
     if not traces:
         raise MegarlError(f"{path}: all {rows} traces are longer than {max_length} tokens; raise sft.max_length")
     log.info("%s: %d traces, %d left out (longer than %d tokens)", path, len(traces), rows - len(traces), max_length)
     return traces
+
+
+def _trace(prompt: np.ndarray, pieces: Sequence[np.ndarray]) -> Trace:
+    """Every second piece is a tool's; the last is the end token, which the model has to learn."""
+    last = len(pieces) - 1
+    learnt = [np.full(len(piece), n % 2 == 0 or n == last) for n, piece in enumerate(pieces)]
+    return Trace(np.concatenate([prompt, *pieces]), len(prompt), np.concatenate([np.zeros(len(prompt), bool), *learnt]))
 
 
 def _rows(source: str, tokenizer: Tokenizer) -> Iterator[Row]:
@@ -100,13 +106,19 @@ def trace_of(raw: Raw, chat: Callable[[], ChatTemplate]) -> Row:
     for key in ("messages", "conversations"):
         if key in raw:
             messages = _messages(raw[key], raw.get("system"))
-            row = Row(chat().prompt(messages[:-1]), messages[-1]["content"])
+            row = Row(chat().prompt(messages[:-1]), [messages[-1]["content"]])
             break
     else:
-        if not isinstance(raw.get("prompt"), str) or not isinstance(raw.get("completion"), str):
+        parts = raw.get("completion")
+        texts: list[Any] = parts if isinstance(parts, list) else [parts]
+        if not isinstance(raw.get("prompt"), str) or not all(isinstance(text, str) for text in texts):
             raise UnfitError("not a row of prompt and completion, of messages, or of conversations")
-        row = Row(raw["prompt"], raw["completion"])
-    if not row.prompt or not row.completion:
+        if len(texts) % 2 == 0:
+            raise UnfitError(
+                "the completion's texts are not the model's and a tool's in turn, the model's first and last"
+            )
+        row = Row(raw["prompt"], texts)
+    if not row.prompt or not all(row.completion):
         raise UnfitError("the prompt or the completion is empty")
     return row
 
