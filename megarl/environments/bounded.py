@@ -45,7 +45,7 @@ class Bounded:
     async def step(self, tokens: np.ndarray) -> Observation:
         """Its answer to a turn [n]."""
         began = time.monotonic()
-        reply = await self._within("step", self._environment.step(tokens))
+        reply = await self._within("step", _answer(self._environment, tokens))
         self._seconds += time.monotonic() - began
         if reply.done:
             return reply
@@ -79,3 +79,11 @@ class Bounded:
 
     def _where(self) -> str:
         return f"data.tasks.{self._name}: environment {self._task.environment}"
+
+
+async def _answer(environment: Environment, tokens: np.ndarray) -> Observation:
+    """Of a user's environment: maybe none."""
+    answer = await environment.step(tokens)
+    if not isinstance(answer, Observation):
+        raise TypeError(f"it answered {answer!r:.80}, not an Observation")
+    return answer

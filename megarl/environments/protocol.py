@@ -12,7 +12,7 @@
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -58,6 +58,7 @@ class Setting:
         return self.tokenizer.decode(tokens).rpartition(self.end_of_thinking)[2]
 
 
+@runtime_checkable
 class Environment(Protocol):
     """One episode. `step` is all that has to be written."""
 

@@ -68,9 +68,9 @@ def told(ran: Ran) -> str:
     printed = ran.stdout.strip("\n")
     match ran.ended:
         case "time":
-            return f"{printed}\nerror: ended after {LIMITS.seconds} s".lstrip("\n")
+            return f"{printed}\nerror: it took too long and was ended".lstrip("\n")
         case "output":
-            return f"{printed}\nerror: more than {LIMITS.output} bytes were printed"
+            return f"{printed}\nerror: it printed too much and was ended"
     if ran.status < 0 or (ran.status and not printed):
         return f"{printed}\nerror: ended with status {ran.status}".lstrip("\n")
     return printed or "(nothing was printed)"

@@ -29,13 +29,19 @@ class Environments:
         self._factories: dict[str, Factory] = {}
         if self._tasks:
             sandbox = Sandbox(recipe.data.sandbox, places(), LIMITS)
+            if any(task.environment == "python" for task in self._tasks.values()):
+                sandbox.check()
             for name, task in self._tasks.items():
                 framing = Framing(tokenizer, task.template, task.reply_tokens, name)
                 self._settings[name] = Setting(
                     name, tokenizer, framing, sandbox, recipe.length.end_of_thinking, task.reply_tokens
                 )
                 self._factories[name] = _found(name, task)
-                self._made(name)
+                if not isinstance(self._made(name), Environment):
+                    raise MegarlError(
+                        f"data.tasks.{name}.environment: {task.environment} is no Environment; derive it from "
+                        "megarl.environments.Environment"
+                    )
 
     def of(self, task: str) -> Bounded | None:
         """A new one for an episode of this task; None: its rollouts are one turn."""

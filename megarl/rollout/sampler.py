@@ -137,9 +137,9 @@ class Sampler:
     async def _turns(self, job: Job, done: Completion, environment: Bounded) -> bool:
         """Turns and replies; whether the rollout is over with them."""
         budget, stop_tokens = self._before_answer(job), (self._end, *environment.stop_tokens)
-        turns, over, limited = 0, False, False
+        turns, limited = 0, False
         while True:
-            turns += 1
+            turns, over = turns + 1, False
             begin = len(done.tokens)
             limit = min(environment.turn_tokens, budget - begin)
             if not await self._leg(job, done, limit, stop_tokens):
@@ -147,16 +147,14 @@ class Sampler:
                 break
             turn = done.tokens[begin:]
             reply = await environment.step(turn)
-            message_over = int(turn[-1]) not in environment.stop_tokens
+            over = reply.done or int(turn[-1]) not in environment.stop_tokens  # and so is its message
             if reply.done:
-                over = True
                 break
-            done.finish, over = "length", message_over
-            limited = turns == environment.turns
+            done.finish, limited = "length", turns == environment.turns
             if limited or len(reply.tokens) >= budget - len(done.tokens):
                 break
             done.segments.append(interruption.put_in(reply.tokens, done.version))
-            if message_over:
+            if over:
                 done.message.clear()
         done.episode = environment.told(turns, limited)
         return over
