@@ -7,5 +7,5 @@ contamination.py  prompts of evaluation sets, found by n-grams        text.py   
 prompts.py        a recipe's tasks -> Prompt records, checked once     faults.py  many faults in one message
 traces.py         rows of a warm start, completions or messages -> token ids
 chat.py           a model's chat template                              tokenizer.py  the tokenizer of a directory
-arithmetic.py     writes a data set of sums; arithmetic_models.py the tiny models that learn them
+arithmetic.py     writes a data set of sums; arithmetic_models.py the tiny models that learn them; products.py for a tool
 """
