@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.batch import batch_statistics
@@ -172,9 +172,10 @@ def sampled(servers: Servers, done: Completion) -> tuple[np.ndarray, np.ndarray]
     seed=st.integers(0, 2**32),
     lossy=st.sampled_from([0.0, 0.2]),
     control=st.sampled_from(["interruption", "none", "overlong_penalty"]),
-    sizes=st.tuples(st.integers(5, 30), st.integers(1, 6), st.integers(1, 5), st.integers(1, 12)),
-    replies=st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=6),
+    sizes=st.tuples(st.integers(5, 30), st.integers(1, 6), st.integers(1, 12), st.integers(1, 12)),
+    replies=st.lists(st.sampled_from([0, 1, 2, 3, 4, 4, 4, None]), min_size=3, max_size=12),
 )
+@settings(max_examples=400)
 @example(seed=0, lossy=0.0, control="interruption", sizes=(30, 6, 5, 12), replies=[4, 4, 4, 4, 4, 4])
 def test_every_episode(
     seed: int, lossy: float, control: str, sizes: tuple[int, int, int, int], replies: list[int | None]
@@ -210,6 +211,7 @@ def test_every_episode(
     assert done.episode is not None
     assert len(script.seen) <= done.episode.turns <= turns
     assert all(len(turn) <= turn_tokens and turn[-1] in (END, CALL) for turn in script.seen)
+    assert not any(token in (END, CALL) for turn in script.seen for token in turn[:-1].tolist())
     assert (done.episode.calls, done.episode.errors) == (len(script.told), sum(len(t) == 1 for t in script.told))
 
     # Turns are what was sampled between two replies, whole.
