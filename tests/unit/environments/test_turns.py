@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.batch import batch_statistics
-from megarl.grading import Verdict
+from megarl.grading import GraderDown, Verdict
 from megarl.messages import ServerAddress
 from megarl.recipe import Recipe, from_tree
 from megarl.rollout.client import Generation, ServerLost, Span
@@ -335,6 +335,24 @@ def test_a_reply_that_does_not_fit_is_left_out() -> None:
 def test_the_environment_may_judge() -> None:
     done, _ = say([[4, END]], Script(verdict=Verdict(0.5)))
     assert done.verdict == Verdict(0.5)
+
+
+def test_one_that_fails_ends_the_rollout_as_a_grader_that_is_down_does() -> None:
+    task = {"train": "", "heldout": "", "environment": "tests.unit.environments.scripted:Faulty", "reply_tokens": 4}
+    recipe, members = from_tree({"data": {"tasks": {"step": task}}}), Membership([ServerAddress(id=0, url="")])
+    members.seen(0)
+    members.publish([0], 3, "a")
+    members.published(0, 3, "a", "")
+
+    async def run() -> None:
+        places = Places(members, 1)
+        sampler = Sampler(recipe, Letters(), {0: OneTurnEach([[4, END]])}, places, Nobody())  # type: ignore[arg-type,dict-item]
+        prompt = Prompt(id="", tokens=PROMPT.tokens, answer="", task="step")
+        with pytest.raises(GraderDown, match=r"data\.tasks\.step: environment .*: step failed: KeyError"):
+            await sampler.complete(Job(prompt, (1, 0, 0), lambda *_: True, "", 20, 1.0, 1.0))
+        assert places.use[0].running == 0
+
+    asyncio.run(run())
 
 
 def test_metrics_of_turns() -> None:
