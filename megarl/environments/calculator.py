@@ -47,7 +47,8 @@ class Calculator(Environment):
     async def step(self, tokens: np.ndarray) -> Observation:
         if int(tokens[-1]) not in self.stop_tokens:
             return DONE
-        value = calculated(self._tokenizer.decode(tokens[:-1]).rpartition(OPEN)[2])
+        _, opened, expression = self._tokenizer.decode(tokens[:-1]).rpartition(OPEN)
+        value = calculated(expression) if opened else None
         reply = self._tokenizer.ids(UNKNOWN if value is None else str(value))
         if value is not None and len(reply) <= self._reply_tokens:
             return Observation(reply)

@@ -59,16 +59,17 @@ def test_turns_of_policy_and_calculator(warm: Path) -> None:
         assert min(step - s.weight_version for s in sampled) >= 0
         assert max(step - s.weight_version for s in sampled) <= run.recipe.pipeline.k
         several += rollout.episode.calls > 0 and len({s.weight_version for s in sampled}) > 1
-        text = ""
+        turn = ""
         for segment in rollout.segments:
             said = tokenizer.decode(segment.tokens)
             if not segment.trained and said != run.recipe.length.interruption:
-                value = calculated(text.removesuffix("]").rpartition("[")[2])
+                assert turn.endswith("]")
+                value = calculated(turn[:-1].rpartition("[")[2]) if "[" in turn else None
                 assert said == ("?" if value is None else str(value)), "every masked segment is the calculator's reply"
-                assert text.endswith("]")
                 assert not segment.logprobs.any()
                 calls += 1
-            text += said
+                said = turn = ""
+            turn += said
     assert calls > 10
     assert several > 0, "no episode of several turns has tokens of more than one version"
     for row, groups in zip(runs.latest_rows(run.rundir.metrics), trained, strict=True):

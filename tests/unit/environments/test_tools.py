@@ -80,7 +80,7 @@ def test_a_call_of_the_calculator_is_the_last_bracket() -> None:
 
     assert step("<think>1+1;[123*456]") == ("56088", False, False)
     assert step("[[2*3]") == ("6", False, False)
-    assert step("12]") == ("12", False, False)
+    assert step("12]") == ("?", False, True), "no call was opened in this turn"
     assert step("[12*]") == ("?", False, True)
     assert step("[99999*99999]") == ("?", False, True), "more than reply_tokens"
     assert step("</think>6<eos>") == ("", True, False)
