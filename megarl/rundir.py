@@ -14,7 +14,7 @@ import math
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,11 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A row a line, all of them or none."""
+    write_atomically(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:

@@ -8,5 +8,5 @@ prompts.py        a recipe's tasks -> Prompt records, checked once     faults.py
 stored.py         where a run's prompts lie: on disk
 traces.py         rows of a warm start, completions or messages -> token ids
 chat.py           a model's chat template                              tokenizer.py  the tokenizer of a directory
-arithmetic.py     writes a data set of sums; arithmetic_models.py the tiny models that learn them
+arithmetic.py     writes a data set of sums; arithmetic_models.py the tiny models that learn them; products.py for a tool
 """

@@ -5,7 +5,7 @@ around it a role starts five seconds and 700 MB lighter, for those import torch.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,12 @@ class Tokenizer:
         """The text of ids [n]; special tokens stay, for `</think>` may be one."""
         text: str = self.backend.decode(tokens.tolist(), skip_special_tokens=False)
         return text
+
+    def literal(self) -> "Tokenizer":
+        """One that takes the names of special tokens for ordinary text, as in what a tool printed."""
+        backend = Backend.from_str(self.backend.to_str())
+        backend.encode_special_tokens = True
+        return replace(self, backend=backend)
 
     def __len__(self) -> int:
         size: int = self.backend.get_vocab_size()

@@ -57,7 +57,7 @@ async def score(
     async def work(jobs: Iterator[tuple[int, Prompt, int]]) -> None:
         for n, prompt, sample in jobs:
             job = Job(
-                prompt=prompt.tokens,
+                prompt=prompt,
                 order=(0, n, sample),
                 may_use=lambda candidate, _version: candidate in servers,
                 salt=salt,
@@ -78,7 +78,7 @@ async def _outcome(job: Job, prompt: Prompt, sampler: Sampler, graders: Graders)
         done = await sampler.complete(job)
     except Void:
         return Outcome(prompt.task, correct=False, truncated=False, interrupted=False, format_ok=False, tokens=0)
-    grade = await graders[prompt.task].grade_answer(done.text, prompt)
+    grade = await graders[prompt.task].grade_answer(done.text, prompt, done.verdict)
     return Outcome(
         prompt.task, grade.correct, done.finish == "length", done.interrupted, grade.format_ok, len(done.tokens)
     )

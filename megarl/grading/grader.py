@@ -8,7 +8,6 @@ recipe ─► a Check for each name that stands in it ─┬─ exact, format   
 """
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Mapping
 
 import numpy as np
@@ -18,7 +17,7 @@ from megarl.grading.code import Code
 from megarl.grading.functions import check_importable
 from megarl.grading.pool import Pool
 from megarl.grading.remote import Remote, headers
-from megarl.grading.sandbox import Limits, Sandbox
+from megarl.grading.sandbox import Limits, Sandbox, places
 from megarl.recipe import Data, Recipe
 from megarl.recipe.combinations import GRADERS
 from megarl.types import Prompt
@@ -71,21 +70,26 @@ class Grader:
         self._end_of_thinking, self._decode = end_of_thinking, decode
         self._check, self._others, self._weights = check, others, weights
 
-    async def grade(self, text: str, prompt: Prompt) -> Grade:
-        """The grade of a completion's text. GraderDown if one of the graders cannot be had."""
+    async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
+        """The grade of a completion's text. verdict: of the environment, which then says what is right.
+
+        GraderDown if one of the graders cannot be had.
+        """
         submission = self._submission(text, prompt)
         main, *others = await asyncio.gather(
-            self._judge(submission), *(check(submission) for check in self._others.values())
+            self._judge(submission, verdict), *(check(submission) for check in self._others.values())
         )
         return graded(submission.answer, main, dict(zip(self._others, others, strict=True)), self._weights)
 
-    async def grade_answer(self, text: str, prompt: Prompt) -> Grade:
-        """The same by the task's grader alone: what an evaluation needs."""
+    async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
+        """The same by the task's grader, or its environment, alone: what an evaluation needs."""
         submission = self._submission(text, prompt)
-        return graded(submission.answer, await self._judge(submission), {}, {})
+        return graded(submission.answer, await self._judge(submission, verdict), {}, {})
 
-    async def _judge(self, submission: Submission) -> Verdict:
+    async def _judge(self, submission: Submission, verdict: Verdict | None) -> Verdict:
         """No answer is wrong, whoever is asked."""
+        if verdict is not None:
+            return verdict
         return await self._check(submission) if submission.answer else Verdict(WRONG)
 
     def _submission(self, text: str, prompt: Prompt) -> Submission:
@@ -125,9 +129,8 @@ class Graders:
 
     @staticmethod
     def of(recipe: Recipe, decode: Decode) -> "Graders":
-        """With as many processes as a quarter of the cores: servers and learner want the others."""
-        workers = max(1, min(32, (os.cpu_count() or 1) // 4))
-        return Graders(recipe.data, recipe.length.end_of_thinking, decode, workers)
+        """With as many processes as there are places for programs."""
+        return Graders(recipe.data, recipe.length.end_of_thinking, decode, places())
 
     def __getitem__(self, task: str) -> Grader:
         return self._graders[task]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 GRADERS = ("math", "exact", "code", "format")
 """That have a name of their own; others are services and functions."""
+OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+ENVIRONMENTS = ("python", "calculator", "guessing")
+"""The same; others are classes."""
 
 
 def impossible(r: Recipe) -> list[str]:
@@ -49,7 +52,7 @@ def impossible(r: Recipe) -> list[str]:
             f"batch.prompts: {r.batch.prompts} does not divide by the {r.data_parallel} data-parallel ranks "
             "(resources.learner_ranks / TP x PP x CP)"
         )
-    found += _lengths(r.length) + _graders(r.data)
+    found += _lengths(r.length) + _graders(r.data) + _environments(r)
     if not r.length.interruption.endswith(r.length.end_of_thinking):
         found.append(
             "length.interruption: must end with length.end_of_thinking, or the answer leg would go on thinking"
@@ -139,6 +142,41 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _environments(r: Recipe) -> list[str]:
+    """Environments that nobody knows, or whose replies cannot fit."""
+    found = []
+    stages = [r.length, *(r.length.at(s.until_step - 1) for s in r.length.stages)]
+    room = min(
+        s.thinking_tokens[0] if s.control == "interruption" else s.thinking_tokens[1] + s.answer_tokens for s in stages
+    )
+    for name, task in r.data.tasks.items():
+        if not task.environment:
+            continue
+        key = f"data.tasks.{name}"
+        if task.environment not in ENVIRONMENTS and not OF_USERS.fullmatch(task.environment):
+            found.append(
+                f"{key}.environment: {task.environment!r} is no environment; {_known(task.environment, ENVIRONMENTS)}, "
+                "and package.module:Class"
+            )
+        if task.environment == "python" and "code" in task.graders:
+            found.append(
+                f"{key}.environment: python runs every turn that has a program in it, so an answer for the grader code could "
+                "never be the last turn; leave one of them out"
+            )
+        if task.reply_tokens >= room:
+            found.append(
+                f"{key}.reply_tokens: a reply of {task.reply_tokens} tokens leaves nothing of the shortest budget for "
+                f"thinking and replies, which is {room} (length.thinking_tokens); lower it"
+            )
+    return found
+
+
+def _known(name: str, known: Sequence[str]) -> str:
+    """Which of them it may have meant, and all of them."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"{f'did you mean {close[0]}? ' if close else ''}known: {', '.join(known)}"
+
+
 def _graders(data: Data) -> list[str]:
     """Graders that nobody knows, services that cannot be told from them or have two keys, rewards of a name that is taken."""
     found = []
@@ -146,13 +184,10 @@ def _graders(data: Data) -> list[str]:
     for name, task in data.tasks.items():
         keys = {"grader": task.grader} | {f"rewards.{reward}.grader": of.grader for reward, of in task.rewards.items()}
         for key, grader in keys.items():
-            if grader in known or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", grader):
-                continue
-            close = difflib.get_close_matches(grader, known, 1)
-            found.append(
-                f"data.tasks.{name}.{key}: {grader!r} is no grader; {f'did you mean {close[0]}? ' if close else ''}known: "
-                f"{', '.join(known)}, and package.module:function"
-            )
+            if grader not in known and not OF_USERS.fullmatch(grader):
+                found.append(
+                    f"data.tasks.{name}.{key}: {grader!r} is no grader; {_known(grader, known)}, and package.module:function"
+                )
         if "answer" in task.rewards:
             found.append(
                 f"data.tasks.{name}.rewards.answer: the task's own grader is logged as that; choose another name"

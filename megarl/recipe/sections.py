@@ -132,6 +132,16 @@ class Task(Section):
     rewards: dict[TaskName, Reward] = Field(
         {}, description="added to its reward, by name; what is right they do not say"
     )
+    environment: str = Field(
+        "",
+        description="python, calculator, guessing, or package.module:Class: what answers the policy's turns; empty: one turn",
+    )
+    turns: int = Field(8, ge=1, description="of environment: most turns of an episode, the last one included")
+    turn_tokens: int = Field(4096, ge=1, description="of environment: most tokens sampled in a turn")
+    reply_tokens: int = Field(512, ge=1, description="of environment: most tokens of a reply; they count in `length`")
+    reply_timeout_s: float = Field(
+        600.0, gt=0, description="of environment: most seconds for a reply, the wait for a free sandbox included"
+    )
     weight: float = Field(1.0, gt=0, description="share of the prompts drawn, in proportion to the other tasks'")
 
     @field_validator("heldout", mode="before")

@@ -72,7 +72,7 @@ class Answers:
     def __getitem__(self, task: str) -> "Answers":
         return self
 
-    async def grade_answer(self, text: str, prompt: Prompt) -> Grade:
+    async def grade_answer(self, text: str, prompt: Prompt, verdict: None) -> Grade:
         if self.down:
             self.down -= 1
             raise GraderDown("no process starts")
