@@ -12,6 +12,7 @@ setup(
     package_data={
         "megarl": [
             "recipes/*.yaml",
+            "recipes/suites/*.yaml",
             "monitor/*.html",
             "scaling/*.yaml",
             "scaling/*.html",

@@ -10,7 +10,7 @@ Unknown keys, wrong types and impossible combinations end in one `MegarlError` t
 misspelt key, the nearest known one.
 """
 
-from megarl.recipe.files import SHIPPED, from_tree, load, shipped
+from megarl.recipe.files import SHIPPED, from_tree, load, shipped, shipped_suites
 from megarl.recipe.sections import (
     BatchSection,
     Checkpoint,
@@ -31,6 +31,7 @@ from megarl.recipe.sections import (
     Reference,
     Resources,
     Reward,
+    Rows,
     Run,
     Sampling,
     Section,
@@ -38,6 +39,7 @@ from megarl.recipe.sections import (
     Serving,
     Sft,
     Stage,
+    Suite,
     Task,
     Weights,
 )
@@ -45,6 +47,7 @@ from megarl.recipe.text import describe, dump
 
 __all__ = [
     "SHIPPED", "BatchSection", "Checkpoint", "Columns", "Critic", "Curriculum", "Data", "Evaluation", "Journal", "Learner",
-    "Length", "Loss", "Model", "Moe", "Optimizer", "Pipeline", "Recipe", "Reference", "Resources", "Reward", "Run", "Sampling",
-    "Section", "Service", "Serving", "Sft", "Stage", "Task", "Weights", "describe", "dump", "from_tree", "load", "shipped",
+    "Length", "Loss", "Model", "Moe", "Optimizer", "Pipeline", "Recipe", "Reference", "Resources", "Reward", "Rows", "Run",
+    "Sampling", "Section", "Service", "Serving", "Sft", "Stage", "Suite", "Task", "Weights", "describe", "dump", "from_tree",
+    "load", "shipped", "shipped_suites",
 ]  # fmt: skip

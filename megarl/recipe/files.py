@@ -21,18 +21,23 @@ def shipped() -> dict[str, Path]:
     return {p.stem: p for p in sorted(SHIPPED.glob("*.yaml"))}
 
 
+def shipped_suites() -> dict[str, Path]:
+    """Suites that come with megarl, by name."""
+    return {p.stem: p for p in sorted((SHIPPED / "suites").glob("*.yaml"))}
+
+
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of that name or file, with dotted overrides (`model.tensor_parallel=2`) applied."""
     path = _find(name_or_path)
     tree, origin = _read(path, ())
     for override in overrides:
         _apply(tree, override, origin)
-    return _validated(tree, origin, str(path))
+    return _validated(_with_suites(tree), origin, str(path))
 
 
 def from_tree(tree: dict[str, Any]) -> Recipe:
     """A recipe built in Python (tests, tools)."""
-    return _validated(tree, {}, "recipe")
+    return _validated(_with_suites(tree), {}, "recipe")
 
 
 def _find(name_or_path: str) -> Path:
@@ -76,6 +81,23 @@ def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         below = out.get(key)
         out[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return out
+
+
+def _with_suites(tree: dict[str, Any]) -> dict[str, Any]:
+    """Suites of a shipped one's name have its keys below their own; `null` takes one of the base recipe away."""
+    evaluation = tree.get("evaluation")
+    suites = evaluation.get("suites") if isinstance(evaluation, dict) else None
+    if not isinstance(evaluation, dict) or not isinstance(suites, dict):
+        return tree
+    known = shipped_suites()
+    filled = {
+        name: _merged(yaml.safe_load(known[name].read_text()), given)
+        if name in known and isinstance(given, dict)
+        else given
+        for name, given in suites.items()
+        if given is not None
+    }
+    return tree | {"evaluation": evaluation | {"suites": filled}}
 
 
 def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
