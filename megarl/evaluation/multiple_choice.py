@@ -1,24 +1,31 @@
 """Multiple choice by log-likelihood: ARC and HellaSwag, asked and counted as lm-evaluation-harness 0.4.13 does.
 
-    row of the set ──► Question: context, choices, gold ──► log p(" " + choice | context) of each ──► Answer
+    rows of a suite ─[load_questions]─► Question: context, choices, gold
+                    ─[ask]─► log p(" " + choice | context) of each, by a server ─[answered]─► Answer
 
 Two verdicts: `chosen` is the choice of the largest log-likelihood (the harness's acc), `chosen_normalised` that of the largest
 per character of the choice (acc_norm), for which a long choice is not worse off. The harness divides by characters, not by
 bytes as some papers say; its acc_bytes is another number. Nothing is sampled: a question has one answer.
 """
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from megarl.data.faults import listed
 from megarl.data.mappings import Raw, UnfitError, column
+from megarl.data.sources import Unreadable, stream
 from megarl.data.text import fingerprint
 from megarl.data.tokenizer import Tokenizer
+from megarl.errors import MegarlError
 from megarl.evaluation.answers import Answer
 from megarl.evaluation.loglikelihood import joined, loglikelihoods
 from megarl.rollout.client import ServerClient
+
+log = logging.getLogger(__name__)
 
 DELIMITER = " "
 """Between context and choice."""
@@ -68,7 +75,30 @@ def _question(name: Any, context: str, choices: Sequence[str], gold: int) -> Que
 
 
 SETS: Mapping[str, Callable[[Raw], Question]] = {"arc": arc, "hellaswag": hellaswag}
-"""By the name of their schema; both parts of ARC have one."""
+"""By the `mapping` of a suite; both parts of ARC have one schema."""
+
+
+def load_questions(source: str, mapping: str) -> list[Question]:
+    """The questions of a source, in its order. Rows that are not of the schema, or have the id of an earlier one, are left
+    out, counted and named, as no published set is without; MegarlError if none is left."""
+    read = SETS[mapping]
+    found: dict[str, Question] = {}
+    faults = []
+    for number, raw in stream(source):
+        try:
+            if isinstance(raw, Unreadable):
+                raise UnfitError(raw.why)
+            question = read(raw)
+            if question.id in found:
+                raise UnfitError(f"the id {question.id!r} again")
+            found[question.id] = question
+        except UnfitError as error:
+            faults.append(f"{source}:{number}: {error}")
+    if not found:
+        raise MegarlError(listed(f"{source}: no question of the schema {mapping!r} in it", faults))
+    if faults:
+        log.warning("%s", listed(f"{source}: {len(faults)} rows left out:", faults))
+    return list(found.values())
 
 
 async def ask(

@@ -8,20 +8,12 @@ import pytest
 import torch
 
 from megarl.rollout.client import ServerClient, ServerLost, ServerRefused
-from megarl.weights.admin import Server
 from tests.stack.conftest import Stack
 from tests.tiny_scores import scores
 
-pytestmark = [pytest.mark.stack, pytest.mark.anyio]
+pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.usefixtures("serves_a")]
 
 PROMPT = np.arange(5, 25, dtype=np.int32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def serves_a(stack: Stack) -> None:
-    """Whatever the tests before have published."""
-    server = Server(stack.server.address, 0, stack.endpoints.api_key, stack.endpoints.admin_key, 60)
-    server.load(str(stack.directory / "a"), flush=True)
 
 
 def completion_scores(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
