@@ -22,13 +22,14 @@ import numpy as np
 from megarl.data.chat import Message, load_chat
 from megarl.data.contamination import Overlap, overlap_with
 from megarl.data.faults import listed
-from megarl.data.mappings import Row, UnfitError, mapping_of, own
+from megarl.data.mappings import mapping_of, own
+from megarl.data.rows import Row, UnfitError
 from megarl.data.survey import CONTAMINATED, Reader, Survey, chosen, survey
 from megarl.data.text import fingerprint
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import MegarlError
 from megarl.grading.code import read_tests
-from megarl.recipe import Recipe, Task
+from megarl.recipe import Recipe, Rows, Task
 from megarl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def load_prompts(path: Path | str, tokenizer: Tokenizer, max_tokens: int, task: 
     return load_set(survey_of(str(path), own), lambda text: text, tokenizer, max_tokens, task, str(path))[0].prompts
 
 
-def renderer(task: Task, tokenizer: Tokenizer) -> Render:
+def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
     """What puts a task's template around a prompt."""
     if task.template == "raw":
         return lambda text: text
@@ -141,7 +142,7 @@ def _load_task(
     read, render = mapping_of(task.mapping, task.columns.model_dump()), renderer(task, tokenizer)
     strict, counted = read is own, task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:
-        read = _of_programs(read)
+        read = of_programs(read)
     key = f"data.tasks.{name}"
     of_train = survey_of(task.train, read, counted, evaluation, strict)
     train, heldout = load_set(of_train, render, tokenizer, max_tokens, name, f"{key}.train")
@@ -154,7 +155,7 @@ def _load_task(
     return train, heldout._replace(name=f"{key}.heldout")
 
 
-def _of_programs(read: Reader) -> Reader:
+def of_programs(read: Reader) -> Reader:
     """Rows whose answers are tests of programs, read once to see that they can be."""
 
     def row(raw: Any) -> Row:

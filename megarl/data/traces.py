@@ -23,7 +23,7 @@ import numpy as np
 
 from megarl.data.chat import ChatTemplate, Message, load_chat
 from megarl.data.faults import listed
-from megarl.data.mappings import UnfitError
+from megarl.data.rows import UnfitError
 from megarl.data.sources import Raw, Unreadable, stream
 from megarl.data.survey import LeftOut
 from megarl.data.tokenizer import Tokenizer

@@ -1,109 +1,132 @@
-"""Score one version of the weights on held-out prompts.
+"""Ask prompts of suites and grade what is answered: the one loop of a run's evaluations and of `megarl eval`.
 
-    chosen prompts x samples ─► Sampler on the servers held, before all rollouts ─► Grader ─► outcomes ─► row of eval.jsonl
+    Questions: prompts x samples ─► Sampler, on servers that hold the weights ─► Grader, Votes ─► Answer ─► keep
 
 The rules of interruption are those of training, with the longest thinking budget for all, also while training is at an
-earlier stage of `length.stages`: pass rates of all versions can be compared.
+earlier stage of `length.stages`: scores of all versions can be compared.
 """
 
 import asyncio
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 
-from megarl.grading import Graders
-from megarl.recipe import Recipe
-from megarl.rollout.sampler import Job, Sampler, Void
+import numpy as np
+from msgspec import UNSET, UnsetType
+
+from megarl.evaluation.answers import Answer
+from megarl.evaluation.votes import Votes
+from megarl.grading import Grade, Graders
+from megarl.grading.answer import answer_of
+from megarl.recipe import Recipe, Rows
+from megarl.rollout.sampler import Completion, Job, Sampler, Void
 from megarl.types import Prompt
 
 
-class Outcome(NamedTuple):
-    """What became of one completion."""
+@dataclass(frozen=True)
+class Questions:
+    """Of one suite, or of a task's held-out prompts. answered: what needs no answer any more."""
 
-    task: str
-    correct: bool
-    truncated: bool
-    interrupted: bool
-    format_ok: bool
-    tokens: int
+    name: str
+    rows: Rows
+    prompts: Sequence[Prompt]
+    samples: int
+    answered: Sequence[Answer] = ()
 
-
-def choose(heldout: Iterable[Sequence[Prompt]], count: int) -> list[Prompt]:
-    """At most `count` of each task's, the same in every run: the file may be sorted, so not its first ones."""
-    return [
-        prompt
-        for of_task in heldout
-        for prompt in sorted(of_task, key=lambda p: hashlib.blake2b(p.id.encode(), digest_size=8).digest())[:count]
-    ]
+    @property
+    def open(self) -> list[tuple[Prompt, int]]:
+        """Prompts and samples that are to be asked."""
+        there = {(answer.id, answer.sample) for answer in self.answered}
+        return [(p, n) for p in self.prompts for n in range(self.samples) if (p.id, n) not in there]
 
 
-async def score(
-    prompts: Sequence[Prompt],
-    recipe: Recipe,
-    sampler: Sampler,
-    graders: Graders,
-    servers: Set[int],
-    salt: str,
-    at_once: int,
-) -> list[Outcome]:
-    """Outcomes of all prompts x samples, on `servers`, `at_once` at a time. A server that leaves the set is not asked again; if
+@dataclass(frozen=True)
+class Asker:
+    """Who is asked, and who grades. servers: that may be asked now; at_once: answers at a time; salt: of cached prefixes."""
+
+    recipe: Recipe
+    sampler: Sampler
+    graders: Graders
+    decode: Callable[[np.ndarray], str]
+    servers: Set[int]
+    salt: str
+    at_once: int
+
+
+def choose(prompts: Iterable[Prompt], count: int | None) -> list[Prompt]:
+    """At most `count`, the same in every run: the file may be sorted, so not its first ones. None: all."""
+    return sorted(prompts, key=lambda p: hashlib.blake2b(p.id.encode(), digest_size=8).digest())[:count]
+
+
+async def score(questions: Sequence[Questions], asker: Asker, keep: Callable[[Answer], object]) -> None:
+    """Ask all that is open; `keep` is called with each answer as it comes. A server that leaves the set is not asked again; if
     all have, this waits for ever: cancel it.
 
     GraderDown (in an ExceptionGroup) if an answer cannot be graded.
     """
-    outcomes: list[Outcome] = []
-    jobs = ((n, prompt, sample) for n, prompt in enumerate(prompts) for sample in range(recipe.evaluation.samples))
+    votes = {q.name: Votes(q.rows.grader, asker.graders[q.name], q.answered) for q in questions}
+    open_ones = [(q, prompt, sample) for q in questions for prompt, sample in q.open]
+    jobs = ((n, *one) for n, one in enumerate(open_ones))
 
-    async def work(jobs: Iterator[tuple[int, Prompt, int]]) -> None:
-        for n, prompt, sample in jobs:
-            job = Job(
-                prompt=prompt.tokens,
-                order=(0, n, sample),
-                may_use=lambda candidate, _version: candidate in servers,
-                salt=salt,
-                thinking_tokens=recipe.length.thinking_tokens[1],
-                temperature=recipe.evaluation.temperature,
-                top_p=recipe.sampling.top_p,
-            )
-            outcomes.append(await _outcome(job, prompt, sampler, graders))
+    async def work(jobs: Iterator[tuple[int, Questions, Prompt, int]]) -> None:
+        for n, of, prompt, sample in jobs:
+            keep(await _answer(of, prompt, sample, (0, n, sample), asker, votes[of.name]))
 
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(at_once):
+        for _ in range(min(asker.at_once, len(open_ones))):
             tasks.create_task(work(jobs))
-    return outcomes
 
 
-async def _outcome(job: Job, prompt: Prompt, sampler: Sampler, graders: Graders) -> Outcome:
+async def _answer(
+    of: Questions, prompt: Prompt, sample: int, order: tuple[int, int, int], asker: Asker, votes: Votes
+) -> Answer:
+    recipe = asker.recipe
+    job = Job(
+        prompt=prompt.tokens,
+        order=order,
+        may_use=lambda candidate, _version: candidate in asker.servers,
+        salt=asker.salt,
+        thinking_tokens=recipe.length.thinking_tokens[1],
+        temperature=recipe.evaluation.temperature,
+        top_p=recipe.sampling.top_p,
+    )
+    void, done, grade = "", Completion(), Grade(0.0, correct=False, format_ok=False)
+    reward: float | UnsetType = UNSET
     try:
-        done = await sampler.complete(job)
-    except Void:
-        return Outcome(prompt.task, correct=False, truncated=False, interrupted=False, format_ok=False, tokens=0)
-    grade = await graders[prompt.task].grade_answer(done.text, prompt)
-    return Outcome(
-        prompt.task, grade.correct, done.finish == "length", done.interrupted, grade.format_ok, len(done.tokens)
+        done = await asker.sampler.complete(job)
+    except Void as why:
+        void = str(why)
+    else:
+        grader = asker.graders[of.name]
+        if of.rows.rewards:
+            grade = await grader.grade(done.text, prompt)
+            reward = sum(one.weight * grade.rewards[name] for name, one in of.rows.rewards.items())
+        else:
+            grade = await grader.grade_answer(done.text, prompt)
+    answer = answer_of(done.text, recipe.length.end_of_thinking)
+    return Answer(
+        suite=of.name,
+        id=prompt.id,
+        sample=sample,
+        prompt=asker.decode(prompt.tokens),
+        expected=prompt.answer,
+        completion=done.text,
+        answer=answer,
+        vote=await votes.of(prompt.id, answer, prompt.answer, grade.correct),
+        correct=grade.correct,
+        truncated=not void and done.finish == "length",
+        interrupted=done.interrupted,
+        format_ok=grade.format_ok,
+        grader_timeout=grade.timeout,
+        grader_error=grade.error,
+        tokens=len(done.tokens),
+        entropy=_entropy(done),
+        void=void,
+        reward=reward,
     )
 
 
-def row(outcomes: Sequence[Outcome], recipe: Recipe, version: int) -> dict[str, float]:
-    """What eval.jsonl says about these outcomes: rates over all completions, whatever their task, and of each task by itself
-    (`pass_rate/math`) when there are several."""
-    found: dict[str, float] = {"step": version, "weight_version": version, "samples": recipe.evaluation.samples}
-    found |= _rates(outcomes, recipe.evaluation.samples)
-    if len(recipe.data.tasks) > 1:
-        for task in recipe.data.tasks:
-            rates = _rates([o for o in outcomes if o.task == task], recipe.evaluation.samples)
-            found |= {f"{name}/{task}": value for name, value in rates.items()}
-    return found
-
-
-def _rates(outcomes: Sequence[Outcome], samples: int) -> dict[str, float]:
-    """Shares of completions."""
-    n = len(outcomes)
-    return {
-        "pass_rate": sum(o.correct for o in outcomes) / n,
-        "n_prompts": n // samples,
-        "truncation_rate": sum(o.truncated for o in outcomes) / n,
-        "interruption_rate": sum(o.interrupted for o in outcomes) / n,
-        "format_error_rate": sum(not o.format_ok for o in outcomes) / n,
-        "completion_tokens_mean": sum(o.tokens for o in outcomes) / n,
-    }
+def _entropy(done: Completion) -> float | None:
+    """Mean of -log p over the tokens that were sampled."""
+    logprobs = np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in done.segments if s.trained)])
+    return float(-logprobs.mean(dtype=np.float64)) if len(logprobs) else None

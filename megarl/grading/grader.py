@@ -19,7 +19,7 @@ from megarl.grading.functions import check_importable
 from megarl.grading.pool import Pool
 from megarl.grading.remote import Remote
 from megarl.grading.sandbox import Limits, Sandbox
-from megarl.recipe import Data, Recipe
+from megarl.recipe import Data, Recipe, Rows, Suite
 from megarl.types import Prompt
 
 Check = Callable[[Submission], Awaitable[Verdict]]
@@ -66,6 +66,10 @@ class Grader:
         submission = self._submission(text, prompt)
         return graded(submission.answer, await self._judge(submission), {}, {})
 
+    async def agrees(self, answer: str, expected: str) -> bool:
+        """Whether it would hold the answer for right if this were expected."""
+        return (await self._check(Submission(answer, expected))).score > 0
+
     async def _judge(self, submission: Submission) -> Verdict:
         """No answer is wrong, whoever is asked."""
         return await self._check(submission) if submission.answer else Verdict(WRONG)
@@ -76,7 +80,7 @@ class Grader:
 
 
 class Graders:
-    """Of all tasks, by name; made within a running event loop. workers: processes a pool, and programs that run at once.
+    """Of all tasks and suites, by name; made within a running event loop. workers: processes a pool, and programs at once.
 
     limit_s: for one answer in a worker; limits: of a program. MegarlError if the recipe names something that cannot be
     had here: a sandbox, a function, the key of a service.
@@ -90,10 +94,12 @@ class Graders:
         workers: int,
         limit_s: float = LIMIT_S,
         limits: Limits | None = None,
+        suites: Mapping[str, Suite] = {},
     ) -> None:
         self._data, self._workers, self._limit_s, self._limits = data, workers, limit_s, limits
         self._pools: list[Pool] = []
-        names = {name for task in data.tasks.values() for name in task.graders}
+        tasks: Mapping[str, Rows] = {**data.tasks, **suites}
+        names = {name for task in tasks.values() for name in task.graders}
         checks = {name: self._made(name) for name in sorted(names)}
         self._graders = {
             name: Grader(
@@ -103,14 +109,15 @@ class Graders:
                 {reward: of.weight for reward, of in task.rewards.items()},
                 decode,
             )
-            for name, task in data.tasks.items()
+            for name, task in tasks.items()
         }
 
     @staticmethod
     def of(recipe: Recipe, decode: Decode) -> "Graders":
         """With as many processes as a quarter of the cores: servers and learner want the others."""
         workers = max(1, min(32, (os.cpu_count() or 1) // 4))
-        return Graders(recipe.data, recipe.length.end_of_thinking, decode, workers)
+        asked = {name: suite for name, suite in recipe.evaluation.suites.items() if suite.kind == "answers"}
+        return Graders(recipe.data, recipe.length.end_of_thinking, decode, workers, suites=asked)
 
     def __getitem__(self, task: str) -> Grader:
         return self._graders[task]

@@ -10,7 +10,7 @@ Unknown keys, wrong types and impossible combinations end in one `MegarlError` t
 misspelt key, the nearest known one.
 """
 
-from megarl.recipe.files import SHIPPED, from_tree, load, shipped, shipped_suites
+from megarl.recipe.files import SHIPPED, from_tree, load, load_suite, shipped, shipped_suites
 from megarl.recipe.sections import (
     BatchSection,
     Checkpoint,
@@ -49,5 +49,5 @@ __all__ = [
     "SHIPPED", "BatchSection", "Checkpoint", "Columns", "Critic", "Curriculum", "Data", "Evaluation", "Journal", "Learner",
     "Length", "Loss", "Model", "Moe", "Optimizer", "Pipeline", "Recipe", "Reference", "Resources", "Reward", "Rows", "Run",
     "Sampling", "Section", "Service", "Serving", "Sft", "Stage", "Suite", "Task", "Weights", "describe", "dump", "from_tree",
-    "load", "shipped", "shipped_suites",
+    "load", "load_suite", "shipped", "shipped_suites",
 ]  # fmt: skip

@@ -30,14 +30,29 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of that name or file, with dotted overrides (`model.tensor_parallel=2`) applied."""
     path = _find(name_or_path)
     tree, origin = _read(path, ())
+    return _overridden(tree, overrides, origin, str(path))
+
+
+def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe built in Python (tests, tools)."""
+    return _overridden(tree, overrides, {}, "recipe")
+
+
+def load_suite(path: Path) -> dict[str, Any]:
+    """A suite of the user's, from a YAML file of its keys: checked, as a tree for `evaluation.suites`."""
+    tree, origin = _read(path, ())
+    within = ("evaluation", "suites", path.stem)
+    places = {within: f"{path}:1"} | {(*within, *key): place for key, place in origin.items()}
+    _validated({"evaluation": {"suites": {path.stem: tree}}}, places, str(path))
+    return tree
+
+
+def _overridden(
+    tree: dict[str, Any], overrides: Sequence[str], origin: dict[tuple[str, ...], str], source: str
+) -> Recipe:
     for override in overrides:
         _apply(tree, override, origin)
-    return _validated(_with_suites(tree), origin, str(path))
-
-
-def from_tree(tree: dict[str, Any]) -> Recipe:
-    """A recipe built in Python (tests, tools)."""
-    return _validated(_with_suites(tree), {}, "recipe")
+    return _validated(_with_suites(tree), origin, source)
 
 
 def _find(name_or_path: str) -> Path:

@@ -215,7 +215,9 @@ class Length(Section):
     thinking_tokens: tuple[int, int] = Field((10_000, 12_000), description="budget, drawn anew for each rollout")
     stages: tuple[Stage, ...] = Field((), description="shorter budgets before it, [{until_step, thinking_tokens}, …]")
     answer_tokens: int = Field(2048, ge=1)
-    end_of_thinking: str = "</think>"
+    end_of_thinking: str = Field(
+        "</think>", description="the answer stands behind it; empty: the model has no thinking trace"
+    )
     interruption: str = Field(
         "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>",
         description="appended when the thinking budget runs out; masked from the loss",

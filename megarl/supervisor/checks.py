@@ -102,20 +102,20 @@ def server_ports(recipe: Recipe) -> list[int]:
 
 
 @contextmanager
-def lock(rundir: RunDir) -> Iterator[None]:
-    """Be the only supervisor of this run; the kernel lets go of it when we die."""
+def lock(rundir: RunDir, command: str = "megarl train", place: str = "run.name") -> Iterator[None]:
+    """Be the only one who works in this directory; the kernel lets go of it when we die. place: the key that names another."""
     try:
         rundir.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(rundir.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise MegarlError(f"run.dir, run.name: cannot write in {rundir.path}: {error.strerror}") from None
+        raise MegarlError(f"{place}: cannot write in {rundir.path}: {error.strerror}") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.read(descriptor, 100).decode()
             raise MegarlError(
-                f"{rundir.path}: another `megarl train` (process {owner}) works there; end it, or give another run.name"
+                f"{rundir.path}: another `{command}` (process {owner}) works there; end it, or give another {place}"
             ) from None
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
