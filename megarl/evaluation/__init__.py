@@ -11,4 +11,7 @@ score.py     prompts -> completions -> grades -> Answers: the one loop of both
 votes.py     which wrong answers are the same one, for maj@k
 metrics.py   mean@k, pass@k, maj@k, best@k and their intervals: pure functions of answers
 suites.py    prompts of the sets of `evaluation.suites` (megarl/recipes/suites/*.yaml has the shipped ones)
+
+multiple_choice.py  questions of ARC and HellaSwag, answered by log-likelihood (loglikelihood.py) instead of by writing
+compare.py          two evaluations prompt by prompt (paired.py): a table, and the page of comparison_page.py
 """

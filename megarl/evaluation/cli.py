@@ -37,6 +37,12 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     curve.add_argument("--suite", metavar="NAME", help="of those that all have (default: all)")
     curve.add_argument("--picture", type=Path, metavar="PNG", help="default: curve-SUITE.png in the first OUT")
+    about = "two models on the same prompts: a table, and a page to read their answers side by side"
+    compare = _command(inner, "compare", _compare, about)
+    for name in ("out_a", "out_b"):
+        compare.add_argument(name, type=Path, metavar=name.upper(), help="of megarl eval, or RUN/evaluations/step-N")
+    compare.add_argument("--suite", metavar="NAME", help="of those that both have (default: all)")
+    compare.add_argument("-o", "--page", type=Path, metavar="HTML", help="default: compare-SUITE.html in OUT_B")
 
 
 def _command(inner: Any, name: str, function: Any, about: str) -> argparse.ArgumentParser:
@@ -55,3 +61,9 @@ def _curve(options: argparse.Namespace) -> int:
     from megarl.evaluation.curve import main
 
     return main(options.out, options.suite, options.picture)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from megarl.evaluation.compare import main
+
+    return main(options.out_a, options.out_b, options.suite, options.page)

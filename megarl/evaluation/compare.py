@@ -1,13 +1,13 @@
 """`megarl answers compare OUT_A OUT_B`: two models on the same prompts: how much better B is, and where to read why.
 
-    OUT_A/SUITE, OUT_B/SUITE ─[read_side]─► answers by prompt ─[compare]─► Comparison ─┬─► table on the screen
-                                                  prompts that both have, the same     └─► comparison_page.py
+OUT_A/SUITE, OUT_B/SUITE ─[read_side]─► answers by prompt ─[compare]─► Comparison ─┬─► table on the screen
+                                              prompts that both have, the same     └─► comparison_page.py
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import UNSET
 from rich.console import Console
@@ -61,7 +61,9 @@ def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
 
     suites = common_suites(out_a, out_b, suite)
     if page is not None and len(suites) > 1:
-        raise MegarlError(f"-o: {page} is one page, and both have answers to {', '.join(suites)}; choose one with --suite")
+        raise MegarlError(
+            f"-o: {page} is one page, and both have answers to {', '.join(suites)}; choose one with --suite"
+        )
     console = Console()
     for name in suites:
         comparison = compare(name, *(read_side(out, name) for out in (out_a, out_b)))
@@ -80,7 +82,9 @@ def common_suites(out_a: Path, out_b: Path, suite: str | None) -> list[str]:
     for out, names in there.items():
         wanted = f"to {suite} " if suite else ""
         if suite not in names if suite else not names:
-            has = f"it has {', '.join(names)}" if names else "it is no directory of an evaluation (OUT of `megarl eval`)"
+            has = (
+                f"it has {', '.join(names)}" if names else "it is no directory of an evaluation (OUT of `megarl eval`)"
+            )
             raise MegarlError(f"{out}: no answers {wanted}in it; {has}")
     both = [name for name in there[out_a] if name in there[out_b] and suite in (None, name)]
     if not both:
@@ -106,7 +110,9 @@ def compare(suite: str, a: Side, b: Side) -> Comparison:
         a, b = (side._replace(name=str(side.folder)) for side in (a, b))
     both = sorted((name for name in a.answers if name in b.answers), key=_numbers_in_order)
     if not both:
-        raise MegarlError(f"{a.folder} and {b.folder} have no prompt of {suite} in common: they are not of the same set")
+        raise MegarlError(
+            f"{a.folder} and {b.folder} have no prompt of {suite} in common: they are not of the same set"
+        )
     other = [name for name in both if a.answers[name][0].expected != b.answers[name][0].expected]
     if other:
         first = other[0]
@@ -161,8 +167,8 @@ def _normalised(a: Side, b: Side, prompts: Sequence[str]) -> Quantity:
 
 def right_normalised(answer: Answer) -> bool:
     """Whether the choice that is the likeliest by its length is the right one."""
-    assert answer.choices is not UNSET and answer.chosen_normalised is not UNSET
-    return answer.choices[answer.chosen_normalised] == answer.expected
+    choices, chosen = answer.choices, answer.chosen_normalised
+    return choices is not UNSET and chosen is not UNSET and choices[chosen] == answer.expected
 
 
 def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:
@@ -188,14 +194,25 @@ def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:
 
 
 def _settings(a: Side, b: Side) -> list[str]:
+    """Of two evaluations that have ended. That they are of two models goes without saying."""
     if a.result is None or b.result is None:
         return []
-    ours, theirs = a.result.settings, b.result.settings
+    ours, theirs = (
+        _flat({k: v for k, v in side.result.settings.items() if k != "model"}) for side in (a, b) if side.result
+    )
     return [
         f"{key}: {ours.get(key)} of {a.name}, {theirs.get(key)} of {b.name}."
         for key in sorted(ours.keys() | theirs.keys())
         if ours.get(key) != theirs.get(key)
     ]
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Keys of keys joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return found
 
 
 def show(comparison: Comparison, console: Console) -> None:

@@ -5,7 +5,6 @@ completions together are larger, each is shown by its begin and its end, and say
 prompt is a script of its own, which the browser reads when the prompt is opened, so that a large page opens at once.
 """
 
-import os.path
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -56,7 +55,9 @@ def _overview(comparison: Comparison, limit: int | None) -> dict[str, Any]:
     if any(max(answered_a, answered_b) > 1 for _, _, _, answered_a, _, answered_b, _ in lines):
         said.append("In the list a side is right where at least half of its answers are.")
     if limit is not None:
-        said.append(f"Completions of more than {limit:,} characters are shown by begin and end; all is in answers.jsonl.")
+        said.append(
+            f"Completions of more than {limit:,} characters are shown by begin and end; all is in answers.jsonl."
+        )
     return {
         "suite": comparison.suite,
         "a": {"name": comparison.a.name, "folder": str(comparison.a.folder)},
@@ -68,14 +69,14 @@ def _overview(comparison: Comparison, limit: int | None) -> dict[str, Any]:
 
 
 def _lines(comparison: Comparison) -> list[list[Any]]:
-    """Without what all prompts begin with, which is a template."""
+    """Without the words that all prompts begin with, which are a template's."""
     sides = [(comparison.a.answers[name], comparison.b.answers[name]) for name in comparison.prompts]
-    template = len(os.path.commonprefix([a[0].prompt for a, _ in sides])) if len(sides) > 1 else 0
+    texts = [a[0].prompt.split() for a, _ in sides]
+    begin = next((n for n, words in enumerate(zip(*texts, strict=False)) if len(set(words)) > 1), 0)
     lines = []
-    for name, (a, b) in zip(comparison.prompts, sides, strict=True):
+    for name, (a, b), words in zip(comparison.prompts, sides, texts, strict=True):
         counts = [n for of in (a, b) for n in (sum(x.correct for x in of), len(of))]
-        text = " ".join(a[0].prompt[template : template + 4 * LINE].split())[:LINE]
-        lines.append([name, text, *counts, sum(x.truncated for x in (*a, *b))])
+        lines.append([name, " ".join(words[begin:])[:LINE], *counts, sum(x.truncated for x in (*a, *b))])
     return lines
 
 

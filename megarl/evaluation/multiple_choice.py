@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.data.faults import listed
-from megarl.data.mappings import Raw, UnfitError, column
+from megarl.data.rows import Raw, UnfitError, column
 from megarl.data.sources import Unreadable, stream
 from megarl.data.text import fingerprint
 from megarl.data.tokenizer import Tokenizer

@@ -5,7 +5,6 @@ The harness runs its own task files on local rows, in float32 (harness.py); ours
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from megarl.data.tokenizer import load_tokenizer
@@ -28,7 +28,13 @@ ARC = [
     ("Mercury_1", "Which gas do plants take in?", ["oxygen", "carbon dioxide", "helium"], "ABC", "B"),
     ("NYSEDREGENTS_2", "What is frozen water called?", ["ice", "steam", "a cloud", "rain from the sky"], "1234", "1"),
     ("Mercury_3", "Où est né Molière?", ["à Paris", "éé ééé éé", "in Rome", "in Lyon"], "ABCD", "A"),
-    ("Mercury_4", " Which is a mammal? ", ["a shark", "a whale", "an ant", "a very big and slow tortoise"], "ABCD", "B"),
+    (
+        "Mercury_4",
+        " Which is a mammal? ",
+        ["a shark", "a whale", "an ant", "a very big and slow tortoise"],
+        "ABCD",
+        "B",
+    ),
     ("Mercury_5", "What falls?", ["all", "everything that is not held by something", "a", "no", "2"], "ABCDE", "C"),
 ]
 HELLASWAG = [
@@ -39,9 +45,23 @@ HELLASWAG = [
         "",
         ["[substeps] Dig deep.", "Sing. [title] Then dance.", "Wait [for] a year.", "Go home, and never come back."],
     ),
-    ("Playing", "Two children are seen  in a garden. ", "the older one", ["jumps.", "reads.", "is a stone.", "rests [x]"]),
+    (
+        "Playing",
+        "Two children are seen  in a garden. ",
+        "the older one",
+        ["jumps.", "reads.", "is a stone.", "rests [x]"],
+    ),
 ]
-SUMS = ["What is 2 and 3?", "What is 4 and 4?", "Ten and two, what is it?", "And 70 less 20?"]
+SUMS = [
+    "What is 2 and 3?",
+    "What is 4 and 4?",
+    "Ten and two, what is it?",
+    "And 70 less 20?",
+    "A man has 2 trees. He sings to one. How often?",
+    "How many are there in a garden?",
+    "A roof costs 100 $. It is 50 $ less now. What is it?",
+    "Go home with 7 whales, and lose 1. How big is it?",
+]
 BEGIN, END = "<s>", "</s>"
 
 
@@ -58,7 +78,7 @@ def folder(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tokenizer(model, [*texts, *SUMS])
     write_rows(folder / "arc.jsonl", arc_rows())
     write_rows(folder / "hellaswag.jsonl", hellaswag_rows())
-    write_rows(folder / "gsm8k.jsonl", [{"question": q, "answer": f"so #### {n}"} for n, q in enumerate(SUMS)])
+    write_rows(folder / "gsm8k.jsonl", gsm8k_rows(stack.models["a"], model))
     environment = os.environ | {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.stack.harness", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
@@ -94,9 +114,30 @@ def arc_rows() -> list[dict[str, Any]]:
 
 def hellaswag_rows() -> list[dict[str, Any]]:
     return [
-        {"ind": 24 + n, "activity_label": label, "ctx_a": a, "ctx_b": b, "ctx": f"{a} {b}", "endings": e, "label": str(n)}
+        {
+            "ind": 24 + n,
+            "activity_label": label,
+            "ctx_a": a,
+            "ctx_b": b,
+            "ctx": f"{a} {b}",
+            "endings": e,
+            "label": str(n),
+        }
         for n, (label, a, b, e) in enumerate(HELLASWAG)
     ]
+
+
+def gsm8k_rows(model: Any, directory: Path) -> list[dict[str, Any]]:
+    """To every other question the right answer is what the model says in transformers, so that it is right now and then."""
+    tokenizer = load_tokenizer(directory)
+    rows = []
+    for n, question in enumerate(SUMS):
+        (tokens,) = tokenizer.encode_all([f"Question: {question}\nAnswer:"], framed=True)
+        sequence = torch.from_numpy(tokens.astype(np.int64))[None]
+        said = model.generate(sequence, max_new_tokens=GENERATED, do_sample=False, eos_token_id=tokenizer.end)
+        text = tokenizer.decode(said[0, len(tokens) :].numpy()).removesuffix(END)
+        rows.append({"question": question, "answer": "#### 5" if n % 2 else text})
+    return rows
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -134,10 +175,15 @@ async def test_the_same_log_likelihoods_and_accuracies(
 
 async def test_the_same_greedy_texts_and_exact_matches(stack: Stack, folder: Path, harness: dict[str, Any]) -> None:
     tokenizer = load_tokenizer(folder / "model")
+    right = []
     async with stack.client() as client:
         for sample in harness["samples"]["gsm8k"]:
-            prompt, stops = sample["arguments"][0]
-            (tokens,) = tokenizer.encode_all([prompt], framed=True)
+            (tokens,) = tokenizer.encode_all([sample["arguments"][0][0]], framed=True)
             done = await client.generate(tokens, GENERATED, temperature=0.0, stop_token_ids=[tokenizer.end])
-            print(sample)
-            print(repr(tokenizer.decode(done.tokens)))
+            text = tokenizer.decode(done.tokens).removesuffix(END)
+            assert [text] == sample["resps"][0]
+            right.append(text == sample["doc"]["answer"])
+            assert right[-1] == bool(sample["exact_match"])
+    assert np.mean(right) == harness["results"]["gsm8k"]["exact_match,whole"]
+    assert any(right)
+    assert not all(right)
