@@ -64,6 +64,8 @@ def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
         raise MegarlError(
             f"-o: {page} is one page, and both have answers to {', '.join(suites)}; choose one with --suite"
         )
+    if page is not None and not page.parent.is_dir():
+        raise MegarlError(f"-o: {page.parent}: no such directory")
     console = Console()
     for name in suites:
         comparison = compare(name, *(read_side(out, name) for out in (out_a, out_b)))

@@ -1,0 +1,134 @@
+"""Questions of ARC and HellaSwag from rows in their published schemas, their tokens, and what is chosen."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from megarl.data.rows import UnfitError
+from megarl.data.tokenizer import Tokenizer
+from megarl.errors import MegarlError
+from megarl.evaluation.loglikelihood import joined
+from megarl.evaluation.multiple_choice import Question, answered, arc, hellaswag, load_questions
+
+ARC = {
+    "id": "Mercury_7175875",
+    "question": "An astronomer observes that a planet rotates faster. Which is the most likely effect?",
+    "choices": {"text": ["Density decreases.", "Years are longer.", "Days are shorter."], "label": ["A", "B", "C"]},
+    "answerKey": "C",
+}
+HELLASWAG = {
+    "ind": 24,
+    "activity_label": "Roof shingle removal",
+    "ctx_a": "A man is sitting on a roof.",
+    "ctx_b": "he",
+    "ctx": "A man is sitting on a roof. he",
+    "endings": ["is using wrap.", "is ripping level tiles off.", "is holding a cube.", "starts pulling up roofing."],
+    "source_id": "activitynet~v_-JhWjGDPHMY",
+    "split": "val",
+    "split_type": "indomain",
+    "label": "3",
+}
+TREE = {
+    "activity_label": "Home and Garden",
+    "ctx_a": "[header] How to plant a tree [title] Dig a hole. [step] Take  a spade.",
+    "ctx_b": "",
+    "endings": ["[substeps] Dig deep.", "Sing. [title] Then dance.", "Wait.", "Go [now] home."],
+    "label": 1,
+}
+
+
+def test_arc() -> None:
+    question = arc(ARC)
+    assert question.id == "Mercury_7175875"
+    assert question.context == f"Question: {ARC['question']}\nAnswer:"
+    assert question.choices[question.gold] == "Days are shorter."
+    numbered = ARC | {"choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"}
+    assert arc(numbered).gold == 1
+
+
+def test_hellaswag() -> None:
+    question = hellaswag(HELLASWAG)
+    assert question.id == "24"
+    assert question.context == "Roof shingle removal: A man is sitting on a roof. He"
+    assert question.choices[question.gold] == "starts pulling up roofing."
+    tree = hellaswag(TREE)
+    assert tree.context == "Home and Garden: How to plant a tree. Dig a hole. Take a spade."
+    assert tree.choices == (" Dig deep.", "Sing.. Then dance.", "Wait.", "Go home.")
+
+
+@pytest.mark.parametrize(
+    ("read", "row", "said"),
+    [
+        (arc, ARC | {"answerKey": "E"}, "none of the labels A, B, C"),
+        (arc, {"question": "x"}, "no column 'choices.label'"),
+        (arc, ARC | {"choices": {"text": ["one"], "label": ["C"]}}, "fewer than two choices"),
+        (hellaswag, HELLASWAG | {"label": ""}, "the test split has none"),
+        (hellaswag, HELLASWAG | {"label": "4"}, "no index of its 4 endings"),
+        (hellaswag, HELLASWAG | {"endings": ["a", "[b]"], "label": 0}, "an empty one"),
+    ],
+)
+def test_rows_that_are_not_of_the_schema(read: Any, row: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnfitError, match=said):
+        read(row)
+
+
+def test_rows_that_cannot_be_asked_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [ARC, ARC, ARC | {"id": "other"}, ARC | {"answerKey": "X"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "no JSON\n")
+    with caplog.at_level(logging.WARNING):
+        assert [question.id for question in load_questions(str(path), "arc")] == ["Mercury_7175875", "other"]
+    for said in ("3 rows left out", ":2: the id 'Mercury_7175875' again", ":4: the answerKey 'X'", ":5: "):
+        assert said in caplog.text
+    with pytest.raises(MegarlError, match="no question of the schema 'hellaswag'"):
+        load_questions(str(path), "hellaswag")
+
+
+def test_two_verdicts() -> None:
+    """-4 is the largest sum, -6 / 6 the largest by character; by byte it would be the first, whose letters take two each."""
+    question = Question("1", "What?", ("éé", "b", "longer"), 2)
+    answer = answered(question, "arc-easy", [-5.0, -4.0, -6.0], scored=5, cut=False)
+    assert (answer.chosen, answer.chosen_normalised, answer.correct) == (1, 2, False)
+    assert (answer.answer, answer.expected, answer.tokens, answer.truncated) == ("b", "longer", 5, False)
+    by_character = answered(Question("1", "What?", ("éé", "bb"), 0), "arc-easy", [-3.0, -2.0], scored=4, cut=True)
+    assert (by_character.chosen_normalised, by_character.truncated) == (1, True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """A byte a token, and 256 in front."""
+    alphabet = {sign: n for n, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Backend(models.BPE(alphabet | {"<s>": 256}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
+    return Tokenizer(backend, 256, Path("tiny"))
+
+
+def test_blanks_at_the_end_of_the_context_are_of_the_continuation(tokenizer: Tokenizer) -> None:
+    (one,) = joined(tokenizer, "ab \n", [" c"], 100)
+    assert one.tokens[0] == 256
+    assert (one.first, one.scored, one.cut) == (3, 4, False)
+    assert tokenizer.decode(one.tokens[one.first :]) == " \n c"
+
+
+@given(context=st.text("abc é", min_size=1, max_size=30).filter(str.strip), room=st.integers(8, 40))
+def test_the_begin_of_the_context_gives_way(tokenizer: Tokenizer, context: str, room: int) -> None:
+    whole, short = joined(tokenizer, context, [" d", " efg"], 1000), joined(tokenizer, context, [" d", " efg"], room)
+    for full, cut in zip(whole, short, strict=True):
+        assert len(cut.tokens) == min(room, len(full.tokens))
+        assert cut.scored == full.scored
+        assert cut.cut == (len(full.tokens) > room)
+        np.testing.assert_array_equal(cut.tokens, full.tokens[-len(cut.tokens) :])
+
+
+def test_a_continuation_that_fills_all_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(MegarlError, match="7 tokens of its own, behind at least one other, where 7 fit"):
+        joined(tokenizer, "ab", [" cdefgh"], 7)
