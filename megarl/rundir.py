@@ -85,7 +85,7 @@ class RunDir:
         write_atomically(self.endpoints_file, msgspec.json.encode(endpoints), mode=0o600)
 
 
-def folder(parent: Path, step: int) -> Path:
+def step_folder(parent: Path, step: int) -> Path:
     """Where the checkpoint of `step` is in RUN/checkpoints, its answers in RUN/evaluations."""
     return parent / f"step-{step:07}"
 

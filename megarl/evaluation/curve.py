@@ -119,15 +119,15 @@ def draw(suite: str, found: Sequence[Curve], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 5), dpi=150)
     models = list(dict.fromkeys(curve.of for curve in found))
-    colours = dict(zip(models, pyplot.get_cmap("viridis")([0.85 * n / max(len(models) - 1, 1) for n in range(len(models))]), strict=True))  # fmt: skip
+    shades = [0.85 * n / max(len(models) - 1, 1) for n in range(len(models))]
+    colours = dict(zip(models, pyplot.get_cmap("viridis")(shades), strict=True))
     for curve in found:
-        xs, scores = [p.tokens for p in curve.points], [p.score for p in curve.points]
-        axes.plot(xs, [s.mean for s in scores], STYLES[curve.kind], color=colours[curve.of], marker=".", lw=1.6)
-        axes.fill_between(
-            xs, [s.low for s in scores], [s.high for s in scores], color=colours[curve.of], alpha=0.1, lw=0
-        )
-    for point in found[-1].points:
-        axes.annotate(f"n={point.n}", (point.tokens, point.score.mean), (0, 6), textcoords="offset points", fontsize=7, ha="center")  # fmt: skip
+        tokens, scores = [p.tokens for p in curve.points], [p.score for p in curve.points]
+        colour = colours[curve.of]
+        axes.plot(tokens, [s.mean for s in scores], STYLES[curve.kind], color=colour, marker=".", lw=1.6)
+        axes.fill_between(tokens, [s.low for s in scores], [s.high for s in scores], color=colour, alpha=0.1, lw=0)
+    for n, tokens_of_n, score in found[-1].points:
+        axes.annotate(f"n={n}", (tokens_of_n, score.mean), (0, 6), textcoords="offset points", fontsize=7, ha="center")
     kinds = [kind for kind in WORDS if any(curve.kind == kind for curve in found)]
     handles = [Line2D([], [], color=colours[model], lw=3, label=model) for model in models]
     handles += [Line2D([], [], color="grey", ls=STYLES[kind], label=WORDS[kind]) for kind in kinds]

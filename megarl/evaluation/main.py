@@ -8,14 +8,11 @@ Re-running asks only what has no answer yet. Ctrl-C leaves whole rows.
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
-import platform
 import secrets
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,13 +21,13 @@ from typing import Any
 
 from rich.console import Console
 
-import megarl
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import MegarlError
 from megarl.evaluation import suites
 from megarl.evaluation.answers import Answer, Result, SuiteDir
-from megarl.evaluation.metrics import Outcome, summarise
-from megarl.evaluation.score import Asker, Questions, score
+from megarl.evaluation.metrics import Outcome
+from megarl.evaluation.results import result_of, settings_of
+from megarl.evaluation.score import Asker, Sampled, score
 from megarl.evaluation.servers import OwnServers, own_servers
 from megarl.evaluation.show import Progress, table
 from megarl.evaluation.subject import Subject, recipe_of, subject_of
@@ -38,8 +35,6 @@ from megarl.grading import GraderDown, Graders
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir, write_atomically
 from megarl.supervisor import checks
-
-VERSIONS = ("sglang", "torch", "transformers", "math-verify")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -61,7 +56,10 @@ def main(options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(subject.hf)
     loaded = [_loaded(name, recipe, tokenizer, console) for name in names]
     with checks.lock(RunDir.of(recipe), "megarl eval", "--out"):
-        settings = {of.name: _settings(subject, recipe, of.name, digest) for of, digest in loaded}
+        settings = {
+            of.name: {"model": subject.identity, "prompts": digest} | settings_of(recipe, of.rows)
+            for of, digest in loaded
+        }
         questions = [_with_earlier(of, SuiteDir(out, of.name), settings[of.name]) for of, _ in loaded]
         if any(of.open for of in questions):
             _ask(subject, recipe, tokenizer, questions, out, console)
@@ -77,31 +75,16 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _loaded(name: str, recipe: Recipe, tokenizer: Tokenizer, console: Console) -> tuple[Questions, str]:
+def _loaded(name: str, recipe: Recipe, tokenizer: Tokenizer, console: Console) -> tuple[Sampled, str]:
     """Of a suite, and the digest of its prompts."""
     suite = recipe.evaluation.suites[name]
     found = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens)
     for reason, count in found.left_out.items():
         console.print(f"{name}: {count} of {found.rows} rows are not asked: {reason}", style="yellow", highlight=False)
-    return Questions(name, suite, found.prompts, suite.samples), found.digest
+    return Sampled(name, found.prompts, suite.samples, rows=suite, rewards=suite.rewards), found.digest
 
 
-def _settings(subject: Subject, recipe: Recipe, name: str, digest: str) -> dict[str, Any]:
-    """All that an answer depends on, but chance."""
-    length = {"control", "prompt_tokens", "thinking_tokens", "answer_tokens", "end_of_thinking", "interruption"}
-    return {
-        "model": subject.identity,
-        "prompts": digest,
-        "suite": recipe.evaluation.suites[name].model_dump(mode="json", exclude={"samples", "prompts"}),
-        "length": recipe.length.model_dump(mode="json", include=length),
-        "temperature": recipe.evaluation.temperature,
-        "top_p": recipe.sampling.top_p,
-        "dtype": recipe.model.dtype,
-        "fp32_head": recipe.model.fp32_head,
-    }
-
-
-def _with_earlier(questions: Questions, place: SuiteDir, settings: Mapping[str, Any]) -> Questions:
+def _with_earlier(questions: Sampled, place: SuiteDir, settings: Mapping[str, Any]) -> Sampled:
     """The same, with the answers that are there; MegarlError if they are of other settings."""
     place.path.mkdir(parents=True, exist_ok=True)
     if place.settings.is_file():
@@ -118,7 +101,7 @@ def _with_earlier(questions: Questions, place: SuiteDir, settings: Mapping[str, 
 
 
 def _ask(
-    subject: Subject, recipe: Recipe, tokenizer: Tokenizer, questions: Sequence[Questions], out: Path, console: Console
+    subject: Subject, recipe: Recipe, tokenizer: Tokenizer, questions: Sequence[Sampled], out: Path, console: Console
 ) -> None:
     """All that is open, each answer kept as it comes."""
     with ExitStack() as stack:
@@ -156,13 +139,23 @@ def _exported(checkpoint: Path, where: Path) -> Iterator[Path]:
 async def _score(
     recipe: Recipe,
     tokenizer: Tokenizer,
-    questions: Sequence[Questions],
+    questions: Sequence[Sampled],
     servers: OwnServers,
     keep: Callable[[Answer], object],
 ) -> None:
     graders, asked = Graders.of(recipe, tokenizer.decode), servers.asked(tokenizer)
     at_once = recipe.serving.max_running_requests * recipe.resources.servers
-    asker = Asker(recipe, asked.sampler, graders, tokenizer.decode, servers.ids, secrets.token_hex(8), at_once)
+    asker = Asker(
+        recipe,
+        tokenizer,
+        asked.clients,
+        asked.places,
+        asked.sampler,
+        graders,
+        servers.ids,
+        secrets.token_hex(8),
+        at_once,
+    )
     watching = asyncio.create_task(servers.watch())
     scoring = asyncio.create_task(score(questions, asker, keep))
     try:
@@ -190,19 +183,11 @@ def _first(errors: BaseExceptionGroup[Exception]) -> MegarlError:
     raise error
 
 
-def _result(questions: Questions, subject: Subject, place: SuiteDir, settings: dict[str, Any]) -> Result:
+def _result(questions: Sampled, subject: Subject, place: SuiteDir, settings: dict[str, Any]) -> Result:
     """Of the prompts and samples asked for; there may be more answers, of an earlier command."""
     wanted = {prompt.id for prompt in questions.prompts}
     answers = [a for a in place.read_answers() if a.id in wanted and a.sample < questions.samples]
-    result = Result(
-        suite=questions.name,
-        model=subject.name,
-        samples=questions.samples,
-        settings=settings,
-        metrics=summarise([Outcome.of(answer) for answer in answers]),
-        time=time.time(),
-        versions={"megarl": megarl.__version__, "python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in VERSIONS},
-    )
+    outcomes = [Outcome.of(answer) for answer in answers]
+    result = result_of(questions.name, subject.name, questions.samples, settings, outcomes)
     place.write_result(result)
     return result

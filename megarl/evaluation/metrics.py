@@ -57,9 +57,10 @@ def by_reward(of_prompt: Sequence[Outcome], k: int) -> float:
 
 
 def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
-    """The ways to choose among a prompt's answers that these allow, by the name of their metric."""
+    """The ways to choose among a prompt's answers that these allow, by the name of their metric: a majority only if every
+    answer votes, a reward if there is one."""
     found: dict[str, Choice] = {"pass": oracle}
-    if any(o.vote for o in outcomes):
+    if any(o.vote for o in outcomes) and all(o.vote or not o.format_ok for o in outcomes):
         found["maj"] = majority
     if any(o.reward is not None for o in outcomes):
         found["best"] = by_reward

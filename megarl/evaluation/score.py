@@ -1,6 +1,9 @@
-"""Ask prompts of suites and grade what is answered: the one loop of a run's evaluations and of `megarl eval`.
+"""Ask the questions of suites: the one loop of a run's evaluations and of `megarl eval`.
 
-    Questions: prompts x samples ─► Sampler, on servers that hold the weights ─► Grader, Votes ─► Answer ─► keep
+    Questions: prompts x samples ─► answer(), on servers that hold the weights ─► Answer ─► keep
+
+    Sampled     Sampler ─► Grader, Votes     what is asked here
+    Choices     multiple_choice.py           what is only scored
 
 The rules of interruption are those of training, with the longest thinking budget for all, also while training is at an
 earlier stage of `length.stages`: scores of all versions can be compared.
@@ -8,36 +11,25 @@ earlier stage of `length.stages`: scores of all versions can be compared.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from megarl.data.tokenizer import Tokenizer
 from megarl.evaluation.answers import Answer
 from megarl.evaluation.votes import Votes
 from megarl.grading import Grade, Graders
 from megarl.grading.answer import answer_of
-from megarl.recipe import Recipe, Rows
+from megarl.recipe import Recipe, Reward, Rows
+from megarl.rollout.client import ServerClient
+from megarl.rollout.places import Order, Places
 from megarl.rollout.sampler import Completion, Job, Sampler, Void
 from megarl.types import Prompt
-
-
-@dataclass(frozen=True)
-class Questions:
-    """Of one suite, or of a task's held-out prompts. answered: what needs no answer any more."""
-
-    name: str
-    rows: Rows
-    prompts: Sequence[Prompt]
-    samples: int
-    answered: Sequence[Answer] = ()
-
-    @property
-    def open(self) -> list[tuple[Prompt, int]]:
-        """Prompts and samples that are to be asked."""
-        there = {(answer.id, answer.sample) for answer in self.answered}
-        return [(p, n) for p in self.prompts for n in range(self.samples) if (p.id, n) not in there]
 
 
 @dataclass(frozen=True)
@@ -45,12 +37,94 @@ class Asker:
     """Who is asked, and who grades. servers: that may be asked now; at_once: answers at a time; salt: of cached prefixes."""
 
     recipe: Recipe
+    tokenizer: Tokenizer
+    clients: Mapping[int, ServerClient]
+    places: Places
     sampler: Sampler
     graders: Graders
-    decode: Callable[[np.ndarray], str]
     servers: Set[int]
     salt: str
     at_once: int
+
+    def may_use(self, server: int, _version: int) -> bool:
+        return server in self.servers
+
+
+class Named(Protocol):
+    """What is asked is known by its id."""
+
+    @property
+    def id(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Questions[Asked: Named](ABC):
+    """Of one suite, or of a task's held-out prompts. answered: what needs no answer any more."""
+
+    name: str
+    prompts: Sequence[Asked]
+    samples: int
+    answered: Sequence[Answer] = ()
+
+    @property
+    def open(self) -> list[tuple[Asked, int]]:
+        """Prompts and samples that are to be asked."""
+        there = {(answer.id, answer.sample) for answer in self.answered}
+        return [(p, n) for p in self.prompts for n in range(self.samples) if (p.id, n) not in there]
+
+    @abstractmethod
+    def answerer(self, asker: Asker) -> Callable[[Asked, int, Order], Awaitable[Answer]]:
+        """What answers one, given the sample's number and the order of the request among all. The answer is void if none can be
+        had; GraderDown if it cannot be graded."""
+
+
+@dataclass(frozen=True)
+class Sampled(Questions[Prompt]):
+    """Questions whose answers are sampled and graded, by the task's or suite's grader of their name. rewards: of a suite, by name,
+    which choose the best of several answers."""
+
+    rows: Rows = field(kw_only=True)
+    rewards: Mapping[str, Reward] = field(default_factory=dict, kw_only=True)
+
+    def answerer(self, asker: Asker) -> Callable[[Prompt, int, Order], Awaitable[Answer]]:
+        return partial(self._answer, asker, Votes(self.rows.grader, asker.graders[self.name], self.answered))
+
+    async def _answer(self, asker: Asker, votes: Votes, asked: Prompt, sample: int, order: Order) -> Answer:
+        done, void = Completion(), ""
+        try:
+            done = await asker.sampler.complete(_job(asked, order, asker))
+        except Void as why:
+            void = str(why)
+        grade, reward = await self._grade(asked, done.text, asker) if not void else (UNANSWERED, UNSET)
+        text = answer_of(done.text, asker.recipe.length.end_of_thinking)
+        return Answer(
+            suite=self.name,
+            id=asked.id,
+            sample=sample,
+            prompt=asker.tokenizer.decode(asked.tokens),
+            expected=asked.answer,
+            completion=done.text,
+            answer=text,
+            vote=await votes.of(asked.id, text, asked.answer, grade.correct),
+            correct=grade.correct,
+            truncated=not void and done.finish == "length",
+            interrupted=done.interrupted,
+            format_ok=grade.format_ok,
+            grader_timeout=grade.timeout,
+            grader_error=grade.error,
+            tokens=len(done.tokens),
+            entropy=_entropy(done),
+            void=void,
+            reward=reward,
+        )
+
+    async def _grade(self, asked: Prompt, text: str, asker: Asker) -> tuple[Grade, float | UnsetType]:
+        """And what `rewards` come to."""
+        grader = asker.graders[self.name]
+        if not self.rewards:
+            return await grader.grade_answer(text, asked), UNSET
+        grade = await grader.grade(text, asked)
+        return grade, sum(one.weight * grade.rewards[name] for name, one in self.rewards.items())
 
 
 def choose(prompts: Iterable[Prompt], count: int | None) -> list[Prompt]:
@@ -58,71 +132,38 @@ def choose(prompts: Iterable[Prompt], count: int | None) -> list[Prompt]:
     return sorted(prompts, key=lambda p: hashlib.blake2b(p.id.encode(), digest_size=8).digest())[:count]
 
 
-async def score(questions: Sequence[Questions], asker: Asker, keep: Callable[[Answer], object]) -> None:
+async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callable[[Answer], object]) -> None:
     """Ask all that is open; `keep` is called with each answer as it comes. A server that leaves the set is not asked again; if
     all have, this waits for ever: cancel it.
 
     GraderDown (in an ExceptionGroup) if an answer cannot be graded.
     """
-    votes = {q.name: Votes(q.rows.grader, asker.graders[q.name], q.answered) for q in questions}
-    open_ones = [(q, prompt, sample) for q in questions for prompt, sample in q.open]
-    jobs = ((n, *one) for n, one in enumerate(open_ones))
+    answerers = {of.name: of.answerer(asker) for of in questions}
+    open_ones = [(of, asked, sample) for of in questions for asked, sample in of.open]
 
-    async def work(jobs: Iterator[tuple[int, Questions, Prompt, int]]) -> None:
-        for n, of, prompt, sample in jobs:
-            keep(await _answer(of, prompt, sample, (0, n, sample), asker, votes[of.name]))
+    async def work(left: Iterator[tuple[int, tuple[Questions[Any], Any, int]]]) -> None:
+        for n, (of, asked, sample) in left:
+            keep(await answerers[of.name](asked, sample, (0, n, sample)))
 
+    left = iter(enumerate(open_ones))
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(asker.at_once, len(open_ones))):
-            tasks.create_task(work(jobs))
+            tasks.create_task(work(left))
 
 
-async def _answer(
-    of: Questions, prompt: Prompt, sample: int, order: tuple[int, int, int], asker: Asker, votes: Votes
-) -> Answer:
+UNANSWERED = Grade(0.0, correct=False, format_ok=False)
+
+
+def _job(prompt: Prompt, order: Order, asker: Asker) -> Job:
     recipe = asker.recipe
-    job = Job(
+    return Job(
         prompt=prompt.tokens,
         order=order,
-        may_use=lambda candidate, _version: candidate in asker.servers,
+        may_use=asker.may_use,
         salt=asker.salt,
         thinking_tokens=recipe.length.thinking_tokens[1],
         temperature=recipe.evaluation.temperature,
         top_p=recipe.sampling.top_p,
-    )
-    void, done, grade = "", Completion(), Grade(0.0, correct=False, format_ok=False)
-    reward: float | UnsetType = UNSET
-    try:
-        done = await asker.sampler.complete(job)
-    except Void as why:
-        void = str(why)
-    else:
-        grader = asker.graders[of.name]
-        if of.rows.rewards:
-            grade = await grader.grade(done.text, prompt)
-            reward = sum(one.weight * grade.rewards[name] for name, one in of.rows.rewards.items())
-        else:
-            grade = await grader.grade_answer(done.text, prompt)
-    answer = answer_of(done.text, recipe.length.end_of_thinking)
-    return Answer(
-        suite=of.name,
-        id=prompt.id,
-        sample=sample,
-        prompt=asker.decode(prompt.tokens),
-        expected=prompt.answer,
-        completion=done.text,
-        answer=answer,
-        vote=await votes.of(prompt.id, answer, prompt.answer, grade.correct),
-        correct=grade.correct,
-        truncated=not void and done.finish == "length",
-        interrupted=done.interrupted,
-        format_ok=grade.format_ok,
-        grader_timeout=grade.timeout,
-        grader_error=grade.error,
-        tokens=len(done.tokens),
-        entropy=_entropy(done),
-        void=void,
-        reward=reward,
     )
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from rich import progress as rich
 from rich.console import Console
@@ -17,7 +18,7 @@ LINE_S = 30.0
 class Progress:
     """Of each suite: answers so far, and how many are right."""
 
-    def __init__(self, questions: Sequence[Questions], console: Console) -> None:
+    def __init__(self, questions: Sequence[Questions[Any]], console: Console) -> None:
         self._console, self._live = console, console.is_terminal
         counts = (rich.BarColumn(), rich.MofNCompleteColumn(), rich.TextColumn("{task.fields[right]}"))
         times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())

@@ -27,10 +27,9 @@ WITHOUT_VOTES = ("code", "format")
 
 
 class Votes:
-    """Of one suite or task."""
+    """Of one suite or task. name: of its grader, which says whether two formulas are equal; known: earlier answers."""
 
     def __init__(self, name: str, grader: Grader, known: Iterable[Answer] = ()) -> None:
-        """name: of the grader. known: earlier answers."""
         self._name, self._grader = name, grader
         self._seen: defaultdict[str, list[str]] = defaultdict(list)
         self._one_by_one: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)

@@ -86,7 +86,7 @@ class Sampler:
         self._tokenizer = tokenizer
         self._phrase = tokenizer.ids(recipe.length.interruption)
         self._end = tokenizer.end
-        self._clients = clients
+        self.clients = clients
         self._places = places
         self._watcher = watcher
 
@@ -138,7 +138,7 @@ class Sampler:
         return False
 
     async def _request(self, server: int, job: Job, done: Completion, limit: int) -> Generation:
-        return await self._clients[server].generate(
+        return await self.clients[server].generate(
             np.concatenate([job.prompt, done.tokens]),
             limit,
             temperature=job.temperature,

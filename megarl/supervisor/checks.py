@@ -69,12 +69,14 @@ def _check_sources(recipe: Recipe) -> None:
         for name, task in recipe.data.tasks.items()
         if isinstance(task.heldout, str)
     ]
+    named += [(f"evaluation.suites.{name}.data", suite.data) for name, suite in recipe.evaluation.suites.items()]
     for key, source in [*named, *(("data.decontaminate", source) for source in recipe.data.decontaminate)]:
         wrong = sources.problem(source)
         if wrong:
             made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
-    if any(task.template == "chat" for task in recipe.data.tasks.values()):
+    asked = [*recipe.data.tasks.values(), *recipe.evaluation.suites.values()]
+    if any(rows.template == "chat" for rows in asked):
         load_chat(recipe.model.path)
 
 
