@@ -4,19 +4,21 @@ OUT_A/SUITE, OUT_B/SUITE ─[read_side]─► answers by prompt ─[compare]─�
                                               prompts that both have, the same     └─► comparison_page.py
 """
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msgspec import UNSET
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from megarl.errors import MegarlError
 from megarl.evaluation.answers import Answer, Result, SuiteDir, suites_in
 from megarl.evaluation.estimators import Interval, over_prompts
-from megarl.evaluation.metrics import Outcome, majority, oracle
+from megarl.evaluation.metrics import Choice, Outcome, choices
 from megarl.evaluation.paired import paired_difference
 
 METHOD = (
@@ -35,7 +37,8 @@ class Side(NamedTuple):
 
 
 class Quantity(NamedTuple):
-    """Something that both sides have a value of, over the prompts of both. share: it is a share, of 0 to 1."""
+    """Something that both sides have a value of, over the prompts of both. share: it is one, of 0 to 1; else it has a mean only
+    where it is not a difference."""
 
     name: str
     a: Interval
@@ -131,46 +134,35 @@ def _numbers_in_order(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
-type OfPrompt = Callable[[Sequence[Outcome]], float]
-
-
 def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
     """What the sides are compared by. k: the answers that every prompt has on both sides."""
-    k = min(len(side.answers[name]) for side in (a, b) for name in prompts)
-    outcomes = [[[Outcome.of(answer) for answer in side.answers[name]] for name in prompts] for side in (a, b)]
-    step = 1 / k
+    ours, theirs = ([[Outcome.of(answer) for answer in side.answers[name]] for name in prompts] for side in (a, b))
+    every = [outcome for of in (*ours, *theirs) for outcome in of]
+    k = min(len(of) for of in (*ours, *theirs))
 
-    def share(name: str, of: OfPrompt, smallest: float = step) -> Quantity:
-        values = [[of(each) for each in side] for side in outcomes]
-        answered = [sum(map(len, side)) for side in outcomes]
-        scores = [over_prompts(each, n) for each, n in zip(values, answered, strict=True)]
-        return Quantity(name, *scores, paired_difference(*values, smallest), share=True)
+    def share(name: str, of: Callable[[Sequence[Outcome]], float], step: float) -> Quantity:
+        x, y = [of(each) for each in ours], [of(each) for each in theirs]
+        of_a, of_b = over_prompts(x, sum(map(len, ours))), over_prompts(y, sum(map(len, theirs)))
+        return Quantity(name, of_a, of_b, paired_difference(x, y, step), share=True)
 
-    found = [share(f"mean@{k}" if k > 1 else "right", lambda of: sum(o.correct for o in of) / len(of))]
+    found = [share(f"mean@{k}" if k > 1 else "right", lambda of: mean(o.correct for o in of), 1 / k)]
     if k > 1:
-        found.append(share(f"pass@{k}", lambda of: oracle(of, k), 1.0))
-    if k > 1 and all(any(o.vote for of in side for o in of) for side in outcomes):
-        found.append(share(f"maj@{k}", lambda of: majority(of, k), 1.0))
-    found.append(share("truncated", lambda of: sum(o.truncated for o in of) / len(of)))
-    if all(side.answers[name][0].choices is not UNSET for side in (a, b) for name in prompts):
-        return [found[0], _normalised(a, b, prompts), *found[1:]]  # nothing was written that has a length
-    lengths = [[sum(o.tokens for o in of) / len(of) for of in side] for side in outcomes]
-    means = [Interval(m, m, m) for m in (sum(side) / len(side) for side in lengths)]
-    found.append(Quantity("tokens", *means, paired_difference(*lengths, 0.0), share=False))
+        found += [share(f"{name}@{k}", partial(_of_k, chosen, k), 1.0) for name, chosen in choices(every).items()]
+    if any(o.by_length is not None for o in every):
+        found.append(share("by length", lambda of: mean(bool(o.by_length) for o in of), 1 / k))
+    found.append(share("truncated", lambda of: mean(o.truncated for o in of), 1 / k))
+    x, y = ([mean(o.tokens for o in of) for of in side] for side in (ours, theirs))
+    alone = [Interval(mean(side), math.nan, math.nan) for side in (x, y)]
+    found.append(Quantity("tokens", alone[0], alone[1], paired_difference(x, y, 0.0), share=False))
     return found
 
 
-def _normalised(a: Side, b: Side, prompts: Sequence[str]) -> Quantity:
-    """acc_norm of multiple choice, of which each prompt has one answer."""
-    values = [[float(right_normalised(side.answers[name][0])) for name in prompts] for side in (a, b)]
-    scores = [over_prompts(each, len(prompts)) for each in values]
-    return Quantity("by length", *scores, paired_difference(*values, 1.0), share=True)
+def _of_k(chosen: Choice, k: int, of_prompt: Sequence[Outcome]) -> float:
+    return chosen(of_prompt, k)
 
 
-def right_normalised(answer: Answer) -> bool:
-    """Whether the choice that is the likeliest by its length is the right one."""
-    choices, chosen = answer.choices, answer.chosen_normalised
-    return choices is not UNSET and chosen is not UNSET and choices[chosen] == answer.expected
+def mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
 
 
 def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:

@@ -14,7 +14,8 @@ from msgspec import UNSET
 
 from megarl import pages
 from megarl.evaluation.answers import Answer
-from megarl.evaluation.compare import METHOD, Comparison, cells, right_normalised
+from megarl.evaluation.compare import METHOD, Comparison, cells
+from megarl.evaluation.metrics import Outcome
 
 TEMPLATE = Path(__file__).with_name("comparison.html")
 LARGEST = 64_000_000
@@ -104,7 +105,7 @@ def _answer(answer: Answer, limit: int | None) -> dict[str, Any]:
             "loglikelihoods": answer.loglikelihoods,
             "chosen": answer.chosen,
             "chosen_normalised": answer.chosen_normalised,
-            "right_normalised": right_normalised(answer),
+            "right_normalised": Outcome.of(answer).by_length,
         }
     return found
 

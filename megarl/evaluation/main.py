@@ -27,7 +27,7 @@ from megarl.evaluation import suites
 from megarl.evaluation.answers import Answer, Result, SuiteDir
 from megarl.evaluation.metrics import Outcome
 from megarl.evaluation.results import result_of, settings_of
-from megarl.evaluation.score import Asker, Sampled, score
+from megarl.evaluation.score import Asker, Questions, score
 from megarl.evaluation.servers import OwnServers, own_servers
 from megarl.evaluation.show import Progress, table
 from megarl.evaluation.subject import Subject, recipe_of, subject_of
@@ -75,16 +75,16 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _loaded(name: str, recipe: Recipe, tokenizer: Tokenizer, console: Console) -> tuple[Sampled, str]:
+def _loaded(name: str, recipe: Recipe, tokenizer: Tokenizer, console: Console) -> tuple[Questions[Any], str]:
     """Of a suite, and the digest of its prompts."""
     suite = recipe.evaluation.suites[name]
     found = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens)
     for reason, count in found.left_out.items():
         console.print(f"{name}: {count} of {found.rows} rows are not asked: {reason}", style="yellow", highlight=False)
-    return Sampled(name, found.prompts, suite.samples, rows=suite, rewards=suite.rewards), found.digest
+    return found.questions, found.digest
 
 
-def _with_earlier(questions: Sampled, place: SuiteDir, settings: Mapping[str, Any]) -> Sampled:
+def _with_earlier(questions: Questions[Any], place: SuiteDir, settings: Mapping[str, Any]) -> Questions[Any]:
     """The same, with the answers that are there; MegarlError if they are of other settings."""
     place.path.mkdir(parents=True, exist_ok=True)
     if place.settings.is_file():
@@ -101,7 +101,12 @@ def _with_earlier(questions: Sampled, place: SuiteDir, settings: Mapping[str, An
 
 
 def _ask(
-    subject: Subject, recipe: Recipe, tokenizer: Tokenizer, questions: Sequence[Sampled], out: Path, console: Console
+    subject: Subject,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    questions: Sequence[Questions[Any]],
+    out: Path,
+    console: Console,
 ) -> None:
     """All that is open, each answer kept as it comes."""
     with ExitStack() as stack:
@@ -139,7 +144,7 @@ def _exported(checkpoint: Path, where: Path) -> Iterator[Path]:
 async def _score(
     recipe: Recipe,
     tokenizer: Tokenizer,
-    questions: Sequence[Sampled],
+    questions: Sequence[Questions[Any]],
     servers: OwnServers,
     keep: Callable[[Answer], object],
 ) -> None:
@@ -183,7 +188,7 @@ def _first(errors: BaseExceptionGroup[Exception]) -> MegarlError:
     raise error
 
 
-def _result(questions: Sampled, subject: Subject, place: SuiteDir, settings: dict[str, Any]) -> Result:
+def _result(questions: Questions[Any], subject: Subject, place: SuiteDir, settings: dict[str, Any]) -> Result:
     """Of the prompts and samples asked for; there may be more answers, of an earlier command."""
     wanted = {prompt.id for prompt in questions.prompts}
     answers = [a for a in place.read_answers() if a.id in wanted and a.sample < questions.samples]

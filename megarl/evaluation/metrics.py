@@ -27,14 +27,17 @@ class Outcome(NamedTuple):
     vote: str
     void: bool = False
     reward: float | None = None
+    by_length: bool | None = None  # of multiple choice: whether the likeliest by its length is right
 
     @classmethod
     def of(cls, answer: Answer) -> Self:
         reward = None if answer.reward is UNSET else answer.reward
+        texts, chosen = answer.choices, answer.chosen_normalised
+        by_length = None if texts is UNSET or chosen is UNSET else texts[chosen] == answer.expected
         return cls(
             answer.id, answer.sample, answer.correct, answer.truncated, answer.interrupted, answer.format_ok,
             answer.grader_timeout, answer.grader_error, answer.tokens, answer.entropy, answer.vote,
-            bool(answer.void), reward,
+            bool(answer.void), reward, by_length,
         )  # fmt: skip
 
 
@@ -94,6 +97,8 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "completion_tokens_p50": quantile(lengths, 0.5),
         "completion_tokens_p95": quantile(lengths, 0.95),
     }
+    if any(o.by_length is not None for o in outcomes):
+        found |= _interval("pass_rate_by_length", [sum(bool(o.by_length) for o in of) / len(of) for of in prompts], n)
     if entropies:
         found["entropy"] = math.fsum(entropies) / len(entropies)
     samples = min(len(of) for of in prompts)

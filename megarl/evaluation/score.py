@@ -65,6 +65,7 @@ class Questions[Asked: Named](ABC):
     prompts: Sequence[Asked]
     samples: int
     answered: Sequence[Answer] = ()
+    rows: Rows = field(kw_only=True)
 
     @property
     def open(self) -> list[tuple[Asked, int]]:
@@ -80,10 +81,9 @@ class Questions[Asked: Named](ABC):
 
 @dataclass(frozen=True)
 class Sampled(Questions[Prompt]):
-    """Questions whose answers are sampled and graded, by the task's or suite's grader of their name. rewards: of a suite, by name,
-    which choose the best of several answers."""
+    """Questions whose answers are sampled and graded, by the task's or suite's grader of their name. rewards: of a suite, by
+    name, which choose the best of several answers."""
 
-    rows: Rows = field(kw_only=True)
     rewards: Mapping[str, Reward] = field(default_factory=dict, kw_only=True)
 
     def answerer(self, asker: Asker) -> Callable[[Prompt, int, Order], Awaitable[Answer]]:
@@ -127,7 +127,7 @@ class Sampled(Questions[Prompt]):
         return grade, sum(one.weight * grade.rewards[name] for name, one in self.rewards.items())
 
 
-def choose(prompts: Iterable[Prompt], count: int | None) -> list[Prompt]:
+def choose[Asked: Named](prompts: Iterable[Asked], count: int | None) -> list[Asked]:
     """At most `count`, the same in every run: the file may be sorted, so not its first ones. None: all."""
     return sorted(prompts, key=lambda p: hashlib.blake2b(p.id.encode(), digest_size=8).digest())[:count]
 

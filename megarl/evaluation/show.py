@@ -67,6 +67,8 @@ def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
     """Label and a cell for each result; rows that no result has are left out."""
     found = [("prompts × answers", [f"{r.metrics['n_prompts']:.0f} × {r.samples}" for r in results])]
     found.append(("mean@k", [_rate(r, "pass_rate") for r in results]))
+    if any("pass_rate_by_length" in r.metrics for r in results):
+        found.append(("choice by length", [_rate(r, "pass_rate_by_length") for r in results]))
     for kind in ("pass", "maj", "best"):
         ks = sorted({int(name.partition("@")[2]) for r in results for name in r.metrics if _is_estimate(name, kind)})
         found += [(f"{kind}@{k}", [_rate(r, f"{kind}@{k}") for r in results]) for k in ks if k > 1]

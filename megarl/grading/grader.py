@@ -116,7 +116,7 @@ class Graders:
     def of(recipe: Recipe, decode: Decode) -> "Graders":
         """With as many processes as a quarter of the cores: servers and learner want the others."""
         workers = max(1, min(32, (os.cpu_count() or 1) // 4))
-        asked = {name: suite for name, suite in recipe.evaluation.suites.items() if suite.kind == "answers"}
+        asked = {name: suite for name, suite in recipe.evaluation.suites.items() if not suite.choices}
         return Graders(recipe.data, recipe.length.end_of_thinking, decode, workers, suites=asked)
 
     def __getitem__(self, task: str) -> Grader:

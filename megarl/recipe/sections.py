@@ -163,8 +163,8 @@ class Task(Rows):
 class Suite(Rows):
     """A set that models are scored on. Shipped ones (megarl/recipes/suites) are known by name; keys given here go first."""
 
-    kind: Literal["answers", "choices"] = Field(
-        "answers", description="answers: sampled and graded; choices: the likeliest of each row's, by log-likelihood"
+    choices: Literal["", "arc", "hellaswag"] = Field(
+        "", description="multiple choice with rows of this set's columns, by log-likelihood; empty: answers are sampled"
     )
     data: str = Field(description="JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
     prompt: str = Field("{prompt}", description="what the model is asked; {prompt} stands for the row's")

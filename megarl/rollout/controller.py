@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import uvloop
 
@@ -26,7 +27,7 @@ from megarl.batch import batch_statistics
 from megarl.data.prompts import TaskPrompts, load_tasks
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import MegarlError
-from megarl.evaluation.score import Sampled
+from megarl.evaluation.score import Questions
 from megarl.grading import Graders
 from megarl.messages import Next, Publish, Published, Refused, Reply, Stop, Train
 from megarl.process import start_logging
@@ -89,7 +90,7 @@ class Controller:
         journal: Journal,
         tokenizer: Tokenizer,
         prompts: Mapping[str, TaskPrompts],
-        questions: Sequence[Sampled],
+        questions: Sequence[Questions[Any]],
         link: Link,
     ) -> None:
         state: State = journal.state

@@ -21,7 +21,7 @@ from megarl.evaluation.answers import Answer, SuiteDir
 from megarl.evaluation.metrics import Outcome, summarise
 from megarl.evaluation.results import result_of, settings_of
 from megarl.evaluation.schedule import is_due
-from megarl.evaluation.score import Asker, Sampled, choose, score
+from megarl.evaluation.score import Asker, Questions, Sampled, choose, score
 from megarl.grading import GraderDown, Graders
 from megarl.recipe import Recipe
 from megarl.rollout.compute import ComputeClock
@@ -41,10 +41,10 @@ RETRY_S = 10.0
 """A score without the answers that could not be graded would be wrong; one that never comes would hold the run for ever."""
 
 
-def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer) -> list[Sampled]:
+def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer) -> list[Questions[Any]]:
     """What each evaluation of the run asks: the tasks' held-out prompts, then suites."""
     chosen = recipe.evaluation
-    found = [
+    found: list[Questions[Any]] = [
         Sampled(name, choose(prompts[name].heldout, chosen.prompts), chosen.samples, rows=task)
         for name, task in recipe.data.tasks.items()
     ]
@@ -52,7 +52,7 @@ def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: 
         loaded = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens)
         for reason, count in loaded.left_out.items():
             log.warning("%s: %d of %d rows are not asked: %s", name, count, loaded.rows, reason)
-        found.append(Sampled(name, loaded.prompts, suite.samples, rows=suite, rewards=suite.rewards))
+        found.append(loaded.questions)
     return found
 
 
@@ -64,7 +64,7 @@ class Evaluations:
         recipe: Recipe,
         rundir: RunDir,
         state: State,
-        questions: Sequence[Sampled],
+        questions: Sequence[Questions[Any]],
         tokenizer: Tokenizer,
         membership: Membership,
         places: Places,

@@ -88,7 +88,7 @@ class Sampler:
         self._end = tokenizer.end
         self.clients = clients
         self._places = places
-        self._watcher = watcher
+        self.watcher = watcher
 
     async def complete(self, job: Job) -> Completion:
         """The whole rollout. Raises Void."""
@@ -110,7 +110,7 @@ class Sampler:
         while limit > 0:
             server, version = await self._places.take(job.order, job.may_use)
             job.placed(server)
-            life = self._watcher.life(server)
+            life = self.watcher.life(server)
             try:
                 generation = await self._request(server, job, done, limit)
                 segments = interruption.sampled(generation.tokens, generation.logprobs, generation.spans)
@@ -118,7 +118,7 @@ class Sampler:
                 if job.routed is not None:
                     done.routing.append(job.routed.decoded(generation.routing))
             except ServerLost as lost:
-                self._watcher.server_lost(server, life, str(lost))
+                self.watcher.server_lost(server, life, str(lost))
                 done.retries += 1
                 if done.retries > self._max_retries:
                     raise Void(f"{done.retries} requests were lost (serving.max_retries), the last: {lost}") from None

@@ -75,7 +75,8 @@ def _check_sources(recipe: Recipe) -> None:
         if wrong:
             made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
-    asked = [*recipe.data.tasks.values(), *recipe.evaluation.suites.values()]
+    suites = [suite for suite in recipe.evaluation.suites.values() if not suite.choices]
+    asked = [*recipe.data.tasks.values(), *suites]
     if any(rows.template == "chat" for rows in asked):
         load_chat(recipe.model.path)
 

@@ -112,7 +112,7 @@ def test_both_verdicts_of_multiple_choice(tmp_path: Path) -> None:
         ]  # fmt: skip
         write(tmp_path / side, answers, side)
     found = compared(tmp_path / "a", tmp_path / "b")
-    assert [one.name for one in found.quantities] == ["right", "by length", "truncated"]
+    assert [one.name for one in found.quantities] == ["right", "by length", "truncated", "tokens"]
     assert (quantity(found, "by length").a.mean, quantity(found, "by length").b.mean) == (0.0, 1.0)
 
 

@@ -3,7 +3,7 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,8 +15,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from megarl.data.rows import UnfitError
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import MegarlError
-from megarl.evaluation.loglikelihood import joined
-from megarl.evaluation.multiple_choice import Question, answered, arc, hellaswag, load_questions
+from megarl.evaluation.loglikelihood import Continuation, joined
+from megarl.evaluation.multiple_choice import SETS, Question, answered, arc, hellaswag, load_questions
+from megarl.recipe import Suite
+from megarl.types import int32
 
 ARC = {
     "id": "Mercury_7175875",
@@ -43,6 +45,10 @@ TREE = {
     "endings": ["[substeps] Dig deep.", "Sing. [title] Then dance.", "Wait.", "Go [now] home."],
     "label": 1,
 }
+
+
+def test_the_recipe_knows_every_set() -> None:
+    assert set(get_args(Suite.model_fields["choices"].annotation)) == {"", *SETS}
 
 
 def test_arc() -> None:
@@ -85,7 +91,9 @@ def test_rows_that_cannot_be_asked_are_left_out_and_named(tmp_path: Path, caplog
     rows = [ARC, ARC, ARC | {"id": "other"}, ARC | {"answerKey": "X"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "no JSON\n")
     with caplog.at_level(logging.WARNING):
-        assert [question.id for question in load_questions(str(path), "arc")] == ["Mercury_7175875", "other"]
+        found = load_questions(str(path), "arc")
+    assert [question.id for question in found.questions] == ["Mercury_7175875", "other"]
+    assert found.left_out == {"not of the schema": 2, "the id of an earlier one": 1}
     for said in ("3 rows left out", ":2: the id 'Mercury_7175875' again", ":4: the answerKey 'X'", ":5: "):
         assert said in caplog.text
     with pytest.raises(MegarlError, match="no question of the schema 'hellaswag'"):
@@ -95,10 +103,12 @@ def test_rows_that_cannot_be_asked_are_left_out_and_named(tmp_path: Path, caplog
 def test_two_verdicts() -> None:
     """-4 is the largest sum, -6 / 6 the largest by character; by byte it would be the first, whose letters take two each."""
     question = Question("1", "What?", ("éé", "b", "longer"), 2)
-    answer = answered(question, "arc-easy", [-5.0, -4.0, -6.0], scored=5, cut=False)
+    lengths = [Continuation(int32(range(9)), 9 - own, cut=False) for own in (2, 1, 3)]
+    answer = answered(question, "arc-easy", [-5.0, -4.0, -6.0], lengths)
     assert (answer.chosen, answer.chosen_normalised, answer.correct) == (1, 2, False)
-    assert (answer.answer, answer.expected, answer.tokens, answer.truncated) == ("b", "longer", 5, False)
-    by_character = answered(Question("1", "What?", ("éé", "bb"), 0), "arc-easy", [-3.0, -2.0], scored=4, cut=True)
+    assert (answer.answer, answer.expected, answer.tokens, answer.truncated) == ("b", "longer", 1, False)
+    cut = [length._replace(cut=True) for length in lengths[:2]]
+    by_character = answered(Question("1", "What?", ("éé", "bb"), 0), "arc-easy", [-3.0, -2.0], cut)
     assert (by_character.chosen_normalised, by_character.truncated) == (1, True)
 
 
