@@ -76,8 +76,10 @@ def over_prompts(values: Sequence[float], answers: int) -> Interval:
     n = len(values)
     p = math.fsum(values) / n
     bound, spread = p * (1 - p), math.fsum((value - p) ** 2 for value in values) / n
-    independent = (min(bound * n / spread, answers) if spread > 0 else answers) if bound > 0 else n
-    effective = independent * (_t(answers - 1) / _t(n - 1)) ** 2
+    if spread > 0:
+        effective = min(bound * n / spread * (_t(answers - 1) / _t(n - 1)) ** 2, answers)
+    else:
+        effective = answers if bound > 0 else n
     centre = (p + Z * Z / (2 * effective)) / (1 + Z * Z / effective)
     half = Z / (1 + Z * Z / effective) * math.sqrt(bound / effective + (Z / (2 * effective)) ** 2)
     return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from rich.console import Console
 
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -123,7 +124,7 @@ def _ask(
             progress.count(answer)
 
         try:
-            asyncio.run(_score(recipe, tokenizer, questions, servers, keep))
+            uvloop.run(_score(recipe, tokenizer, questions, servers, keep))
         except ExceptionGroup as errors:
             raise _first(errors) from None
 
