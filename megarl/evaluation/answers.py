@@ -26,9 +26,9 @@ SCHEMA_VERSION = 1
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One answer to one prompt. All texts as the model saw and wrote them, special tokens included.
 
-    prompt: with its template. expected: of the data set, for `code` the tests. completion: all of it; answer: what stands
-    after the thinking trace, "" if nothing does. vote: what maj@k counts, the same text for answers that are equal
-    (votes.py); "": it does not vote. tokens: of the completion, the interruption phrase included.
+    prompt: with its template. expected: of the data set, of a long one (tests of a program) the beginning. completion: all of
+    it; answer: what stands after the thinking trace, "" if nothing does. vote: what maj@k counts, the same text for answers
+    that are equal (votes.py); "": it does not vote. tokens: of the completion, the interruption phrase included.
 
     entropy: mean of -log p of the completion's sampled tokens under the distribution they were sampled from (nats): an
     unbiased estimate of that distribution's mean entropy per token, the interruption phrase left out; with top_p < 1 of what

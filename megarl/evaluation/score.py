@@ -80,8 +80,8 @@ class Questions[Asked: Named](ABC):
 
 @dataclass(frozen=True)
 class Sampled(Questions[Prompt]):
-    """Questions whose answers are sampled and graded, by the task's or suite's grader of their name. rewards: of a suite, by name,
-    which choose the best of several answers."""
+    """Questions whose answers are sampled and graded, by the task's or suite's grader of their name. rewards: of a suite,
+    by name, which choose the best of several answers."""
 
     rows: Rows = field(kw_only=True)
     rewards: Mapping[str, Reward] = field(default_factory=dict, kw_only=True)
@@ -102,10 +102,10 @@ class Sampled(Questions[Prompt]):
             id=asked.id,
             sample=sample,
             prompt=asker.tokenizer.decode(asked.tokens),
-            expected=asked.answer,
+            expected=asked.shown.answer,
             completion=done.text,
             answer=text,
-            vote=await votes.of(asked.id, text, asked.answer, grade.correct),
+            vote=await votes.of(asked.id, text, asked.shown.answer, grade.correct),
             correct=grade.correct,
             truncated=not void and done.finish == "length",
             interrupted=done.interrupted,
