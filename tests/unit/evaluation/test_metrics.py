@@ -90,8 +90,8 @@ def test_a_row_is_what_was_said_and_has_no_keys_of_other_kinds(tmp_path: Path) -
     suite.add(answer("a", 0, "é\u2028\n", True))
     row = json.loads(suite.answers.read_text())
     assert list(row) == [
-        "suite", "id", "sample", "prompt", "expected", "completion", "answer", "vote", "correct", "truncated",
-        "interrupted", "format_ok", "grader_timeout", "grader_error", "tokens", "entropy", "void", "schema_version",
+        "schema_version", "suite", "id", "sample", "prompt", "expected", "completion", "answer", "vote", "correct", "truncated",
+        "interrupted", "format_ok", "grader_timeout", "grader_error", "tokens", "entropy", "void",
     ]  # fmt: skip
     assert suite.read_answers()[0].answer == "é\u2028\n"
     with suite.answers.open("a") as file:
@@ -200,3 +200,10 @@ def test_curves_of_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match="'c' is not in all of them; what all have: a"):
         curve.main([tmp_path / "a"], "c", None)
     assert not math.isnan(summarise([Outcome.of(answer("p", 0, "1", True))])["pass_rate_low"])
+
+
+def test_a_full_disk_is_said() -> None:
+    suite = SuiteDir(Path("/"), "dev")
+    suite.answers = Path("/dev/full")
+    with pytest.raises(MegarlError, match=r"/dev/full: cannot be written: No space left on device"):
+        suite.add(answer("a", 0, "1", True))

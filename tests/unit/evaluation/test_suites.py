@@ -14,7 +14,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import MegarlError
 from megarl.evaluation import suites
 from megarl.grading import Grade, Graders
-from megarl.recipe import Recipe, from_tree, load_suite, shipped_suites
+from megarl.recipe import Recipe, from_tree, load, load_suite, shipped_suites
 from tests.evaluation_sets import SETS, byte_llama, write_rows
 
 FENCED = "Here it is:\n```python\n{}\n```"
@@ -160,3 +160,15 @@ def test_a_pickle_that_is_no_text_is_not_run(tokenizer: Tokenizer, tmp_path: Pat
     loaded = suites.load("livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000)
     assert loaded.left_out == {"not of the schema": 1}
     assert not (tmp_path / "touched").exists()
+
+
+def test_a_misspelt_suite_is_told_from_one_of_the_users() -> None:
+    with pytest.raises(
+        MegarlError, match=r"evaluation\.suites\.gsm9k\.data: field required; did you mean evaluation\.suites\.gsm8k"
+    ):
+        load("quickstart", ["evaluation.suites.gsm9k={}"])
+    with pytest.raises(MegarlError, match=r"evaluation\.suites\.arithmetic: a task has this name"):
+        load("quickstart", ["evaluation.suites.arithmetic={data: x.jsonl}"])
+    assert load("quickstart", ["evaluation.suites={gsm8k: {samples: 4}, aime24: null}"]).evaluation.suites.keys() == {
+        "gsm8k"
+    }
