@@ -22,6 +22,7 @@ from msgspec import UNSET, UnsetType
 
 from megarl.data.tokenizer import Tokenizer
 from megarl.evaluation.answers import Answer
+from megarl.evaluation.metrics import Outcome
 from megarl.evaluation.votes import Votes
 from megarl.grading import Grade, Graders
 from megarl.grading.answer import answer_of
@@ -64,7 +65,7 @@ class Questions[Asked: Named](ABC):
     name: str
     prompts: Sequence[Asked]
     samples: int
-    answered: Sequence[Answer] = ()
+    answered: Sequence[Outcome] = ()
 
     @property
     def open(self) -> list[tuple[Asked, int]]:

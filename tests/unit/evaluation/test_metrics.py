@@ -147,7 +147,9 @@ def test_equal_answers_have_one_vote(graders: Any) -> None:
         votes = Votes("math", made["math"])
         found = [await votes.of("p", text, "7", ok) for text, ok in said]
         other = await votes.of("q", "0.5", "7", False)
-        known = [answer("p", n, vote, ok) for n, (vote, (_, ok)) in enumerate(zip(found, said, strict=True))]
+        known = [
+            Outcome.of(answer("p", n, vote, ok)) for n, (vote, (_, ok)) in enumerate(zip(found, said, strict=True))
+        ]
         resumed = await Votes("math", made["math"], known).of("p", "\\boxed{1/2}", "7", False)
         made.close()
         await asyncio.sleep(0.1)
