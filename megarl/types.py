@@ -21,6 +21,9 @@ import numpy as np
 SCHEMA_VERSION = 2
 """Of every frame between roles and every journal file; a reader refuses another one."""
 
+SHOWN_ANSWER = 200
+"""Characters of a prompt's answer that a group keeps. The grader has all of it from the data."""
+
 Finish = Literal["stop", "length", "void"]
 """`stop`: the end token was sampled. `length`: the answer budget ran out first (a truncated rollout)."""
 
@@ -40,6 +43,14 @@ class Prompt(Record, frozen=True):
     answer: str
     task: str = "math"
     difficulty: int = 0
+
+    @property
+    def shown(self) -> "Prompt":
+        """As it stands in a group: of a long answer (unit tests reach a megabyte) the beginning, for who reads the journal."""
+        more = len(self.answer) - SHOWN_ANSWER
+        if more <= 0:
+            return self
+        return msgspec.structs.replace(self, answer=f"{self.answer[:SHOWN_ANSWER]} … ({more:,} characters more)")
 
 
 class Segment(Record, frozen=True):
@@ -115,7 +126,10 @@ class Rollout(Record, frozen=True):
 
 
 class Group(Record, frozen=True):
-    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none and fills its slot."""
+    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none and fills its slot.
+
+    prompt: as `Prompt.shown`.
+    """
 
     ticket: int
     prompt: Prompt

@@ -61,8 +61,8 @@ MATH_500 = [
 HUMANEVAL = [
     {
         "task_id": "HumanEval/0",
-        "prompt": "from typing import List\n\n\ndef largest(xs: List[int]) -> int:\n    '''The largest of xs.\n\n    >>> largest([1, 3])\n"
-        "    3\n    '''\n",
+        "prompt": "from typing import List\n\n\ndef largest(xs: List[int]) -> int:\n"
+        "    '''The largest of xs.\n\n    >>> largest([1, 3])\n    3\n    '''\n",
         "canonical_solution": "    return max(xs)\n",
         "test": "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate([1, 3]) == 3\n"
         "    assert candidate([-2]) == -2\n",

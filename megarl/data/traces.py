@@ -6,14 +6,19 @@
 
 The first is exactly what the model sees. Of messages the last one is learnt, the assistant's, after the model's chat template
 of those before it: so the prompt is that of a task with `template: chat`, and a template that strips the thinking of earlier
-turns does not strip it from what is learnt. The end token is added here. A trace that is too long is left out and counted.
+turns does not strip it from what is learnt. The end token is added here.
+
+    source ──► survey of what the user says ──► template ──► token ids, at most so many
+
+Malformed and empty traces are refused. Left out, counted and named are those whose user says what an evaluation set asks; left
+out and counted are those that are too long. Those that come again are learnt again, for sets weigh their parts so, and counted.
 
 Schemas: messages as in TRL and on the hub (HuggingFaceH4/ultrachat_200k); conversations as ShareGPT has them
 (open-thoughts/OpenThoughts-114k: system apart, from user and assistant).
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import batched
 from pathlib import Path
@@ -22,10 +27,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.data.chat import ChatTemplate, Message, load_chat
-from megarl.data.faults import listed
-from megarl.data.rows import UnfitError
-from megarl.data.sources import Raw, Unreadable, stream
-from megarl.data.survey import LeftOut
+from megarl.data.contamination import overlap_with
+from megarl.data.rows import Row, UnfitError
+from megarl.data.sources import Unreadable, stream
+from megarl.data.survey import UNFIT, Survey, chosen, survey_of
+from megarl.data.text import fingerprint
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import MegarlError
 from megarl.types import int32
@@ -38,13 +44,6 @@ ROLES = {"human": "user", "gpt": "assistant"}
 """ShareGPT's names of them."""
 
 
-class Row(NamedTuple):
-    """Both exactly as the model sees them."""
-
-    prompt: str
-    completion: str
-
-
 class Trace(NamedTuple):
     """tokens [n] int32: prompt, completion, end token; the first `prompt_tokens` of them are not learnt."""
 
@@ -52,14 +51,18 @@ class Trace(NamedTuple):
     prompt_tokens: int
 
 
-def load_traces(path: Path | str, tokenizer: Tokenizer, max_length: int) -> list[Trace]:
-    """The traces of a source that are at most `max_length` tokens long, in its order; the others are counted."""
+def load_traces(
+    path: Path | str, tokenizer: Tokenizer, max_length: int, decontaminate: Sequence[str] = ()
+) -> list[Trace]:
+    """The traces of a source that are at most `max_length` tokens long, in its order; the others are counted. decontaminate:
+    evaluation sets."""
+    found = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, several=trace_key)
     traces: list[Trace] = []
     end, rows = int32([tokenizer.end]), 0
-    for part in batched(_rows(str(path), tokenizer), BATCH):
+    for part in batched(chosen(templated(found, tokenizer)), BATCH):
         rows += len(part)
-        prompts = tokenizer.encode_all([row.prompt for row in part])
-        completions = tokenizer.encode_all([row.completion for row in part])
+        prompts = tokenizer.encode_all([row.prompt for row, _ in part])
+        completions = tokenizer.encode_all([row.answer for row, _ in part])
         traces += [
             Trace(np.concatenate([prompt, completion, end]), len(prompt))
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -71,44 +74,58 @@ def load_traces(path: Path | str, tokenizer: Tokenizer, max_length: int) -> list
     return traces
 
 
-def _rows(source: str, tokenizer: Tokenizer) -> Iterator[Row]:
-    """The rows, one at a time; at their end MegarlError if any had a fault, or there were none."""
+def are_traces(source: str) -> bool:
+    """Whether the first row is one: traces and prompts of RL are told apart by it."""
+    _, raw = next(stream(source), (0, {}))
+    known = () if isinstance(raw, Unreadable) else raw.keys()
+    return bool({"messages", "conversations"} & set(known)) or ("completion" in known and "answer" not in known)
+
+
+def spoken(raw: Mapping[str, Any]) -> Row:
+    """A trace as what the user says and the completion, without any template; UnfitError if it is of none of the forms. The id
+    is a hash of all of it."""
+    before, completion = _parts(raw)
+    if isinstance(before, str):
+        return Row(f"{fingerprint(f'{before}\0{completion}'):016x}", before, completion)
+    all_of_it = "\0".join(f"{message['role']}\0{message['content']}" for message in before)
+    said = "\n".join(message["content"] for message in before if message["role"] == "user")
+    return Row(f"{fingerprint(f'{all_of_it}\0{completion}'):016x}", said, completion)
+
+
+def trace_key(row: Row) -> int:
+    """Traces repeat each other if all of them is the same, but for blanks."""
+    return int(row.id, 16)
+
+
+def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
+    """The same traces with prompt and completion exactly as the model sees them."""
 
     @cache
     def chat() -> ChatTemplate:
         return load_chat(tokenizer.path)
 
-    faults, rows = LeftOut(), 0
-    for number, raw in stream(source):
-        rows += 1
-        try:
-            yield trace_of(raw, chat)
-        except UnfitError as error:
-            faults.add("fault", number, str(error))
-    count = faults.counts.total()
-    if count:
-        head = f"{source}: {count} fault{'s' * (count > 1)}:"
-        raise MegarlError(listed(head, [f"{source}:{line}" for line in faults.named()], count))
-    if not rows:
-        raise MegarlError(f"{source}: no rows in it")
+    def read(raw: Mapping[str, Any]) -> Row:
+        before, completion = _parts(raw)
+        return Row(found.read(raw).id, before if isinstance(before, str) else chat().prompt(before), completion)
+
+    return found._replace(read=read)
 
 
-def trace_of(raw: Raw, chat: Callable[[], ChatTemplate]) -> Row:
-    """A row of any of the three forms; UnfitError if it is of none."""
-    if isinstance(raw, Unreadable):
-        raise UnfitError(f"not a row: {raw.why}")
+def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], str]:
+    """What stands before the completion, messages or the text itself, and the completion."""
+    before: str | list[Message]
     for key in ("messages", "conversations"):
         if key in raw:
-            messages = _messages(raw[key], raw.get("system"))
-            row = Row(chat().prompt(messages[:-1]), messages[-1]["content"])
+            *before, last = _messages(raw[key], raw.get("system"))
+            completion = last["content"]
             break
     else:
         if not isinstance(raw.get("prompt"), str) or not isinstance(raw.get("completion"), str):
             raise UnfitError("not a row of prompt and completion, of messages, or of conversations")
-        row = Row(raw["prompt"], raw["completion"])
-    if not row.prompt or not row.completion:
+        before, completion = raw["prompt"], raw["completion"]
+    if not before or not completion:
         raise UnfitError("the prompt or the completion is empty")
-    return row
+    return before, completion
 
 
 def _messages(value: Any, system: Any) -> list[Message]:

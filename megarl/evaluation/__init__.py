@@ -9,6 +9,7 @@ a run's controller ┘   megarl/rollout/evaluations.py, pinned to one version; s
 
 score.py     prompts -> completions -> grades -> Answers: the one loop of both
 votes.py     which wrong answers are the same one, for maj@k
+results.py   settings and result beside the answers
 metrics.py   mean@k, pass@k, maj@k, best@k and their intervals: pure functions of answers
 suites.py    prompts of the sets of `evaluation.suites` (megarl/recipes/suites/*.yaml has the shipped ones)
 

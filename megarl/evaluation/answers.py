@@ -9,7 +9,8 @@ row of the same id and sample counts.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,16 @@ SCHEMA_VERSION = 1
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One answer to one prompt. All texts as the model saw and wrote them, special tokens included.
 
-    prompt: with its template. expected: of the data set, for `code` the tests. completion: all of it; answer: what stands
-    after the thinking trace, "" if nothing does. vote: what maj@k counts, the same text for answers that are equal
-    (votes.py); "": it does not vote. tokens: of the completion, the interruption phrase included.
+    prompt: with its template. expected: of the data set, of a long one (tests of a program) the beginning. completion: all of
+    it; answer: what stands after the thinking trace, "" if nothing does. vote: what maj@k counts, the same text for answers
+    that are equal (votes.py); "": it does not vote. tokens: of the completion, the interruption phrase included.
 
     entropy: mean of -log p of the completion's sampled tokens under the distribution they were sampled from (nats): an
     unbiased estimate of that distribution's mean entropy per token, the interruption phrase left out; with top_p < 1 of what
     top_p leaves, with temperature 0 of the surprise of the greedy tokens at temperature 1. None: nothing was sampled.
     """
 
+    schema_version: int = SCHEMA_VERSION
     suite: str
     id: str
     sample: int
@@ -57,12 +59,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     loglikelihoods: tuple[float, ...] | UnsetType = UNSET  # nats, of each
     chosen: int | UnsetType = UNSET  # index of the likeliest
     chosen_normalised: int | UnsetType = UNSET  # of the likeliest by length
-    schema_version: int = SCHEMA_VERSION
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """metrics: metrics.py, with `NAME_low` and `NAME_high` (95 %). model: as the user named it. time: Unix seconds."""
 
+    schema_version: int = SCHEMA_VERSION
     suite: str
     model: str
     samples: int
@@ -70,7 +72,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
     time: float
     versions: dict[str, str]
-    schema_version: int = SCHEMA_VERSION
 
 
 class SuiteDir:
@@ -83,15 +84,17 @@ class SuiteDir:
         self.result = self.path / "result.json"
 
     def add(self, answer: Answer) -> None:
-        """One whole line; a line that a crash left unfinished spoils only itself."""
-        append_jsonl(self.answers, msgspec.to_builtins(answer))
+        """One whole line; a line that a crash left unfinished spoils only itself. MegarlError if the disk is full."""
+        with _room(self.answers):
+            append_jsonl(self.answers, msgspec.to_builtins(answer))
 
     def read_answers(self) -> list[Answer]:
         """The newest of each id and sample, by id and sample; MegarlError names a line that is no answer."""
         return newest(read_answers(self.answers))
 
     def write_result(self, result: Result) -> None:
-        write_atomically(self.result, json.dumps(msgspec.to_builtins(result), indent=2).encode() + b"\n")
+        with _room(self.result):
+            write_atomically(self.result, json.dumps(msgspec.to_builtins(result), indent=2).encode() + b"\n")
 
     def read_result(self) -> Result:
         return _checked(self.result, 1, self.result.read_bytes(), Result)
@@ -116,6 +119,14 @@ def newest(answers: Iterable[Answer]) -> list[Answer]:
 def suites_in(out: Path) -> list[str]:
     """Names of the suites that have answers in `out`."""
     return sorted(path.parent.name for path in out.glob("*/answers.jsonl"))
+
+
+@contextmanager
+def _room(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MegarlError(f"{path}: cannot be written: {error.strerror}; what is there is whole") from None
 
 
 def _whole(line: bytes) -> bool:

@@ -17,7 +17,7 @@ from rich.table import Table
 from megarl.errors import MegarlError
 from megarl.evaluation.answers import SuiteDir, suites_in
 from megarl.evaluation.estimators import Interval, over_prompts, powers_up_to
-from megarl.evaluation.metrics import Outcome, by_prompt, choices
+from megarl.evaluation.metrics import Outcome, by_prompt, choices, read_outcomes
 from megarl.rundir import RunDir
 
 WORDS = {"pass": "oracle (pass@n)", "maj": "majority (maj@n)", "best": "by reward (best@n)"}
@@ -83,7 +83,7 @@ def _places(out: Path) -> list[Path]:
 
 
 def _of(place: Path, suite: str) -> list[Curve]:
-    outcomes = [Outcome.of(answer) for answer in SuiteDir(place, suite).read_answers()]
+    outcomes = read_outcomes(SuiteDir(place, suite).answers)
     if not outcomes:
         raise MegarlError(f"{SuiteDir(place, suite).answers}: has no answers")
     return curves(place.name, outcomes)

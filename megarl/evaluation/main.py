@@ -9,6 +9,7 @@ Re-running asks only what has no answer yet. Ctrl-C leaves whole rows.
 import argparse
 import asyncio
 import json
+import re
 import secrets
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import MegarlError
 from megarl.evaluation import suites
 from megarl.evaluation.answers import Answer, Result, SuiteDir
-from megarl.evaluation.metrics import Outcome
+from megarl.evaluation.metrics import read_outcomes
 from megarl.evaluation.results import result_of, settings_of
 from megarl.evaluation.score import Asker, Questions, score
 from megarl.evaluation.servers import OwnServers, own_servers
@@ -42,13 +43,15 @@ def main(options: argparse.Namespace) -> int:
     """0 when all is answered; 1 if a void answer is left, which the same command asks again."""
     console = Console()
     subject = subject_of(options.model)
-    out = options.out or Path("runs") / "evaluations" / subject.name.strip("/").replace("/", "-")
+    out = options.out or Path("runs") / "evaluations" / re.sub(r"[^\w@.-]+", "-", subject.name).strip(".-")
     given = {
         "samples": options.samples,
         "prompts": options.limit,
         "data": json.dumps(options.data) if options.data else None,
     }
     words = [word for word in options.suite.split(",") if word]
+    if not words:
+        raise MegarlError("--suite: names none")
     if options.data and len(words) != 1:
         raise MegarlError("--data: belongs to one suite; of several, give evaluation.suites.NAME.data=SOURCE")
     recipe, names = recipe_of(
@@ -98,7 +101,7 @@ def _with_earlier(questions: Questions[Any], place: SuiteDir, settings: Mapping[
             )
     else:
         write_atomically(place.settings, json.dumps(settings, indent=2).encode() + b"\n")
-    return replace(questions, answered=[answer for answer in place.read_answers() if not answer.void])
+    return replace(questions, answered=[one for one in read_outcomes(place.answers) if not one.void])
 
 
 def _ask(
@@ -192,8 +195,8 @@ def _first(errors: BaseExceptionGroup[Exception]) -> MegarlError:
 def _result(questions: Questions[Any], subject: Subject, place: SuiteDir, settings: dict[str, Any]) -> Result:
     """Of the prompts and samples asked for; there may be more answers, of an earlier command."""
     wanted = {prompt.id for prompt in questions.prompts}
-    answers = [a for a in place.read_answers() if a.id in wanted and a.sample < questions.samples]
-    outcomes = [Outcome.of(answer) for answer in answers]
+    there = read_outcomes(place.answers)
+    outcomes = [one for one in there if one.id in wanted and one.sample < questions.samples]
     result = result_of(questions.name, subject.name, questions.samples, settings, outcomes)
     place.write_result(result)
     return result

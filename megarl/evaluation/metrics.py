@@ -3,16 +3,17 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple, Self
 
 from msgspec import UNSET
 
-from megarl.evaluation.answers import Answer
+from megarl.evaluation.answers import Answer, read_answers
 from megarl.evaluation.estimators import best_at_k, maj_at_k, over_prompts, pass_at_k, powers_up_to
 
 
 class Outcome(NamedTuple):
-    """Of an answer, what counts: without its texts, for a run holds those of a whole evaluation."""
+    """Of an answer, what counts: without its texts, for those of a whole evaluation are held."""
 
     id: str
     sample: int
@@ -39,6 +40,12 @@ class Outcome(NamedTuple):
             answer.grader_timeout, answer.grader_error, answer.tokens, answer.entropy, answer.vote,
             bool(answer.void), reward, by_length,
         )  # fmt: skip
+
+
+def read_outcomes(answers: Path) -> list[Outcome]:
+    """Of a file of answers: the newest of each id and sample, by id and sample."""
+    found = {(answer.id, answer.sample): Outcome.of(answer) for answer in read_answers(answers)}
+    return [found[key] for key in sorted(found)]
 
 
 type Choice = Callable[[Sequence[Outcome], int], float]

@@ -22,6 +22,7 @@ from msgspec import UNSET, UnsetType
 
 from megarl.data.tokenizer import Tokenizer
 from megarl.evaluation.answers import Answer
+from megarl.evaluation.metrics import Outcome
 from megarl.evaluation.votes import Votes
 from megarl.grading import Grade, Graders
 from megarl.grading.answer import answer_of
@@ -64,7 +65,7 @@ class Questions[Asked: Named](ABC):
     name: str
     prompts: Sequence[Asked]
     samples: int
-    answered: Sequence[Answer] = ()
+    answered: Sequence[Outcome] = ()
     rows: Rows = field(kw_only=True)
 
     @property
@@ -81,8 +82,8 @@ class Questions[Asked: Named](ABC):
 
 @dataclass(frozen=True)
 class Sampled(Questions[Prompt]):
-    """Questions whose answers are sampled and graded, by the task's or suite's grader of their name. rewards: of a suite, by
-    name, which choose the best of several answers."""
+    """Questions whose answers are sampled and graded, by the task's or suite's grader of their name. rewards: of a suite,
+    by name, which choose the best of several answers."""
 
     rewards: Mapping[str, Reward] = field(default_factory=dict, kw_only=True)
 
@@ -102,10 +103,10 @@ class Sampled(Questions[Prompt]):
             id=asked.id,
             sample=sample,
             prompt=asker.tokenizer.decode(asked.tokens),
-            expected=asked.answer,
+            expected=asked.shown.answer,
             completion=done.text,
             answer=text,
-            vote=await votes.of(asked.id, text, asked.answer, grade.correct),
+            vote=await votes.of(asked.id, text, asked.shown.answer, grade.correct),
             correct=grade.correct,
             truncated=not void and done.finish == "length",
             interrupted=done.interrupted,

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 
 from megarl.data.mappings import last_box
-from megarl.evaluation.answers import Answer
+from megarl.evaluation.metrics import Outcome
 from megarl.grading import GraderDown
 from megarl.grading.grader import Grader
 
@@ -29,7 +29,7 @@ WITHOUT_VOTES = ("code", "format")
 class Votes:
     """Of one suite or task. name: of its grader, which says whether two formulas are equal; known: earlier answers."""
 
-    def __init__(self, name: str, grader: Grader, known: Iterable[Answer] = ()) -> None:
+    def __init__(self, name: str, grader: Grader, known: Iterable[Outcome] = ()) -> None:
         self._name, self._grader = name, grader
         self._seen: defaultdict[str, list[str]] = defaultdict(list)
         self._one_by_one: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)

@@ -17,7 +17,7 @@ from megarl.grading.answer import RIGHT, WRONG, Grade, Submission, Verdict, answ
 from megarl.grading.code import Code
 from megarl.grading.functions import check_importable
 from megarl.grading.pool import Pool
-from megarl.grading.remote import Remote
+from megarl.grading.remote import Remote, headers
 from megarl.grading.sandbox import Limits, Sandbox
 from megarl.recipe import Data, Recipe, Rows, Suite
 from megarl.types import Prompt
@@ -25,6 +25,7 @@ from megarl.types import Prompt
 Check = Callable[[Submission], Awaitable[Verdict]]
 """GraderDown if no verdict can be had."""
 Decode = Callable[[np.ndarray], str]
+PROJECTS_OWN = ("math", "exact", "code", "format")
 LIMIT_S = 10.0
 """For one answer, in a worker process; what takes longer is wrong."""
 
@@ -37,6 +38,24 @@ async def exact(submission: Submission) -> Verdict:
 async def well_formed(submission: Submission) -> Verdict:
     """Right: the thinking trace was closed and something stands after it."""
     return Verdict(RIGHT if submission.answer else WRONG)
+
+
+def check_graders(data: Data, suites: Mapping[str, Suite]) -> None:
+    """MegarlError if a grader that a task or a suite names cannot be had here: a sandbox, a function, the key of a service. No
+    service is asked. A user's modules are imported in another process."""
+    for name in _named(data, suites):
+        if name == "code":
+            Sandbox(data.sandbox, 1).check()
+        elif name in data.services:
+            headers(name, data.services[name])
+        elif name not in PROJECTS_OWN:
+            check_importable(name)
+
+
+def _named(data: Data, suites: Mapping[str, Suite]) -> list[str]:
+    """Graders of all tasks and suites, each once."""
+    tasks: Mapping[str, Rows] = {**data.tasks, **suites}
+    return sorted({name for task in tasks.values() for name in task.graders})
 
 
 class Grader:
@@ -82,8 +101,7 @@ class Grader:
 class Graders:
     """Of all tasks and suites, by name; made within a running event loop. workers: processes a pool, and programs at once.
 
-    limit_s: for one answer in a worker; limits: of a program. MegarlError if the recipe names something that cannot be
-    had here: a sandbox, a function, the key of a service.
+    limit_s: for one answer in a worker; limits: of a program. MegarlError as `check_graders`.
     """
 
     def __init__(
@@ -98,9 +116,9 @@ class Graders:
     ) -> None:
         self._data, self._workers, self._limit_s, self._limits = data, workers, limit_s, limits
         self._pools: list[Pool] = []
+        check_graders(data, suites)
         tasks: Mapping[str, Rows] = {**data.tasks, **suites}
-        names = {name for task in tasks.values() for name in task.graders}
-        checks = {name: self._made(name) for name in sorted(names)}
+        checks = {name: self._made(name) for name in _named(data, suites)}
         self._graders = {
             name: Grader(
                 end_of_thinking,
@@ -116,8 +134,7 @@ class Graders:
     def of(recipe: Recipe, decode: Decode) -> "Graders":
         """With as many processes as a quarter of the cores: servers and learner want the others."""
         workers = max(1, min(32, (os.cpu_count() or 1) // 4))
-        asked = {name: suite for name, suite in recipe.evaluation.suites.items() if not suite.choices}
-        return Graders(recipe.data, recipe.length.end_of_thinking, decode, workers, suites=asked)
+        return Graders(recipe.data, recipe.length.end_of_thinking, decode, workers, suites=recipe.evaluation.sampled)
 
     def __getitem__(self, task: str) -> Grader:
         return self._graders[task]
@@ -134,13 +151,9 @@ class Graders:
         if name == "format":
             return well_formed
         if name == "code":
-            sandbox = Sandbox(self._data.sandbox, self._workers, self._limits)
-            sandbox.check()
-            return Code(sandbox).check
+            return Code(Sandbox(self._data.sandbox, self._workers, self._limits)).check
         if name in self._data.services:
             return Remote(name, self._data.services[name]).check
-        if name != "math":
-            check_importable(name)
         pool = Pool(self._workers, self._limit_s, name)
         self._pools.append(pool)
         return pool.check

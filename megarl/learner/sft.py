@@ -44,7 +44,7 @@ def main(recipe: Recipe) -> int:
     trainer = Trainer(
         recipe, init, optimizer=recipe.sft.optimizer, loss=supervised_loss(), temperature=1.0, steps=recipe.sft.steps
     )
-    traces = load_traces(recipe.sft.data, load_tokenizer(init), recipe.sft.max_length)
+    traces = load_traces(recipe.sft.data, load_tokenizer(init), recipe.sft.max_length, recipe.data.decontaminate)
     train(trainer, batches(traces, recipe.sft.batch_tokens, recipe.run.seed), recipe.sft.steps)
     hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(recipe.sft.output))
     parallel.stop()

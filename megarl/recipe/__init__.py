@@ -5,12 +5,13 @@
     sections.py       the tree, its defaults and what each key means
     combinations.py   what cannot go together                      files.py     YAML, bases, overrides ──► Recipe
     problems.py       one clear line for each thing that is wrong  text.py      Recipe ──► YAML
+    shipped.py        recipes and suites that come with megarl
 
 Unknown keys, wrong types and impossible combinations end in one `MegarlError` that names the key, file, line and, for a
 misspelt key, the nearest known one.
 """
 
-from megarl.recipe.files import SHIPPED, from_tree, load, load_suite, shipped, shipped_suites
+from megarl.recipe.files import from_tree, load, load_suite
 from megarl.recipe.sections import (
     BatchSection,
     Checkpoint,
@@ -43,6 +44,7 @@ from megarl.recipe.sections import (
     Task,
     Weights,
 )
+from megarl.recipe.shipped import SHIPPED, shipped, shipped_suites
 from megarl.recipe.text import describe, dump
 
 __all__ = [

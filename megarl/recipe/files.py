@@ -12,18 +12,7 @@ from pydantic import ValidationError
 from megarl.errors import MegarlError
 from megarl.recipe.problems import explain, kind_of
 from megarl.recipe.sections import Recipe
-
-SHIPPED = Path(__file__).parent.parent / "recipes"
-
-
-def shipped() -> dict[str, Path]:
-    """Recipes that come with megarl, by name."""
-    return {p.stem: p for p in sorted(SHIPPED.glob("*.yaml"))}
-
-
-def shipped_suites() -> dict[str, Path]:
-    """Suites that come with megarl, by name."""
-    return {p.stem: p for p in sorted((SHIPPED / "suites").glob("*.yaml"))}
+from megarl.recipe.shipped import shipped, shipped_suites
 
 
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:

@@ -390,6 +390,11 @@ class Evaluation(Section):
         {}, description="further sets that are scored, by name; `aime24: {}` is a shipped one"
     )
 
+    @property
+    def sampled(self) -> dict[str, Suite]:
+        """Those whose answers are sampled and graded."""
+        return {name: suite for name, suite in self.suites.items() if not suite.choices}
+
 
 class Checkpoint(Section):
     every: int = Field(100, ge=1, description="steps")

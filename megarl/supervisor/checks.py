@@ -1,6 +1,6 @@
 """Everything that can be wrong before a process is started, each one `MegarlError` that says what to do.
 
-check_inputs(recipe)            the model directory, data files, ports, GPUs
+check_inputs(recipe)            the model directory, data files, graders, ports, GPUs
 lock(rundir)                    no other supervisor works there
 check_history(recipe, rundir)   a run that is there may go on, and goes on as it began
 """
@@ -56,6 +56,7 @@ def check_inputs(recipe: Recipe) -> None:
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
+    _check_graders(recipe)
     devices.divide(recipe, devices.gpus())
     for port in server_ports(recipe):
         _check_port(recipe.serving.host, port)
@@ -75,10 +76,16 @@ def _check_sources(recipe: Recipe) -> None:
         if wrong:
             made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
-    suites = [suite for suite in recipe.evaluation.suites.values() if not suite.choices]
-    asked = [*recipe.data.tasks.values(), *suites]
+    asked = [*recipe.data.tasks.values(), *recipe.evaluation.sampled.values()]
     if any(rows.template == "chat" for rows in asked):
         load_chat(recipe.model.path)
+
+
+def _check_graders(recipe: Recipe) -> None:
+    """Sandbox, functions and keys are there; the controller, which needs them, starts with this environment."""
+    from megarl.grading.grader import check_graders  # it brings aiohttp
+
+    check_graders(recipe.data, recipe.evaluation.sampled)
 
 
 def check_all(recipe: Recipe) -> None:
@@ -94,6 +101,9 @@ def check_sft(recipe: Recipe) -> None:
     wrong = sources.problem(recipe.sft.data)
     if wrong:
         raise MegarlError(f"sft.data: {wrong}; give rows of prompt and completion, or of messages")
+    for source in recipe.data.decontaminate:
+        if wrong := sources.problem(source):
+            raise MegarlError(f"data.decontaminate: {wrong}")
     if not recipe.sft.output:
         raise MegarlError("sft.output: say where the trained model is to be written")
 

@@ -1,6 +1,7 @@
 """An evaluation whose grader is down is tried again and ends the run in the end; its row speaks of every task."""
 
 import asyncio
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -240,3 +241,13 @@ def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
     asyncio.run(run())
     (found,) = read_jsonl(rundir.eval)
     assert (found["n_prompts"], found["pass_rate"]) == (9, 1.0)
+
+
+def test_every_key_of_a_row_is_documented(tmp_path: Path) -> None:
+    outcomes = [outcome(f"p{n}", s, s == 0, 5)._replace(reward=1.0, entropy=0.5) for n in range(3) for s in range(2)]
+    keys = row({"math": outcomes}, recipe_of(tmp_path, math=1), 0)
+    docs = Path(__file__).parents[3] / "docs"
+    pages = (docs / "evaluation.md").read_text() + (docs / "run-directory.md").read_text()
+    plain = {re.sub(r"@\d+", "@k", key.removesuffix("_low").removesuffix("_high")) for key in keys}
+    assert plain >= {"pass_rate", "pass@k", "maj@k", "best@k", "entropy"}
+    assert [key for key in plain if f"`{key}`" not in pages] == []
