@@ -13,6 +13,7 @@ setup(
         "megarl": [
             "recipes/*.yaml",
             "recipes/suites/*.yaml",
+            "evaluation/*.html",
             "monitor/*.html",
             "scaling/*.yaml",
             "scaling/*.html",

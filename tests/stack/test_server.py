@@ -70,6 +70,20 @@ async def test_logprobs_are_of_the_distribution_that_was_sampled_from(
     np.testing.assert_allclose(generation.logprobs, expected.numpy(), atol=2e-5)
 
 
+async def test_scores_are_transformers_also_behind_a_cached_prefix(stack: Stack) -> None:
+    """All of it first, which fills the cache; then, with the same salt, only what stands behind 12 and 30 tokens."""
+    sequences = [np.tile(PROMPT, 2), np.concatenate([np.tile(PROMPT, 2)[:35], PROMPT])]
+    references = scores(stack.models["a"], sequences)
+    async with stack.client() as client:
+        for firsts in ((1, 1), (12, 30), (12, 30), (1, 39)):
+            found = await client.score(sequences, firsts, "salt")
+            for logprobs, reference, first in zip(found, references, firsts, strict=True):
+                assert logprobs.dtype == np.float32
+                np.testing.assert_allclose(logprobs, reference[first - 1 :], atol=1e-5)
+        with pytest.raises(ServerRefused, match="400"):
+            await client.score([np.ones(3000, np.int32)], [1], "salt")
+
+
 async def test_a_request_that_cannot_be_is_refused(stack: Stack) -> None:
     async with stack.client() as client:
         with pytest.raises(ServerRefused, match="400"):

@@ -1,23 +1,33 @@
 """Questions of ARC and HellaSwag from rows in their published schemas, their tokens, and what is chosen."""
 
+import asyncio
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from megarl.data.rows import UnfitError
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import MegarlError
+from megarl.evaluation import suites
+from megarl.evaluation.answers import Answer
 from megarl.evaluation.loglikelihood import Continuation, joined
-from megarl.evaluation.multiple_choice import SETS, Question, answered, arc, hellaswag, load_questions
-from megarl.recipe import Suite
+from megarl.evaluation.multiple_choice import SETS, Choices, Question, answered, arc, hellaswag, load_questions
+from megarl.evaluation.score import Asker, score
+from megarl.messages import ServerAddress
+from megarl.recipe import Suite, from_tree
+from megarl.rollout.client import ServerLost, ServerRefused
+from megarl.rollout.membership import Membership
+from megarl.rollout.places import Places
 from megarl.types import int32
 
 ARC = {
@@ -142,3 +152,87 @@ def test_the_begin_of_the_context_gives_way(tokenizer: Tokenizer, context: str, 
 def test_a_continuation_that_fills_all_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(MegarlError, match="7 tokens of its own, behind at least one other, where 7 fit"):
         joined(tokenizer, "ab", [" cdefgh"], 7)
+
+
+class StandInServer:
+    """A client whose requests end as said, one after the other: log-likelihoods, or an error."""
+
+    def __init__(self, *ends: list[float] | Exception) -> None:
+        self.ends = list(ends)
+        self.salts: list[str] = []
+
+    async def score(self, sequences: Any, firsts: Any, salt: str) -> list[np.ndarray]:
+        self.salts.append(salt)
+        end = self.ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return [np.array([value], np.float32) for value in end]
+
+
+class StandInWatcher:
+    def __init__(self) -> None:
+        self.lost: list[tuple[int, int]] = []
+
+    def life(self, server: int) -> int:
+        return 5
+
+    def server_lost(self, server: int, life: int, reason: str) -> None:
+        self.lost.append((server, life))
+
+
+LOST = ServerLost("gone", int32(()), np.zeros(0, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("ends", "chosen", "void", "lost"),
+    [
+        ([[-2.0, -1.0]], 1, "", 0),
+        ([LOST, LOST, [-1.0, -2.0]], 0, "", 2),
+        ([LOST, LOST, LOST], UNSET, "3 requests were lost (serving.max_retries), the last: gone", 3),
+        ([ServerRefused("too long")], UNSET, "too long", 0),
+    ],
+)
+def test_lost_requests_are_asked_again_and_places_given_back(
+    tokenizer: Tokenizer, ends: list[Any], chosen: Any, void: str, lost: int
+) -> None:
+    async def run() -> tuple[Answer, int]:
+        members = Membership([ServerAddress(id=0, url="http://stand-in", tensor_parallel=1)])
+        members.seen(0)
+        members.publish([0], -1, "")
+        members.published(0, -1, "", "")
+        places = Places(members, 1)
+        asker = Asker(
+            recipe=from_tree({"serving": {"max_retries": 2}}),
+            tokenizer=tokenizer,
+            clients={0: server},  # type: ignore[dict-item]
+            places=places,
+            sampler=SimpleNamespace(watcher=watcher),  # type: ignore[arg-type]
+            graders=SimpleNamespace(),  # type: ignore[arg-type]
+            servers={0},
+            salt="s",
+            at_once=1,
+        )
+        asked = Choices("arc-easy", [Question("q", "What?", ("a", "b"), 0)], 1, rows=Suite(data="", choices="arc"))
+        kept: list[Answer] = []
+        await asyncio.wait_for(score([asked], asker, kept.append), 10)
+        return kept[0], places.use[0].running
+
+    server, watcher = StandInServer(*ends), StandInWatcher()
+    answer, running = asyncio.run(run())
+    assert (answer.chosen, answer.void, answer.correct, running) == (chosen, void, chosen == 0, 0)
+    assert watcher.lost == [(0, 5)] * lost
+    assert set(server.salts) == {"s/q"}
+
+
+def test_a_suite_has_one_answer_a_question(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [ARC | {"id": f"q{n}"} for n in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, ARC | {"answerKey": "X"}]))
+    suite = Suite(data=str(path), choices="arc", samples=16, prompts=3)
+    found = suites.load("arc-easy", suite, tokenizer, 1000)
+    assert (len(found.questions.prompts), found.questions.samples, found.rows) == (3, 1, 6)
+    assert found.left_out == {"not of the schema": 1}
+    path.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    assert suites.load("arc-easy", suite, tokenizer, 1000).digest == found.digest
+    path.write_text("".join(json.dumps(row | {"answerKey": "A"}) + "\n" for row in rows))
+    assert suites.load("arc-easy", suite, tokenizer, 1000).digest != found.digest
