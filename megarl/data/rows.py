@@ -13,7 +13,7 @@ import msgspec
 from megarl.data.text import fingerprint
 
 LARGEST_ANSWER = 1 << 20
-"""Characters. Unit tests of code reach hundreds of megabytes a problem; the controller holds all answers in memory."""
+"""Characters. Unit tests of code reach hundreds of megabytes a problem."""
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -20,12 +20,12 @@ from megarl.grading.pool import Pool
 from megarl.grading.remote import Remote, headers
 from megarl.grading.sandbox import Limits, Sandbox
 from megarl.recipe import Data, Recipe, Rows, Suite
+from megarl.recipe.combinations import GRADERS
 from megarl.types import Prompt
 
 Check = Callable[[Submission], Awaitable[Verdict]]
 """GraderDown if no verdict can be had."""
 Decode = Callable[[np.ndarray], str]
-PROJECTS_OWN = ("math", "exact", "code", "format")
 LIMIT_S = 10.0
 """For one answer, in a worker process; what takes longer is wrong."""
 
@@ -48,7 +48,7 @@ def check_graders(data: Data, suites: Mapping[str, Suite]) -> None:
             Sandbox(data.sandbox, 1).check()
         elif name in data.services:
             headers(name, data.services[name])
-        elif name not in PROJECTS_OWN:
+        elif name not in GRADERS:
             check_importable(name)
 
 

@@ -12,18 +12,23 @@ result has no methods that could deceive who compares it.
 Standard library only, and nothing of megarl: it is all that this process has. sandbox.py sets up what surrounds it.
 """
 
+from __future__ import annotations
+
 import builtins
 import ctypes
-import io
 import json
 import os
-import pickle
 import platform
 import resource
 import struct
 import sys
-from collections.abc import Callable
-from typing import Any, BinaryIO
+
+TYPE_CHECKING = (
+    False  # every program waits for what is imported here: typing and pickle would make it half as long again
+)
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, BinaryIO
 
 NOBODY = 65534
 LONGEST = 1 << 20
@@ -78,7 +83,7 @@ def system_call_filter(machine: str) -> bytes:
     )
 
 
-def give_up(limits: "dict[str, int]") -> None:
+def give_up(limits: dict[str, int]) -> None:
     """Identity, limits, system calls; for good."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -108,11 +113,16 @@ def give_up(limits: "dict[str, int]") -> None:
         raise OSError(ctypes.get_errno(), "system calls cannot be filtered here")
 
 
-class Plain(pickle.Unpickler):
-    """Of plain values: whatever names a class is refused."""
+def unpickled(data: bytes) -> Any:
+    """Plain values: whatever names a class is refused."""
+    import io
+    import pickle
 
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
+    class Plain(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
+
+    return Plain(io.BytesIO(data)).load()
 
 
 def plain(value: Any) -> Any:
@@ -132,6 +142,8 @@ def plain(value: Any) -> Any:
 
 def send(to: BinaryIO, message: Any) -> None:
     """Ends this process if nobody is there."""
+    import pickle
+
     data = pickle.dumps(message)
     try:
         to.write(struct.pack("<Q", len(data)) + data)
@@ -145,7 +157,7 @@ def receive(source: BinaryIO) -> Any:
     head = source.read(8)
     if len(head) < 8 or struct.unpack("<Q", head)[0] > LONGEST:
         os._exit(1)
-    return Plain(io.BytesIO(source.read(struct.unpack("<Q", head)[0]))).load()
+    return unpickled(source.read(struct.unpack("<Q", head)[0]))
 
 
 def serve(function: Callable[..., Any], source: BinaryIO, to: BinaryIO) -> None:

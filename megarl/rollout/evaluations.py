@@ -196,7 +196,7 @@ class Evaluations:
         reason = f"version {version} could not be scored, the grader is down: {errors.exceptions[0]}"
         log.warning("%s (%d of %d tries)", reason, self._failures, TRIES)
         if self._failures >= TRIES:
-            place = self._rundir.logs / "controller.log"
+            place = self._rundir.logs / "controller-0.log"
             self._fail(f"{reason}; tried {TRIES} times, see {place}; then go on with run.resume=auto")
 
 

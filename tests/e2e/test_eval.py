@@ -53,7 +53,7 @@ def test_greedy_answers_are_those_of_transformers_and_a_second_command_asks_what
     place: tuple[Path, Any],
 ) -> None:
     folder, model = place
-    first = evaluate(folder, "--limit", "1", "--out", "greedy", *GREEDY)
+    first = evaluate(folder, "--limit", "1", "--samples", "1", "--out", "greedy", *GREEDY)
     assert first.returncode == 0, first.stderr
     assert first.stderr == ""
     before = {name: (folder / "greedy" / name / "answers.jsonl").read_bytes() for name in ("gsm8k", "humaneval")}

@@ -186,7 +186,7 @@ def test_programs_and_a_service_that_comes_late_and_goes_for_good(
 
     run = runs.start(tmp_path, *overrides(port))
     try:
-        log = run.rundir.logs / "controller.log"
+        log = run.rundir.logs / "controller-0.log"
         run.wait_for(lambda: log.exists() and "failed (attempt 1)" in log.read_text(), "request that nobody answered")
         with service(port):
             run.wait_for(run.rundir.status.exists, "a status")

@@ -1,8 +1,5 @@
 """Prompts on disk are what was put there."""
 
-import tempfile
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +8,7 @@ from hypothesis import strategies as st
 from megarl.data.stored import Stored
 from megarl.errors import MegarlError
 from megarl.types import Prompt, encode, int32
+from tests.full_disk import files_no_larger_than
 
 PROMPTS = st.builds(
     Prompt,
@@ -43,8 +41,7 @@ def test_reading_between_writing() -> None:
         assert [p.id for p in stored] == [str(m) for m in range(n + 1)]
 
 
-def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Path("/dev/full").open("wb", buffering=0) as full:
-        monkeypatch.setattr(tempfile, "TemporaryFile", lambda: full)
-        with pytest.raises(MegarlError, match="prompts cannot be kept there: No space left on device; set TMPDIR"):
-            Stored().append(Prompt(id="a", tokens=int32([1]), answer="b"))
+def test_a_full_disk_is_said() -> None:
+    stored, large = Stored(), Prompt(id="a", tokens=int32([1]), answer="b" * 100_000)
+    with files_no_larger_than(1000), pytest.raises(MegarlError, match=r"prompts cannot be kept there: .*; set TMPDIR"):
+        stored.append(large)
