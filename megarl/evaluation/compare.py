@@ -75,7 +75,7 @@ def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
         target = page or out_b / f"compare-{name}.html"
         kept = write_comparison(comparison, target)
         show(comparison, console)
-        size = f"{target.stat().st_size / 1e6:.1f} MB"
+        size = f"{target.stat().st_size / 1e6:.2g} MB"
         cut = "" if kept is None else f", completions cut to {kept:,} characters"
         console.print(f"{target} ({size}{cut})\n", highlight=False, soft_wrap=True)
     return 0

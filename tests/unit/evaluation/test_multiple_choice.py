@@ -224,6 +224,17 @@ def test_lost_requests_are_asked_again_and_places_given_back(
     assert set(server.salts) == {"s/q"}
 
 
+def test_shipped_suites() -> None:
+    """Under their names, with the columns of their sets and the splits that have labels."""
+    shipped = {"arc-easy": {}, "arc-challenge": {}, "hellaswag": {}}
+    known = from_tree({"evaluation": {"suites": shipped}}).evaluation.suites
+    assert {name: (suite.choices, suite.data.rpartition(":")[2]) for name, suite in known.items()} == {
+        "arc-easy": ("arc", "test"),
+        "arc-challenge": ("arc", "test"),
+        "hellaswag": ("hellaswag", "validation"),
+    }
+
+
 def test_a_suite_has_one_answer_a_question(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [ARC | {"id": f"q{n}"} for n in range(5)]
