@@ -28,10 +28,13 @@ class Tokenizer:
         """Token ids of exactly this text, nothing added in front or behind. [n] int32"""
         return self.encode_all([text])[0]
 
-    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """`ids` of many texts at once; MegarlError where the tokenizer's vocabulary lacks a character of theirs."""
+    def encode_all(self, texts: list[str], framed: bool = False) -> list[np.ndarray]:
+        """`ids` of many texts at once; MegarlError where the tokenizer's vocabulary lacks a character of theirs.
+
+        framed: with what the tokenizer itself puts around a text, such as Llama 3's <|begin_of_text|>.
+        """
         try:
-            return [int32(encoding.ids) for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
+            return [int32(encoding.ids) for encoding in self.backend.encode_batch(texts, add_special_tokens=framed)]
         except (
             Exception
         ) as error:  # tokenizers raises a plain Exception where a closed vocabulary has no such character

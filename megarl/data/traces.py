@@ -31,7 +31,7 @@ from msgspec.structs import replace
 
 from megarl.data.chat import ChatTemplate, Message, load_chat
 from megarl.data.contamination import overlap_with
-from megarl.data.mappings import Row, UnfitError
+from megarl.data.rows import Row, UnfitError
 from megarl.data.sources import Unreadable, stream
 from megarl.data.survey import UNFIT, Survey, chosen, survey_of
 from megarl.data.text import fingerprint

@@ -15,7 +15,7 @@ import numpy as np
 
 from megarl.environments.protocol import Environment, EnvironmentDown, Observation
 from megarl.grading import GraderDown, Verdict
-from megarl.recipe import Task
+from megarl.recipe import Rows
 from megarl.types import Episode, Prompt
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 class Bounded:
     """turns, turn_tokens: as in the recipe. What is awaited raises EnvironmentDown if the environment fails or is late."""
 
-    def __init__(self, environment: Environment, name: str, task: Task) -> None:
+    def __init__(self, environment: Environment, name: str, task: Rows) -> None:
         self._environment, self._name, self._task = environment, name, task
         self.turns, self.turn_tokens = task.turns, task.turn_tokens
         self.stop_tokens = environment.stop_tokens

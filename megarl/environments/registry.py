@@ -1,4 +1,4 @@
-"""The environments of a recipe: what makes one for a rollout of each task that has any."""
+"""The environments of a recipe: what makes one for a rollout of each task or suite that has any."""
 
 import importlib
 import os
@@ -14,17 +14,20 @@ from megarl.environments.protocol import Environment, Setting
 from megarl.environments.python import LIMITS, Python
 from megarl.errors import MegarlError
 from megarl.grading.sandbox import Sandbox, places
-from megarl.recipe import Recipe, Task
+from megarl.recipe import Recipe, Rows
 
 Factory = Callable[[Setting], Environment]
 BUILT_IN: dict[str, Factory] = {"python": Python, "calculator": Calculator, "guessing": Guessing}
 
 
 class Environments:
-    """By task. MegarlError if one that the recipe names cannot be had here: made once, to see that it can be."""
+    """By task or suite. MegarlError if one that the recipe names cannot be had here: made once, to see that it can be."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
-        self._tasks = {name: task for name, task in recipe.data.tasks.items() if task.environment}
+        rows: dict[str, Rows] = {**recipe.data.tasks, **recipe.evaluation.sampled}
+        self._keys = {name: f"data.tasks.{name}.environment" for name in recipe.data.tasks}
+        self._keys |= {name: f"evaluation.suites.{name}.environment" for name in recipe.evaluation.sampled}
+        self._tasks = {name: task for name, task in rows.items() if task.environment}
         self._settings: dict[str, Setting] = {}
         self._factories: dict[str, Factory] = {}
         if self._tasks:
@@ -36,10 +39,10 @@ class Environments:
                 self._settings[name] = Setting(
                     name, tokenizer, framing, sandbox, recipe.length.end_of_thinking, task.reply_tokens
                 )
-                self._factories[name] = _found(name, task)
+                self._factories[name] = _found(self._keys[name], task)
                 if not isinstance(self._made(name), Environment):
                     raise MegarlError(
-                        f"data.tasks.{name}.environment: {task.environment} is no Environment; derive it from "
+                        f"{self._keys[name]}: {task.environment} is no Environment; derive it from "
                         "megarl.environments.Environment"
                     )
 
@@ -54,12 +57,12 @@ class Environments:
             raise
         except Exception as error:  # of a user's class: anything
             raise MegarlError(
-                f"data.tasks.{task}.environment: {self._tasks[task].environment} cannot be made: "
+                f"{self._keys[task]}: {self._tasks[task].environment} cannot be made: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
 
-def _found(name: str, task: Task) -> Factory:
+def _found(key: str, task: Rows) -> Factory:
     """What the recipe means: one of ours, or the user's class in a module on PYTHONPATH or in the working directory."""
     if task.environment in BUILT_IN:
         return BUILT_IN[task.environment]
@@ -70,7 +73,7 @@ def _found(name: str, task: Task) -> Factory:
         factory: Factory = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # importing may do anything
         raise MegarlError(
-            f"data.tasks.{name}.environment: {task.environment} cannot be used: {type(error).__name__}: {error}; it must be "
+            f"{key}: {task.environment} cannot be used: {type(error).__name__}: {error}; it must be "
             f"a class in a module on PYTHONPATH or in {os.getcwd()}"
         ) from None
     return factory

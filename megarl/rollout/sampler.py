@@ -111,9 +111,9 @@ class Sampler:
         self._tokenizer = tokenizer
         self._phrase = tokenizer.ids(recipe.length.interruption)
         self._end = tokenizer.end
-        self._clients = clients
+        self.clients = clients
         self._places = places
-        self._watcher = watcher
+        self.watcher = watcher
         self._environments = Environments(recipe, tokenizer)
 
     async def complete(self, job: Job) -> Completion:
@@ -179,7 +179,7 @@ class Sampler:
         while limit > 0:
             server, version = await self._places.take(job.order, job.may_use)
             job.placed(server)
-            life = self._watcher.life(server)
+            life = self.watcher.life(server)
             try:
                 generation = await self._request(server, job, done, limit, stop_tokens)
                 segments = interruption.sampled(generation.tokens, generation.logprobs, generation.spans)
@@ -187,7 +187,7 @@ class Sampler:
                 if job.routed is not None:
                     done.routing.append(job.routed.decoded(generation.routing))
             except ServerLost as lost:
-                self._watcher.server_lost(server, life, str(lost))
+                self.watcher.server_lost(server, life, str(lost))
                 done.retries += 1
                 if done.retries > self._max_retries:
                     raise Void(f"{done.retries} requests were lost (serving.max_retries), the last: {lost}") from None
@@ -209,7 +209,7 @@ class Sampler:
     async def _request(
         self, server: int, job: Job, done: Completion, limit: int, stop_tokens: tuple[int, ...]
     ) -> Generation:
-        return await self._clients[server].generate(
+        return await self.clients[server].generate(
             np.concatenate([job.prompt.tokens, done.tokens]),
             limit,
             temperature=job.temperature,
