@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megarl.data import cli as data
 from megarl.errors import MegarlError
+from megarl.evaluation import cli as evaluation
 from megarl.planning import cli as planning
 from megarl.process import die_with_supervisor
 from megarl.scaling import cli as scaling
@@ -109,6 +110,7 @@ def parser() -> argparse.ArgumentParser:
     from_journal.add_argument("--json", action="store_true", help="one group a line")
 
     data.add(commands)
+    evaluation.add(commands)
     scaling.add(commands)
     supervisor.add(commands)
 

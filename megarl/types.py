@@ -83,6 +83,20 @@ class Routing(Record, frozen=True):
         return self.choices.reshape(-1, self.layers, self.chosen)
 
 
+class Episode(Record, frozen=True):
+    """What passed between the policy and its environment (data.tasks.NAME.environment).
+
+    turns: of the policy. calls: those that were answered, of which errors failed; seconds: spent on all of them.
+    limited: `turns` or `turn_tokens` of the recipe ended the exchange, not the policy.
+    """
+
+    turns: int
+    calls: int
+    errors: int
+    seconds: float
+    limited: bool
+
+
 class Rollout(Record, frozen=True):
     """One completion of a ticket's prompt, graded. `sample` counts 0 … generations-1 within the group."""
 
@@ -98,6 +112,7 @@ class Rollout(Record, frozen=True):
     rewards: dict[str, float] = {}  # scores of which `reward` is made, by name, where the task has several
     retries: int = 0  # requests that were lost and continued elsewhere
     routing: Routing | None = None  # recorded with model.moe.routing_replay
+    episode: Episode | None = None  # with an environment
 
     @property
     def tokens(self) -> np.ndarray:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from megarl.data.tokenizer import Tokenizer
     from megarl.recipe import Recipe
 
-MAPPING_HELP = "published set whose columns it has: polaris, deepscaler, dapo-math-17k, deepcoder, gsm8k, math"
+MAPPING_HELP = (
+    "published set whose columns it has: polaris, deepscaler, dapo-math-17k, deepcoder, gsm8k, math, livecodebench, "
+    "humaneval, mbpp"
+)
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -18,8 +18,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megarl.data.mappings import Row
 from megarl.data.prompts import BATCH, Render
+from megarl.data.rows import Row
 from megarl.data.survey import Survey, chosen
 from megarl.data.text import digest
 from megarl.data.tokenizer import Tokenizer

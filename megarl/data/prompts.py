@@ -23,14 +23,15 @@ import numpy as np
 from megarl.data.chat import Message, load_chat
 from megarl.data.contamination import Overlap, overlap_with
 from megarl.data.faults import listed
-from megarl.data.mappings import Row, UnfitError, mapping_of, own
+from megarl.data.mappings import mapping_of, own
+from megarl.data.rows import Row, UnfitError
 from megarl.data.stored import Stored
 from megarl.data.survey import FAULTS, NONE, Reader, Survey, chosen, survey_of
 from megarl.data.text import fingerprint
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import MegarlError
 from megarl.grading.code import read_tests
-from megarl.recipe import Recipe, Task
+from megarl.recipe import Recipe, Rows, Task
 from megarl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def load_prompts(path: Path | str, tokenizer: Tokenizer, max_tokens: int, task: 
     return list(found.prompts)
 
 
-def renderer(task: Task, tokenizer: Tokenizer) -> Render:
+def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
     """What puts a task's template around a prompt."""
     if task.template == "raw":
         return lambda text: text
@@ -128,7 +129,7 @@ def _load_task(
     read, render = mapping_of(task.mapping, task.columns.model_dump()), renderer(task, tokenizer)
     refuse, counted = FAULTS if read is own else NONE, task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:
-        read = _of_programs(read)
+        read = of_programs(read)
     key = f"data.tasks.{name}"
     of_train = survey_of(task.train, read, counted, evaluation, refuse)
     train, heldout = load_set(of_train, render, tokenizer, max_tokens, name, f"{key}.train")
@@ -141,7 +142,7 @@ def _load_task(
     return train, heldout._replace(name=f"{key}.heldout")
 
 
-def _of_programs(read: Reader) -> Reader:
+def of_programs(read: Reader) -> Reader:
     """Rows whose answers are tests of programs, read once to see that they can be."""
 
     def row(raw: Any) -> Row:

@@ -21,7 +21,7 @@ import numpy as np
 
 from megarl.data.contamination import Hit, Overlap
 from megarl.data.faults import SHOWN, listed
-from megarl.data.mappings import LARGEST_ANSWER, Row, UnfitError
+from megarl.data.rows import LARGEST_ANSWER, Row, UnfitError
 from megarl.data.sources import Unreadable, stream
 from megarl.data.text import digest, fingerprint
 from megarl.errors import MegarlError
@@ -95,13 +95,14 @@ def survey(
     tick: Callable[[], object] = lambda: None,
     removed: Callable[[Row, int, Hit], object] = lambda row, number, hit: None,
     several: Callable[[Row], int] | None = None,
+    largest: float = LARGEST_ANSWER,
 ) -> Survey:
     """One pass over the source. tick: called for each row; removed: for each that is of an evaluation set. several: rows
-    may repeat each other, those of which this number is the same, and are counted."""
+    may repeat each other, those of which this number is the same, and are counted. largest: answer, in characters."""
     left_out, columns = LeftOut(), _Columns()
     for number, raw in stream(source):
         tick()
-        row = _row(raw, read, number, left_out)
+        row = _row(raw, read, number, left_out, largest)
         hit = evaluation.find(row.prompt) if row and evaluation else None
         if row and hit:
             left_out.add(CONTAMINATED, number, f"{row.id!r} shares {hit.shared!r} with {hit.evaluation}")
@@ -151,7 +152,7 @@ def chosen(survey: Survey) -> Iterator[tuple[Row, bool]]:
             yield survey.read(raw), bool(survey.heldout[n])
 
 
-def _row(raw: Any, read: Reader, number: int, left_out: LeftOut) -> Row | None:
+def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float) -> Row | None:
     """The row, if it can be used."""
     if isinstance(raw, Unreadable):
         left_out.add(MALFORMED, number, f"not a row: {raw.why}")
@@ -161,7 +162,7 @@ def _row(raw: Any, read: Reader, number: int, left_out: LeftOut) -> Row | None:
     except UnfitError as error:
         left_out.add(MALFORMED, number, str(error))
         return None
-    reason = _unusable(row)
+    reason = _unusable(row, largest)
     if reason:
         part = "prompt" if reason == EMPTY_PROMPT else "answer"
         left_out.add(
@@ -170,12 +171,12 @@ def _row(raw: Any, read: Reader, number: int, left_out: LeftOut) -> Row | None:
     return None if reason else row
 
 
-def _unusable(row: Row) -> str | None:
+def _unusable(row: Row, largest: float) -> str | None:
     if not row.prompt.strip():
         return EMPTY_PROMPT
     if not row.answer.strip():
         return EMPTY_ANSWER
-    return LARGE_ANSWER if len(row.answer) > LARGEST_ANSWER else None
+    return LARGE_ANSWER if len(row.answer) > largest else None
 
 
 def prompt_key(row: Row) -> int:

@@ -1,10 +1,12 @@
 """Traces of a supervised warm start: a prompt and the completion to learn after it, in one of three forms, told by their keys.
 
     {"prompt": "27+58=", "completion": "<think>7+8=15;2+5+1=8</think>85"}
+    {"prompt": "12*34=", "completion": ["<think>[12*34]", "408", "</think>408"]}
     {"messages": [{"role": "user", "content": "27+58=?"}, {"role": "assistant", "content": "<think>…</think>85"}]}
     {"conversations": [{"from": "human", "value": "27+58=?"}, {"from": "gpt", "value": "<think>…</think>85"}]}
 
-The first is exactly what the model sees. Of messages the last one is learnt, the assistant's, after the model's chat template
+The first is exactly what the model sees; a list of completion texts is the model's and a tool's in turn, and a tool's are not
+learnt, as its tokens are not in RL. Of messages the last one is learnt, the assistant's, after the model's chat template
 of those before it: so the prompt is that of a task with `template: chat`, and a template that strips the thinking of earlier
 turns does not strip it from what is learnt. The end token is added here.
 
@@ -20,15 +22,16 @@ Schemas: messages as in TRL and on the hub (HuggingFaceH4/ultrachat_200k); conve
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import batched
+from itertools import batched, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from megarl.data.chat import ChatTemplate, Message, load_chat
 from megarl.data.contamination import overlap_with
-from megarl.data.mappings import Row, UnfitError
+from megarl.data.rows import Row, UnfitError
 from megarl.data.sources import Unreadable, stream
 from megarl.data.survey import UNFIT, Survey, chosen, survey_of
 from megarl.data.text import fingerprint
@@ -44,11 +47,19 @@ ROLES = {"human": "user", "gpt": "assistant"}
 """ShareGPT's names of them."""
 
 
+class Taught(Row, frozen=True):
+    """A trace as a row of a survey. `answer` is the whole completion, `parts` are its texts: the model's and a tool's in turn,
+    the model's first and last."""
+
+    parts: tuple[str, ...] = ()
+
+
 class Trace(NamedTuple):
-    """tokens [n] int32: prompt, completion, end token; the first `prompt_tokens` of them are not learnt."""
+    """tokens [n] int32: prompt, completion, end token. learnt [n] bool: not the first `prompt_tokens`, nor a tool's."""
 
     tokens: np.ndarray
     prompt_tokens: int
+    learnt: np.ndarray
 
 
 def load_traces(
@@ -61,17 +72,21 @@ def load_traces(
     end, rows = int32([tokenizer.end]), 0
     for part in batched(chosen(templated(found, tokenizer)), BATCH):
         rows += len(part)
-        prompts = tokenizer.encode_all([row.prompt for row, _ in part])
-        completions = tokenizer.encode_all([row.answer for row, _ in part])
-        traces += [
-            Trace(np.concatenate([prompt, completion, end]), len(prompt))
-            for prompt, completion in zip(prompts, completions, strict=True)
-            if len(prompt) + len(completion) + 1 <= max_length
-        ]
+        taught = [row for row, _ in part if isinstance(row, Taught)]
+        pieces = iter(tokenizer.encode_all([text for row in taught for text in (row.prompt, *row.parts)]))
+        made = (_trace(next(pieces), [*islice(pieces, len(row.parts)), end]) for row in taught)
+        traces += [trace for trace in made if len(trace.tokens) <= max_length]
     if not traces:
         raise MegarlError(f"{path}: all {rows} traces are longer than {max_length} tokens; raise sft.max_length")
     log.info("%s: %d traces, %d left out (longer than %d tokens)", path, len(traces), rows - len(traces), max_length)
     return traces
+
+
+def _trace(prompt: np.ndarray, pieces: Sequence[np.ndarray]) -> Trace:
+    """Every second piece is a tool's; the last is the end token, which the model has to learn."""
+    last = len(pieces) - 1
+    learnt = [np.full(len(piece), n % 2 == 0 or n == last) for n, piece in enumerate(pieces)]
+    return Trace(np.concatenate([prompt, *pieces]), len(prompt), np.concatenate([np.zeros(len(prompt), bool), *learnt]))
 
 
 def are_traces(source: str) -> bool:
@@ -81,15 +96,20 @@ def are_traces(source: str) -> bool:
     return bool({"messages", "conversations"} & set(known)) or ("completion" in known and "answer" not in known)
 
 
-def spoken(raw: Mapping[str, Any]) -> Row:
+def spoken(raw: Mapping[str, Any]) -> Taught:
     """A trace as what the user says and the completion, without any template; UnfitError if it is of none of the forms. The id
     is a hash of all of it."""
-    before, completion = _parts(raw)
+    before, parts = _parts(raw)
     if isinstance(before, str):
-        return Row(f"{fingerprint(f'{before}\0{completion}'):016x}", before, completion)
+        return _taught(before, before, parts)
     all_of_it = "\0".join(f"{message['role']}\0{message['content']}" for message in before)
     said = "\n".join(message["content"] for message in before if message["role"] == "user")
-    return Row(f"{fingerprint(f'{all_of_it}\0{completion}'):016x}", said, completion)
+    return _taught(all_of_it, said, parts)
+
+
+def _taught(all_of_it: str, prompt: str, parts: Sequence[str]) -> Taught:
+    name = fingerprint("\0".join([all_of_it, *parts]))
+    return Taught(f"{name:016x}", prompt, "".join(parts), parts=tuple(parts))
 
 
 def trace_key(row: Row) -> int:
@@ -104,28 +124,34 @@ def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
     def chat() -> ChatTemplate:
         return load_chat(tokenizer.path)
 
-    def read(raw: Mapping[str, Any]) -> Row:
-        before, completion = _parts(raw)
-        return Row(found.read(raw).id, before if isinstance(before, str) else chat().prompt(before), completion)
+    def read(raw: Mapping[str, Any]) -> Taught:
+        before, _ = _parts(raw)
+        return replace(spoken(raw), prompt=before if isinstance(before, str) else chat().prompt(before))
 
     return found._replace(read=read)
 
 
-def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], str]:
-    """What stands before the completion, messages or the text itself, and the completion."""
+def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
+    """What stands before the completion, messages or the text itself, and the completion's texts."""
     before: str | list[Message]
     for key in ("messages", "conversations"):
         if key in raw:
             *before, last = _messages(raw[key], raw.get("system"))
-            completion = last["content"]
+            parts: list[Any] = [last["content"]]
             break
     else:
-        if not isinstance(raw.get("prompt"), str) or not isinstance(raw.get("completion"), str):
+        completion = raw.get("completion")
+        parts = completion if isinstance(completion, list) else [completion]
+        if not isinstance(raw.get("prompt"), str) or not all(isinstance(text, str) for text in parts):
             raise UnfitError("not a row of prompt and completion, of messages, or of conversations")
-        before, completion = raw["prompt"], raw["completion"]
-    if not before or not completion:
+        if len(parts) % 2 == 0:
+            raise UnfitError(
+                "the completion's texts are not the model's and a tool's in turn, the model's first and last"
+            )
+        before = raw["prompt"]
+    if not before or not all(parts):
         raise UnfitError("the prompt or the completion is empty")
-    return before, completion
+    return before, parts
 
 
 def _messages(value: Any, system: Any) -> list[Message]:

@@ -68,6 +68,11 @@ class Ran(NamedTuple):
     status: int = 0
 
 
+def places() -> int:
+    """How many programs may run at once: a quarter of the cores, for servers and learner want the others."""
+    return max(1, min(32, (os.cpu_count() or 1) // 4))
+
+
 class Sandbox:
     """Runs at most `places` programs at once."""
 

@@ -212,7 +212,7 @@ class Tickets:
             budget = interruption.thinking_budget(recipe.run.seed, ticket, sample, length.thinking_tokens)
         done = await self._sampler.complete(
             Job(
-                prompt=prompt.tokens,
+                prompt=prompt,
                 order=(1, ticket, sample),
                 may_use=may_use,
                 salt=f"{self._salt}/{ticket}",
@@ -223,7 +223,7 @@ class Tickets:
                 routed=self._routed,
             )
         )
-        grade = await self._graders[prompt.task].grade(done.text, prompt)
+        grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
         return Rollout(
             sample=sample,
             segments=tuple(done.segments),
@@ -237,6 +237,7 @@ class Tickets:
             rewards=dict(grade.rewards),
             retries=done.retries,
             routing=None if self._routed is None else self._routed.joined(done.routing),
+            episode=done.episode,
         )
 
     def _is_eligible(self, ticket: int, server: int | None) -> bool:

@@ -71,12 +71,14 @@ def _check_sources(recipe: Recipe) -> None:
         for name, task in recipe.data.tasks.items()
         if isinstance(task.heldout, str)
     ]
+    named += [(f"evaluation.suites.{name}.data", suite.data) for name, suite in recipe.evaluation.suites.items()]
     for key, source in [*named, *(("data.decontaminate", source) for source in recipe.data.decontaminate)]:
         wrong = sources.problem(source)
         if wrong:
             made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
-    if any(task.template == "chat" for task in recipe.data.tasks.values()):
+    asked = [*recipe.data.tasks.values(), *recipe.evaluation.sampled.values()]
+    if any(rows.template == "chat" for rows in asked):
         load_chat(recipe.model.path)
 
 
@@ -84,7 +86,7 @@ def _check_graders(recipe: Recipe) -> None:
     """Sandbox, functions and keys are there; the controller, which needs them, starts with this environment."""
     from megarl.grading.grader import check_graders  # it brings aiohttp
 
-    check_graders(recipe.data)
+    check_graders(recipe.data, recipe.evaluation.sampled)
 
 
 def check_all(recipe: Recipe) -> None:
@@ -123,20 +125,20 @@ def check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
 
 
 @contextmanager
-def lock(rundir: RunDir) -> Iterator[None]:
-    """Be the only supervisor of this run; the kernel lets go of it when we die."""
+def lock(rundir: RunDir, command: str = "megarl train", place: str = "run.name") -> Iterator[None]:
+    """Be the only one who works in this directory; the kernel lets go of it when we die. place: the key that names another."""
     try:
         rundir.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(rundir.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise MegarlError(f"run.dir, run.name: cannot write in {rundir.path}: {error.strerror}") from None
+        raise MegarlError(f"{place}: cannot write in {rundir.path}: {error.strerror}") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.read(descriptor, 100).decode()
             raise MegarlError(
-                f"{rundir.path}: another `megarl train` (process {owner}) works there; end it, or give another run.name"
+                f"{rundir.path}: another `{command}` (process {owner}) works there; end it, or give another {place}"
             ) from None
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())

@@ -37,9 +37,10 @@ class Node:
     ports: tuple[int, ...]
 
 
-def here(ports: int, interface: str) -> Node:
-    """This machine. MegarlError if it has no such interface."""
-    address = address_of(interface)
+def here(ports: int, interface: str, supervisor: str = "") -> Node:
+    """This machine. supervisor: address of the node that has to reach it; empty: it is alone. MegarlError if it has no such
+    interface."""
+    address = address_of(interface, supervisor)
     host = socket.gethostname().split(".")[0]
     return Node(
         name=os.environ.get("SLURMD_NODENAME", host),
@@ -52,8 +53,8 @@ def here(ports: int, interface: str) -> Node:
     )
 
 
-def address_of(interface: str) -> str:
-    """Of this name; without one loopback, and in a step of a Slurm job that by which the supervisor's node is reached."""
+def address_of(interface: str, supervisor: str) -> str:
+    """Of this name; without one that by which the supervisor is reached, or loopback."""
     if interface:
         known = psutil.net_if_addrs()
         for of_interface in known.get(interface, []):
@@ -63,7 +64,6 @@ def address_of(interface: str) -> str:
             f"run.interface: {interface!r} is no network interface with an IPv4 address of {socket.gethostname()}, which "
             f"has {', '.join(sorted(known))}"
         )
-    supervisor = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     if not supervisor:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -90,8 +90,10 @@ def main(arguments: list[str]) -> int:
     try:
         if not (Path(run) / ".lock").exists():
             raise MegarlError(f"{run} is not there; run.dir has to lie on a file system that all nodes share")
-        # In one write: lines of several nodes come out of srun as they went in.
-        sys.stdout.buffer.write(msgspec.json.encode(here(int(count), interface)) + b"\n")
+        node = here(int(count), interface, os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+        sys.stdout.buffer.write(
+            msgspec.json.encode(node) + b"\n"
+        )  # whole: lines of several nodes come out as they went in
         sys.stdout.buffer.flush()
     except MegarlError as error:
         print(f"megarl: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())}: {error}", file=sys.stderr)

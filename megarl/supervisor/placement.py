@@ -37,6 +37,24 @@ def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
     if sum(map(len, free)) < needed(recipe):
         raise MegarlError(_too_few(recipe, nodes, free))
     placed = {Role("learner"): _learner(resources.learner_ranks, nodes, free)}
+    return placed | _servers(recipe, nodes, free) | {Role("controller"): Place((nodes[0],))}
+
+
+def place_servers(recipe: Recipe, node: Node) -> dict[Role, Place]:
+    """Servers alone, on one machine: those of an evaluation. MegarlError if they do not fit."""
+    count, width = recipe.resources.servers, recipe.resources.server_tensor_parallel
+    if node.gpus and len(node.gpus) < count * width:
+        raise MegarlError(
+            f"resources: {count} servers x {width} GPUs need {count * width}, and {len(node.gpus)} are visible "
+            f"({','.join(node.gpus)}); lower resources.servers or resources.server_tensor_parallel, or set "
+            "CUDA_VISIBLE_DEVICES= to serve a tiny model on the CPU"
+        )
+    return _servers(recipe, [node], [list(node.gpus) or [""] * (count * width)])
+
+
+def _servers(recipe: Recipe, nodes: Sequence[Node], free: list[list[str]]) -> dict[Role, Place]:
+    """From the first free GPUs on, which are taken."""
+    resources, placed = recipe.resources, {}
     for i in range(resources.servers):
         n = next((n for n, slots in enumerate(free) if len(slots) >= resources.server_tensor_parallel), None)
         if n is None:
@@ -47,7 +65,7 @@ def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
             )
         taken = [free[n].pop(0) for _ in range(resources.server_tensor_parallel)]
         placed[Role("server", i)] = Place((nodes[n],), _named(taken))
-    return placed | {Role("controller"): Place((nodes[0],))}
+    return placed
 
 
 def _learner(ranks: int, nodes: Sequence[Node], free: list[list[str]]) -> Place:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe, from_tree, load
 from megarl.supervisor.nodes import Node
-from megarl.supervisor.placement import described, place
+from megarl.supervisor.placement import described, place, place_servers
 from megarl.supervisor.restart import Role
 
 
@@ -88,3 +88,12 @@ def test_no_gpu_is_given_twice(servers: int, width: int, ranks: int, count: int,
     learner = placed[Role("learner")]
     assert len(learner.nodes) * learner.ranks == ranks
     assert len(placed) == servers + 2
+
+
+def test_servers_alone() -> None:
+    (node,) = nodes(1, gpus=4)
+    placed = place_servers(recipe(2, 2, 1), node)
+    assert [of.gpus for of in placed.values()] == [("0", "1"), ("2", "3")]
+    assert {of.gpus for of in place_servers(recipe(3, 2, 1), nodes(1, gpus=0)[0]).values()} == {()}
+    with pytest.raises(MegarlError, match="3 servers x 2 GPUs need 6, and 4 are visible"):
+        place_servers(recipe(3, 2, 1), node)

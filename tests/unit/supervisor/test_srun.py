@@ -62,7 +62,7 @@ def test_this_node(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) ->
     node = here(3, "")
     assert (node.address, node.interface, node.gpus) == ("127.0.0.1", "lo", ())
     assert len(set(node.ports)) == 3
-    assert here(0, "lo").address == "127.0.0.1"
+    assert here(0, "lo").address == here(0, "", "127.0.0.1").address == "127.0.0.1"
     with pytest.raises(MegarlError, match=r"run\.interface: 'ib7' is no network interface .* which has .*lo"):
         here(0, "ib7")
     assert nodes.parse("welcome to node 1") is None
