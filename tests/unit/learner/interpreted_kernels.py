@@ -1,7 +1,8 @@
 """The head's Triton kernels on a CPU, in Triton's interpreter.
 
-`TRITON_INTERPRET=1 python -m tests.unit.learner.interpreted_kernels`: a process of its own, for Triton decides once, when it is imported. No GPU's arithmetic is seen here, and no race of a GPU's
-threads (a program writes what no other reads); what is seen is every index, mask and formula.
+`TRITON_INTERPRET=1 python -m tests.unit.learner.interpreted_kernels`: a process of its own, for Triton decides once, when it
+is imported. No GPU's arithmetic is seen here, and no race of a GPU's threads (a program writes what no other reads); what is
+seen is every index, mask and formula.
 """
 
 import torch
