@@ -63,16 +63,16 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         for rows, columns in asked.chunks(len(hidden)):
             logits = product(hidden[rows], weight[columns].T, asked.precision)
             asked.passes.reduce(logits, labels[rows] - columns.start, sums[:, rows], asked.temperature)
+            del logits  # or the next chunk would be made beside it
         top, log_total, entropy, label = _over_ranks(sums, (labels >= 0) & (labels < asked.valid), asked)
-        ctx.save_for_backward(hidden, labels, torch.stack([top, log_total, entropy]))
-        # Not saved for backward: a leaf comes back as another object, without what DDP hangs on it.
-        ctx.weight, ctx.asked = weight, asked
+        ctx.save_for_backward(hidden, weight, labels, torch.stack([top, log_total, entropy]))
+        ctx.asked = asked
         return label - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, labels, found = ctx.saved_tensors
-        weight, asked, of_rows = ctx.weight, ctx.asked, torch.stack(upstream)
+        hidden, weight, labels, found = ctx.saved_tensors
+        asked, of_rows = ctx.asked, torch.stack(upstream)
         of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         for rows, columns in asked.chunks(len(hidden)):
             logits = product(hidden[rows], weight[columns].T, asked.precision)
@@ -80,6 +80,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             d = asked.passes.gradient(logits, place, found[:, rows], of_rows[:, rows], asked.temperature, weight.dtype)
             add_product(of_hidden[rows], d, weight[columns])
             add_product(weight.main_grad[columns], d.T, hidden[rows])
+            del logits, d
         # As megatron's fused layers do: DDP's hook must run, and where the weight is also the embedding it adds that part.
         weight.grad_added_to_main_grad = True
         return of_hidden.to(hidden.dtype), torch.zeros_like(weight), None, None
