@@ -11,7 +11,7 @@ microbatch.py    sequences -> tensors of one micro-batch
 critic.py        the value network: what each token was worth
 expert_load.py   how evenly tokens fall on experts; the loss that evens it out
 replay.py        routers take the experts that the server took
-logprobs.py      log-probs and entropy of a split vocabulary
+head/            log-probs and entropy of a split vocabulary, without its logits
 losses/          one file a loss
 checkpoint.py    save without stopping, load at any layout
 sft.py           `megarl sft`: the same step with cross-entropy

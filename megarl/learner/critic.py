@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl import gae
 from megarl.advantages import NOTHING_SEEN, Moments
 from megarl.batch import TrainSequence
-from megarl.learner.logprobs import trained_positions
+from megarl.learner.head import trained_positions
 from megarl.learner.losses import value
 from megarl.learner.microbatch import MicroBatch
 from megarl.learner.network import chunks_beside
@@ -61,5 +61,5 @@ class Critic:
 
 def selected_values(*, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **_: Any) -> Tensor:
     """The value head, as GPTModel's `output_processor`: values [n] float32 before each trained token of a micro-batch."""
-    values: Tensor = output_layer(trained_positions(hidden_states, output_layer, context.at))
+    values: Tensor = output_layer(trained_positions(hidden_states, output_layer, context.at, in_parts=False))
     return values

@@ -26,7 +26,7 @@ from megarl import models
 from megarl.batch import TrainSequence
 from megarl.errors import MegarlError
 from megarl.learner.expert_load import ExpertLoad
-from megarl.learner.logprobs import selected_logprobs
+from megarl.learner.head import selected_logprobs
 from megarl.learner.microbatch import Layout, MicroBatch, Plan, assemble, plan
 from megarl.learner.replay import Replay
 from megarl.models import Family, build, hf
@@ -47,6 +47,8 @@ class Network:
     def __init__(self, chunks: list[GPTModel], family: Family, recipe: Recipe) -> None:
         self.chunks, self.family = chunks, family
         self.microbatch_tokens = recipe.learner.microbatch_tokens
+        wide = recipe.model.fp32_head in ("both", "learner")
+        self.head_precision = torch.float32 if wide else build.DTYPES[recipe.model.dtype]
         self.layout = layout_of(recipe)
         self.device = next(chunks[0].parameters()).device
         # The micro-batches of a step have one size (microbatch.py), so stages need not tell each other shapes.
@@ -54,7 +56,12 @@ class Network:
 
     def lm_head(self, temperature: float) -> Head:
         """Log-prob and entropy [n] of each trained token."""
-        return partial(selected_logprobs, vocab_size=self.family.vocabulary, temperature=temperature)
+        return partial(
+            selected_logprobs,
+            vocab_size=self.family.vocabulary,
+            temperature=temperature,
+            precision=self.head_precision,
+        )
 
     def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
         """Which sequences go where."""

@@ -6,7 +6,7 @@
     layer_spec.py      the modules of a layer: Transformer Engine's, or
     local_spec.py        norm and attention without it;      te_attention.py   what its attention lacks
     layer_attention.py what some layers' attention does besides (chunks, temperature, …); rope.py  rotary embedding
-    head.py            FP32 logits; value_head.py  a critic's
+    value_head.py      a critic's head, in place of the LM head
     family.py          what a family is; how a Megatron tensor is made of Hugging Face ones
     families/          one file a family: configuration read, names of tensors;  decoder.py  what they share
     hf.py              load, export, save                  checkpoint.py     distributed checkpoints

@@ -14,7 +14,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.errors import MegarlError
 from megarl.models.family import Family, family_of
-from megarl.models.head import Fp32Head
 from megarl.models.layer_spec import block_spec
 from megarl.recipe import Model
 from megarl.recipe.combinations import impossible_for
@@ -105,8 +104,6 @@ def _chunk(
     if transformer_engine:  # megatron knows only one set of scaling constants
         frequencies = chunk.rotary_pos_emb.inv_freq
         chunk.rotary_pos_emb.inv_freq = family.inverse_frequencies.to(frequencies.device)
-    if last and model.fp32_head in ("both", "learner") and model.dtype != "fp32":
-        Fp32Head.adopt(chunk.output_layer)
     if model.moe.freeze_router:
         for name, parameter in chunk.named_parameters():
             if name.endswith(".mlp.router.weight"):

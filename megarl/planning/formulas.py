@@ -70,15 +70,18 @@ def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
     return pipeline_parallel * (1 + (pipeline_parallel - 1) / (pipeline_parallel * virtual))
 
 
-def logit_bytes(tokens: float, vocabulary: int, hidden: int, tensor_parallel: int, widened: bool) -> float:
-    """The head at its peak, of so many trained tokens of one micro-batch.
+HEAD_CHUNK = 4096 * 8192
+"""Logits that the learner's head holds at a time (megarl/learner/head/function.py)."""
 
-    Three FP32 arrays [tokens, vocabulary / TP] live at once (megarl/learner/logprobs.py: logits, shifted, exponentials;
-    backward: log p, p, gradient). widened: hidden states, weight and its gradient are FP32 copies besides (models/head.py).
+
+def head_bytes(tokens: float, vocabulary: int, hidden: int, tensor_parallel: int, width: int) -> float:
+    """The head at its peak, of so many trained tokens of one micro-batch (megarl/learner/head/function.py).
+
+    A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed and as handed on; the zeros
+    that autograd gets for the weight's. width: bytes of a number of the model.
     """
-    logits = 3 * FP32 * tokens * vocabulary / tensor_parallel
-    copies = FP32 * (2 * vocabulary / tensor_parallel + tokens) * hidden
-    return logits + (copies if widened else 0)
+    chunk = (FP32 + width) * HEAD_CHUNK
+    return chunk + (FP32 + width) * tokens * hidden + width * vocabulary / tensor_parallel * hidden
 
 
 # Memory of a server.

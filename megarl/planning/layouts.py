@@ -198,7 +198,7 @@ _RULES = {
 
 
 def _largest_part(need: LearnerMemory) -> str:
-    parts = {"state": need.state, "activations": need.activations, "logits": need.logits}
+    parts = {"state": need.state, "activations": need.activations, "head": need.head}
     return max(parts, key=parts.__getitem__)
 
 

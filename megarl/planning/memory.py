@@ -1,7 +1,7 @@
 """Bytes of a learner rank and of a server's GPU. The formulas are in formulas.py; here is what lies where.
 
 Of a pipeline the first stage has most activations in flight and the embedding, the last has one micro-batch in flight, the
-head and its logits: the larger of the two counts.
+head: the larger of the two counts.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class LearnerMemory:
 
     state: float
     activations: float
-    logits: float
+    head: float
     publication: float
 
     @property
     def total(self) -> float:
-        return self.state + self.activations + self.logits + self.publication
+        return self.state + self.activations + self.head + self.publication
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,18 @@ def learner(recipe: Recipe, shape: Shape, microbatch_tokens: float, microbatches
     tokens = microbatch_tokens / model.context_parallel
     held = formulas.in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
     layers = _stage_activations(recipe, shape, width) * tokens
-    logits = formulas.logit_bytes(
-        tokens,
-        shape.vocabulary,
-        shape.hidden,
-        model.tensor_parallel,
-        model.fp32_head in ("both", "learner") and width == BF16,
-    )
+    head = formulas.head_bytes(tokens, shape.vocabulary, shape.hidden, model.tensor_parallel, width)
     ends = shape.embedding_parameters / model.tensor_parallel
     publication = 2.0 * recipe.weights.bucket_mb * 2**20
     first = LearnerMemory(
         _state(recipe, shape, ends + (shape.head_parameters / model.tensor_parallel if last else 0)),
         layers * held,
-        logits if last else 0.0,
+        head if last else 0.0,
         publication,
     )
     if last:
         return first
-    end = LearnerMemory(_state(recipe, shape, ends), layers, logits, publication)
+    end = LearnerMemory(_state(recipe, shape, ends), layers, head, publication)
     return max(first, end, key=lambda m: m.total)
 
 

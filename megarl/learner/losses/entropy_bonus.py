@@ -1,7 +1,7 @@
 """Entropy bonus, against early determinism: loss_t - coefficient * H(pi(. | y_<t)).
 
 Williams and Peng 1991; PPO (arXiv 1707.06347, eq. 9). The entropy is that of the whole distribution, with its exact gradient
-(megarl/learner/logprobs.py), not an estimate from the sampled token.
+(megarl/learner/head/), not an estimate from the sampled token.
 """
 
 from torch import Tensor

@@ -1,7 +1,6 @@
 """A trainer with a critic, and one with several epochs a step, on one rank."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from megarl.learner.checkpoint import Checkpoints
 from megarl.learner.trained import TrainedNetwork
 from megarl.learner.trainer import Trainer
 from megarl.models import hf, parallel
-from megarl.recipe import Model
 from tests.tiny import tiny_llama
 
 # isort: split
 from safetensors.torch import load_file
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 CRITIC = {"batch": {"centring": "critic", "zero_variance": "keep", "aggregation": "token"}}
 
@@ -32,13 +32,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("critic") / "model"
     tiny_llama(path, num_hidden_layers=2)
     return path
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    parallel.start(Model(), seed=0, timeout_s=60)
-    yield
-    parallel.stop()
 
 
 def trainer_of(

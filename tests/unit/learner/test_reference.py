@@ -1,6 +1,5 @@
 """The frozen reference beside a policy in training, on one rank."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,8 @@ import torch
 from megarl import recipe as recipes
 from megarl.errors import MegarlError
 from megarl.learner.trainer import Trainer
-from megarl.models import parallel
-from megarl.recipe import Model
 from megarl.types import Batch, Group, Prompt, Rollout, Segment
 from tests.tiny import tiny_llama
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    parallel.start(Model(), seed=0, timeout_s=60)
-    yield
-    parallel.stop()
 
 
 def trainer(policy: Path, **reference: Any) -> Trainer:

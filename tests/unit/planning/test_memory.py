@@ -1,9 +1,11 @@
 """Memory against published footprints, and against what the parts must add up to."""
 
+import math
 from typing import Any
 
 import pytest
 
+from megarl.learner.head import function
 from megarl.planning import formulas, memory, shapes
 from megarl.planning.hardware import GB, assumed, gpu_named
 from megarl.recipe import Recipe, load
@@ -56,7 +58,7 @@ def test_parallelism_divides_what_it_should() -> None:
     alone = memory.learner(recipe(model__tensor_parallel=1, model__sequence_parallel=False), EIGHT, tokens, 8)
     four = memory.learner(recipe(), EIGHT, tokens, 8)
     assert four.activations == pytest.approx(alone.activations / 4)
-    assert four.logits == pytest.approx(alone.logits / 4, rel=0.05)
+    assert four.head < alone.head
     context = memory.learner(recipe(model__context_parallel=4), EIGHT, tokens, 8)
     assert context.activations == pytest.approx(four.activations / 4)
     assert context.state == four.state  # 16 ranks share the optimiser in both
@@ -75,9 +77,10 @@ def test_the_first_stage_of_a_pipeline_has_as_much_in_flight_as_a_single_one() -
     assert formulas.in_flight(4, 2, 100) / 4 == 1 + 3 / 8
 
 
-def test_logits_are_fp32_and_three_times() -> None:
-    """16,384 tokens x 128,256 columns x 4 bytes x 3 = 25 GB on one rank."""
-    assert formulas.logit_bytes(16384, EIGHT.vocabulary, EIGHT.hidden, 1, False) == pytest.approx(25.2 * GB, rel=0.01)
+def test_the_head_holds_a_chunk_and_no_logits() -> None:
+    """0.20 GB of chunk, 0.40 of hidden states' gradients, 1.05 of zeros; all logits would be 8.4 GB, several times over."""
+    assert math.prod(function.CHUNK) == formulas.HEAD_CHUNK
+    assert formulas.head_bytes(16384, EIGHT.vocabulary, EIGHT.hidden, 1, 2) == pytest.approx(1.65 * GB, rel=0.01)
 
 
 def test_experts_are_divided_by_expert_parallelism_and_their_optimiser_by_what_is_left() -> None:

@@ -1,0 +1,100 @@
+"""passes.py as Triton kernels: one trip over a chunk where torch makes ten.
+
+The chunk itself is cuBLAS's work. A kernel that also made the product could spare the trip, about a tenth of the product's
+time at 8B shapes by bytes and FLOP; it would have to come that near to cuBLAS's rate to gain by it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+"""Columns that a program holds at a time, in registers."""
+WARPS = 8
+
+
+def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> None:
+    """passes.reduce. A program a row."""
+    rows, columns = logits.shape
+    top, total, spread, label = sums
+    _reduce[(rows,)](
+        logits, labels, top, total, spread, label, columns, logits.stride(0), temperature, BLOCK=BLOCK, num_warps=WARPS
+    )
+
+
+def gradient(
+    logits: Tensor, labels: Tensor, found: Tensor, upstream: Tensor, temperature: float, dtype: torch.dtype
+) -> Tensor:
+    """passes.gradient. A program a row and block of columns."""
+    rows, columns = logits.shape
+    out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+    top, log_total, entropy = found
+    of_logprob, of_entropy = upstream
+    _gradient[(rows, triton.cdiv(columns, BLOCK))](
+        logits,
+        out,
+        labels,
+        top,
+        log_total,
+        entropy,
+        of_logprob,
+        of_entropy,
+        columns,
+        logits.stride(0),
+        temperature,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+    return out
+
+
+@triton.jit
+def _reduce(logits, labels, top, total, spread, label, columns, stride, temperature, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    y = tl.load(labels + row)
+    highest = tl.load(top + row)
+    sum_e = tl.load(total + row)
+    sum_ez = tl.load(spread + row)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        x = tl.load(logits + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(highest, tl.max(x, 0))
+        shift = (highest - higher) / temperature
+        z = tl.where(inside, (x - higher) / temperature, 0.0)
+        e = tl.where(inside, tl.exp(z), 0.0)
+        sum_ez = tl.exp(shift) * (sum_ez + shift * sum_e) + tl.sum(e * z, 0)
+        sum_e = tl.exp(shift) * sum_e + tl.sum(e, 0)
+        highest = higher
+    tl.store(top + row, highest)
+    tl.store(total + row, sum_e)
+    tl.store(spread + row, sum_ez)
+    if (y >= 0) & (y < columns):
+        tl.store(label + row, tl.load(logits + row * stride + y).to(tl.float32))
+
+
+@triton.jit
+def _gradient(  # type: ignore[no-untyped-def]
+    logits,
+    out,
+    labels,
+    top,
+    log_total,
+    entropy,
+    of_logprob,
+    of_entropy,
+    columns,
+    stride,
+    temperature,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    log_p = (x - tl.load(top + row)) / temperature - tl.load(log_total + row)
+    one = tl.where(column == tl.load(labels + row), 1.0, 0.0)
+    p = tl.exp(log_p)
+    d = tl.load(of_logprob + row) * (one - p) - tl.load(of_entropy + row) * p * (log_p + tl.load(entropy + row))
+    tl.store(out + row * stride + column, (d / temperature).to(out.dtype.element_ty), mask=inside)
