@@ -15,7 +15,7 @@ def is_rank() -> bool:
 
 def become_torchrun(ranks: int, port: int) -> None:
     """Replace this process by torchrun, which runs its command again as `ranks` ranks and ends all when one dies."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    torchrun = [sys.executable, "-m", "megarl.learner.torchrun", f"--nproc-per-node={ranks}"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]
     os.execv(sys.executable, [*torchrun, "-m", "megarl", *sys.argv[1:]])
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from megarl import stores
 from megarl.errors import MegarlError
 from megarl.models.cpu import after_megatron_import
 from megarl.recipe import Model
@@ -72,6 +73,7 @@ def _join(timeout_s: float) -> None:
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         return
+    stores.bind_all()
     try:
         dist.init_process_group(backend, timeout=limit)
     except dist.DistError as error:

@@ -70,7 +70,7 @@ def main(recipe: Recipe) -> int:
     journal.append(session_of(rundir))
 
     async def run() -> int:
-        return await Controller(recipe, rundir, journal, tokenizer, prompts, Link(endpoints.controller)).run()
+        return await Controller(recipe, rundir, journal, tokenizer, prompts, Link(endpoints.controller, endpoints.link)).run()
 
     return uvloop.run(run())
 
@@ -300,6 +300,7 @@ class Controller:
             "evaluating": sorted(self.evaluations.running),
             "rollout_tokens_per_second": sum(use["tokens_per_second"] for use in seconds.values()),
             "malformed_requests": self.link.malformed,
+            "refused_connections": self.link.refused(),
         }
 
 

@@ -25,7 +25,7 @@ from rich.live import Live
 from megarl.monitor import summary
 from megarl.process import adopt_orphans
 from megarl.recipe import Recipe, dump
-from megarl.rundir import Endpoints, RunDir, append_jsonl, free_ports, write_atomically
+from megarl.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, free_ports, write_atomically
 from megarl.scaling.outlook import enough
 from megarl.supervisor import checks, devices
 from megarl.supervisor.launcher import Launcher, LocalLauncher, Running, sweep, task
@@ -105,6 +105,7 @@ def prepare(recipe: Recipe, rundir: RunDir) -> Endpoints:
         servers=tuple(f"http://{host}:{port}" for port in server_ports),
         api_key=secrets.token_hex(16),
         admin_key=secrets.token_hex(16),
+        link=LinkKeys.new(),
         rendezvous_port=ports[1],
         gpus=devices.needed(recipe) if devices.gpus() else 0,
     )

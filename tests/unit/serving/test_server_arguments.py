@@ -9,10 +9,18 @@ import pytest
 
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe, from_tree
-from megarl.rundir import Endpoints, free_ports
+from megarl.rundir import Endpoints, LinkKeys, free_ports
 from megarl.serving.server import check, engine_arguments, environment
 
-ENDPOINTS = Endpoints(session="s", controller="c", servers=(), api_key="user", admin_key="admin", rendezvous_port=1)
+ENDPOINTS = Endpoints(
+    session="s",
+    controller="c",
+    servers=(),
+    api_key="user",
+    admin_key="admin",
+    link=LinkKeys.new(),
+    rendezvous_port=1,
+)
 
 
 def a_recipe(path: Path, positions: int = 512, config: dict[str, Any] | None = None, **sections: Any) -> Recipe:

@@ -1,0 +1,38 @@
+"""torch's rendezvous stores, listening on the address by which they are announced and on no other.
+
+    tcp://10.0.0.5:29500 ──► bound_store ──► a socket that listens on 10.0.0.5:29500 ──► TCPStore
+
+A TCPStore of torch's listens on every address of the machine, whatever name it is given, and asks nobody for a key.
+"""
+
+import socket
+from typing import Any
+
+from torch.distributed import TCPStore, rendezvous
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+
+from megarl.errors import MegarlError
+
+BACKLOG = 2048
+"""Ranks that connect at the same moment."""
+
+
+def bound_store(
+    host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *more: Any, **named: Any
+) -> TCPStore:
+    """A TCPStore with torch's arguments; the master of port 0 takes a free one. MegarlError if it cannot listen there."""
+    if is_master:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise MegarlError(f"the ranks cannot meet at {host_name}:{port}: {error.strerror}") from None
+        port = listener.getsockname()[1]
+        named["master_listen_fd"] = listener.detach()
+    return TCPStore(host_name, port, world_size, is_master, *more, **named)
+
+
+def bind_all() -> None:
+    """From here on torch makes its own stores so: for tcp:// and env://, and for torchrun's ranks."""
+    rendezvous.TCPStore = bound_store  # type: ignore[misc, assignment]
+    static_tcp_rendezvous.TCPStore = bound_store  # type: ignore[misc, assignment]
