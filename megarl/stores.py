@@ -1,10 +1,12 @@
-"""torch's rendezvous stores, listening on the address by which they are announced and on no other.
+"""torch's rendezvous stores and process groups, listening on one network and on no other.
 
     tcp://10.0.0.5:29500 ──► bound_store ──► a socket that listens on 10.0.0.5:29500 ──► TCPStore
+    GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface; who starts the roles on several nodes names it
 
-A TCPStore of torch's listens on every address of the machine, whatever name it is given, and asks nobody for a key.
+They ask nobody for a key, and by themselves a store listens on every address of the machine, a group where its name leads.
 """
 
+import os
 import socket
 from typing import Any
 
@@ -33,6 +35,9 @@ def bound_store(
 
 
 def bind_all() -> None:
-    """From here on torch makes its own stores so: for tcp:// and env://, and for torchrun's ranks."""
+    """From here on torch makes its own stores so, for tcp://, env:// and torchrun's ranks; groups without a network have
+    loopback."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     rendezvous.TCPStore = bound_store  # type: ignore[misc, assignment]
     static_tcp_rendezvous.TCPStore = bound_store  # type: ignore[misc, assignment]

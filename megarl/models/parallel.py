@@ -70,10 +70,10 @@ def _join(timeout_s: float) -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    stores.bind_all()
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         return
-    stores.bind_all()
     try:
         dist.init_process_group(backend, timeout=limit)
     except dist.DistError as error:
