@@ -21,7 +21,6 @@ import msgspec
 
 from megarl.types import SCHEMA_VERSION, Batch, Record, decode, encode
 
-
 LARGEST_REQUEST = 16 << 20
 """Bytes of a frame of a learner; the results of 10,000 servers fit. What sends more is cut off."""
 LARGEST_REPLY = 16 << 30

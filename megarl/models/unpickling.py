@@ -1,7 +1,7 @@
 """A checkpoint is read without running anything that is in it, wherever it came from.
 
-    .metadata       a pickle that torch reads as it is: read here first, by an unpickler that knows only what belongs there
-    *.distcp        torch archives; megatron lets torch unpickle objects of any class: within `safely` only plain ones
+.metadata       a pickle that torch reads as it is: read here first, by an unpickler that knows only what belongs there
+*.distcp        torch archives; megatron lets torch unpickle objects of any class: within `safely` only plain ones
 """
 
 import os

@@ -70,7 +70,9 @@ def main(recipe: Recipe) -> int:
     journal.append(session_of(rundir))
 
     async def run() -> int:
-        return await Controller(recipe, rundir, journal, tokenizer, prompts, Link(endpoints.controller, endpoints.link)).run()
+        return await Controller(
+            recipe, rundir, journal, tokenizer, prompts, Link(endpoints.controller, endpoints.link)
+        ).run()
 
     return uvloop.run(run())
 
