@@ -39,5 +39,5 @@ def bind_all() -> None:
     loopback."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    rendezvous.TCPStore = bound_store  # type: ignore[misc, assignment]
-    static_tcp_rendezvous.TCPStore = bound_store  # type: ignore[misc, assignment]
+    rendezvous.TCPStore = bound_store
+    static_tcp_rendezvous.TCPStore = bound_store
