@@ -6,11 +6,12 @@
 They ask nobody for a key, and by themselves a store listens on every address of the machine, a group where its name leads.
 """
 
+import importlib
 import os
 import socket
 from typing import Any
 
-from torch.distributed import TCPStore, rendezvous
+from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
 from megarl.errors import MegarlError
@@ -39,5 +40,5 @@ def bind_all() -> None:
     loopback."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    rendezvous.TCPStore = bound_store
-    static_tcp_rendezvous.TCPStore = bound_store
+    for module in (importlib.import_module("torch.distributed.rendezvous"), static_tcp_rendezvous):
+        vars(module)["TCPStore"] = bound_store  # the first is hidden behind a function of its name
