@@ -18,8 +18,10 @@ LIMIT = timedelta(seconds=20)
 GROUP = """
 import os, psutil, torch.distributed as dist
 from megarl import stores
+from megarl.rundir import free_ports
 stores.bind_all()
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.3:{stores.bound_store('127.0.0.3', 0, is_master=True).port + 1}", rank=0, world_size=1)
+port, = free_ports(1, "127.0.0.3")
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.3:{port}", rank=0, world_size=1)
 dist.new_group([0])
 addresses = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
 print(*sorted(addresses), os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
