@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
-.PHONY: help setup quickstart quickstart-moe test test-unit test-faults lint bench lock clean
+.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-faults lint bench lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -15,6 +15,9 @@ quickstart: setup ## train a tiny policy with real Megatron and real SGLang, in 
 
 quickstart-moe: setup ## the same with a tiny Llama 4 of experts
 	@launch/quickstart.sh quickstart-moe $(ARGS)
+
+quickstart-tools: setup ## the same with products and a calculator to call
+	@launch/quickstart.sh quickstart-tools $(ARGS)
 
 test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real roles together
 	$(PYTEST) tests -m "not faults and not slow"

@@ -12,6 +12,8 @@ setup(
     package_data={
         "megarl": [
             "recipes/*.yaml",
+            "recipes/suites/*.yaml",
+            "evaluation/*.html",
             "monitor/*.html",
             "scaling/*.yaml",
             "scaling/*.html",

@@ -2,7 +2,8 @@
 
     python -m benchmarks.code_grading [--workers 16] [--answers 100]
 
-An answer is a short right program with two tests of stdin, so two sandboxes. Rounds of both kinds in turn, three of each.
+An answer is a short right program with two tests of stdin, so two sandboxes; or a function and one check of a hundred calls,
+which are two sandboxes too. Rounds of all kinds in turn, three of each.
 """
 
 import argparse
@@ -20,13 +21,16 @@ from megarl.grading.sandbox import Ran, Sandbox
 RESULTS = Path(__file__).parent / "results" / "code_grading.json"
 ANSWER = "```python\nimport sys\na, b = map(int, sys.stdin.read().split())\nprint(a + b)\n```"
 TESTS = json.dumps({"tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "30 4\n", "output": "34\n"}]})
+FUNCTION = "```python\ndef add(a, b):\n    return a + b\n```"
+CHECK = "def check(candidate):\n    for n in range(100):\n        assert candidate(n, 4) == n + 4\n"
+CHECKS = json.dumps({"tests": [{"check": CHECK, "entry_point": "add"}]})
 ROUNDS = 3
 
 
-async def in_sandbox(answers: int, workers: int) -> float:
+async def in_sandbox(answers: int, workers: int, answer: str = ANSWER, tests: str = TESTS) -> float:
     code = Code(Sandbox("bubblewrap", workers))
     began = time.perf_counter()
-    verdicts = await asyncio.gather(*(code.check(Submission(ANSWER, TESTS)) for _ in range(answers)))
+    verdicts = await asyncio.gather(*(code.check(Submission(answer, tests)) for _ in range(answers)))
     assert all(verdict.score > 0 for verdict in verdicts)
     return answers / (time.perf_counter() - began)
 
@@ -58,9 +62,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--answers", type=int, default=100)
     options = parser.parse_args()
-    rates: dict[str, list[float]] = {"bubblewrap": [], "bare": []}
+    rates: dict[str, list[float]] = {"bubblewrap": [], "checks": [], "bare": []}
     for _ in range(ROUNDS):
         rates["bubblewrap"].append(asyncio.run(in_sandbox(options.answers, options.workers)))
+        rates["checks"].append(asyncio.run(in_sandbox(options.answers, options.workers, FUNCTION, CHECKS)))
         rates["bare"].append(asyncio.run(bare(options.answers, options.workers)))
     found = {
         "date": time.strftime("%Y-%m-%d"),

@@ -115,19 +115,43 @@ def stream(place: Path) -> int:
 
 
 def load(place: Path) -> int:
-    """What the controller of a run holds: every prompt's tokens in memory (a word-level tokenizer: 62 tokens a prompt)."""
+    """What a run does as it starts: every prompt's tokens, on disk (a word-level tokenizer: 62 tokens a prompt)."""
+    return len(loaded(place))
+
+
+def draw(place: Path) -> int:
+    """The same, and what the controller holds to draw from them: ids, difficulties, the order of an epoch; all drawn once."""
+    from megarl.admission import Admission
+    from megarl.data.prompts import TaskPrompts
+    from megarl.recipe import from_tree
+    from megarl.rollout.drawing import mixture_of
+    from megarl.rollout.state import State
+
+    prompts = loaded(place)
+    at = {p.id: n for n, p in enumerate(prompts)}
+    recipe = from_tree({"data": {"tasks": {"math": {"train": "", "heldout": 1}}}})
+    mixture = mixture_of(recipe, {"math": TaskPrompts(prompts, [])}, State(Admission(48, 8)))
+    draws = (mixture.draw() for _ in range(len(prompts)))
+    return sum(1 for drawn in draws if drawn and len(prompts[at[drawn[1].prompt_id]].tokens))
+
+
+def loaded(place: Path):
+    """The prompts of the prepared rows."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers
 
-    from megarl.data.prompts import load_prompts
+    from megarl.data.mappings import own
+    from megarl.data.prompts import load_set
+    from megarl.data.survey import survey_of
     from megarl.data.tokenizer import Tokenizer
 
     backend = Backend(models.WordLevel({"?": 0, "<unk>": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return len(load_prompts(place / "out" / "train.jsonl", Tokenizer(backend, 0, place), 2048, "math"))
+    found = survey_of(str(place / "out" / "train.jsonl"), own)
+    return load_set(found, str, Tokenizer(backend, 0, place), 2048, "math", "train")[0].prompts
 
 
-PARTS = {"reference": reference, "prepare": prepare, "stream": stream, "load": load}
+PARTS = {"reference": reference, "prepare": prepare, "stream": stream, "load": load, "draw": draw}
 
 
 def measure(part: str, place: Path) -> None:

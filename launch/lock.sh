@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Resolves requirements/cpu.in into requirements/cpu.txt: every package of the CPU stack, pinned.
-# sglang and xgrammar are added without their own requirements (cpu.in says why and lists what SGLang does import).
+# sglang, xgrammar and lm-eval are added without their own requirements (cpu.in says why and lists what they do import).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-without_requirements=(sglang==0.5.23 xgrammar==0.2.7)
+without_requirements=(sglang==0.5.23 xgrammar==0.2.7 lm-eval==0.4.13)
 
 resolved=$(mktemp)
 trap 'rm -f "$resolved"' EXIT

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The quickstart, each part only if it is not there yet: data and tokenizer, the supervised warm start, then RL.
 # It goes on with runs/RECIPE if that was stopped, and begins runs/RECIPE-2, -3 … if it is finished.
-#   launch/quickstart.sh [quickstart | quickstart-moe] [overrides of the recipe: run.seed=1 run.name=mine]
+#   launch/quickstart.sh [quickstart | quickstart-moe | quickstart-tools] [overrides of the recipe: run.seed=1 run.name=mine]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE
@@ -12,7 +12,7 @@ data=runs/quickstart-data
 
 finished() { grep -qs '"outcome": "finished"' "$1/summary.json"; }
 
-[ -f "$data/heldout.jsonl" ] && [ -f "$data/init-moe/config.json" ] || $megarl data arithmetic "$data"
+[ -f "$data/products-sft.jsonl" ] && [ -f "$data/init-moe/config.json" ] || $megarl data arithmetic "$data"
 
 warm=$($megarl train "$recipe" --dry-run "$@" 2>/dev/null | sed -n 's/^  output: //p')
 if [ ! -f "$warm/config.json" ]; then

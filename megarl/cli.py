@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megarl.data import cli as data
 from megarl.errors import MegarlError
+from megarl.evaluation import cli as evaluation
 from megarl.planning import cli as planning
 from megarl.process import die_with_supervisor
 from megarl.scaling import cli as scaling
@@ -108,6 +109,7 @@ def parser() -> argparse.ArgumentParser:
     from_journal.add_argument("--json", action="store_true", help="one group a line")
 
     data.add(commands)
+    evaluation.add(commands)
     scaling.add(commands)
 
     report = _command(commands, "report", _report, "write report.html and reward.png of a run anew")

@@ -4,6 +4,7 @@ RUN/recipe.yaml        resolved            RUN/rollouts/      the journal
 RUN/metrics.jsonl      one object a step   RUN/logs/          one file a process
 RUN/eval.jsonl         one an evaluation   RUN/checkpoints/   step-000000N/
 RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  RUN/reward.png
+RUN/evaluations/step-000000N/NAME/         the answers of an evaluation (megarl/evaluation/answers.py)
 RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
 RUN/bad-rollouts.jsonl those of steps that were skipped; RUN/failure: why the run must not be started again by itself
 RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
@@ -12,9 +13,10 @@ RUN/stop               asks for an orderly end; polled by learner and controller
 import json
 import math
 import os
+import re
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,10 @@ import msgspec
 
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe
+
+META = "megarl.json"
+"""In a checkpoint, written last: without it it is not complete."""
+CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +88,7 @@ class RunDir:
         self.report = path / "report.html"
         self.picture = path / "reward.png"
         self.weights = path / "weights"
+        self.evaluations = path / "evaluations"
 
     @staticmethod
     def of(recipe: Recipe) -> "RunDir":
@@ -102,6 +109,21 @@ class RunDir:
         write_atomically(self.endpoints_file, msgspec.json.encode(endpoints), mode=0o600)
 
 
+def step_folder(parent: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is in RUN/checkpoints, its answers in RUN/evaluations."""
+    return parent / f"step-{step:07}"
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """The complete checkpoints in RUN/checkpoints, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    steps = [
+        (int(m[1]), p) for p in checkpoints.iterdir() if (m := CHECKPOINT.fullmatch(p.name)) and (p / META).is_file()
+    ]
+    return [path for _, path in sorted(steps)]
+
+
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
     """The file is the old one or the new one, never a part."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
@@ -114,6 +136,11 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A row a line, all of them or none."""
+    write_atomically(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:

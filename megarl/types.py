@@ -21,6 +21,9 @@ import numpy as np
 SCHEMA_VERSION = 2
 """Of every frame between roles and every journal file; a reader refuses another one."""
 
+SHOWN_ANSWER = 200
+"""Characters of a prompt's answer that a group keeps. The grader has all of it from the data."""
+
 Finish = Literal["stop", "length", "void"]
 """`stop`: the end token was sampled. `length`: the answer budget ran out first (a truncated rollout)."""
 
@@ -40,6 +43,14 @@ class Prompt(Record, frozen=True):
     answer: str
     task: str = "math"
     difficulty: int = 0
+
+    @property
+    def shown(self) -> "Prompt":
+        """As it stands in a group: of a long answer (unit tests reach a megabyte) the beginning, for who reads the journal."""
+        more = len(self.answer) - SHOWN_ANSWER
+        if more <= 0:
+            return self
+        return msgspec.structs.replace(self, answer=f"{self.answer[:SHOWN_ANSWER]} … ({more:,} characters more)")
 
 
 class Segment(Record, frozen=True):
@@ -72,6 +83,20 @@ class Routing(Record, frozen=True):
         return self.choices.reshape(-1, self.layers, self.chosen)
 
 
+class Episode(Record, frozen=True):
+    """What passed between the policy and its environment (data.tasks.NAME.environment).
+
+    turns: of the policy. calls: those that were answered, of which errors failed; seconds: spent on all of them.
+    limited: `turns` or `turn_tokens` of the recipe ended the exchange, not the policy.
+    """
+
+    turns: int
+    calls: int
+    errors: int
+    seconds: float
+    limited: bool
+
+
 class Rollout(Record, frozen=True):
     """One completion of a ticket's prompt, graded. `sample` counts 0 … generations-1 within the group."""
 
@@ -87,6 +112,7 @@ class Rollout(Record, frozen=True):
     rewards: dict[str, float] = {}  # scores of which `reward` is made, by name, where the task has several
     retries: int = 0  # requests that were lost and continued elsewhere
     routing: Routing | None = None  # recorded with model.moe.routing_replay
+    episode: Episode | None = None  # with an environment
 
     @property
     def tokens(self) -> np.ndarray:
@@ -115,7 +141,10 @@ class Rollout(Record, frozen=True):
 
 
 class Group(Record, frozen=True):
-    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none and fills its slot."""
+    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none and fills its slot.
+
+    prompt: as `Prompt.shown`.
+    """
 
     ticket: int
     prompt: Prompt

@@ -11,29 +11,28 @@ before; a column that borrows writes ten more on its left. The answer is read of
     heldout.jsonl   prompts of evaluations, drawn first        train.jsonl      prompts of RL: none of the held-out ones
     heldout-addition.jsonl, train-addition.jsonl, …-subtraction.jsonl           the same, divided into two tasks
     sft.jsonl       traces of a teacher that errs (`TRACES`)   init, init-moe   random models (arithmetic_models.py)
+    products-*.jsonl                                            a task of its own, for a tool (products.py)
 
 The teacher errs on purpose: a policy warmed up on it is right about a third of the time; now and then it leaves its
 trace open, rambles or thinks too long; and it has seen the interruption phrase. What RL does then shows within minutes.
 """
 
-import json
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.data.arithmetic_models import END_OF_THINKING, MODELS, THINK, save_model
+from megarl.data import products
+from megarl.data.arithmetic_models import END_OF_THINKING, INTERRUPTION, MODELS, THINK, save_model
 from megarl.errors import MegarlError
-from megarl.rundir import write_atomically
+from megarl.rundir import write_jsonl
 
 log = logging.getLogger(__name__)
 
 TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
 DIGITS = {1: 0.15, 2: 0.4, 3: 0.35, 4: 0.1}
 """Share of problems whose longer operand has that many digits. The number is the prompt's difficulty."""
-
-INTERRUPTION = "..." + END_OF_THINKING
 
 TRACES = {
     "right": 0.46,
@@ -90,11 +89,12 @@ def write(directory: Path, seed: int) -> None:
     heldout, train = drawn[:HELDOUT_PROMPTS], drawn[HELDOUT_PROMPTS:]
     for name, chosen in (("heldout", heldout), ("train", train)):
         rows = [prompt_row(f"{name}-{i}", p) for i, p in enumerate(chosen)]
-        _write_rows(directory / f"{name}.jsonl", rows)
+        write_jsonl(directory / f"{name}.jsonl", rows)
         for task, sign in (("addition", "+"), ("subtraction", "-")):
             of_task = [row for row, p in zip(rows, chosen, strict=True) if p.sign == sign]
-            _write_rows(directory / f"{name}-{task}.jsonl", of_task)
-    _write_rows(directory / "sft.jsonl", sft_rows(rng, SFT_TRACES, avoid=set(heldout)))
+            write_jsonl(directory / f"{name}-{task}.jsonl", of_task)
+    write_jsonl(directory / "sft.jsonl", sft_rows(rng, SFT_TRACES, avoid=set(heldout)))
+    products.write(directory, seed)
     for name, config in MODELS.items():
         save_model(directory / name, config, seed)
 
@@ -184,7 +184,3 @@ def sft_rows(rng: random.Random, count: int, avoid: set[Problem]) -> Iterator[di
         while chosen in avoid:
             chosen = problem(rng)
         yield {"prompt": chosen.prompt, "completion": trace(chosen, kind, rng)}
-
-
-def _write_rows(path: Path, rows: Sequence[dict[str, Any]] | Iterator[dict[str, Any]]) -> None:
-    write_atomically(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))

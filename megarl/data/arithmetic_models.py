@@ -9,6 +9,7 @@ from megarl.rundir import write_atomically
 CHARACTERS = "0123456789+-=;.,:?!*/%()[]<>"
 PAD, END, THINK, END_OF_THINKING = "<pad>", "<eos>", "<think>", "</think>"
 SPECIAL = (PAD, END, THINK, END_OF_THINKING)
+INTERRUPTION = "..." + END_OF_THINKING
 
 LLAMA = {
     "model_type": "llama",

@@ -36,6 +36,30 @@ class ChatTemplate:
             raise MegarlError(f"{self.path}: the chat template refuses messages of {roles}: {error}") from None
         return text
 
+    def around_reply(self, end: str) -> tuple[str, str]:
+        """What stands before and after a tool's text, between two turns of the assistant. end: the text that ends a turn.
+
+        As a message of the role `tool`, or `user` where the template knows no tools.
+        """
+        said, told = "said-by-the-assistant", "told-by-the-tool"
+        before: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+        problem = "it leaves a tool's text out"
+        for role in ("tool", "user"):
+            try:
+                text = self.prompt([*before, {"role": role, "content": told}])
+            except MegarlError as error:
+                problem = str(error)
+                continue
+            if text.count(told) == text.count(said) == 1:
+                between, after = text.partition(said)[2].split(told)
+                if not between.startswith(end):
+                    raise MegarlError(
+                        f"{self.path}: the chat template does not end a turn with {end!r}, the eos_token of "
+                        "tokenizer_config.json; make that the token which ends a turn"
+                    )
+                return between.removeprefix(end), after
+        raise MegarlError(f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use template: raw")
+
 
 def load_chat(hf_dir: Path | str) -> ChatTemplate:
     """The template of a directory; MegarlError where there is none."""

@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from megarl.data.survey import Reader
+    from megarl.data.tokenizer import Tokenizer
     from megarl.recipe import Recipe
 
-MAPPING_HELP = "published set whose columns it has: polaris, deepscaler, dapo-math-17k, deepcoder, gsm8k, math"
+MAPPING_HELP = (
+    "published set whose columns it has: polaris, deepscaler, dapo-math-17k, deepcoder, gsm8k, math, livecodebench, "
+    "humaneval, mbpp"
+)
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -21,7 +27,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     inner = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     look = _command(inner, "inspect", _inspect, "lengths, difficulties, answer types and samples")
-    look.add_argument("what", metavar="SOURCE_OR_RECIPE", help="a file, hub:…, or a recipe: all of its tasks")
+    look.add_argument(
+        "what", metavar="SOURCE_OR_RECIPE", help="a file of prompts or traces, hub:…, or a recipe: all it has"
+    )
     look.add_argument("overrides", nargs="*", metavar="key=value", help="of a recipe")
     _columns(look)
     look.add_argument("--tokenizer", type=Path, metavar="DIR", help="count tokens with that of this model directory")
@@ -107,8 +115,12 @@ def _inspect_source(options: argparse.Namespace) -> int:
     from megarl.data.inspection import look, show, show_left_out
     from megarl.data.survey import survey
     from megarl.data.tokenizer import load_tokenizer
+    from megarl.data.traces import are_traces
 
     console, tokenizer = Console(), load_tokenizer(options.tokenizer) if options.tokenizer else None
+    if not options.mapping and not options.column and are_traces(options.what):
+        _inspect_traces(options.what, tokenizer, options.samples, None, [], console)
+        return 0
     found = survey(options.what, _reader(options.mapping, options.column))
     show_left_out(found, console)
     seen, _ = look(found, str, tokenizer, options.samples)
@@ -124,6 +136,7 @@ def _inspect_recipe(recipe: "Recipe", options: argparse.Namespace) -> int:
     from megarl.data.inspection import look, show, show_left_out
     from megarl.data.mappings import mapping_of
     from megarl.data.prompts import renderer
+    from megarl.data.sources import problem
     from megarl.data.survey import survey
     from megarl.data.tokenizer import load_tokenizer
 
@@ -141,7 +154,31 @@ def _inspect_recipe(recipe: "Recipe", options: argparse.Namespace) -> int:
             heldout, _ = look(apart, render, tokenizer, options.samples)
         for part, seen in (("train", train), ("heldout", heldout)):
             show(f"{name}.{part}", seen, console, "tokens", recipe.length.prompt_tokens, render)
+    if recipe.sft.data and problem(recipe.sft.data) is None:
+        _inspect_traces(
+            recipe.sft.data, tokenizer, options.samples, recipe.sft.max_length, recipe.data.decontaminate, console
+        )
     return 0
+
+
+def _inspect_traces(
+    source: str,
+    tokenizer: "Tokenizer | None",
+    samples: int,
+    limit: int | None,
+    decontaminate: Sequence[str],
+    console: "Console",
+) -> None:
+    """As `megarl sft` would have them. limit: sft.max_length."""
+    from megarl.data.contamination import overlap_with
+    from megarl.data.inspection import look_at_traces, show_left_out, show_traces
+    from megarl.data.survey import survey
+    from megarl.data.traces import spoken, trace_key
+
+    found = survey(source, spoken, evaluation=overlap_with(decontaminate), several=trace_key)
+    show_left_out(found, console)
+    seen = look_at_traces(found, tokenizer, samples)
+    show_traces(source, seen, console, "tokens" if tokenizer else "characters", limit)
 
 
 def _arithmetic(options: argparse.Namespace) -> int:

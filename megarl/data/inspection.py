@@ -1,4 +1,4 @@
-"""`megarl data inspect`: lengths, difficulties, answer types and samples of a source, or of a recipe's tasks.
+"""`megarl data inspect`: lengths, difficulties, answer types and samples of a source, or of a recipe's tasks and traces.
 
 Seen      one prompt set, gathered row by row: 8 bytes a row and a few samples      view   the same as rich renderables
 """
@@ -18,11 +18,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megarl.data.mappings import Row
 from megarl.data.prompts import BATCH, Render
+from megarl.data.rows import Row
 from megarl.data.survey import Survey, chosen
 from megarl.data.text import digest
 from megarl.data.tokenizer import Tokenizer
+from megarl.data.traces import templated
 
 BARS, BAR = 8, 32
 """Bars of a histogram at most, and characters of the longest."""
@@ -67,9 +68,10 @@ class Seen:
     kinds: Counter[str] = field(default_factory=Counter)
     _sampled: list[tuple[int, int, Row]] = field(default_factory=list)
 
-    def add(self, row: Row, length: int) -> None:
+    def add(self, row: Row, length: int, answer: int | None = None) -> None:
+        """answer: its length; without it, that in characters."""
         self.lengths.append(length)
-        self.answers.append(len(row.answer))
+        self.answers.append(len(row.answer) if answer is None else answer)
         self.difficulties[row.difficulty] += 1
         self.kinds[kind_of_answer(row.answer)] += 1
         if self.samples:  # those of the smallest hashes: the same each time
@@ -94,7 +96,10 @@ def look(found: Survey, render: Render, tokenizer: Tokenizer | None, samples: in
 
 
 def _lengths(part: tuple[tuple[Row, bool], ...], render: Render, tokenizer: Tokenizer | None) -> Iterator[int]:
-    texts = [render(row.prompt) for row, _ in part]
+    return _lengths_of([render(row.prompt) for row, _ in part], tokenizer)
+
+
+def _lengths_of(texts: list[str], tokenizer: Tokenizer | None) -> Iterator[int]:
     return map(len, texts if tokenizer is None else tokenizer.encode_all(texts))
 
 
@@ -123,11 +128,38 @@ def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, 
         console.print(_sample(row, render))
 
 
+def look_at_traces(found: Survey, tokenizer: Tokenizer | None, samples: int) -> Seen:
+    """Of a source of traces: lengths of what stands before the completions and, as those of answers, of the completions."""
+    seen = Seen(samples)
+    for part in batched(chosen(found if tokenizer is None else templated(found, tokenizer)), BATCH):
+        completions = _lengths_of([row.answer for row, _ in part], tokenizer)
+        for (row, _), prompt, completion in zip(part, _lengths(part, str, tokenizer), completions, strict=True):
+            seen.add(row, prompt, completion)
+    return seen
+
+
+def show_traces(name: str, seen: Seen, console: Console, unit: str, limit: int | None) -> None:
+    """Traces on the console. limit: longest that is learnt, in tokens, its end token included."""
+    prompts, completions = np.array(seen.lengths), np.array(seen.answers)
+    parts = [_lengths_view("prompts", prompts, unit), _lengths_view("completions", completions, unit)]
+    if limit is not None:
+        over = int((prompts + completions + 1 > limit).sum())
+        parts.append(Text(f"{over:,} longer than sft.max_length={limit}: left out", style="yellow" if over else "dim"))
+    console.print(
+        Panel(Group(*parts), title=Text(f"{len(prompts):,} traces · {name}"), title_align="left", border_style="dim")
+    )
+    for row in seen.sampled:
+        text = Text(_shortened(row.prompt, SHOWN_TEXT))
+        text.append(f"\n→ {_shortened(row.answer, SHOWN_TEXT)}", style="green")
+        console.print(Panel(text, border_style="dim"))
+
+
 def show_left_out(found: Survey, console: Console) -> None:
     """How many rows are not used, by reason, with the first of each."""
     counts = found.left_out.counts
+    again = f"; {found.again:,} repeat an earlier one" if found.again else ""
     if not counts:
-        console.print(f"{found.source}: {len(found.kept):,} rows, none left out", soft_wrap=True)
+        console.print(f"{found.source}: {len(found.kept):,} rows, none left out{again}", soft_wrap=True)
         return
     table = Table(box=None, padding=(0, 2), pad_edge=False)
     table.add_column("left out", no_wrap=True)
@@ -136,7 +168,7 @@ def show_left_out(found: Survey, console: Console) -> None:
     for reason, count in counts.most_common():
         number, what = found.left_out.first[reason][0]
         table.add_row(reason, f"{count:,}", Text(_shortened(f"{number}: {what}", 100)))
-    console.print(f"{found.source}: {len(found.kept):,} rows, {counts.total():,} left out", soft_wrap=True)
+    console.print(f"{found.source}: {len(found.kept):,} rows, {counts.total():,} left out{again}", soft_wrap=True)
     console.print(table)
 
 

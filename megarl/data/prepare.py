@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from megarl.data.contamination import Hit, Overlap, overlap_with
-from megarl.data.mappings import Row
+from megarl.data.rows import Row
 from megarl.data.survey import LeftOut, Reader, Survey, chosen, survey
 from megarl.errors import MegarlError
 from megarl.rundir import write_atomically

@@ -1,6 +1,7 @@
 """Prompt sets of a recipe's tasks: rows of a source to Prompt records, checked before anything is started on them.
 
-    source (sources.py) ──► mapping (mappings.py) ──► survey (survey.py) ──► template (chat.py) ──► token ids, at most so many
+    source (sources.py) ─► mapping (mappings.py) ─► survey (survey.py) ─► template (chat.py) ─► token ids, at most so many
+                                                                                              └─► on disk (stored.py)
 
 `template: raw`: the prompt is exactly what the model sees, markers of a chat template included. `chat`: it is the user's
 message, and the model's own template is put around it. A prompt that is too long is left out and counted, never cut.
@@ -12,7 +13,7 @@ left out, counted and named, for no published set is without.
 
 import logging
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import batched
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +23,15 @@ import numpy as np
 from megarl.data.chat import Message, load_chat
 from megarl.data.contamination import Overlap, overlap_with
 from megarl.data.faults import listed
-from megarl.data.mappings import Row, UnfitError, mapping_of, own
-from megarl.data.survey import CONTAMINATED, Reader, Survey, chosen, survey
+from megarl.data.mappings import mapping_of, own
+from megarl.data.rows import Row, UnfitError
+from megarl.data.stored import Stored
+from megarl.data.survey import FAULTS, NONE, Reader, Survey, chosen, survey_of
 from megarl.data.text import fingerprint
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import MegarlError
 from megarl.grading.code import read_tests
-from megarl.recipe import Recipe, Task
+from megarl.recipe import Recipe, Rows, Task
 from megarl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -43,15 +46,15 @@ type Render = Callable[[str], str]
 class TaskPrompts(NamedTuple):
     """Of one task."""
 
-    train: list[Prompt]
-    heldout: list[Prompt]
+    train: Sequence[Prompt]
+    heldout: Sequence[Prompt]
 
 
 class PromptSet(NamedTuple):
     """name: its key in the recipe. fingerprints [prompts] uint64: of the texts before any template."""
 
     name: str
-    prompts: list[Prompt]
+    prompts: Stored
     fingerprints: np.ndarray
 
 
@@ -70,10 +73,11 @@ def load_tasks(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, TaskPrompts]:
 
 def load_prompts(path: Path | str, tokenizer: Tokenizer, max_tokens: int, task: str) -> list[Prompt]:
     """The prompts of a source in the project's own form that are at most `max_tokens` long, in the source's order."""
-    return load_set(survey_of(str(path), own), lambda text: text, tokenizer, max_tokens, task, str(path))[0].prompts
+    found = load_set(survey_of(str(path), own), lambda text: text, tokenizer, max_tokens, task, str(path))[0]
+    return list(found.prompts)
 
 
-def renderer(task: Task, tokenizer: Tokenizer) -> Render:
+def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
     """What puts a task's template around a prompt."""
     if task.template == "raw":
         return lambda text: text
@@ -82,27 +86,11 @@ def renderer(task: Task, tokenizer: Tokenizer) -> Render:
     return lambda text: chat.prompt([*before, {"role": "user", "content": text}])
 
 
-def survey_of(
-    source: str, read: Reader, heldout: int = 0, evaluation: Overlap | None = None, strict: bool = True
-) -> Survey:
-    """The survey of a source that is to be used. strict: faults are refused; else those rows are left out, and logged."""
-    found = survey(source, read, heldout, evaluation)
-    faults = found.left_out.counts.total() - found.left_out.counts[CONTAMINATED]
-    head = f"{source}: {faults} fault{'s' * (faults > 1)}:"
-    if faults and strict:
-        found.left_out.first.pop(CONTAMINATED, None)
-        raise MegarlError(listed(head, [f"{source}:{line}" for line in found.left_out.named()], faults))
-    for reason, count in found.left_out.counts.items():
-        places = [f"{source}:{number}: {what}" for number, what in found.left_out.first[reason]]
-        log.warning("%s", listed(f"{source}: {count} rows left out ({reason}):", places, count))
-    return found
-
-
 def load_set(
     found: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
 ) -> tuple[PromptSet, PromptSet]:
     """What is trained on and what is held out of a source, prompts of more than `max_tokens` left out and counted."""
-    sets = PromptSet(name, [], np.empty(0)), PromptSet(name, [], np.empty(0))
+    sets = PromptSet(name, Stored(), np.empty(0)), PromptSet(name, Stored(), np.empty(0))
     marks = array("Q"), array("Q")
     rows = 0
     for part in batched(chosen(found), BATCH):
@@ -139,22 +127,22 @@ def _load_task(
 ) -> tuple[PromptSet, PromptSet]:
     """What a task trains on and what it holds out: rows of its one file, or a file each."""
     read, render = mapping_of(task.mapping, task.columns.model_dump()), renderer(task, tokenizer)
-    strict, counted = read is own, task.heldout if isinstance(task.heldout, int) else 0
+    refuse, counted = FAULTS if read is own else NONE, task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:
-        read = _of_programs(read)
+        read = of_programs(read)
     key = f"data.tasks.{name}"
-    of_train = survey_of(task.train, read, counted, evaluation, strict)
+    of_train = survey_of(task.train, read, counted, evaluation, refuse)
     train, heldout = load_set(of_train, render, tokenizer, max_tokens, name, f"{key}.train")
     if isinstance(task.heldout, str):
         heldout, _ = load_set(
-            survey_of(task.heldout, read, strict=strict), render, tokenizer, max_tokens, name, f"{key}.heldout"
+            survey_of(task.heldout, read, refuse=refuse), render, tokenizer, max_tokens, name, f"{key}.heldout"
         )
     elif not heldout.prompts or not train.prompts:
         raise MegarlError(f"{key}.heldout: of the rows held out of {task.train}, or of the others, all are too long")
     return train, heldout._replace(name=f"{key}.heldout")
 
 
-def _of_programs(read: Reader) -> Reader:
+def of_programs(read: Reader) -> Reader:
     """Rows whose answers are tests of programs, read once to see that they can be."""
 
     def row(raw: Any) -> Row:
@@ -175,4 +163,4 @@ def _prompt(row: Row, tokens: np.ndarray, task: str) -> Prompt:
 def _ids(of: PromptSet, marks: np.ndarray) -> dict[int, str]:
     """Ids of the prompts with these fingerprints, by fingerprint, in the set's order."""
     where: Iterable[int] = np.flatnonzero(np.isin(of.fingerprints, marks))
-    return {int(of.fingerprints[n]): of.prompts[n].id for n in where}
+    return {int(of.fingerprints[n]): of.prompts[int(n)].id for n in where}

@@ -10,6 +10,7 @@ The held-out rows are those whose prompt has the smallest hash: the order of the
 a prompt have one hash, none is on both sides.
 """
 
+import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,10 +21,12 @@ import numpy as np
 
 from megarl.data.contamination import Hit, Overlap
 from megarl.data.faults import SHOWN, listed
-from megarl.data.mappings import LARGEST_ANSWER, Row, UnfitError
+from megarl.data.rows import LARGEST_ANSWER, Row, UnfitError
 from megarl.data.sources import Unreadable, stream
 from megarl.data.text import digest, fingerprint
 from megarl.errors import MegarlError
+
+log = logging.getLogger(__name__)
 
 BLOCK = 1 << 16
 """Rows looked at together."""
@@ -33,6 +36,10 @@ type Reader = Callable[[Any], Row]
 MALFORMED, EMPTY_PROMPT, EMPTY_ANSWER = "not of the schema", "empty prompt", "empty answer"
 LARGE_ANSWER, CONTAMINATED = "answer too large", "of an evaluation set"
 REPEATED, CONTRADICTED, REPEATED_ID = "repeated prompt", "repeated prompt with another answer", "repeated id"
+NONE: frozenset[str] = frozenset()
+UNFIT = frozenset({MALFORMED, EMPTY_PROMPT, EMPTY_ANSWER})
+FAULTS = UNFIT | {LARGE_ANSWER, REPEATED, CONTRADICTED, REPEATED_ID}
+"""Reasons for which a source may be refused instead of its rows being left out."""
 
 
 @dataclass
@@ -54,13 +61,15 @@ class LeftOut:
 
 
 class Survey(NamedTuple):
-    """kept, heldout [rows] bool: in the source's order, rows that are no rows included; a held-out row is kept too."""
+    """kept, heldout [rows] bool: in the source's order, rows that are no rows included; a held-out row is kept too. again: kept
+    rows that repeat an earlier one."""
 
     source: str
     read: Reader
     kept: np.ndarray
     heldout: np.ndarray
     left_out: LeftOut
+    again: int = 0
 
 
 class _Columns:
@@ -70,10 +79,10 @@ class _Columns:
         self.numbers, self.usable = array("Q"), array("b")
         self.prompts, self.ids, self.answers = array("Q"), array("Q"), array("Q")
 
-    def add(self, number: int, row: Row | None) -> None:
+    def add(self, number: int, row: Row | None, key: Callable[[Row], int]) -> None:
         self.numbers.append(number)
         self.usable.append(row is not None)
-        self.prompts.append(fingerprint(row.prompt) if row else 0)
+        self.prompts.append(key(row) if row else 0)
         self.ids.append(digest(row.id) if row else 0)
         self.answers.append(digest(row.answer.strip()) if row else 0)
 
@@ -85,23 +94,50 @@ def survey(
     evaluation: Overlap | None = None,
     tick: Callable[[], object] = lambda: None,
     removed: Callable[[Row, int, Hit], object] = lambda row, number, hit: None,
+    several: Callable[[Row], int] | None = None,
+    largest: float = LARGEST_ANSWER,
 ) -> Survey:
-    """One pass over the source. tick: called for each row; removed: for each that is of an evaluation set."""
+    """One pass over the source. tick: called for each row; removed: for each that is of an evaluation set. several: rows
+    may repeat each other, those of which this number is the same, and are counted. largest: answer, in characters."""
     left_out, columns = LeftOut(), _Columns()
     for number, raw in stream(source):
         tick()
-        row = _row(raw, read, number, left_out)
+        row = _row(raw, read, number, left_out, largest)
         hit = evaluation.find(row.prompt) if row and evaluation else None
         if row and hit:
             left_out.add(CONTAMINATED, number, f"{row.id!r} shares {hit.shared!r} with {hit.evaluation}")
             removed(row, number, hit)
-        columns.add(number, None if hit else row)
+        columns.add(number, None if hit else row, several or prompt_key)
     if not columns.numbers:
         raise MegarlError(f"{source}: no rows in it")
-    kept = _without_repeats(columns, left_out)
+    kept, again = (_without_repeats(columns, left_out), 0) if several is None else _with_repeats(columns)
     return Survey(
-        source, read, kept, _held_out(source, heldout, np.frombuffer(columns.prompts, np.uint64), kept), left_out
+        source, read, kept, _held_out(source, heldout, np.frombuffer(columns.prompts, np.uint64), kept), left_out, again
     )
+
+
+def survey_of(
+    source: str,
+    read: Reader,
+    heldout: int = 0,
+    evaluation: Overlap | None = None,
+    refuse: frozenset[str] = FAULTS,
+    several: Callable[[Row], int] | None = None,
+) -> Survey:
+    """The survey of a source that is to be used: rows left out are logged, and MegarlError if there are some for a reason in
+    `refuse`."""
+    found = survey(source, read, heldout, evaluation, several=several)
+    faults = sum(count for reason, count in found.left_out.counts.items() if reason in refuse)
+    if faults:
+        found.left_out.first = {reason: first for reason, first in found.left_out.first.items() if reason in refuse}
+        head = f"{source}: {faults} fault{'s' * (faults > 1)}:"
+        raise MegarlError(listed(head, [f"{source}:{line}" for line in found.left_out.named()], faults))
+    for reason, count in found.left_out.counts.items():
+        places = [f"{source}:{number}: {what}" for number, what in found.left_out.first[reason]]
+        log.warning("%s", listed(f"{source}: {count} rows left out ({reason}):", places, count))
+    if found.again:
+        log.info("%s: %d rows repeat an earlier one", source, found.again)
+    return found
 
 
 def chosen(survey: Survey) -> Iterator[tuple[Row, bool]]:
@@ -116,7 +152,7 @@ def chosen(survey: Survey) -> Iterator[tuple[Row, bool]]:
             yield survey.read(raw), bool(survey.heldout[n])
 
 
-def _row(raw: Any, read: Reader, number: int, left_out: LeftOut) -> Row | None:
+def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float) -> Row | None:
     """The row, if it can be used."""
     if isinstance(raw, Unreadable):
         left_out.add(MALFORMED, number, f"not a row: {raw.why}")
@@ -126,7 +162,7 @@ def _row(raw: Any, read: Reader, number: int, left_out: LeftOut) -> Row | None:
     except UnfitError as error:
         left_out.add(MALFORMED, number, str(error))
         return None
-    reason = _unusable(row)
+    reason = _unusable(row, largest)
     if reason:
         part = "prompt" if reason == EMPTY_PROMPT else "answer"
         left_out.add(
@@ -135,12 +171,23 @@ def _row(raw: Any, read: Reader, number: int, left_out: LeftOut) -> Row | None:
     return None if reason else row
 
 
-def _unusable(row: Row) -> str | None:
+def _unusable(row: Row, largest: float) -> str | None:
     if not row.prompt.strip():
         return EMPTY_PROMPT
     if not row.answer.strip():
         return EMPTY_ANSWER
-    return LARGE_ANSWER if len(row.answer) > LARGEST_ANSWER else None
+    return LARGE_ANSWER if len(row.answer) > largest else None
+
+
+def prompt_key(row: Row) -> int:
+    """Two rows are the same if their prompts are."""
+    return fingerprint(row.prompt)
+
+
+def _with_repeats(columns: _Columns) -> tuple[np.ndarray, int]:
+    """[rows] bool: usable; and how many of them repeat an earlier one."""
+    kept = np.array(columns.usable, bool)
+    return kept, len(_repeats(np.frombuffer(columns.prompts, np.uint64), kept)[0])
 
 
 def _without_repeats(columns: _Columns, left_out: LeftOut) -> np.ndarray:

@@ -5,7 +5,7 @@ around it a role starts five seconds and 700 MB lighter, for those import torch.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ class Tokenizer:
         """Token ids of exactly this text, nothing added in front or behind. [n] int32"""
         return self.encode_all([text])[0]
 
-    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """`ids` of many texts at once; MegarlError where the tokenizer's vocabulary lacks a character of theirs."""
+    def encode_all(self, texts: list[str], framed: bool = False) -> list[np.ndarray]:
+        """`ids` of many texts at once; MegarlError where the tokenizer's vocabulary lacks a character of theirs.
+
+        framed: with what the tokenizer itself puts around a text, such as Llama 3's <|begin_of_text|>.
+        """
         try:
-            return [int32(encoding.ids) for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
+            return [int32(encoding.ids) for encoding in self.backend.encode_batch(texts, add_special_tokens=framed)]
         except (
             Exception
         ) as error:  # tokenizers raises a plain Exception where a closed vocabulary has no such character
@@ -42,6 +45,12 @@ class Tokenizer:
         """The text of ids [n]; special tokens stay, for `</think>` may be one."""
         text: str = self.backend.decode(tokens.tolist(), skip_special_tokens=False)
         return text
+
+    def literal(self) -> "Tokenizer":
+        """One that takes the names of special tokens for ordinary text, as in what a tool printed."""
+        backend = Backend.from_str(self.backend.to_str())
+        backend.encode_special_tokens = True
+        return replace(self, backend=backend)
 
     def __len__(self) -> int:
         size: int = self.backend.get_vocab_size()

@@ -48,7 +48,11 @@ class Grade(NamedTuple):
 
 
 def answer_of(text: str, end_of_thinking: str) -> str:
-    """What stands after the first `end_of_thinking`, blanks around it aside; "" if it is missing or nothing follows."""
+    """What stands after the first `end_of_thinking`, blanks around it aside; "" if it is missing or nothing follows.
+
+    With end_of_thinking "", of a model that has no thinking trace, it is all of the text."""
+    if not end_of_thinking:
+        return text.strip()
     return text.partition(end_of_thinking)[2].strip()
 
 

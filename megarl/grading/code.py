@@ -2,14 +2,15 @@
 
     answer ─► last fenced block ─► for each test ─► Sandbox ─► what it printed  ═?═  what the test expects
 
-The prompt's `answer` is the JSON text of the tests, of three kinds, which may be mixed:
+The prompt's `answer` is the JSON text of the tests, of four kinds, which may be mixed:
 
     {"tests": [{"input": "1 2\\n", "output": "3\\n"},          a program: stdin, stdout
                {"call": "add(1, 2)", "result": "3"},           a function: an expression, and the literal that it must equal
-               {"assert": "assert add(1, 2) == 3"}]}           the same, as MBPP writes it
+               {"assert": "assert add(1, 2) == 3"},            the same, as MBPP writes it
+               {"check": "def check(candidate): …", "entry_point": "add"}]}       code with asserts, as HumanEval has it
 
-What is expected never enters the sandbox. A program that ends before its tests, reads its own memory or lies about its success
-has nothing to show for it.
+What is expected is never where the program is: outside, or for a check in a sandbox of its own, which calls the function by a
+pipe. A program that ends before its tests, reads its own memory or lies about its success has nothing to show for it.
 """
 
 import ast
@@ -17,6 +18,7 @@ import itertools
 import json
 import math
 import re
+import sys
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,17 +29,21 @@ from megarl.grading.sandbox import Ran, Sandbox
 FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 SHOWN_BYTES = 1 << 16
 """Of a result: how much longer than the expected one's it may be and still be read, which takes the controller's time."""
+PASSED = "passed"
+"""What the sandbox of a check prints if no assert failed."""
 FLOATS_AGREE = 1e-6
 """Relative, and absolute around 0: of results that are floats. What is printed must be the same number."""
 
 
 class UnitTest(NamedTuple):
-    """One of `given` (stdin) with `printed`, or `call` with `result`."""
+    """One of `given` (stdin) with `printed`, `call` with `result`, or `check` with `entry_point`."""
 
-    given: str
-    printed: str
-    call: str
-    result: Any
+    given: str = ""
+    printed: str = ""
+    call: str = ""
+    result: Any = None
+    check: str = ""
+    entry_point: str = ""
 
 
 class Code:
@@ -52,7 +58,10 @@ class Code:
         if program is None:
             return judged(False)
         for test in read_tests(submission.expected):
-            ran = await self._sandbox.run(program, test.given, test.call)
+            if test.check:
+                ran = await self._sandbox.run_checked(program, test.entry_point, test.check)
+            else:
+                ran = await self._sandbox.run(program, test.given, test.call)
             if not passed(test, ran):
                 return judged(False, timeout=ran.ended == "time")
         return judged(True)
@@ -68,6 +77,8 @@ def passed(test: UnitTest, ran: Ran) -> bool:
     """Whether a program that ended by itself showed what the test expects."""
     if ran.ended != "exit":
         return False
+    if test.check:
+        return ran.stdout == PASSED
     if not test.call:
         return ran.status == 0 and same_text(ran.stdout, test.printed)
     if len(ran.stdout) > SHOWN_BYTES + 4 * len(repr(test.result)):
@@ -114,12 +125,32 @@ def read_tests(text: str) -> tuple[UnitTest, ...]:
 def _test(row: Any, number: int) -> UnitTest:
     match row:
         case {"input": str(given), "output": str(printed), **more} if not more:
-            return UnitTest(given, printed, "", None)
+            return UnitTest(given=given, printed=printed)
         case {"call": str(call), "result": str(result), **more} if not more and call.strip():
-            return UnitTest("", "", call, _literal(result, number))
+            return UnitTest(call=call, result=_literal(result, number))
+        case {"check": str(check), "entry_point": str(name), **more} if not more and name.isidentifier():
+            return UnitTest(check=_checked(check, number), entry_point=name)
         case {"assert": str(line), **more} if not more:
             return _asserted(line, number)
-    raise ValueError(f"test {number}: give input and output, call and result, or assert, all of them texts")
+    raise ValueError(
+        f"test {number}: give input and output, call and result, check and entry_point, or assert, all of them texts"
+    )
+
+
+def _checked(source: str, number: int) -> str:
+    """The source, if it could run: what is wrong with a check must not be held against the programs."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"test {number}: the check is not Python: {error}") from None
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
+        raise ValueError(f"test {number}: the check defines no function `check`")
+    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    foreign = sorted({name.partition(".")[0] for name in imports} - sys.stdlib_module_names)
+    if foreign:
+        raise ValueError(f"test {number}: the check imports {', '.join(foreign)}; there is the standard library alone")
+    return source
 
 
 def _asserted(line: str, number: int) -> UnitTest:
@@ -129,7 +160,7 @@ def _asserted(line: str, number: int) -> UnitTest:
         statement = ast.Pass()
     match statement:
         case ast.Assert(test=ast.Compare(left=call, ops=[ast.Eq()], comparators=[result])):
-            return UnitTest("", "", ast.unparse(call), _literal(ast.unparse(result), number))
+            return UnitTest(call=ast.unparse(call), result=_literal(ast.unparse(result), number))
     raise ValueError(f"test {number}: {line!r} is not `assert CALL == LITERAL`")
 
 

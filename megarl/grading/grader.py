@@ -8,7 +8,6 @@ recipe ─► a Check for each name that stands in it ─┬─ exact, format   
 """
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Mapping
 
 import numpy as np
@@ -17,9 +16,10 @@ from megarl.grading.answer import RIGHT, WRONG, Grade, Submission, Verdict, answ
 from megarl.grading.code import Code
 from megarl.grading.functions import check_importable
 from megarl.grading.pool import Pool
-from megarl.grading.remote import Remote
-from megarl.grading.sandbox import Limits, Sandbox
-from megarl.recipe import Data, Recipe
+from megarl.grading.remote import Remote, headers
+from megarl.grading.sandbox import Limits, Sandbox, places
+from megarl.recipe import Data, Recipe, Rows, Suite
+from megarl.recipe.combinations import GRADERS
 from megarl.types import Prompt
 
 Check = Callable[[Submission], Awaitable[Verdict]]
@@ -39,6 +39,24 @@ async def well_formed(submission: Submission) -> Verdict:
     return Verdict(RIGHT if submission.answer else WRONG)
 
 
+def check_graders(data: Data, suites: Mapping[str, Suite]) -> None:
+    """MegarlError if a grader that a task or a suite names cannot be had here: a sandbox, a function, the key of a service. No
+    service is asked. A user's modules are imported in another process."""
+    for name in _named(data, suites):
+        if name == "code":
+            Sandbox(data.sandbox, 1).check()
+        elif name in data.services:
+            headers(name, data.services[name])
+        elif name not in GRADERS:
+            check_importable(name)
+
+
+def _named(data: Data, suites: Mapping[str, Suite]) -> list[str]:
+    """Graders of all tasks and suites, each once."""
+    tasks: Mapping[str, Rows] = {**data.tasks, **suites}
+    return sorted({name for task in tasks.values() for name in task.graders})
+
+
 class Grader:
     """Of one task. check: what is right; others, weights: further rewards, by name. decode: text of a prompt's tokens."""
 
@@ -53,21 +71,30 @@ class Grader:
         self._end_of_thinking, self._decode = end_of_thinking, decode
         self._check, self._others, self._weights = check, others, weights
 
-    async def grade(self, text: str, prompt: Prompt) -> Grade:
-        """The grade of a completion's text. GraderDown if one of the graders cannot be had."""
+    async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
+        """The grade of a completion's text. verdict: of the environment, which then says what is right.
+
+        GraderDown if one of the graders cannot be had.
+        """
         submission = self._submission(text, prompt)
         main, *others = await asyncio.gather(
-            self._judge(submission), *(check(submission) for check in self._others.values())
+            self._judge(submission, verdict), *(check(submission) for check in self._others.values())
         )
         return graded(submission.answer, main, dict(zip(self._others, others, strict=True)), self._weights)
 
-    async def grade_answer(self, text: str, prompt: Prompt) -> Grade:
-        """The same by the task's grader alone: what an evaluation needs."""
+    async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
+        """The same by the task's grader, or its environment, alone: what an evaluation needs."""
         submission = self._submission(text, prompt)
-        return graded(submission.answer, await self._judge(submission), {}, {})
+        return graded(submission.answer, await self._judge(submission, verdict), {}, {})
 
-    async def _judge(self, submission: Submission) -> Verdict:
+    async def agrees(self, answer: str, expected: str) -> bool:
+        """Whether it would hold the answer for right if this were expected."""
+        return (await self._check(Submission(answer, expected))).score > 0
+
+    async def _judge(self, submission: Submission, verdict: Verdict | None) -> Verdict:
         """No answer is wrong, whoever is asked."""
+        if verdict is not None:
+            return verdict
         return await self._check(submission) if submission.answer else Verdict(WRONG)
 
     def _submission(self, text: str, prompt: Prompt) -> Submission:
@@ -76,10 +103,9 @@ class Grader:
 
 
 class Graders:
-    """Of all tasks, by name; made within a running event loop. workers: processes a pool, and programs that run at once.
+    """Of all tasks and suites, by name; made within a running event loop. workers: processes a pool, and programs at once.
 
-    limit_s: for one answer in a worker; limits: of a program. MegarlError if the recipe names something that cannot be
-    had here: a sandbox, a function, the key of a service.
+    limit_s: for one answer in a worker; limits: of a program. MegarlError as `check_graders`.
     """
 
     def __init__(
@@ -90,11 +116,13 @@ class Graders:
         workers: int,
         limit_s: float = LIMIT_S,
         limits: Limits | None = None,
+        suites: Mapping[str, Suite] = {},
     ) -> None:
         self._data, self._workers, self._limit_s, self._limits = data, workers, limit_s, limits
         self._pools: list[Pool] = []
-        names = {name for task in data.tasks.values() for name in task.graders}
-        checks = {name: self._made(name) for name in sorted(names)}
+        check_graders(data, suites)
+        tasks: Mapping[str, Rows] = {**data.tasks, **suites}
+        checks = {name: self._made(name) for name in _named(data, suites)}
         self._graders = {
             name: Grader(
                 end_of_thinking,
@@ -103,14 +131,13 @@ class Graders:
                 {reward: of.weight for reward, of in task.rewards.items()},
                 decode,
             )
-            for name, task in data.tasks.items()
+            for name, task in tasks.items()
         }
 
     @staticmethod
     def of(recipe: Recipe, decode: Decode) -> "Graders":
-        """With as many processes as a quarter of the cores: servers and learner want the others."""
-        workers = max(1, min(32, (os.cpu_count() or 1) // 4))
-        return Graders(recipe.data, recipe.length.end_of_thinking, decode, workers)
+        """With as many processes as there are places for programs."""
+        return Graders(recipe.data, recipe.length.end_of_thinking, decode, places(), suites=recipe.evaluation.sampled)
 
     def __getitem__(self, task: str) -> Grader:
         return self._graders[task]
@@ -127,13 +154,9 @@ class Graders:
         if name == "format":
             return well_formed
         if name == "code":
-            sandbox = Sandbox(self._data.sandbox, self._workers, self._limits)
-            sandbox.check()
-            return Code(sandbox).check
+            return Code(Sandbox(self._data.sandbox, self._workers, self._limits)).check
         if name in self._data.services:
             return Remote(name, self._data.services[name]).check
-        if name != "math":
-            check_importable(name)
         pool = Pool(self._workers, self._limit_s, name)
         self._pools.append(pool)
         return pool.check

@@ -65,7 +65,7 @@ class Remote:
 
     def __init__(self, name: str, service: Service) -> None:
         self._service = service
-        self._headers = _headers(name, service)
+        self._headers = headers(name, service)
         url = URL(service.url)
         self._what = f"the reward service {name} at {url.origin()}{url.path}"
         self._waiting: list[_Waiting] = []
@@ -141,7 +141,8 @@ class Remote:
                 raise GraderDown(f'{self._what} did not answer with {{"rewards": [...]}}: {error}') from None
 
 
-def _headers(name: str, service: Service) -> dict[str, str]:
+def headers(name: str, service: Service) -> dict[str, str]:
+    """Of a request to the service; MegarlError if its key cannot be had."""
     key = ""
     if service.api_key_env:
         key = os.environ.get(service.api_key_env, "").strip()

@@ -4,8 +4,13 @@
                       │          user nobody, resource limits, a filter on system calls
                       └─ namespaces (processes, network, IPC), a root of /usr and Python alone, read-only; a small /tmp
 
+A program may also be asked by a check that is code itself. That runs in a sandbox of its own, and two pipes join them:
+
+    check ─► sandbox ── calls ──► sandbox ◄─ program        what the check expects is in the first, the program in the second
+    `passed` ◄──┘  ◄── results ──────┘
+
 `bubblewrap` is all of this. `rlimits` leaves bwrap out: what a program may use is limited, but it reads what the user running
-the controller can read. Nothing that decides on right or wrong is inside; the verdict is made of the output, outside.
+the controller can read. Nothing that decides on right or wrong is where the program is.
 """
 
 import asyncio
@@ -18,9 +23,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 from megarl.errors import MegarlError
 from megarl.grading.answer import GraderDown
@@ -62,6 +68,11 @@ class Ran(NamedTuple):
     status: int = 0
 
 
+def places() -> int:
+    """How many programs may run at once: a quarter of the cores, for servers and learner want the others."""
+    return max(1, min(32, (os.cpu_count() or 1) // 4))
+
+
 class Sandbox:
     """Runs at most `places` programs at once."""
 
@@ -77,18 +88,18 @@ class Sandbox:
                 "data.sandbox: bubblewrap is not installed, and code is graded in its sandbox; install it (apt-get install "
                 "bubblewrap), or set data.sandbox=rlimits if the programs may read what you can read"
             )
-        task = json.dumps({"program": "import heapq\nprint(6 * 7)", "input": "", "call": ""})
+        task = _task("import heapq\nprint(6 * 7)")
         with tempfile.TemporaryDirectory() as scratch:
             os.chmod(scratch, 0o777)
             try:
                 done = subprocess.run(
-                    self._command(), input=task, cwd=scratch, env=ENVIRONMENT, capture_output=True, text=True,
+                    self._command(), input=task, cwd=scratch, env=ENVIRONMENT, capture_output=True,
                     timeout=CHECK_LIMIT_S, check=False,
                 )  # fmt: skip
-                said, out = done.stderr.strip().splitlines()[-1:], done.stdout.removeprefix(STARTED.decode())
+                said, out = done.stderr.decode().strip().splitlines()[-1:], done.stdout.removeprefix(STARTED)
             except (OSError, subprocess.TimeoutExpired) as error:
-                said, out = [str(error)], ""
-        if out != "42\n":
+                said, out = [str(error)], b""
+        if out != b"42\n":
             raise MegarlError(
                 f"data.sandbox: no program can be run with {self._kind} here ({' '.join(said) or 'it printed nothing'}); "
                 + (
@@ -106,22 +117,52 @@ class Sandbox:
 
         GraderDown if the sandbox could not start it, `TRIES` times.
         """
-        task = json.dumps({"program": program, "input": given, "call": call}).encode()
+        return await self._tried(lambda: self._run(_task(program, input=given, call=call)))
+
+    async def run_checked(self, program: str, function: str, check: str) -> Ran:
+        """What `check(candidate)`, defined by the source `check`, made of this function of the program: it prints `passed`, or
+        nothing. Each is in a sandbox of its own, both within the time of one. GraderDown as above."""
+        return await self._tried(lambda: self._pair(program, function, check))
+
+    async def _tried(self, ran: Callable[[], Awaitable[Ran]]) -> Ran:
         for attempt in range(TRIES):
             try:
                 async with self._places:
-                    with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as scratch:
-                        os.chmod(scratch, 0o777)
-                        return await self._run(task, scratch)
+                    return await ran()
             except OSError as error:
                 log.warning("a sandbox failed (attempt %d): %s", attempt + 1, error)
         raise GraderDown(f"no sandbox could start a program, {TRIES} times; the log has the reason")
 
-    async def _run(self, task: bytes, scratch: str) -> Ran:
-        process = await asyncio.create_subprocess_exec(
-            *self._command(), cwd=scratch, env=ENVIRONMENT, start_new_session=True,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
+    async def _pair(self, program: str, function: str, check: str) -> Ran:
+        calls, results = _pipe(), _pipe()
+        ends, others = (calls[0], results[1]), (results[0], calls[1])
+        try:
+            async with asyncio.TaskGroup() as both:
+                asked = both.create_task(self._run(_task(program, serves=function, pipes=_numbers(ends)), ends))
+                judge = both.create_task(self._run(_task(check, checks=True, pipes=_numbers(others)), others))
+                if (
+                    await judge
+                ).stdout:  # else it may have been because no program could be started, which is no verdict
+                    asked.cancel()
+        except* (OSError, GraderDown) as errors:
+            raise errors.exceptions[0] from None
+        return judge.result()
+
+    async def _run(self, task: bytes, pipes: Sequence[IO[bytes]] = ()) -> Ran:
+        """One process, in a place of its own. pipes: it has them, and nobody else any more."""
+        with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as scratch:
+            os.chmod(scratch, 0o777)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command(), cwd=scratch, env=ENVIRONMENT, start_new_session=True, pass_fds=_numbers(pipes),
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+                )  # fmt: skip
+            finally:
+                for pipe in pipes:
+                    pipe.close()
+            return await self._finished(process, task)
+
+    async def _finished(self, process: asyncio.subprocess.Process, task: bytes) -> Ran:
         assert process.stdin
         assert process.stdout
         out, ended = b"", "exit"
@@ -153,6 +194,22 @@ class Sandbox:
         if self._kind == "rlimits":
             return python
         return [*_bubblewrap(self.python.parent.parent, self._limits), "--", *python]
+
+
+def _task(program: str, **more: Any) -> bytes:
+    """What inside.py is told."""
+    nothing = {"input": "", "call": "", "serves": "", "checks": False, "pipes": []}
+    return json.dumps({"program": program} | nothing | more).encode()
+
+
+def _pipe() -> tuple[IO[bytes], IO[bytes]]:
+    """Its reading and its writing end; file objects, so that none is left open whatever happens."""
+    reading, writing = os.pipe()
+    return os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0)
+
+
+def _numbers(pipes: Sequence[IO[bytes]]) -> list[int]:
+    return [pipe.fileno() for pipe in pipes]
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:

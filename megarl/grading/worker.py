@@ -37,6 +37,7 @@ def judge(function: Function, submission: Submission, limit_s: float) -> Verdict
 
 def main(limit_s: float, grader: str) -> None:
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is meant for the parent
     verdicts = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a grader prints is not a verdict
     function = named(grader)

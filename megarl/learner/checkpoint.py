@@ -33,6 +33,7 @@ from megarl.learner.trained import TrainedNetwork
 from megarl.learner.trainer import Trainer
 from megarl.models import checkpoint
 from megarl.models.hf import everywhere
+from megarl.rundir import step_folder
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Checkpoints:
         """Begin to write the state as it is now, unless it is on disk already. A write still under way is waited for."""
         self.finish()
         trainer = self.trainer
-        path = checkpoint.folder(self.folder, trainer.step)
+        path = step_folder(self.folder, trainer.step)
         if trainer.step == 0 or from_rank_0(path.exists()):
             return
         begin = time.monotonic()

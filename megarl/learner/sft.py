@@ -1,4 +1,4 @@
-"""`megarl sft`: a supervised warm start with the learner's own step, cross-entropy on completion tokens.
+"""`megarl sft`: a supervised warm start with the learner's own step, cross-entropy on what the model is to write.
 
 sft.data ──► traces ──shuffled epochs──► batches of sft.batch_tokens ──► Trainer.train_step ──► sft.output (Hugging Face)
 """
@@ -44,7 +44,7 @@ def main(recipe: Recipe) -> int:
     trainer = Trainer(
         recipe, init, optimizer=recipe.sft.optimizer, loss=supervised_loss(), temperature=1.0, steps=recipe.sft.steps
     )
-    traces = load_traces(recipe.sft.data, load_tokenizer(init), recipe.sft.max_length)
+    traces = load_traces(recipe.sft.data, load_tokenizer(init), recipe.sft.max_length, recipe.data.decontaminate)
     train(trainer, batches(traces, recipe.sft.batch_tokens, recipe.run.seed), recipe.sft.steps)
     hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(recipe.sft.output))
     parallel.stop()
@@ -75,7 +75,7 @@ def train(trainer: Trainer, source: Iterator[list[TrainSequence]], steps: int) -
 
 def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[list[TrainSequence]]:
     """Endless batches of at most `batch_tokens` tokens (or one trace), each epoch in an order of its own; the same on all
-    ranks. A token weighs one over the completion tokens of its batch."""
+    ranks. A token that is learnt weighs one over those of its batch."""
     batch: list[Trace] = []
     tokens = 0
     for trace in _shuffled(traces, seed):
@@ -95,14 +95,14 @@ def _shuffled(traces: Sequence[Trace], seed: int) -> Iterator[Trace]:
 
 
 def _sequences(traces: Sequence[Trace]) -> list[TrainSequence]:
-    weight = np.float32(1 / sum(len(t.tokens) - t.prompt_tokens for t in traces))
+    weight = np.float32(1 / sum(int(t.learnt.sum()) for t in traces))
     return [
         TrainSequence(
             ticket=i,
             sample=0,
             tokens=trace.tokens,
             behaviour_logprobs=np.zeros(len(trace.tokens), np.float32),
-            loss_weight=np.where(np.arange(len(trace.tokens)) < trace.prompt_tokens, np.float32(0), weight),
+            loss_weight=trace.learnt * weight,
             advantage=0.0,
             prompt_length=trace.prompt_tokens,
         )

@@ -30,13 +30,11 @@ from megarl.errors import MegarlError
 from megarl.models.family import read_config
 from megarl.models.hf import copy_description, everywhere
 from megarl.models.unpickling import safely
-from megarl.rundir import write_atomically
+from megarl.rundir import CHECKPOINT, META, complete, write_atomically
 
 SCHEMA_VERSION = 3
-META = "megarl.json"
 CRITIC = "critic."
 """How the names of a critic's tensors start. What only wants the policy asks for none of them."""
-_STEP = re.compile(r"step-(\d+)")
 _PARTIAL = re.compile(r"\.step-\d+\.partial")
 
 
@@ -144,19 +142,6 @@ def read_meta(path: Path) -> Meta:
     return meta
 
 
-def folder(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is."""
-    return checkpoints / f"step-{step:07}"
-
-
-def complete(checkpoints: Path) -> list[Path]:
-    """The complete checkpoints in RUN/checkpoints, oldest first."""
-    if not checkpoints.is_dir():
-        return []
-    steps = [(int(m[1]), p) for p in checkpoints.iterdir() if (m := _STEP.fullmatch(p.name)) and (p / META).is_file()]
-    return [path for _, path in sorted(steps)]
-
-
 def latest_complete(checkpoints: Path) -> Path | None:
     """The newest checkpoint in RUN/checkpoints, if there is one."""
     return next(reversed(complete(checkpoints)), None)
@@ -168,7 +153,7 @@ def prune(checkpoints: Path, keep: int) -> None:
         (path / META).unlink()  # from here on it is incomplete, so a kill in between leaves nothing that looks whole
         shutil.rmtree(path)
     for path in checkpoints.iterdir():
-        if _PARTIAL.fullmatch(path.name) or (_STEP.fullmatch(path.name) and not (path / META).exists()):
+        if _PARTIAL.fullmatch(path.name) or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists()):
             shutil.rmtree(path, ignore_errors=True)
 
 

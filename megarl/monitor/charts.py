@@ -235,6 +235,7 @@ def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: lis
         svg(lambda a: by_task(a, rows, evaluations, tasks), "Pass rate, by task") if len(tasks) > 1 else "",
         of_tasks("completion_tokens_mean"),
         of_tasks("truncation_rate"),
+        svg(lambda a: lines(a, rows, {"turns_mean": "mean"}), "Turns of an episode"),
         svg(lambda a: lines(a, rows, {"entropy": "entropy"}), "Entropy of trained tokens, nats"),
         svg(lambda a: lines(a, rows, {"grad_norm": "grad norm"}), "Gradient norm before clipping"),
         svg(lag, "Lag of trained tokens, steps"),

@@ -4,11 +4,11 @@ recipe.yaml, metrics.jsonl, eval.jsonl, rollouts/ ──► tiles, charts (inlin
 """
 
 import html
-import string
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megarl import pages
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import MegarlError
 from megarl.monitor import charts, summary
@@ -38,7 +38,9 @@ def write_report(rundir: RunDir) -> None:
     recipe = load(str(rundir.recipe))
     rows, evaluations = latest_rows(rundir.metrics), latest_rows(rundir.eval)
     values = summary.summarise(recipe, rundir)
-    page = string.Template(TEMPLATE.read_text()).substitute(
+    pages.write_page(
+        TEMPLATE,
+        rundir.report,
         name=html.escape(recipe.run.name),
         subtitle=html.escape(f"{recipe.description} · {values['steps']} of {values['steps_planned']} steps"),
         tiles="".join(_tile(name, text) for name, text in _tiles(values)),
@@ -50,7 +52,6 @@ def write_report(rundir: RunDir) -> None:
         rollouts=_rollouts(recipe, rundir),
         recipe=html.escape(dump(recipe)),
     )
-    write_atomically(rundir.report, page.encode())
     write_atomically(rundir.picture, charts.reward_png(recipe, rows, evaluations))
 
 

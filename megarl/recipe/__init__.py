@@ -5,12 +5,13 @@
     sections.py       the tree, its defaults and what each key means
     combinations.py   what cannot go together                      files.py     YAML, bases, overrides ──► Recipe
     problems.py       one clear line for each thing that is wrong  text.py      Recipe ──► YAML
+    shipped.py        recipes and suites that come with megarl
 
 Unknown keys, wrong types and impossible combinations end in one `MegarlError` that names the key, file, line and, for a
 misspelt key, the nearest known one.
 """
 
-from megarl.recipe.files import SHIPPED, from_tree, load, shipped
+from megarl.recipe.files import from_tree, load, load_suite
 from megarl.recipe.sections import (
     BatchSection,
     Checkpoint,
@@ -31,6 +32,7 @@ from megarl.recipe.sections import (
     Reference,
     Resources,
     Reward,
+    Rows,
     Run,
     Sampling,
     Section,
@@ -38,13 +40,16 @@ from megarl.recipe.sections import (
     Serving,
     Sft,
     Stage,
+    Suite,
     Task,
     Weights,
 )
+from megarl.recipe.shipped import SHIPPED, shipped, shipped_suites
 from megarl.recipe.text import describe, dump
 
 __all__ = [
     "SHIPPED", "BatchSection", "Checkpoint", "Columns", "Critic", "Curriculum", "Data", "Evaluation", "Journal", "Learner",
-    "Length", "Loss", "Model", "Moe", "Optimizer", "Pipeline", "Recipe", "Reference", "Resources", "Reward", "Run", "Sampling",
-    "Section", "Service", "Serving", "Sft", "Stage", "Task", "Weights", "describe", "dump", "from_tree", "load", "shipped",
+    "Length", "Loss", "Model", "Moe", "Optimizer", "Pipeline", "Recipe", "Reference", "Resources", "Reward", "Rows", "Run",
+    "Sampling", "Section", "Service", "Serving", "Sft", "Stage", "Suite", "Task", "Weights", "describe", "dump", "from_tree",
+    "load", "load_suite", "shipped", "shipped_suites",
 ]  # fmt: skip

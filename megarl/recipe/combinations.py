@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.recipe.sections import Data, Length, Model, Recipe
+    from megarl.recipe.sections import Length, Model, Recipe, Rows
 
 GRADERS = ("math", "exact", "code", "format")
 """That have a name of their own; others are services and functions."""
+OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+ENVIRONMENTS = ("python", "calculator", "guessing")
+"""The same; others are classes."""
 
 
 def impossible(r: Recipe) -> list[str]:
@@ -29,9 +32,19 @@ def impossible(r: Recipe) -> list[str]:
             f"EP x ETP x PP = {experts} ranks; use a multiple"
         )
     found += [
-        f"data.tasks.{name}.system: a system message needs template: chat"
-        for name, task in r.data.tasks.items()
-        if task.system and task.template == "raw"
+        f"{key}.system: a system message needs template: chat"
+        for key, rows in _rows(r).items()
+        if rows.system and rows.template == "raw"
+    ]
+    found += [
+        f"evaluation.suites.{name}: a task has this name, and its held-out prompts are scored under it; choose another"
+        for name in r.evaluation.suites
+        if name in r.data.tasks
+    ]
+    found += [
+        f"evaluation.suites.{name}.prompt: {suite.prompt!r} has no {{prompt}}, where the row's is to stand"
+        for name, suite in r.evaluation.suites.items()
+        if "{prompt}" not in suite.prompt
     ]
     if m.moe.freeze_router and m.moe.load_balancing != "none":
         found.append("model.moe.load_balancing: balances by training the router, which model.moe.freeze_router forbids")
@@ -49,7 +62,7 @@ def impossible(r: Recipe) -> list[str]:
             f"batch.prompts: {r.batch.prompts} does not divide by the {r.data_parallel} data-parallel ranks "
             "(resources.learner_ranks / TP x PP x CP)"
         )
-    found += _lengths(r.length) + _graders(r.data)
+    found += _lengths(r.length) + _graders(r) + _environments(r)
     if not r.length.interruption.endswith(r.length.end_of_thinking):
         found.append(
             "length.interruption: must end with length.end_of_thinking, or the answer leg would go on thinking"
@@ -139,25 +152,60 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _graders(data: Data) -> list[str]:
+def _environments(r: Recipe) -> list[str]:
+    """Environments that nobody knows, or whose replies cannot fit."""
+    found = []
+    stages = [r.length, *(r.length.at(s.until_step - 1) for s in r.length.stages)]
+    room = min(
+        s.thinking_tokens[0] if s.control == "interruption" else s.thinking_tokens[1] + s.answer_tokens for s in stages
+    )
+    for key, rows in _rows(r).items():
+        if not rows.environment:
+            continue
+        if rows.environment not in ENVIRONMENTS and not OF_USERS.fullmatch(rows.environment):
+            found.append(
+                f"{key}.environment: {rows.environment!r} is no environment; {_known(rows.environment, ENVIRONMENTS)}, "
+                "and package.module:Class"
+            )
+        if rows.environment == "python" and "code" in rows.graders:
+            found.append(
+                f"{key}.environment: python runs every turn that has a program in it, so an answer for the grader code could "
+                "never be the last turn; leave one of them out"
+            )
+        if rows.reply_tokens >= room:
+            found.append(
+                f"{key}.reply_tokens: a reply of {rows.reply_tokens} tokens leaves nothing of the shortest budget for "
+                f"thinking and replies, which is {room} (length.thinking_tokens); lower it"
+            )
+    return found
+
+
+def _known(name: str, known: Sequence[str]) -> str:
+    """Which of them it may have meant, and all of them."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"{f'did you mean {close[0]}? ' if close else ''}known: {', '.join(known)}"
+
+
+def _rows(r: Recipe) -> dict[str, Rows]:
+    """Tasks and suites, by their keys."""
+    tasks = {f"data.tasks.{name}": task for name, task in r.data.tasks.items()}
+    return {**tasks, **{f"evaluation.suites.{name}": suite for name, suite in r.evaluation.suites.items()}}
+
+
+def _graders(r: Recipe) -> list[str]:
     """Graders that nobody knows, services that cannot be told from them or have two keys, rewards of a name that is taken."""
     found = []
-    known = (*GRADERS, *data.services)
-    for name, task in data.tasks.items():
-        keys = {"grader": task.grader} | {f"rewards.{reward}.grader": of.grader for reward, of in task.rewards.items()}
-        for key, grader in keys.items():
-            if grader in known or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", grader):
-                continue
-            close = difflib.get_close_matches(grader, known, 1)
-            found.append(
-                f"data.tasks.{name}.{key}: {grader!r} is no grader; {f'did you mean {close[0]}? ' if close else ''}known: "
-                f"{', '.join(known)}, and package.module:function"
-            )
-        if "answer" in task.rewards:
-            found.append(
-                f"data.tasks.{name}.rewards.answer: the task's own grader is logged as that; choose another name"
-            )
-    for name, service in data.services.items():
+    known = (*GRADERS, *r.data.services)
+    for key, rows in _rows(r).items():
+        graders = {"grader": rows.grader} | {f"rewards.{name}.grader": of.grader for name, of in rows.rewards.items()}
+        for part, grader in graders.items():
+            if grader not in known and not OF_USERS.fullmatch(grader):
+                found.append(
+                    f"{key}.{part}: {grader!r} is no grader; {_known(grader, known)}, and package.module:function"
+                )
+        if "answer" in rows.rewards:
+            found.append(f"{key}.rewards.answer: the task's own grader is logged as that; choose another name")
+    for name, service in r.data.services.items():
         if name in GRADERS:
             found.append(f"data.services.{name}: a grader has this name; choose another")
         if service.api_key_env and service.api_key_file:

@@ -12,27 +12,36 @@ from pydantic import ValidationError
 from megarl.errors import MegarlError
 from megarl.recipe.problems import explain, kind_of
 from megarl.recipe.sections import Recipe
-
-SHIPPED = Path(__file__).parent.parent / "recipes"
-
-
-def shipped() -> dict[str, Path]:
-    """Recipes that come with megarl, by name."""
-    return {p.stem: p for p in sorted(SHIPPED.glob("*.yaml"))}
+from megarl.recipe.shipped import shipped, shipped_suites
 
 
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of that name or file, with dotted overrides (`model.tensor_parallel=2`) applied."""
     path = _find(name_or_path)
     tree, origin = _read(path, ())
+    return _overridden(tree, overrides, origin, str(path))
+
+
+def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe built in Python (tests, tools)."""
+    return _overridden(tree, overrides, {}, "recipe")
+
+
+def load_suite(path: Path) -> dict[str, Any]:
+    """A suite of the user's, from a YAML file of its keys: checked, as a tree for `evaluation.suites`."""
+    tree, origin = _read(path, ())
+    within = ("evaluation", "suites", path.stem)
+    places = {within: f"{path}:1"} | {(*within, *key): place for key, place in origin.items()}
+    _validated({"evaluation": {"suites": {path.stem: tree}}}, places, str(path))
+    return tree
+
+
+def _overridden(
+    tree: dict[str, Any], overrides: Sequence[str], origin: dict[tuple[str, ...], str], source: str
+) -> Recipe:
     for override in overrides:
         _apply(tree, override, origin)
-    return _validated(tree, origin, str(path))
-
-
-def from_tree(tree: dict[str, Any]) -> Recipe:
-    """A recipe built in Python (tests, tools)."""
-    return _validated(tree, {}, "recipe")
+    return _validated(_with_suites(tree), origin, source)
 
 
 def _find(name_or_path: str) -> Path:
@@ -76,6 +85,23 @@ def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         below = out.get(key)
         out[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return out
+
+
+def _with_suites(tree: dict[str, Any]) -> dict[str, Any]:
+    """Suites of a shipped one's name have its keys below their own; `null` takes one of the base recipe away."""
+    evaluation = tree.get("evaluation")
+    suites = evaluation.get("suites") if isinstance(evaluation, dict) else None
+    if not isinstance(evaluation, dict) or not isinstance(suites, dict):
+        return tree
+    known = shipped_suites()
+    filled = {
+        name: _merged(yaml.safe_load(known[name].read_text()), given)
+        if name in known and isinstance(given, dict)
+        else given
+        for name, given in suites.items()
+        if given is not None
+    }
+    return tree | {"evaluation": evaluation | {"suites": filled}}
 
 
 def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:

@@ -9,7 +9,9 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from megarl.recipe.sections import Recipe
+from megarl.recipe.shipped import shipped_suites
 
+SUITES = ("evaluation", "suites")
 Origin = dict[tuple[str, ...], str]
 """`file:line`, or the override, of each key."""
 
@@ -67,6 +69,7 @@ def _near_sibling(section: tuple[str, ...], origin: Origin) -> str:
     if typing.get_origin(_kind_at(section[:-1])) is not dict:
         return ""
     others = [key[-1] for key in origin if key[:-1] == section[:-1] and key != section]
+    others += shipped_suites() if section[:-1] == SUITES else ()
     close = difflib.get_close_matches(section[-1], others, 1)
     return f"; did you mean {'.'.join((*section[:-1], close[0]))}?" if close else ""
 

@@ -101,6 +101,12 @@ class Reward(Section):
     weight: float = Field(description="its score is multiplied by this, which may be negative", allow_inf_nan=False)
 
 
+MappingName = Literal[
+    "", "polaris", "deepscaler", "dapo-math-17k", "deepcoder", "gsm8k", "math",
+    "livecodebench", "humaneval", "mbpp",
+]  # fmt: skip
+
+
 class Columns(Section):
     """Columns of a task's rows; a dot goes into a column of columns. Empty: what the mapping says."""
 
@@ -110,15 +116,11 @@ class Columns(Section):
     id: str = Field("", description="of rows that have none anywhere it is a hash of the prompt")
 
 
-class Task(Section):
-    """Prompts of one kind, and how their answers are graded."""
+class Rows(Section):
+    """Rows of a data set, what the model sees of them, and how its answers are graded."""
 
-    train: str = Field(description="JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
-    heldout: str | int = Field(
-        description="the same, never trained on; or a number of rows of `train`, chosen by hash and taken out of it"
-    )
-    mapping: Literal["", "polaris", "deepscaler", "dapo-math-17k", "deepcoder", "gsm8k", "math"] = Field(
-        "", description="published set whose columns both have; empty: id, prompt, answer, difficulty"
+    mapping: MappingName = Field(
+        "", description="published set whose columns they have; empty: id, prompt, answer, difficulty"
     )
     columns: Columns = Columns()
     template: Literal["raw", "chat"] = Field(
@@ -132,6 +134,30 @@ class Task(Section):
     rewards: dict[TaskName, Reward] = Field(
         {}, description="added to its reward, by name; what is right they do not say"
     )
+    environment: str = Field(
+        "",
+        description="python, calculator, guessing, or package.module:Class: what answers the policy's turns; empty: one turn",
+    )
+    turns: int = Field(8, ge=1, description="of environment: most turns of an episode, the last one included")
+    turn_tokens: int = Field(4096, ge=1, description="of environment: most tokens sampled in a turn")
+    reply_tokens: int = Field(512, ge=1, description="of environment: most tokens of a reply; they count in `length`")
+    reply_timeout_s: float = Field(
+        600.0, gt=0, description="of environment: most seconds for a reply, the wait for a free sandbox included"
+    )
+
+    @property
+    def graders(self) -> tuple[str, ...]:
+        """That of the task, then those of further rewards."""
+        return (self.grader, *(reward.grader for reward in self.rewards.values()))
+
+
+class Task(Rows):
+    """Prompts of one kind, trained on."""
+
+    train: str = Field(description="JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
+    heldout: str | int = Field(
+        description="the same, never trained on; or a number of rows of `train`, chosen by hash and taken out of it"
+    )
     weight: float = Field(1.0, gt=0, description="share of the prompts drawn, in proportion to the other tasks'")
 
     @field_validator("heldout", mode="before")
@@ -143,10 +169,17 @@ class Task(Section):
             f"should be a file or hub:… of prompts, or how many rows of train to hold out, got {heldout!r}"
         )
 
-    @property
-    def graders(self) -> tuple[str, ...]:
-        """That of the task, then those of further rewards."""
-        return (self.grader, *(reward.grader for reward in self.rewards.values()))
+
+class Suite(Rows):
+    """A set that models are scored on. Shipped ones (megarl/recipes/suites) are known by name; keys given here go first."""
+
+    choices: Literal["", "arc", "hellaswag"] = Field(
+        "", description="multiple choice with rows of this set's columns, by log-likelihood; empty: answers are sampled"
+    )
+    data: str = Field(description="JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
+    prompt: str = Field("{prompt}", description="what the model is asked; {prompt} stands for the row's")
+    samples: int = Field(1, ge=1, description="answers a prompt: mean@samples, pass@k and maj@k up to it")
+    prompts: int | None = Field(None, ge=1, description="at most so many, chosen by hash; null: all")
 
 
 class Data(Section):
@@ -192,7 +225,9 @@ class Length(Section):
     thinking_tokens: tuple[int, int] = Field((10_000, 12_000), description="budget, drawn anew for each rollout")
     stages: tuple[Stage, ...] = Field((), description="shorter budgets before it, [{until_step, thinking_tokens}, …]")
     answer_tokens: int = Field(2048, ge=1)
-    end_of_thinking: str = "</think>"
+    end_of_thinking: str = Field(
+        "</think>", description="the answer stands behind it; empty: the model has no thinking trace"
+    )
     interruption: str = Field(
         "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>",
         description="appended when the thinking budget runs out; masked from the loss",
@@ -361,6 +396,14 @@ class Evaluation(Section):
     samples: int = Field(16, ge=1, description="mean@samples")
     servers: int = Field(1, ge=1, description="held at the scored version meanwhile, as far as there are so many")
     temperature: float = Field(1.0, ge=0)
+    suites: dict[TaskName, Suite] = Field(
+        {}, description="further sets that are scored, by name; `aime24: {}` is a shipped one"
+    )
+
+    @property
+    def sampled(self) -> dict[str, Suite]:
+        """Those whose answers are sampled and graded."""
+        return {name: suite for name, suite in self.suites.items() if not suite.choices}
 
 
 class Checkpoint(Section):

@@ -14,7 +14,8 @@ and with top_p < 1 its sampling support is asked for, whose log-probs are renorm
 likeliest tokens). Greedy requests (temperature 0) record the log-prob at temperature 1.
 """
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
@@ -24,6 +25,7 @@ import numpy as np
 
 from megarl.errors import MegarlError
 from megarl.types import float32, int32
+from megarl.weights import scoring
 
 CONNECT_LIMIT_S = 10.0
 ADMIN_LIMIT_S = 30.0
@@ -204,7 +206,7 @@ class ServerClient:
             body["return_sampling_mask"] = True
             body["sampling_params"]["top_k"] = TOP_K_WITH_TOP_P
         received = _Received()
-        try:
+        with self._losses(received):
             async with self._post("/generate", body, self._api, self._timeout) as reply:
                 if reply.status != 200:
                     raise self._refusal_or_loss(reply.status, await reply.text(), received)
@@ -217,6 +219,33 @@ class ServerClient:
                     if chunk.meta_info.finish_reason is not None:
                         return self._finished(chunk, received)
                     received.add(chunk)
+        raise ServerLost(f"{self.url} ended a stream before its last token", *received.joined())
+
+    async def score(self, sequences: Sequence[np.ndarray], firsts: Sequence[int], cache_salt: str) -> list[np.ndarray]:
+        """Log-probs of the tokens of each sequence [n] from its position `first` (at least 1) on, [n - first] float32 each.
+
+        What stands before may come from cached prefixes of the same salt; what is scored is computed anew.
+        Raises ServerLost or ServerRefused.
+        """
+        body = scoring.request(sequences, firsts, [cache_salt] * len(sequences))
+        nothing = _Received()
+        with self._losses(nothing):
+            async with self._post("/generate", body, self._api, self._timeout) as reply:
+                if reply.status != 200:
+                    raise self._refusal_or_loss(reply.status, await reply.text(), nothing)
+                replies = msgspec.json.decode(await reply.read())
+        for each in replies:
+            finish = each["meta_info"]["finish_reason"]
+            if finish["type"] == "abort":
+                reason = f"aborted a request: {finish.get('message')}"
+                raise self._refusal_or_loss(finish.get("status_code") or 500, reason, nothing)
+        return scoring.scored(replies)
+
+    @contextmanager
+    def _losses(self, received: _Received) -> Iterator[None]:
+        """What aiohttp raises, as ServerLost with what had been received."""
+        try:
+            yield
         except TimeoutError:
             raise ServerLost(
                 f"{self.url} did not finish a request within {self._timeout_s:g} s (serving.request_timeout_s)",
@@ -224,7 +253,6 @@ class ServerClient:
             ) from None
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise ServerLost(f"{self.url} was lost: {type(error).__name__}: {error}", *received.joined()) from None
-        raise ServerLost(f"{self.url} ended a stream before its last token", *received.joined())
 
     def _finished(self, chunk: _Chunk, received: _Received) -> Generation:
         received.add(chunk)

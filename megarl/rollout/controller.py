@@ -17,8 +17,9 @@ import logging
 import signal
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import uvloop
 
@@ -26,6 +27,7 @@ from megarl.batch import batch_statistics
 from megarl.data.prompts import TaskPrompts, load_tasks
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import MegarlError
+from megarl.evaluation.score import Questions
 from megarl.grading import Graders
 from megarl.messages import Next, Publish, Published, Refused, Reply, Stop, Train
 from megarl.process import start_logging
@@ -33,7 +35,7 @@ from megarl.recipe import Recipe
 from megarl.rollout.compute import ComputeClock, session_of
 from megarl.rollout.conversation import Conversation, End
 from megarl.rollout.decision import Decision, Standing, TrainStep, decide
-from megarl.rollout.evaluations import Evaluations
+from megarl.rollout.evaluations import Evaluations, questions_of
 from megarl.rollout.journal import Journal
 from megarl.rollout.ledger import Ledger
 from megarl.rollout.link import Link
@@ -65,13 +67,14 @@ def main(recipe: Recipe) -> int:
     endpoints = rundir.endpoints()
     tokenizer = load_tokenizer(recipe.model.path)
     prompts = load_tasks(recipe, tokenizer)
+    questions = questions_of(recipe, prompts, tokenizer)
     pipeline = recipe.pipeline
     journal = Journal.open(rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
     journal.append(session_of(rundir))
 
     async def run() -> int:
         return await Controller(
-            recipe, rundir, journal, tokenizer, prompts, Link(endpoints.controller, endpoints.link)
+            recipe, rundir, journal, tokenizer, prompts, questions, Link(endpoints.controller, endpoints.link)
         ).run()
 
     return uvloop.run(run())
@@ -87,6 +90,7 @@ class Controller:
         journal: Journal,
         tokenizer: Tokenizer,
         prompts: Mapping[str, TaskPrompts],
+        questions: Sequence[Questions[Any]],
         link: Link,
     ) -> None:
         state: State = journal.state
@@ -105,7 +109,7 @@ class Controller:
         self.meter = Meter(self.places)
         self.publications = Publications(recipe, state, self.servers, self.ledger, self.compute, self._fail)
         self.evaluations = Evaluations(
-            recipe, rundir, state, [p.heldout for p in prompts.values()], self.servers.membership, self.places,
+            recipe, rundir, state, questions, tokenizer, self.servers.membership, self.places,
             self.sampler, self.graders, self.ledger, self.compute, self._on_change, self._fail,
             self._stop, salt,
         )  # fmt: skip

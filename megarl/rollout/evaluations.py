@@ -1,4 +1,5 @@
-"""Which versions are scored, when and on which server; each score is a row of RUN/eval.jsonl and a record of the journal.
+"""Which versions are scored, when and on which server; each score is a row of RUN/eval.jsonl and a record of the journal. The
+answers are in RUN/evaluations/step-N, as those of `megarl eval` are in its directory.
 
 a version is published, or asked about ─► due? ─► pin some of its servers ─► score ─► eval.jsonl, journal ─► unpin
               │ its servers are lost, every one: cancelled, the next version is due instead
@@ -8,12 +9,19 @@ a version is published, or asked about ─► due? ─► pin some of its server
 
 import asyncio
 import logging
+import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megarl.evaluation import score as evaluation
+from megarl.data.prompts import TaskPrompts
+from megarl.data.tokenizer import Tokenizer
+from megarl.evaluation import suites
+from megarl.evaluation.answers import Answer, SuiteDir
+from megarl.evaluation.metrics import Outcome, summarise
+from megarl.evaluation.results import result_of, settings_of
 from megarl.evaluation.schedule import is_due
+from megarl.evaluation.score import Asker, Questions, Sampled, choose, score
 from megarl.grading import GraderDown, Graders
 from megarl.recipe import Recipe
 from megarl.rollout.compute import ComputeClock
@@ -23,15 +31,29 @@ from megarl.rollout.places import Places
 from megarl.rollout.records import Evaluated
 from megarl.rollout.sampler import Sampler
 from megarl.rollout.state import State
-from megarl.rundir import RunDir, append_jsonl, latest_rows
+from megarl.rundir import RunDir, append_jsonl, latest_rows, step_folder
 from megarl.scaling.outlook import enough, outlook
-from megarl.types import Prompt
 
 log = logging.getLogger(__name__)
 
 TRIES = 3
 RETRY_S = 10.0
 """A score without the answers that could not be graded would be wrong; one that never comes would hold the run for ever."""
+
+
+def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer) -> list[Questions[Any]]:
+    """What each evaluation of the run asks: the tasks' held-out prompts, then suites."""
+    chosen = recipe.evaluation
+    found: list[Questions[Any]] = [
+        Sampled(name, choose(prompts[name].heldout, chosen.prompts), chosen.samples, rows=task)
+        for name, task in recipe.data.tasks.items()
+    ]
+    for name, suite in chosen.suites.items():
+        loaded = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens)
+        for reason, count in loaded.left_out.items():
+            log.warning("%s: %d of %d rows are not asked: %s", name, count, loaded.rows, reason)
+        found.append(loaded.questions)
+    return found
 
 
 class Evaluations:
@@ -42,7 +64,8 @@ class Evaluations:
         recipe: Recipe,
         rundir: RunDir,
         state: State,
-        heldout: Iterable[Sequence[Prompt]],
+        questions: Sequence[Questions[Any]],
+        tokenizer: Tokenizer,
         membership: Membership,
         places: Places,
         sampler: Sampler,
@@ -58,7 +81,7 @@ class Evaluations:
         self._membership, self._places, self._sampler, self._graders = membership, places, sampler, graders
         self._ledger, self._compute, self._changed, self._fail = ledger, compute, changed, fail
         self._stop = stop
-        self._heldout = evaluation.choose(heldout, recipe.evaluation.prompts)
+        self._questions, self._tokenizer = questions, tokenizer
         self._scored = max(state.evaluations, default=None)
         self._failures, self._not_before = 0, 0.0  # of the grader, in a row; time.monotonic()
         self.running: dict[int, tuple[set[int], asyncio.Task[None]]] = {}
@@ -95,21 +118,20 @@ class Evaluations:
 
     async def _evaluate(self, version: int, servers: set[int], compute_hours: float) -> None:
         began = time.monotonic()
+        folder = step_folder(self._rundir.evaluations, version)
         try:
-            outcomes = await evaluation.score(
-                self._heldout, self._recipe, self._sampler, self._graders, servers, f"{self._salt}/evaluation/{version}",
-                self._places.limit * len(servers),
-            )  # fmt: skip
-            scores = evaluation.row(outcomes, self._recipe, version)
-            row = scores | {
+            outcomes = await self._ask(version, servers)
+            scores = await asyncio.to_thread(row, outcomes, self._recipe, version)
+            new = scores | {
                 "compute_hours": compute_hours,
                 "compute_unit": self._compute.unit,
                 "time": time.time(),
                 "seconds": time.monotonic() - began,
                 "tries": self._failures + 1,
             }
-            row |= await asyncio.to_thread(self._outlook, row)
-            append_jsonl(self._rundir.eval, row)
+            new |= await asyncio.to_thread(self._outlook, new)
+            await asyncio.to_thread(self._write_results, version, outcomes)
+            append_jsonl(self._rundir.eval, new)
             await self._ledger.write(
                 Evaluated(
                     version=version,
@@ -120,17 +142,46 @@ class Evaluations:
                     samples=int(scores["samples"]),
                 )
             )
-            self._scored, self.latest, self._failures = version, row, 0
+            self._scored, self.latest, self._failures = version, new, 0
             log.info("version %d: held-out pass rate %.4f", version, scores["pass_rate"])
-            if row.get("enough") and self._recipe.run.stop_at_asymptote:
-                self._stop(f"run.stop_at_asymptote: {enough(row)}")
+            if new.get("enough") and self._recipe.run.stop_at_asymptote:
+                self._stop(f"run.stop_at_asymptote: {enough(new)}")
         except* GraderDown as errors:
             self._grader_down(version, errors)
         finally:
+            if self._scored != version:
+                shutil.rmtree(folder, ignore_errors=True)  # half an evaluation is none
             del self.running[version]
             for server in servers:
                 self._membership.unpin(server)
             self._changed()
+
+    async def _ask(self, version: int, servers: set[int]) -> dict[str, list[Outcome]]:
+        """Every answer is written; of each what counts comes back, by task and suite."""
+        folder = step_folder(self._rundir.evaluations, version)
+        shutil.rmtree(folder, ignore_errors=True)  # of a life before: of the same version, but not what is scored now
+        places = {of.name: SuiteDir(folder, of.name) for of in self._questions}
+        for place in places.values():
+            place.path.mkdir(parents=True)
+        outcomes: dict[str, list[Outcome]] = {name: [] for name in places}
+
+        def keep(answer: Answer) -> None:
+            places[answer.suite].add(answer)
+            outcomes[answer.suite].append(Outcome.of(answer))
+
+        asker = Asker(
+            self._recipe, self._tokenizer, self._sampler.clients, self._places, self._sampler, self._graders, servers,
+            f"{self._salt}/evaluation/{version}", self._places.limit * len(servers),
+        )  # fmt: skip
+        await score(self._questions, asker, keep)
+        return outcomes
+
+    def _write_results(self, version: int, outcomes: Mapping[str, Sequence[Outcome]]) -> None:
+        folder, model = step_folder(self._rundir.evaluations, version), f"{self._rundir.path}@{version}"
+        for of in self._questions:
+            settings = settings_of(self._recipe, of.rows)
+            found = result_of(of.name, model, of.samples, settings, outcomes[of.name])
+            SuiteDir(folder, of.name).write_result(found)
 
     def _outlook(self, row: dict[str, Any]) -> dict[str, float]:
         """With this score; nothing while there are too few."""
@@ -145,5 +196,19 @@ class Evaluations:
         reason = f"version {version} could not be scored, the grader is down: {errors.exceptions[0]}"
         log.warning("%s (%d of %d tries)", reason, self._failures, TRIES)
         if self._failures >= TRIES:
-            place = self._rundir.logs / "controller.log"
+            place = self._rundir.logs / "controller-0.log"
             self._fail(f"{reason}; tried {TRIES} times, see {place}; then go on with run.resume=auto")
+
+
+def row(outcomes: Mapping[str, Sequence[Outcome]], recipe: Recipe, version: int) -> dict[str, float]:
+    """What eval.jsonl says about the outcomes of tasks and suites: of all held-out prompts together, of each task by itself
+    (`pass_rate/math`) when there are several, and of each suite (`pass_rate/aime24`)."""
+    tasks = list(recipe.data.tasks)
+    heldout = [one._replace(id=f"{task}/{one.id}") for task in tasks for one in outcomes[task]]
+    found: dict[str, float] = {"step": version, "weight_version": version, "samples": recipe.evaluation.samples}
+    found |= summarise(heldout)
+    alone = [*(tasks if len(tasks) > 1 else []), *recipe.evaluation.suites]
+    for name in alone:
+        found |= {f"{metric}/{name}": value for metric, value in summarise(outcomes[name]).items()}
+    found |= {f"samples/{name}": suite.samples for name, suite in recipe.evaluation.suites.items()}
+    return found

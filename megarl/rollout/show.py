@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from rich.console import Console, RenderableType
 from rich.console import Group as Lines
@@ -116,6 +117,7 @@ def _notes(group: Group) -> str:
         "truncated": sum(r.finish == "length" for r in rollouts),
         "interrupted": sum(r.interrupted for r in rollouts),
         "format wrong": sum(not r.format_ok for r in rollouts),
+        "out of turns": sum(r.episode is not None and r.episode.limited for r in rollouts),
         "retried": sum(r.retries > 0 for r in rollouts),
     }
     notes = [f"{count} {what}" for what, count in counts.items() if count]
@@ -147,7 +149,12 @@ def _about(rollout: Rollout, due: int | None) -> Text:
         facts.append(f"weights {_span(versions)}")
         if due is not None:
             facts.append(f"lag {due - versions.min()}")
+    if rollout.episode is not None:
+        turns, calls, errors = rollout.episode.turns, rollout.episode.calls, rollout.episode.errors
+        facts.append(f"{turns} turns" if turns > 1 else "1 turn")
+        facts += [f"{errors} of {calls} calls failed"] if errors else []
     told = {
+        "out of turns": rollout.episode is not None and rollout.episode.limited,
         "interrupted": rollout.interrupted,
         "format wrong": not rollout.format_ok,
         "grader ran out of time": rollout.grader_timeout,
@@ -197,6 +204,7 @@ def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict
                 "grader_error": r.grader_error,
                 "rewards": r.rewards,
                 "retries": r.retries,
+                "episode": None if r.episode is None else msgspec.structs.asdict(r.episode),
                 "segments": [
                     {
                         "weight_version": s.weight_version,

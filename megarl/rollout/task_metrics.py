@@ -1,4 +1,7 @@
-"""What the row of metrics says about each task of a batch, when there are several: `pass_rate_train/math`."""
+"""What the row of metrics says about each task of a batch, when there are several: `pass_rate_train/math`; and what about
+turns, when any task has an environment."""
+
+import numpy as np
 
 from megarl.batch import batch_statistics
 from megarl.recipe import Recipe
@@ -24,12 +27,27 @@ OF_EACH_TASK = (
 
 def task_statistics(batch: Batch, recipe: Recipe) -> dict[str, float]:
     """Of each task's groups in the batch; rates are not-a-number for a task that has none there."""
+    played = [name for name, task in recipe.data.tasks.items() if task.environment]
+    found = turn_statistics(batch) if played else {}
     if len(recipe.data.tasks) == 1:
-        return {}
-    found: dict[str, float] = {}
+        return found
     for task in recipe.data.tasks:
-        groups = tuple(g for g in batch.groups if g.prompt.task == task)
-        statistics = batch_statistics(Batch(step=batch.step, groups=groups))
+        of_task = Batch(step=batch.step, groups=tuple(g for g in batch.groups if g.prompt.task == task))
+        statistics = batch_statistics(of_task)
         rewards = [name for name in statistics if name.startswith("reward/")]
         found |= {f"{name}/{task}": statistics[name] for name in (*OF_EACH_TASK, *rewards)}
+        if task in played:
+            found |= {f"{name}/{task}": value for name, value in turn_statistics(of_task).items()}
     return found
+
+
+def turn_statistics(batch: Batch) -> dict[str, float]:
+    """Of the rollouts that had an environment; not-a-number where none had, or none called it."""
+    episodes = [r.episode for g in batch.groups for r in g.rollouts if r.episode is not None]
+    calls = sum(e.calls for e in episodes)
+    return {
+        "turns_mean": float(np.mean([e.turns for e in episodes])) if episodes else float("nan"),
+        "turn_limit_rate": float(np.mean([e.limited for e in episodes])) if episodes else float("nan"),
+        "tool_error_rate": sum(e.errors for e in episodes) / calls if calls else float("nan"),
+        "tool_seconds": sum(e.seconds for e in episodes) / calls if calls else float("nan"),
+    }

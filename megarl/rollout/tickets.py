@@ -61,7 +61,8 @@ class Tickets:
         salt: str,
     ) -> None:
         self._recipe, self._salt = recipe, salt
-        self._prompts = {(task, p.id): p for task, of_task in prompts.items() for p in of_task.train}
+        self._prompts = {task: of_task.train for task, of_task in prompts.items()}
+        self._at = {task: {p.id: n for n, p in enumerate(of_task)} for task, of_task in self._prompts.items()}
         self._membership, self._places, self._sampler, self._graders = membership, places, sampler, graders
         self._ledger, self._changed = ledger, changed
         self.admission: Admission = copy.deepcopy(state.admission)  # the journal's own is its thread's
@@ -151,13 +152,13 @@ class Tickets:
         )
 
     def _prompt(self, admitted: Admitted) -> Prompt:
-        key = (admitted.task, admitted.prompt_id)
-        if key not in self._prompts:
+        at = self._at[admitted.task].get(admitted.prompt_id)
+        if at is None:
             raise MegarlError(
                 f"data.tasks.{admitted.task}.train: ticket {admitted.ticket} of the run was given prompt "
                 f"{admitted.prompt_id!r}, which is not in the file any more; put it back, or start a run of another name"
             )
-        return self._prompts[key]
+        return self._prompts[admitted.task][at]
 
     async def _finish(self, admitted: Admitted, prompt: Prompt) -> None:
         """The whole life of a ticket."""
@@ -194,7 +195,7 @@ class Tickets:
             rollouts = tuple(task.result() for task in each)
         except* (Void, GraderDown) as reasons:
             void = str(reasons.exceptions[0])
-        return Group(ticket=ticket, prompt=prompt, rollouts=rollouts, void=void, epoch=admitted.epoch)
+        return Group(ticket=ticket, prompt=prompt.shown, rollouts=rollouts, void=void, epoch=admitted.epoch)
 
     async def _rollout(self, ticket: int, prompt: Prompt, home: _Home, sample: int, length: Length) -> Rollout:
         def may_use(server: int, version: int) -> bool:
@@ -211,7 +212,7 @@ class Tickets:
             budget = interruption.thinking_budget(recipe.run.seed, ticket, sample, length.thinking_tokens)
         done = await self._sampler.complete(
             Job(
-                prompt=prompt.tokens,
+                prompt=prompt,
                 order=(1, ticket, sample),
                 may_use=may_use,
                 salt=f"{self._salt}/{ticket}",
@@ -222,7 +223,7 @@ class Tickets:
                 routed=self._routed,
             )
         )
-        grade = await self._graders[prompt.task].grade(done.text, prompt)
+        grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
         return Rollout(
             sample=sample,
             segments=tuple(done.segments),
@@ -236,6 +237,7 @@ class Tickets:
             rewards=dict(grade.rewards),
             retries=done.retries,
             routing=None if self._routed is None else self._routed.joined(done.routing),
+            episode=done.episode,
         )
 
     def _is_eligible(self, ticket: int, server: int | None) -> bool:

@@ -1,15 +1,13 @@
 """The interactive picture: one HTML file with its data and script inside, which opens without a network (page.html)."""
 
-import json
-import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megarl import pages
 from megarl.pictures import COLORS
-from megarl.rundir import write_atomically
 from megarl.scaling.fit import Fit
 from megarl.scaling.plot import Series, band, drawn_to, first_point, used
 from megarl.scaling.points import HOURS, Curve
@@ -31,9 +29,8 @@ def write_page(
         "series": [_series(n, name, curves, fit, end) for n, (name, (curves, fit)) in enumerate(series.items())],
         "laws": [_law(law, first_point(series) / 2, end) for law in laws],
     }
-    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # a name cannot close the script
     target = path_without_suffix.with_name(f"{path_without_suffix.name}.html")
-    write_atomically(target, string.Template(TEMPLATE.read_text()).substitute(data=text).encode())
+    pages.write_page(TEMPLATE, target, data=pages.embedded(data))
     return target
 
 

@@ -1,6 +1,6 @@
 """Everything that can be wrong before a process is started, each one `MegarlError` that says what to do.
 
-check_inputs(recipe)            the model directory, data files, ports, GPUs
+check_inputs(recipe)            the model directory, data files, graders, ports, GPUs
 lock(rundir)                    no other supervisor works there
 check_history(recipe, rundir)   a run that is there may go on, and goes on as it began
 """
@@ -56,6 +56,7 @@ def check_inputs(recipe: Recipe) -> None:
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
+    _check_graders(recipe)
     devices.divide(recipe, devices.gpus())
     for port in server_ports(recipe):
         _check_port(recipe.serving.host, port)
@@ -69,13 +70,22 @@ def _check_sources(recipe: Recipe) -> None:
         for name, task in recipe.data.tasks.items()
         if isinstance(task.heldout, str)
     ]
+    named += [(f"evaluation.suites.{name}.data", suite.data) for name, suite in recipe.evaluation.suites.items()]
     for key, source in [*named, *(("data.decontaminate", source) for source in recipe.data.decontaminate)]:
         wrong = sources.problem(source)
         if wrong:
             made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
-    if any(task.template == "chat" for task in recipe.data.tasks.values()):
+    asked = [*recipe.data.tasks.values(), *recipe.evaluation.sampled.values()]
+    if any(rows.template == "chat" for rows in asked):
         load_chat(recipe.model.path)
+
+
+def _check_graders(recipe: Recipe) -> None:
+    """Sandbox, functions and keys are there; the controller, which needs them, starts with this environment."""
+    from megarl.grading.grader import check_graders  # it brings aiohttp
+
+    check_graders(recipe.data, recipe.evaluation.sampled)
 
 
 def check_all(recipe: Recipe) -> None:
@@ -91,6 +101,9 @@ def check_sft(recipe: Recipe) -> None:
     wrong = sources.problem(recipe.sft.data)
     if wrong:
         raise MegarlError(f"sft.data: {wrong}; give rows of prompt and completion, or of messages")
+    for source in recipe.data.decontaminate:
+        if wrong := sources.problem(source):
+            raise MegarlError(f"data.decontaminate: {wrong}")
     if not recipe.sft.output:
         raise MegarlError("sft.output: say where the trained model is to be written")
 
@@ -102,20 +115,20 @@ def server_ports(recipe: Recipe) -> list[int]:
 
 
 @contextmanager
-def lock(rundir: RunDir) -> Iterator[None]:
-    """Be the only supervisor of this run; the kernel lets go of it when we die."""
+def lock(rundir: RunDir, command: str = "megarl train", place: str = "run.name") -> Iterator[None]:
+    """Be the only one who works in this directory; the kernel lets go of it when we die. place: the key that names another."""
     try:
         rundir.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(rundir.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise MegarlError(f"run.dir, run.name: cannot write in {rundir.path}: {error.strerror}") from None
+        raise MegarlError(f"{place}: cannot write in {rundir.path}: {error.strerror}") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.read(descriptor, 100).decode()
             raise MegarlError(
-                f"{rundir.path}: another `megarl train` (process {owner}) works there; end it, or give another run.name"
+                f"{rundir.path}: another `{command}` (process {owner}) works there; end it, or give another {place}"
             ) from None
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())

@@ -44,8 +44,21 @@ def divide(recipe: Recipe, available: tuple[str, ...]) -> dict[Role, tuple[str, 
             "resources.servers, resources.server_tensor_parallel or resources.learner_ranks, or set CUDA_VISIBLE_DEVICES= "
             "to run a tiny model on the CPU"
         )
-    width = resources.server_tensor_parallel
-    shares = {Role("server", i): available[i * width : (i + 1) * width] for i in range(resources.servers)}
+    shares = of_servers(recipe, available)
     shares[Role("controller")] = ()
-    shares[Role("learner")] = available[resources.servers * width :][: resources.learner_ranks]
+    shares[Role("learner")] = available[resources.servers * resources.server_tensor_parallel :][
+        : resources.learner_ranks
+    ]
     return shares
+
+
+def of_servers(recipe: Recipe, available: tuple[str, ...]) -> dict[Role, tuple[str, ...]]:
+    """The GPUs of each server; MegarlError if there are too few."""
+    count, width = recipe.resources.servers, recipe.resources.server_tensor_parallel
+    if available and len(available) < count * width:
+        raise MegarlError(
+            f"resources: {count} servers x {width} GPUs need {count * width}, and {len(available)} are visible "
+            f"({','.join(available)}); lower resources.servers or resources.server_tensor_parallel, or set "
+            "CUDA_VISIBLE_DEVICES= to serve a tiny model on the CPU"
+        )
+    return {Role("server", i): available[i * width : (i + 1) * width] for i in range(count)}

@@ -7,5 +7,6 @@ admin.py          SGLang's calls that replace weights, one server or all at once
 buckets.py        tensors -> buckets of a set size, one flat array each
 served.py         how a server holds Hugging Face tensors
 checksum.py       what a server's checksums must be, from the tensors as they were sent
+scoring.py        how a server is asked for the log-probs of given tokens
 probe.py          fixed sequences, scored by the servers and by the learner
 """

@@ -17,6 +17,7 @@ import numpy as np
 
 from megarl.errors import MegarlError
 from megarl.messages import ServerAddress
+from megarl.weights import scoring
 
 CONTROL_LIMIT_S = 30.0
 """Of calls whose duration does not depend on the model; weights.timeout_s if that is shorter."""
@@ -106,16 +107,8 @@ class Server:
 
     def score(self, sequences: Sequence[np.ndarray], salt: str) -> list[np.ndarray]:
         """Log-prob of each token of each sequence but its first, computed anew: nothing cached has this salt."""
-        body = {
-            "input_ids": [s.tolist() for s in sequences],
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "cache_salt": [f"{salt}-{i}" for i in range(len(sequences))],
-        }
-        replies = self._call("probe", "/generate", body, self._limit_s, self._api_key)
-        # null, which stands for a number that is not finite, becomes nan
-        return [np.array([e[0] for e in r["meta_info"]["input_token_logprobs"][1:]], np.float32) for r in replies]
+        body = scoring.request(sequences, [1] * len(sequences), [f"{salt}-{i}" for i in range(len(sequences))])
+        return scoring.scored(self._call("probe", "/generate", body, self._limit_s, self._api_key))
 
     def _call(self, step: str, path: str, body: Any, limit_s: float, key: str = "") -> Any:
         """The reply's JSON (or text). Without a body it is a GET."""

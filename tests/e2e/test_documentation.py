@@ -22,6 +22,8 @@ TESTED_ELSEWHERE = {
     'make quickstart ARGS="run.name=seed-1 run.seed=1 pipeline.k=4"': "the same",
     "make quickstart-moe": "its three commands: test_run_moe.py",
     "megarl train quickstart-tasks": "test_run_tasks.py",
+    "make quickstart-tools": "its three commands: test_run_tools.py",
+    "megarl train quickstart-tools run.name=without-tools \"data.tasks.products.environment=''\"": "the same",
     "make bench": "a benchmark",
     "megarl plan scalerl-8b --gpus 80 --gpu h100 --model-config llama-3.1-8b --mean-tokens 8000 --simulate --out plan.png": (
         "minutes of simulation; tests/unit/planning/test_plan.py simulates a smaller one"

@@ -23,6 +23,7 @@ from megarl.recipe import Recipe
 from megarl.rollout.client import ServerClient
 from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports
 from megarl.serving.health import wait_ready
+from megarl.weights.admin import Server
 from tests.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +151,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 def stack(models: tuple[Path, dict[str, Any]]) -> Iterator[Stack]:
     with running(*models) as running_stack:
         yield running_stack
+
+
+@pytest.fixture(scope="module")
+def serves_a(stack: Stack) -> None:
+    """The server has model `a`, whatever the tests before have published."""
+    server = Server(stack.server.address, 0, stack.endpoints.api_key, stack.endpoints.admin_key, 60)
+    server.load(str(stack.directory / "a"), flush=True)
 
 
 @pytest.fixture(scope="module")

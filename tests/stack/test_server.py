@@ -8,20 +8,12 @@ import pytest
 import torch
 
 from megarl.rollout.client import ServerClient, ServerLost, ServerRefused
-from megarl.weights.admin import Server
 from tests.stack.conftest import Stack
 from tests.tiny_scores import scores
 
-pytestmark = [pytest.mark.stack, pytest.mark.anyio]
+pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.usefixtures("serves_a")]
 
 PROMPT = np.arange(5, 25, dtype=np.int32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def serves_a(stack: Stack) -> None:
-    """Whatever the tests before have published."""
-    server = Server(stack.server.address, 0, stack.endpoints.api_key, stack.endpoints.admin_key, 60)
-    server.load(str(stack.directory / "a"), flush=True)
 
 
 def completion_scores(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -76,6 +68,20 @@ async def test_logprobs_are_of_the_distribution_that_was_sampled_from(
     nucleus = torch.zeros_like(probabilities).scatter(1, order.indices, order.values * kept)
     expected = (nucleus / nucleus.sum(-1, keepdim=True)).log().gather(1, sequence[len(PROMPT) :, None])[:, 0]
     np.testing.assert_allclose(generation.logprobs, expected.numpy(), atol=2e-5)
+
+
+async def test_scores_are_transformers_also_behind_a_cached_prefix(stack: Stack) -> None:
+    """All of it first, which fills the cache; then, with the same salt, only what stands behind 12 and 30 tokens."""
+    sequences = [np.tile(PROMPT, 2), np.concatenate([np.tile(PROMPT, 2)[:35], PROMPT])]
+    references = scores(stack.models["a"], sequences)
+    async with stack.client() as client:
+        for firsts in ((1, 1), (12, 30), (12, 30), (1, 39)):
+            found = await client.score(sequences, firsts, "salt")
+            for logprobs, reference, first in zip(found, references, firsts, strict=True):
+                assert logprobs.dtype == np.float32
+                np.testing.assert_allclose(logprobs, reference[first - 1 :], atol=1e-5)
+        with pytest.raises(ServerRefused, match="400"):
+            await client.score([np.ones(3000, np.int32)], [1], "salt")
 
 
 async def test_a_request_that_cannot_be_is_refused(stack: Stack) -> None:

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megarl.environments.registry import BUILT_IN
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe, describe, dump, from_tree, load, shipped
+from megarl.recipe.combinations import ENVIRONMENTS
 
 Tree = dict[str, Any]
 
@@ -284,10 +286,46 @@ def test_tasks_by_name(file: Path, tmp_path: Path) -> None:
             "data.tasks.math.grader=maths",
             "data.tasks.math.grader: 'maths' is no grader; did you mean math? known: math, exact",
         ),
+        (
+            "data.tasks.math.environment=pythn",
+            "data.tasks.math.environment: 'pythn' is no environment; did you mean python? known: python, calculator, guessing, "
+            "and package.module:Class",
+        ),
     ],
 )
 def test_bad_overrides_of_tasks(file: Path, override: str, said: str) -> None:
     assert said in refused(file, MATH, (override,))
+
+
+def played(**keys: Any) -> dict[str, Any]:
+    return {"data": {"tasks": {"math": {"train": "a", "heldout": "b", "environment": "python"} | keys}}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (played(grader="code"), "data.tasks.math.environment: python runs every turn that has a program in it"),
+        (
+            played(reply_tokens=40) | {"length": {"thinking_tokens": [40, 48]}},
+            "data.tasks.math.reply_tokens: a reply of 40 tokens leaves nothing of the shortest budget .* which is 40",
+        ),
+        (
+            played(reply_tokens=9) | {"length": {"thinking_tokens": [40, 48], "stages": [stage(3, 7, 9)]}},
+            "leaves nothing of the shortest budget for thinking and replies, which is 7",
+        ),
+    ],
+)
+def test_environments_that_cannot_work(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(MegarlError, match=said):
+        from_tree(tree)
+
+
+def test_environments_that_work() -> None:
+    assert tuple(BUILT_IN) == ENVIRONMENTS
+    for name in (*ENVIRONMENTS, "my.games:Chess"):
+        assert from_tree(played(environment=name)).data.tasks["math"].environment == name
+    control = {"length": {"control": "none", "thinking_tokens": [40, 48], "answer_tokens": 20}}
+    assert from_tree(played(reply_tokens=50) | control).length.control == "none", "one budget for both"
 
 
 def test_budgets_of_stages() -> None:

@@ -2,12 +2,9 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from checkpoints_tools.partial import PROGRESS, Partial
 from checkpoints_tools.safetensors_files import Directory
 from megarl.errors import MegarlError
 from megarl.models import checkpoint
+from tests.full_disk import files_no_larger_than
 from tests.tiny import tiny_llama, tiny_qwen3_moe
 
 # isort: split
@@ -32,18 +30,6 @@ ROOT = Path(__file__).parents[3]
 def directory(tmp_path: Path) -> Path:
     tiny_llama(tmp_path / "hf", torch.bfloat16)
     return tmp_path / "hf"
-
-
-@contextmanager
-def files_no_larger_than(size: int) -> Iterator[None]:
-    """As on a full disk: writing more fails with OSError."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

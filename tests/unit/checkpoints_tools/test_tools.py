@@ -11,7 +11,7 @@ import yaml
 from checkpoints_tools.__main__ import main
 from megarl.models import build, checkpoint, family_of, hf, parallel
 from megarl.recipe import Model
-from megarl.rundir import RunDir, append_jsonl
+from megarl.rundir import RunDir, append_jsonl, step_folder
 from tests.tiny import tiny_llama
 
 # isort: split
@@ -64,10 +64,10 @@ def test_latest_complete_checkpoint_is_taken_and_old_ones_pruned(directory: Path
     hf.load(chunks, family_of(directory), directory)
     for step in (1, 2, 3):
         meta = checkpoint.Meta(step=step, version=step, hf_source=str(directory), model=model.model_dump())
-        checkpoint.save(checkpoint.folder(checkpoints, step), checkpoint.model_state(chunks), meta)
+        checkpoint.save(step_folder(checkpoints, step), checkpoint.model_state(chunks), meta)
     parallel.stop()
-    (checkpoint.folder(checkpoints, 3) / checkpoint.META).unlink()  # as if it had never been finished
-    assert checkpoint.find(tmp_path / "run") == checkpoint.folder(checkpoints, 2)
+    (step_folder(checkpoints, 3) / checkpoint.META).unlink()  # as if it had never been finished
+    assert checkpoint.find(tmp_path / "run") == step_folder(checkpoints, 2)
     (checkpoints / ".step-0000004.partial").mkdir()
     checkpoint.prune(checkpoints, keep=1)
     assert [p.name for p in checkpoints.iterdir()] == ["step-0000002"]

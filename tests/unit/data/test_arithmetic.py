@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from megarl.data import arithmetic, arithmetic_models
 from megarl.data.arithmetic import Problem, columns, trace
 from megarl.data.mappings import own
-from megarl.data.prompts import check_disjoint, load_set, survey_of
+from megarl.data.prompts import check_disjoint, load_set
+from megarl.data.survey import survey_of
 from megarl.data.tokenizer import load_tokenizer
 from megarl.recipe import load
 

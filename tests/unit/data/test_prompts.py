@@ -9,7 +9,8 @@ import pytest
 
 from megarl.data import arithmetic_models
 from megarl.data.mappings import own
-from megarl.data.prompts import check_disjoint, load_prompts, load_set, load_tasks, survey_of
+from megarl.data.prompts import check_disjoint, load_prompts, load_set, load_tasks
+from megarl.data.survey import survey_of
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.traces import load_traces
 from megarl.errors import MegarlError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.data import arithmetic
+from megarl.data import arithmetic, products
 from megarl.recipe import Recipe, load, shipped
 
 DEFAULT = Recipe()
@@ -108,9 +108,10 @@ def test_math_and_code_is_scalerl_8b_with_a_second_task():
     assert r.run.model_copy(update={"name": math.run.name}) == math.run
 
 
-def test_the_quickstart_fits_its_task_and_its_machine():
-    r = load("quickstart")
-    assert r.evaluation.prompts <= arithmetic.HELDOUT_PROMPTS
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-tools"])
+def test_the_quickstart_fits_its_task_and_its_machine(name):
+    r = load(name)
+    assert r.evaluation.prompts <= min(arithmetic.HELDOUT_PROMPTS, products.HELDOUT_PROMPTS)
     assert r.resources.learner_ranks + r.resources.servers == 2  # cores
     assert r.model.dtype == "fp32"
     longest = r.length.context_tokens + len("...") + 1

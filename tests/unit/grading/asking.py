@@ -1,11 +1,16 @@
-"""Graders of one task, and prompts to ask them about."""
+"""Graders of one task, prompts to ask them about, and small sandboxes."""
 
+from pathlib import Path
 from typing import Any
 
+from megarl.errors import MegarlError
 from megarl.grading import Graders
-from megarl.grading.sandbox import Limits
+from megarl.grading.sandbox import Kind, Limits, Sandbox
 from megarl.recipe import Data, Task
 from megarl.types import Prompt, int32
+
+LIMITS = Limits(seconds=20, memory=256 << 20, processes=8, file=1 << 20, tmp=4 << 20, output=1 << 16)
+SHORT = Limits(**(vars(LIMITS) | {"seconds": 2}))
 
 
 def graders_of(
@@ -24,3 +29,18 @@ def prompt_of(answer: str, text: str = "") -> Prompt:
 
 def decode(tokens: Any) -> str:
     return "".join(map(chr, tokens))
+
+
+def why_not(kind: Kind) -> str:
+    """Why no program can be run here with it; empty if one can."""
+    try:
+        sandbox(kind).check()
+    except MegarlError as error:
+        return str(error)
+    return ""
+
+
+def sandbox(kind: Kind, limits: Limits = LIMITS) -> Sandbox:
+    """Of rlimits with the system's Python, for root's own may be where nobody can read it."""
+    system = Path("/usr/bin/python3")
+    return Sandbox(kind, 2, limits, python=system if kind == "rlimits" and system.exists() else None)

@@ -86,7 +86,7 @@ def test_values(found: Any, expected: Any, same: bool) -> None:
 def test_a_value_is_the_same_as_itself_and_its_repr_passes(value: Any) -> None:
     assert same_value(value, value)
     if "inf" not in repr(value):
-        assert passed(UnitTest("", "", "f()", value), Ran(repr(value), "exit"))
+        assert passed(UnitTest(call="f()", result=value), Ran(repr(value), "exit"))
 
 
 @pytest.mark.parametrize(
@@ -106,15 +106,15 @@ def test_a_value_is_the_same_as_itself_and_its_repr_passes(value: Any) -> None:
     ],
 )
 def test_what_is_no_literal_fails(shown: str) -> None:
-    assert not passed(UnitTest("", "", "f()", 7), Ran(shown, "exit"))
+    assert not passed(UnitTest(call="f()", result=7), Ran(shown, "exit"))
 
 
 def test_a_number_that_no_float_can_be_is_another_one() -> None:
-    assert not passed(UnitTest("", "", "f()", 1.5), Ran("1" + "0" * 400, "exit"))
+    assert not passed(UnitTest(call="f()", result=1.5), Ran("1" + "0" * 400, "exit"))
 
 
 def test_a_program_that_met_a_limit_or_failed_does_not_pass() -> None:
-    test = UnitTest("", "7", "", None)
+    test = UnitTest(printed="7")
     assert passed(test, Ran("7\n", "exit"))
     assert not passed(test, Ran("7\n", "exit", status=1))
     assert not passed(test, Ran("7\n", "time"))
@@ -125,14 +125,21 @@ def written(*rows: dict[str, str]) -> str:
     return json.dumps({"tests": rows})
 
 
-def test_three_kinds_of_tests() -> None:
+def test_four_kinds_of_tests() -> None:
+    check = "import math\n\ndef check(candidate):\n    assert math.isclose(candidate(1), 2)\n"
     assert read_tests(
         written(
             {"input": "1 2", "output": "3"},
             {"call": "f(1)", "result": "[1, 2]"},
             {"assert": "assert f(1, 'a') == {'x': -1}"},
+            {"check": check, "entry_point": "f"},
         )
-    ) == (UnitTest("1 2", "3", "", None), UnitTest("", "", "f(1)", [1, 2]), UnitTest("", "", "f(1, 'a')", {"x": -1}))
+    ) == (
+        UnitTest(given="1 2", printed="3"),
+        UnitTest(call="f(1)", result=[1, 2]),
+        UnitTest(call="f(1, 'a')", result={"x": -1}),
+        UnitTest(check=check, entry_point="f"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,6 +155,17 @@ def test_three_kinds_of_tests() -> None:
         (written({"input": "", "output": ""}, {"assert": "assert f(1)"}), "test 1: .* is not `assert CALL == LITERAL`"),
         (written({"assert": "assert f(1) == 1; x = 2"}), "is not `assert"),
         (written({"assert": "assert f(1) == g(1)"}), "is not a Python literal"),
+        (
+            written({"check": "def check(c): pass"}),
+            "test 0: give input and output, call and result, check and entry_point",
+        ),
+        (written({"check": "def check(c): pass", "entry_point": "f()"}), "test 0: give"),
+        (written({"check": "def check(c)", "entry_point": "f"}), "test 0: the check is not Python: expected ':'"),
+        (written({"check": "assert f(1) == 2", "entry_point": "f"}), "test 0: the check defines no function `check`"),
+        (
+            written({"check": "import os.path\nfrom numpy import array\ndef check(c): pass", "entry_point": "f"}),
+            "test 0: the check imports numpy; there is the standard library alone",
+        ),
     ],
 )
 def test_tests_that_cannot_be_read(text: str, words: str) -> None:

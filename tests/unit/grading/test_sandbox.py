@@ -13,40 +13,9 @@ from megarl.grading import Grade, GraderDown, Submission, Verdict
 from megarl.grading.answer import judged
 from megarl.grading.code import Code
 from megarl.grading.sandbox import Kind, Limits, Ran, Sandbox
-from tests.unit.grading.asking import graders_of, prompt_of
+from tests.unit.grading.asking import LIMITS, SHORT, graders_of, prompt_of, sandbox
 
 SECRET = "megarl-expected-4711"
-LIMITS = Limits(seconds=20, memory=256 << 20, processes=8, file=1 << 20, tmp=4 << 20, output=1 << 16)
-SHORT = Limits(**(vars(LIMITS) | {"seconds": 2}))
-
-
-def why_not(kind: Kind) -> str:
-    """Why no program can be run here with it; empty if one can."""
-    try:
-        sandbox(kind).check()
-    except MegarlError as error:
-        return str(error)
-    return ""
-
-
-def sandbox(kind: Kind, limits: Limits = LIMITS) -> Sandbox:
-    """Of rlimits with the system's Python, for root's own may be where nobody can read it."""
-    system = Path("/usr/bin/python3")
-    return Sandbox(kind, 2, limits, python=system if kind == "rlimits" and system.exists() else None)
-
-
-@pytest.fixture(scope="module", params=["bubblewrap", "rlimits"])
-def kind(request: pytest.FixtureRequest) -> Kind:
-    if reason := why_not(request.param):
-        pytest.skip(reason)
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def bubblewrap() -> Kind:
-    if reason := why_not("bubblewrap"):
-        pytest.skip(reason)
-    return "bubblewrap"
 
 
 def run(kind: Kind, program: str, given: str = "", call: str = "", limits: Limits = LIMITS) -> Ran:

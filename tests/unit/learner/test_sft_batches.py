@@ -7,7 +7,8 @@ import numpy as np
 from megarl.data.traces import Trace
 from megarl.learner.sft import batches
 
-TRACES = [Trace(np.full(n, i, np.int32), 2) for i, n in enumerate([5, 9, 7, 4, 30, 6, 8])]
+LENGTHS = [5, 9, 7, 4, 30, 6, 8]
+TRACES = [Trace(np.full(n, i, np.int32), 2, np.arange(n) >= 2) for i, n in enumerate(LENGTHS)]
 
 
 def test_each_epoch_has_every_trace_once_in_its_own_order() -> None:

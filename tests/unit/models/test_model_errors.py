@@ -1,10 +1,6 @@
 """Bad directories and layouts end in one message that says what and where; nothing half-written stays."""
 
 import json
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +8,7 @@ import pytest
 from megarl.errors import MegarlError
 from megarl.models import build, checkpoint, family_of, hf, parallel
 from megarl.recipe import Model
+from tests.full_disk import files_no_larger_than
 from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3_moe
 
 # isort: split
@@ -28,18 +25,6 @@ def experts(tmp_path: Path) -> Path:
 def directory(tmp_path: Path) -> Path:
     tiny_llama(tmp_path / "hf", num_hidden_layers=2)
     return tmp_path / "hf"
-
-
-@contextmanager
-def files_no_larger_than(size: int) -> Iterator[None]:
-    """As on a full disk: writing more fails with OSError."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def edit_config(directory: Path, **changes: object) -> None:

@@ -1,20 +1,26 @@
 """An evaluation whose grader is down is tried again and ends the run in the end; its row speaks of every task."""
 
 import asyncio
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.data.arithmetic_models import character_tokenizer
 from megarl.data.prompts import TaskPrompts
-from megarl.evaluation.score import Outcome, choose, row
+from megarl.data.tokenizer import Tokenizer
+from megarl.evaluation.answers import SuiteDir, read_answers
+from megarl.evaluation.metrics import Outcome
+from megarl.evaluation.score import Sampled, choose
 from megarl.grading import Grade, GraderDown
 from megarl.messages import ServerAddress
-from megarl.recipe import Recipe, from_tree
+from megarl.recipe import Recipe, Suite, from_tree
 from megarl.rollout import evaluations as module
 from megarl.rollout.compute import ComputeClock
-from megarl.rollout.evaluations import TRIES, Evaluations
+from megarl.rollout.evaluations import TRIES, Evaluations, questions_of, row
 from megarl.rollout.journal import Journal
 from megarl.rollout.ledger import Ledger
 from megarl.rollout.membership import Membership
@@ -24,6 +30,9 @@ from megarl.rollout.sampler import Completion
 from megarl.rundir import RunDir, append_jsonl, read_jsonl
 from megarl.types import Prompt, int32
 
+MADE = character_tokenizer()
+TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, Path())
+
 
 def recipe_of(tmp_path: Path, **weights: float) -> Recipe:
     tasks = {name: {"train": "", "heldout": "", "weight": w} for name, w in weights.items()}
@@ -31,34 +40,54 @@ def recipe_of(tmp_path: Path, **weights: float) -> Recipe:
     return from_tree(tree | {"run": {"name": "r", "dir": str(tmp_path)}})
 
 
+def questions(recipe: Recipe, count: int) -> list[Sampled]:
+    return questions_of(recipe, {name: prompts(name, count) for name in recipe.data.tasks}, TOKENIZER)
+
+
 def prompts(task: str, count: int) -> TaskPrompts:
     return TaskPrompts([], [Prompt(id=f"p{n}", tokens=int32([n]), answer="x", task=task) for n in range(count)])
 
 
-def test_a_row_of_several_tasks(tmp_path: Path) -> None:
+def outcome(id: str, sample: int, ok: bool, tokens: int) -> Outcome:
+    return Outcome(id, sample, ok, not ok, ok, ok, False, False, tokens, None, "x" if ok else "y")
+
+
+def test_a_row_of_several_tasks_and_a_suite(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, math=1, code=3)
-    right = [("math", n < 5, 10 + n) for n in range(6)] + [("code", n < 1, 2 * n) for n in range(4)]
-    outcomes = [Outcome(task, ok, not ok, ok, ok, tokens) for task, ok, tokens in right]
-    found = row(outcomes, recipe, 7)
+    math = [outcome(f"p{n // 2}", n % 2, n < 5, 10 + n) for n in range(6)]
+    code = [outcome(f"p{n // 2}", n % 2, n < 1, 2 * n) for n in range(4)]
+    found = row({"math": math, "code": code}, recipe, 7)
     assert (found["step"], found["weight_version"], found["samples"], found["n_prompts"]) == (7, 7, 2, 5)
-    for name, of in {"": "mathcode", "/math": "math", "/code": "code"}.items():
-        chosen = [(ok, tokens) for task, ok, tokens in right if task in of]
-        assert found[f"pass_rate{name}"] == pytest.approx(np.mean([ok for ok, _ in chosen]))
-        assert found[f"truncation_rate{name}"] == pytest.approx(np.mean([not ok for ok, _ in chosen]))
-        assert found[f"completion_tokens_mean{name}"] == pytest.approx(np.mean([t for _, t in chosen]))
+    for name, chosen in {"": math + code, "/math": math, "/code": code}.items():
+        assert found[f"pass_rate{name}"] == pytest.approx(np.mean([o.correct for o in chosen]))
+        assert found[f"pass_rate_low{name}"] < found[f"pass_rate{name}"] < found[f"pass_rate_high{name}"]
+        assert found[f"truncation_rate{name}"] == pytest.approx(np.mean([o.truncated for o in chosen]))
+        assert found[f"completion_tokens_mean{name}"] == pytest.approx(np.mean([o.tokens for o in chosen]))
     assert (found["n_prompts/math"], found["n_prompts/code"]) == (3, 2)
-    assert not any("/" in name for name in row(outcomes[:6], recipe_of(tmp_path, math=1), 7))
+    assert found["pass@2/math"] == 1.0
+    assert found["maj@2/math"] == pytest.approx(5 / 6), "of the third prompt a right and a wrong answer tie"
+    assert found["pass@2"] == pytest.approx(4 / 5), "p0 of one task is not p0 of the other"
+    alone = recipe_of(tmp_path, math=1)
+    assert not any("/" in name for name in row({"math": math}, alone, 7))
+    suites = alone.evaluation.model_copy(update={"suites": {"gsm8k": Suite(data="x", samples=2)}})
+    with_suite = row({"math": math, "gsm8k": code}, alone.model_copy(update={"evaluation": suites}), 7)
+    assert (with_suite["pass_rate"], with_suite["pass_rate/gsm8k"]) == (pytest.approx(5 / 6), 0.25)
+    assert (with_suite["samples"], with_suite["samples/gsm8k"]) == (2, 2)
 
 
 def test_as_many_of_each_task() -> None:
-    sets = [prompts("math", 9).heldout, prompts("code", 2).heldout]
-    chosen = choose(sets, 3)
-    assert [p.task for p in chosen] == ["math"] * 3 + ["code"] * 2
-    assert choose([list(reversed(s)) for s in sets], 3) == chosen
+    math = prompts("math", 9).heldout
+    chosen = choose(math, 3)
+    assert len(chosen) == 3
+    assert choose(list(reversed(math)), 3) == chosen
+    assert choose(math, 5)[:3] == chosen, "more prompts are those and others"
+    assert len(choose(prompts("code", 2).heldout, 3)) == len(choose(prompts("code", 2).heldout, None)) == 2
 
 
 class Answers:
     """A sampler, and graders that are down for the first `down` answers. allowed: by job, the servers of five it may use."""
+
+    clients: Mapping[int, Any] = {}
 
     def __init__(self, down: int) -> None:
         self.down = down
@@ -72,7 +101,7 @@ class Answers:
     def __getitem__(self, task: str) -> "Answers":
         return self
 
-    async def grade_answer(self, text: str, prompt: Prompt) -> Grade:
+    async def grade_answer(self, text: str, prompt: Prompt, verdict: None) -> Grade:
         if self.down:
             self.down -= 1
             raise GraderDown("no process starts")
@@ -92,7 +121,7 @@ async def scored(recipe: Recipe, down: int, stops: list[str] | None = None, vers
     failures: list[str] = []
     ledger, answers = Ledger(journal), Answers(down)
     evaluations = Evaluations(
-        recipe, rundir, journal.state, [prompts("math", 4).heldout, prompts("code", 4).heldout], members,
+        recipe, rundir, journal.state, questions(recipe, 4), TOKENIZER, members,
         Places(members, 1), answers, answers, ledger, ComputeClock(journal.state), lambda: None, failures.append,  # type: ignore[arg-type]
         (stops if stops is not None else []).append, "",
     )  # fmt: skip
@@ -120,6 +149,13 @@ def test_it_is_tried_again_while_the_grader_is_down(
     assert asyncio.run(scored(recipe, down)) == ([], begun)
     (found,) = read_jsonl(RunDir.of(recipe).eval)
     assert (found["step"], found["pass_rate"], found["n_prompts"], found["tries"]) == (0, 1.0, 6, tries)
+    for task in ("math", "code"):
+        place = SuiteDir(RunDir.of(recipe).evaluations / "step-0000000", task)
+        rows = list(read_answers(place.answers))
+        assert len(rows) == 3 * 2, "those of tries that failed are gone"
+        assert {(row.suite, row.answer, row.vote, row.correct) for row in rows} == {(task, "x", "x", True)}
+        result = place.read_result()
+        assert (result.metrics["pass_rate"], result.metrics["maj@2"]) == (1.0, 1.0)
 
 
 def test_it_ends_the_run_when_the_grader_stays_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +165,7 @@ def test_it_ends_the_run_when_the_grader_stays_down(tmp_path: Path, monkeypatch:
     assert begun == TRIES
     assert reason.startswith("version 0 could not be scored, the grader is down: no process starts; tried 3 times")
     assert not RunDir.of(recipe).eval.exists()
+    assert not list(RunDir.of(recipe).evaluations.iterdir())
 
 
 def test_it_waits_before_it_tries_again(tmp_path: Path) -> None:
@@ -178,7 +215,7 @@ def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
         members.published(n, 0, "a", "")
     ledger, answers = Ledger(journal), Answers(0)
     evaluations = Evaluations(
-        recipe, rundir, journal.state, [prompts("math", 9).heldout], members, Places(members, 1), answers, answers,  # type: ignore[arg-type]
+        recipe, rundir, journal.state, questions(recipe, 9), TOKENIZER, members, Places(members, 1), answers, answers,  # type: ignore[arg-type]
         ledger, ComputeClock(journal.state), lambda: None, [].append, [].append, "",
     )  # fmt: skip
 
@@ -204,3 +241,13 @@ def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
     asyncio.run(run())
     (found,) = read_jsonl(rundir.eval)
     assert (found["n_prompts"], found["pass_rate"]) == (9, 1.0)
+
+
+def test_every_key_of_a_row_is_documented(tmp_path: Path) -> None:
+    outcomes = [outcome(f"p{n}", s, s == 0, 5)._replace(reward=1.0, entropy=0.5) for n in range(3) for s in range(2)]
+    keys = row({"math": outcomes}, recipe_of(tmp_path, math=1), 0)
+    docs = Path(__file__).parents[3] / "docs"
+    pages = (docs / "evaluation.md").read_text() + (docs / "run-directory.md").read_text()
+    plain = {re.sub(r"@\d+", "@k", key.removesuffix("_low").removesuffix("_high")) for key in keys}
+    assert plain >= {"pass_rate", "pass@k", "maj@k", "best@k", "entropy"}
+    assert [key for key in plain if f"`{key}`" not in pages] == []

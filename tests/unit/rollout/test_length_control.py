@@ -14,7 +14,7 @@ from megarl.rollout.client import Generation, Span
 from megarl.rollout.membership import Membership
 from megarl.rollout.places import Places
 from megarl.rollout.sampler import Completion, Job, Sampler
-from megarl.types import float32, int32
+from megarl.types import Prompt, float32, int32
 
 END, CLOSE = 0, 1
 PHRASE = [8, 8, CLOSE]
@@ -63,7 +63,8 @@ def complete(control: str) -> tuple[Completion, list[int]]:
     async def run() -> Completion:
         places = Places(members, 1)
         sampler = Sampler(recipe, Letters(), {0: server}, places, Nobody())  # type: ignore[arg-type,dict-item]
-        job = Job(int32([7, 7]), (1, 0, 0), lambda *_: True, "", recipe.length.thinking_tokens[1], 1.0, 1.0)
+        prompt = Prompt(id="", tokens=int32([7, 7]), answer="")
+        job = Job(prompt, (1, 0, 0), lambda *_: True, "", recipe.length.thinking_tokens[1], 1.0, 1.0)
         return await sampler.complete(job)
 
     return asyncio.run(run()), server.asked

@@ -15,7 +15,7 @@ from megarl.errors import MegarlError
 from megarl.rollout.journal import Journal
 from megarl.rollout.records import Admitted, Finished
 from megarl.rollout.show import show
-from megarl.types import Group, Prompt, Rollout, Segment, float32
+from megarl.types import Episode, Group, Prompt, Rollout, Segment, float32
 
 MADE = character_tokenizer()
 TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, Path())
@@ -116,6 +116,29 @@ def test_a_ticket(run: Path):
     assert "void: server answered 400" in shown(run, ticket=13)
     with pytest.raises(MegarlError, match="ticket 99 has no group here"):
         shown(run, ticket=99)
+
+
+def test_turns(tmp_path: Path):
+    """What a tool replied is dim; turns and calls are told."""
+    parts = (
+        segment("[12*34]", 4),
+        segment("408", 4, trained=False),
+        segment("[1+]", 5),
+        segment("?", 5, trained=False),
+    )
+    told = Episode(turns=3, calls=2, errors=1, seconds=0.5, limited=True)
+    rollout = Rollout(sample=0, segments=parts, reward=-1.0, correct=False, finish="length", episode=told)
+    journal = Journal.open(tmp_path / "rollouts", 1, 8)
+    journal.append(Admitted(ticket=0, task="math", prompt_id="a", epoch=0, due=0))
+    journal.append(Finished(group=Group(ticket=0, prompt=prompt("a", "12*34="), rollouts=(rollout,)), time=0.0))
+    journal.close()
+    assert "1 truncated, 1 out of turns" in shown(tmp_path, width=150)
+    assert "3 turns · 1 of 2 calls failed · out of turns" in shown(tmp_path, ticket=0)
+    out = StringIO()
+    show(tmp_path, ticket=0, tokenizer=TOKENIZER, console=Console(file=out, width=120, force_terminal=True))
+    assert "\x1b[2;3m408\x1b[0m" in out.getvalue()
+    (line,) = shown(tmp_path, as_json=True).splitlines()
+    assert json.loads(line)["rollouts"][0]["episode"]["turns"] == 3
 
 
 def test_what_is_not_trained_is_dim(run: Path):

@@ -73,7 +73,7 @@ class Nobody:
 def prompts(task: str, count: int) -> TaskPrompts:
     first = 8 if task == "math" else 9
     made = [
-        Prompt(id=f"p{n}", tokens=int32([first, 10 + n]), answer="5", task=task, difficulty=n // 3)
+        Prompt(id=f"p{n}", tokens=int32([first, 10 + n]), answer="5".ljust(400), task=task, difficulty=n // 3)
         for n in range(count)
     ]
     return TaskPrompts(made, [])
@@ -177,6 +177,9 @@ def test_refilled_in_stages_and_interrupted_it_draws_as_if_it_were_not(tmp_path:
     groups = [r.group for r in found if isinstance(r, Finished)]
     assert len(groups) == 8 * B
     assert all(g.has_variance for g in groups)
+    assert {g.prompt.answer for g in groups} == {f"{'5'.ljust(200)} … (200 characters more)"}, (
+        "all of it was graded with"
+    )
     assert any(isinstance(r, Removed) for r in found)
     assert [tickets.admission.due(g) for g in sorted(g.ticket for g in groups)] == [n // B for n in range(8 * B)]
     shares = np.mean([a.task == "math" for a in admitted])

@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from megarl.scaling.html import write_page
 from megarl.scaling.plot import Series, plot_efficiency, plot_fits
 from megarl.scaling.points import Curve
 from megarl.scaling.published import law_named
+from tests.pages import Resources, asks_the_network
 from tests.unit.scaling.curves import HOURS, noisy
 
 NAME = "a </script> & <b>"
@@ -42,26 +42,12 @@ def test_efficiency(series: Series, tmp_path: Path) -> None:
     assert f"slope B = {found.B:.2f}" in svg.read_text()
 
 
-class Resources(HTMLParser):
-    """Everything a page would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.scripts = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.scripts += tag == "script"
-        self.found += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data", "action")]
-
-
 def test_page_opens_offline(series: Series, tmp_path: Path) -> None:
     path = write_page(series, tmp_path / "page", laws=[law_named("scalerl-8b")])
     text = path.read_text()
-    parser = Resources()
-    parser.feed(text)
-    assert (parser.found, parser.scripts) == ([], 1)
-    assert not re.search(r"https?:|url\((?!#)|@import|fetch\(|XMLHttpRequest|import\s", text)
+    page = Resources(text)
+    assert (page.found, len(page.scripts)) == ([], 1)
+    assert not asks_the_network(text)
     data = json.loads(re.search(r"^const DATA = (.*);$", text, re.MULTILINE)[1])  # type: ignore[index]
     first, short = data["series"]
     found = series[NAME][1]

@@ -43,6 +43,26 @@ def test_missing_reference(tree: Tree) -> None:
     checks.check_inputs(changed(tree, reference={"path": "/nowhere"}))  # none is built
 
 
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ({"grader": "code"}, r"^data.sandbox: bubblewrap is not installed"),
+        (
+            {"grader": "nowhere:judge"},
+            r"^data.tasks: the grader nowhere:judge cannot be used: .*No module named 'nowhere'",
+        ),
+        ({"grader": "judge"}, r"^data.services.judge.api_key_env: MEGARL_NO_KEY is not set"),
+        ({"rewards": {"taste": {"grader": "judge", "weight": 0.1}}}, "MEGARL_NO_KEY is not set"),
+    ],
+)
+def test_missing_graders(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Tree, words: str) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    services = {"judge": {"url": "http://127.0.0.1:1/", "api_key_env": "MEGARL_NO_KEY"}}
+    tasks = {"math": tree["data"]["tasks"]["math"] | task}
+    with pytest.raises(MegarlError, match=words):
+        checks.check_inputs(changed(tree, data={"tasks": tasks, "services": services}))
+
+
 def test_missing_warm_start(tree: Tree) -> None:
     with pytest.raises(MegarlError, match=r"model\.path: .*run `megarl sft` with this recipe first"):
         checks.check_inputs(changed(tree, model={"path": "/nowhere"}, sft={"output": "/nowhere"}))
@@ -176,7 +196,7 @@ def test_one_supervisor_at_a_time(recipe: Recipe) -> None:
 def test_run_directory_cannot_be_made(tree: Tree, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     recipe = changed(tree, run={"dir": str(tmp_path / "file")})
-    with pytest.raises(MegarlError, match=r"run\.dir, run\.name: cannot write in"), checks.lock(RunDir.of(recipe)):
+    with pytest.raises(MegarlError, match=r"run\.name: cannot write in"), checks.lock(RunDir.of(recipe)):
         pass
 
 

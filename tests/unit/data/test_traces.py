@@ -1,0 +1,105 @@
+"""Traces of a warm start: what is left out, what may come again, how they are looked at."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cli import main
+from megarl.data.arithmetic_models import character_tokenizer
+from megarl.data.tokenizer import Tokenizer
+from megarl.data.traces import are_traces, load_traces, spoken
+from megarl.errors import MegarlError
+
+QUESTION = "What is the sum of the digits of the smallest number that is divisible by nine and eleven?"
+TURNS = [{"role": "user", "content": "12+1="}, {"role": "assistant", "content": "<think>2+1=3</think>13"}]
+MESSAGES = {"messages": TURNS}
+PAIR = {"prompt": "12+1=", "completion": "<think>2+1=3</think>13"}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tokenizer() -> Tokenizer:
+    made = character_tokenizer()
+    return Tokenizer(made.backend_tokenizer, made.eos_token_id, Path())
+
+
+def test_those_that_come_again_are_learnt_again_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = PAIR | {"completion": "13"}
+    file = write(tmp_path / "s.jsonl", PAIR, other, PAIR, PAIR)
+    with caplog.at_level(logging.INFO):
+        found = load_traces(file, tokenizer(), 64)
+    assert len(found) == 4
+    assert "s.jsonl: 2 rows repeat an earlier one" in caplog.text
+
+
+def test_what_an_evaluation_set_asks_is_not_learnt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Messages without their template, and a short text as the whole of what the user says."""
+    test = write(tmp_path / "test.jsonl", {"question": QUESTION}, {"question": "7-1="})
+    asked = {
+        "messages": [{"role": "system", "content": "Think."}, {"role": "user", "content": f"Now: {QUESTION}"}, TURNS[1]]
+    }
+    short = {"messages": [{"role": "system", "content": "Think."}, {"role": "user", "content": "7-1="}, TURNS[1]]}
+    with caplog.at_level(logging.INFO):
+        (only,) = load_traces(
+            write(tmp_path / "p.jsonl", {"prompt": "7-1=", "completion": "6"}, PAIR), tokenizer(), 64, [str(test)]
+        )
+    assert only.prompt_tokens == 5
+    assert "p.jsonl: 1 rows left out (of an evaluation set)" in caplog.text
+    assert "p.jsonl:1: " in caplog.text
+    file = tmp_path / "s.jsonl"
+    with pytest.raises(MegarlError, match="none of its 2 rows can be used"):
+        load_traces(write(file, asked, short), tokenizer(), 64, [str(test)])
+
+
+def test_what_the_user_says() -> None:
+    turns = [
+        {"from": "human", "value": "1"},
+        {"from": "gpt", "value": "2"},
+        {"from": "human", "value": "3"},
+        {"from": "gpt", "value": "4"},
+    ]
+    row = spoken({"system": "9", "conversations": turns})
+    assert (row.prompt, row.answer) == ("1\n3", "4")
+    assert spoken({"conversations": turns}).id != row.id, "it is another trace"
+    assert spoken(MESSAGES).prompt == spoken(PAIR).prompt
+
+
+@pytest.mark.parametrize(
+    ("row", "traces"),
+    [
+        (PAIR, True),
+        (MESSAGES, True),
+        ({"conversations": []}, True),
+        ({"id": "a", "prompt": "1", "answer": "2"}, False),
+        ({"prompt": "1", "completion": "2", "answer": "3"}, False),
+        ({"problem": "1", "answer": "3"}, False),
+    ],
+)
+def test_traces_are_told_from_prompts(tmp_path: Path, row: dict[str, Any], traces: bool) -> None:
+    assert are_traces(str(write(tmp_path / "s.jsonl", row))) is traces
+
+
+def test_inspect_shows_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    bad = {"messages": [{"role": "user", "content": "1"}]}
+    file = write(tmp_path / "s.jsonl", MESSAGES, MESSAGES, bad, {"prompt": "x" * 30, "completion": "y" * 50})
+    assert main(["data", "inspect", str(file), "--samples", "3"]) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "s.jsonl: 4 rows, 1 left out; 1 repeat an earlier one",
+        "3: the last message is not the assistant's",
+        "3 traces",
+        "prompts, characters: shortest 5 · median 5",
+        "longest 30",
+        "completions, characters: shortest 22",
+        "→ <think>2+1=3</think>13",
+    ):
+        assert words in shown

@@ -1,0 +1,177 @@
+"""Every shipped suite on rows in its set's published schema, as prompts, graded by its own grader; suites of the user's."""
+
+import asyncio
+import base64
+import json
+import pickle
+import zlib
+from pathlib import Path
+
+import pytest
+
+from megarl.data.mappings import MAPPINGS
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.errors import MegarlError
+from megarl.evaluation import suites
+from megarl.grading import Grade, Graders
+from megarl.recipe import Recipe, from_tree, load, load_suite, shipped_suites
+from tests.evaluation_sets import SETS, byte_llama, write_rows
+
+FENCED = "Here it is:\n```python\n{}\n```"
+RIGHT = {
+    "aime24": ["So \\boxed{2}.", "The answer is $25$."],
+    "aime25": ["\\boxed{002}", "25"],
+    "math-500": ["It is $\\frac{6}{4}$"],
+    "gsm8k": ["\\boxed{7}", "She pays $12$.", "There are \\boxed{1,000} left."],
+    "livecodebench": [
+        FENCED.format("a, b = map(int, input().split())\nprint(a + b)"),
+        FENCED.format("class Solution:\n    def total(self, xs, more):\n        return sum(xs) + more"),
+    ],
+    "humaneval": [
+        FENCED.format("def largest(xs):\n    return max(xs)"),
+        FENCED.format("def double(x):\n    return x + x"),
+    ],
+    "mbpp": [
+        FENCED.format("def add(a, b):\n    return a + b"),
+        FENCED.format("def root(x):\n    return x ** 0.5"),
+    ],
+}
+WRONG = {
+    "humaneval": FENCED.format("def largest(xs):\n    return xs[0]\ndef double(x):\n    return x * x"),
+    "mbpp": FENCED.format("def add(a, b):\n    return a - b\ndef root(x):\n    return x"),
+    "livecodebench": FENCED.format("print(3)\nclass Solution:\n    def total(self, xs, more):\n        return 7"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("model")
+    byte_llama(folder)
+    return load_tokenizer(folder)
+
+
+def recipe_of(name: str, data: Path, **keys: object) -> Recipe:
+    suite = {"data": str(data), **keys}
+    return from_tree({"evaluation": {"suites": {name: suite}}, "data": {"sandbox": "bubblewrap"}})
+
+
+def grades(recipe: Recipe, name: str, tokenizer: Tokenizer, answers: list[str]) -> list[Grade]:
+    """Of these answers to the suite's prompts, in the order of the file."""
+    loaded = suites.load(name, recipe.evaluation.suites[name], tokenizer, 2000)
+    mapping = MAPPINGS[recipe.evaluation.suites[name].mapping]
+    in_file = [mapping(row).id for row in SETS[name]]
+    in_order = sorted(loaded.questions.prompts, key=lambda p: in_file.index(p.id))
+    assert len(in_order) == len(answers) == loaded.rows
+    assert not loaded.left_out
+
+    async def run() -> list[Grade]:
+        graders = Graders.of(recipe, tokenizer.decode)
+        try:
+            found = await asyncio.gather(
+                *(graders[name].grade_answer(f"hm</think>{a}", p) for a, p in zip(answers, in_order, strict=True))
+            )
+        finally:
+            graders.close()
+            await asyncio.sleep(0.1)
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_right_and_wrong_answers(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    recipe = recipe_of(name, write_rows(tmp_path / "rows.jsonl", SETS[name]))
+    assert [g.correct for g in grades(recipe, name, tokenizer, RIGHT[name])] == [True] * len(SETS[name])
+    wrong = [WRONG.get(name, "\\boxed{-1}")] * len(SETS[name])
+    assert [g.correct for g in grades(recipe, name, tokenizer, wrong)] == [False] * len(SETS[name])
+
+
+def test_all_shipped_suites_are_tested_here() -> None:
+    """But for those of multiple choice: test_multiple_choice.py."""
+    assert set(shipped_suites()) == {*SETS, "arc-easy", "arc-challenge", "hellaswag"}
+
+
+def test_what_the_model_sees(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    recipe = recipe_of("gsm8k", write_rows(tmp_path / "rows.jsonl", SETS["gsm8k"][:1]))
+    (prompt,) = suites.load("gsm8k", recipe.evaluation.suites["gsm8k"], tokenizer, 2000).questions.prompts
+    assert tokenizer.decode(prompt.tokens) == (
+        "Ann has 3 apples and buys 4 more. How many has she?\n\n"
+        "Please reason step by step, and put your final answer within \\boxed{}."
+    )
+    assert (prompt.answer, prompt.task) == ("7", "gsm8k")
+
+
+def test_rows_that_are_not_asked_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [*SETS["gsm8k"], {"question": "No hashes?", "answer": "7"}, {"question": "long " * 400, "answer": "#### 1"}]
+    recipe = recipe_of("gsm8k", write_rows(tmp_path / "rows.jsonl", rows))
+    loaded = suites.load("gsm8k", recipe.evaluation.suites["gsm8k"], tokenizer, 1000)
+    assert loaded.left_out == {"not of the schema": 1, "longer than 1000 tokens": 1}
+    assert (len(loaded.questions.prompts), loaded.rows) == (3, 5)
+
+
+def test_fewer_prompts_are_the_first_of_more_and_the_set_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", SETS["gsm8k"])
+    loaded = {
+        n: suites.load("gsm8k", recipe_of("gsm8k", data, prompts=n).evaluation.suites["gsm8k"], tokenizer, 2000)
+        for n in (2, None)
+    }
+    assert [p.id for p in loaded[2].questions.prompts] == [p.id for p in loaded[None].questions.prompts][:2]
+    assert loaded[2].digest == loaded[None].digest
+    write_rows(data, SETS["gsm8k"][1:])
+    changed = suites.load("gsm8k", recipe_of("gsm8k", data).evaluation.suites["gsm8k"], tokenizer, 2000)
+    assert changed.digest != loaded[None].digest
+
+
+def test_tests_of_any_size_are_kept(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Of training data they are left out."""
+    big = {"input": "1 " * 600_000, "output": "3\n", "testtype": "stdin"}
+    row = SETS["livecodebench"][0] | {"public_test_cases": json.dumps([big])}
+    recipe = recipe_of("livecodebench", write_rows(tmp_path / "rows.jsonl", [row]))
+    (prompt,) = suites.load(
+        "livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000
+    ).questions.prompts
+    assert len(prompt.answer) > 1 << 20
+
+
+def test_a_suite_of_the_users(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("data: mine.jsonl\ngrader: exact\nsamples: 3\nprompt: 'Q: {prompt}'\n")
+    assert load_suite(file) == {"data": "mine.jsonl", "grader": "exact", "samples": 3, "prompt": "Q: {prompt}"}
+    for text, said in {
+        "grader: exact\n": "mine.yaml:1: evaluation.suites.mine.data: field required",
+        "data: x\ngrader: exakt\n": "mine.yaml:2: evaluation.suites.mine.grader: 'exakt' is no grader; did you mean exact?",
+        "data: x\nprompt: hello\n": "mine.yaml:2: evaluation.suites.mine.prompt: 'hello' has no {prompt}",
+        "data: x\nsample: 2\n": "mine.yaml:2: evaluation.suites.mine.sample: unknown key; did you mean samples?",
+        "data: [x\n": "not YAML",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(MegarlError) as error:
+            load_suite(file)
+        assert said in str(error.value)
+
+
+def test_a_pickle_that_is_no_text_is_not_run(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """It would make a file."""
+
+    class Harmful:
+        def __reduce__(self):  # type: ignore[no-untyped-def]
+            return Path.touch, (tmp_path / "touched",)
+
+    private = base64.b64encode(zlib.compress(pickle.dumps(Harmful()))).decode()
+    rows = [SETS["livecodebench"][0] | {"private_test_cases": private}, SETS["livecodebench"][1]]
+    recipe = recipe_of("livecodebench", write_rows(tmp_path / "rows.jsonl", rows))
+    loaded = suites.load("livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000)
+    assert loaded.left_out == {"not of the schema": 1}
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_misspelt_suite_is_told_from_one_of_the_users() -> None:
+    with pytest.raises(
+        MegarlError, match=r"evaluation\.suites\.gsm9k\.data: field required; did you mean evaluation\.suites\.gsm8k"
+    ):
+        load("quickstart", ["evaluation.suites.gsm9k={}"])
+    with pytest.raises(MegarlError, match=r"evaluation\.suites\.arithmetic: a task has this name"):
+        load("quickstart", ["evaluation.suites.arithmetic={data: x.jsonl}"])
+    assert load("quickstart", ["evaluation.suites={gsm8k: {samples: 4}, aime24: null}"]).evaluation.suites.keys() == {
+        "gsm8k"
+    }
