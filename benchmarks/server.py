@@ -30,7 +30,7 @@ from megarl.models.family import read_config
 from megarl.process import die_with_parent
 from megarl.recipe import Recipe
 from megarl.rollout.client import ServerClient
-from megarl.rundir import Endpoints, RunDir, free_ports
+from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports
 from megarl.serving.health import wait_ready
 
 CONCURRENCY = (1, 8, 32, 128)
@@ -66,7 +66,7 @@ def start(recipe: Recipe) -> tuple[subprocess.Popen[bytes], Endpoints]:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     keys = {"api_key": "user", "admin_key": "admin"}
-    endpoints = Endpoints(session="", controller="", servers=(url,), rendezvous_port=0, **keys)
+    endpoints = Endpoints(session="", controller="", servers=(url,), link=LinkKeys.new(), rendezvous_port=0, **keys)
     rundir.write_endpoints(endpoints)
     rundir.recipe.write_text(recipes.dump(recipe))
     with (rundir.logs / "server.log").open("wb") as log:

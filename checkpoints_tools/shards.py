@@ -37,6 +37,7 @@ from checkpoints_tools.partial import Partial
 from checkpoints_tools.region import Region
 from megarl.errors import MegarlError
 from megarl.models.checkpoint import CRITIC
+from megarl.models.unpickling import METADATA, safely
 
 COMMON = "common_state/shard_0_1"  # where megatron puts what is no tensor; it must be there
 OPTIMIZER = "optimizer."
@@ -194,7 +195,7 @@ class Writer:
                 entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
                 places[MetadataIndex(key, torch.Size(offsets))] = info
         metadata = Metadata(tensors, planner_data=None, storage_data=places, storage_meta=StorageMeta())
-        _write(self.partial.path / ".metadata", pickle.dumps(metadata))
+        _write(self.partial.path / METADATA, pickle.dumps(metadata))
         version = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         _write(self.partial.path / "metadata.json", json.dumps(version).encode())
 
@@ -252,10 +253,8 @@ def _slices(begin: Sequence[int], origin: Sequence[int], length: Sequence[int]) 
 
 
 def _read_metadata(path: Path) -> Metadata:
-    try:
+    with safely(path):
         return FileSystemReader(path).read_metadata()
-    except Exception as error:  # a pickle that is cut off or foreign can fail in any way
-        raise MegarlError(f"{path / '.metadata'}: unreadable: {error}") from None
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -78,7 +78,7 @@ def _logits_agree(a: Stored, b: Stored, prompts: int) -> bool:
 def _logits(side: Stored, tokens: Tensor) -> Tensor:
     """[prompts, tokens, vocabulary] float32."""
     if side.meta is None:
-        reference = AutoModelForCausalLM.from_pretrained(side.path, dtype=torch.float32)
+        reference = AutoModelForCausalLM.from_pretrained(side.path, dtype=torch.float32, trust_remote_code=False)
         return torch.cat([reference(prompt[None]).logits for prompt in tokens])
     model = WHOLE.section(side.hf_dir, "fp32")
     parallel.start(model, seed=0, timeout_s=TIMEOUT_S)

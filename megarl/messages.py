@@ -15,11 +15,19 @@ what it lost. A learner says which incarnation it is; a new one makes every serv
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from megarl.types import SCHEMA_VERSION, Batch, Record, decode, encode
+
+LARGEST_REQUEST = 16 << 20
+"""Bytes of a frame of a learner; the results of 10,000 servers fit. What sends more is cut off."""
+LARGEST_REPLY = 16 << 30
+"""Bytes of a frame of the controller: a batch of long rollouts with their experts."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Incarnation = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class ServerAddress(Record, frozen=True):
@@ -33,15 +41,15 @@ class ServerAddress(Record, frozen=True):
 class Next(Record, frozen=True, tag="next"):
     """What shall the learner, about to train `step` with weights of `version` (= step), do now?"""
 
-    incarnation: str
-    step: int
-    version: int
+    incarnation: Incarnation
+    step: Count
+    version: Count
 
 
 class ServerResult(Record, frozen=True):
     """How publication went on one server; `error` is empty when its checksum equals the others'."""
 
-    id: int
+    id: Count
     error: str = ""
     checksum: str = ""
     probe_logprob_diff: float = 0.0
@@ -50,21 +58,21 @@ class ServerResult(Record, frozen=True):
 class Published(Record, frozen=True, tag="published"):
     """Publication of `version` is over. Seconds are wall time of the slowest server."""
 
-    incarnation: str
-    version: int
+    incarnation: Incarnation
+    version: Count
     results: tuple[ServerResult, ...]
     pause_seconds: float
     transfer_seconds: float
     resume_seconds: float
     probe_seconds: float
-    bytes_sent: int
+    bytes_sent: Count
 
 
 class Stopped(Record, frozen=True, tag="stopped"):
     """The learner has saved and leaves."""
 
-    incarnation: str
-    step: int
+    incarnation: Incarnation
+    step: Count
 
 
 Request = Next | Published | Stopped

@@ -33,6 +33,29 @@ CHECKPOINT = re.compile(r"step-(\d+)")
 LOWEST_PORT, PORTS_WANTED = 10_000, 5_000
 
 
+class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """CURVE keys (http://curvezmq.org, in Z85) by which learner and controller know each other, and hide what they say."""
+
+    controller: str
+    controller_secret: str
+    learner: str
+    learner_secret: str
+
+    @staticmethod
+    def new() -> "LinkKeys":
+        import zmq  # not for the many who only want a run's files
+
+        controller, controller_secret, learner, learner_secret = (
+            key.decode() for pair in (zmq.curve_keypair(), zmq.curve_keypair()) for key in pair
+        )
+        return LinkKeys(
+            controller=controller,
+            controller_secret=controller_secret,
+            learner=learner,
+            learner_secret=learner_secret,
+        )
+
+
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     """Where the roles of a live run are. `session` names one life of the supervisor: compute is counted within it."""
 
@@ -41,6 +64,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[str, ...]  # http://host:port
     api_key: str
     admin_key: str
+    link: LinkKeys
     rendezvous_port: int  # of the learner's ranks, on its first node
     rendezvous_host: str = "127.0.0.1"
     learner_nodes: int = 1

@@ -20,7 +20,7 @@ from megarl.rollout.client import ServerClient
 from megarl.rollout.membership import Membership
 from megarl.rollout.places import Places
 from megarl.rollout.sampler import Sampler
-from megarl.rundir import Endpoints, RunDir, write_atomically
+from megarl.rundir import Endpoints, LinkKeys, RunDir, write_atomically
 from megarl.serving.health import wait_ready
 from megarl.supervisor.launcher import LocalLauncher, LocalProcess, task
 from megarl.supervisor.nodes import Node
@@ -126,6 +126,7 @@ def _prepared(recipe: Recipe, rundir: RunDir, node: Node) -> Endpoints:
         servers=tuple(f"http://{node.address}:{port}" for port in node.ports),
         api_key=secrets.token_hex(16),
         admin_key=secrets.token_hex(16),
+        link=LinkKeys.new(),
         rendezvous_port=0,
     )
     rundir.write_endpoints(endpoints)

@@ -12,7 +12,8 @@ import msgspec
 import zmq
 
 from megarl.errors import MegarlError
-from megarl.messages import Reply, Request, from_frames, to_frames
+from megarl.messages import LARGEST_REPLY, Reply, Request, from_frames, to_frames
+from megarl.rundir import LinkKeys
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +26,20 @@ class Interrupted(Exception):
 
 
 class Link:
-    """To the controller at `address` (tcp://host:port)."""
+    """To the controller at `address` (tcp://host:port), which is believed only if it has the key that `keys` names."""
 
     def __init__(
-        self, address: str, interrupted: Callable[[], str], *, resend_s: float = 30.0, limit_s: float = 600.0
+        self,
+        address: str,
+        keys: LinkKeys,
+        interrupted: Callable[[], str],
+        *,
+        resend_s: float = 30.0,
+        limit_s: float = 600.0,
     ) -> None:
         """interrupted() is the reason to give up waiting, or "". A controller silent for `limit_s` is an error."""
         self.address = address
+        self._keys = keys
         self.interrupted = interrupted
         self.resend_s = resend_s
         self.limit_s = limit_s
@@ -85,5 +93,9 @@ class Link:
 
     def _connect(self) -> zmq.Socket:
         socket = self._context.socket(zmq.REQ)
+        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REPLY)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.controller.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.learner.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.learner_secret.encode())
         socket.connect(self.address)
         return socket

@@ -80,7 +80,11 @@ class Learner:
         endpoints = rundir.endpoints()
         self.compute_unit = "gpu" if endpoints.gpus else "core"
         self.leader = dist.get_rank() == 0
-        self.link = Link(endpoints.controller, self._interrupted, limit_s=CONTROLLER_LIMIT_S) if self.leader else None
+        self.link = (
+            Link(endpoints.controller, endpoints.link, self._interrupted, limit_s=CONTROLLER_LIMIT_S)
+            if self.leader
+            else None
+        )
         self.incarnation: str = from_rank_0(uuid.uuid4().hex)
         self.trainer = Trainer(recipe, Path(recipe.model.path))
         self.checkpoints = Checkpoints(

@@ -29,6 +29,7 @@ from torch.nn import Module
 from megarl.errors import MegarlError
 from megarl.models.family import read_config
 from megarl.models.hf import copy_description, everywhere
+from megarl.models.unpickling import safely
 from megarl.rundir import CHECKPOINT, META, complete, write_atomically
 
 SCHEMA_VERSION = 3
@@ -111,7 +112,10 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     """The values of sharded state dict `state` from the checkpoint at `path`, written at any layout. COLLECTIVE."""
     read_meta(path)
     try:
-        return dist_checkpointing.load(state, str(path))
+        with safely(path):
+            return dist_checkpointing.load(state, str(path))
+    except MegarlError:
+        raise
     except (Exception, CheckpointException) as error:  # a cut-off or foreign file can fail anywhere in the unpickling
         raise MegarlError(
             f"{path}: unreadable, or not of this model: {_last_line(error)}; use an older checkpoint"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from megarl import stores
 from megarl.errors import MegarlError
 from megarl.models.cpu import after_megatron_import
 from megarl.recipe import Model
@@ -69,6 +70,7 @@ def _join(timeout_s: float) -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    stores.bind_all()
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         return

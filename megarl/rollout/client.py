@@ -283,11 +283,6 @@ class ServerClient:
         except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
             return False
 
-    async def info(self, limit_s: float = ADMIN_LIMIT_S) -> dict[str, Any]:
-        """SGLang's /server_info: arguments, and `internal_states` with the present load."""
-        reply: dict[str, Any] = await self._call("get", "/server_info", None, self._api, limit_s)
-        return reply
-
     async def abort_all(self, limit_s: float = ADMIN_LIMIT_S) -> None:
         """Abort every request on the server; each raises ServerLost at its caller."""
         await self._call("post", "/abort_request", {"abort_all": True}, self._admin, limit_s)

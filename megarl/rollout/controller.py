@@ -74,7 +74,7 @@ def main(recipe: Recipe) -> int:
 
     async def run() -> int:
         return await Controller(
-            recipe, rundir, journal, tokenizer, prompts, questions, Link(endpoints.controller)
+            recipe, rundir, journal, tokenizer, prompts, questions, Link(endpoints.controller, endpoints.link)
         ).run()
 
     return uvloop.run(run())
@@ -306,6 +306,7 @@ class Controller:
             "evaluating": sorted(self.evaluations.running),
             "rollout_tokens_per_second": sum(use["tokens_per_second"] for use in seconds.values()),
             "malformed_requests": self.link.malformed,
+            "refused_connections": self.link.refused(),
         }
 
 

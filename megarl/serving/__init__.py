@@ -1,6 +1,7 @@
 """How an SGLang server is started and watched.
 
 server.py      `megarl serve`: recipe -> SGLang's arguments -> its HTTP server, in this process
+gate.py        who may ask it for what
 workers.py     what the processes it spawns run
 cpu_engine.py  what SGLang needs on a machine without a GPU; cpu_attention.py: its decoding, batched
 sglang_models/ models that SGLang takes from here instead of its own

@@ -2,8 +2,7 @@
 
     recipe + RUN/endpoints.json ──► checks (one MegarlError) ──► environment() + engine_arguments() ──► SGLang, in this process
 
-Only token ids cross its boundary. Its keys come from RUN/endpoints.json and are always set, on loopback too: the user key
-generates, the admin key pauses, continues and replaces weights.
+Only token ids cross its boundary. Its keys come from RUN/endpoints.json, and only gate.py has them: SGLang logs its arguments.
 """
 
 import json
@@ -20,8 +19,9 @@ from urllib.parse import urlsplit
 from megarl.errors import MegarlError
 from megarl.process import die_with_parent, start_logging
 from megarl.recipe import Recipe
-from megarl.rundir import Endpoints, RunDir
+from megarl.rundir import RunDir
 from megarl.serving import workers
+from megarl.serving.gate import Gate
 
 WATCHDOG_MARGIN_S = 120.0
 WARM_UP_TRIES, WARM_UP_LIMIT_S = 1200, 600.0
@@ -36,6 +36,7 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 def main(recipe: Recipe, index: int, port: int) -> None:
     """Serve until killed; ends with whoever started it, and its own processes end with it."""
     die_with_parent()
+    os.umask(0o077)  # SGLang's processes talk through sockets in the file system, and believe what they hear there
     start_logging(f"server {index}")
     endpoints = RunDir.of(recipe).endpoints()
     os.environ["OMP_NUM_THREADS"] = str(recipe.resources.threads)  # before torch is imported
@@ -52,15 +53,14 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     cpu_engine.record_experts()
     cpu_engine.batch_attention()
 
-    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_without_keys)
-    arguments = engine_arguments(recipe, index, host, port, endpoints, cuda)
+    app.add_middleware(Gate, endpoints=endpoints)
     try:
         launch_server(
-            ServerArgs(**arguments),
+            ServerArgs(**engine_arguments(recipe, index, host, port, cuda)),
             run_scheduler_process_func=workers.scheduler,
             run_detokenizer_process_func=workers.no_detokenizer,
             execute_warmup_func=lambda _: warm_up(f"http://{host}:{port}", endpoints.api_key),
@@ -72,11 +72,6 @@ def main(recipe: Recipe, index: int, port: int) -> None:
         os._exit(1)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-
-
-def _without_keys(record: logging.LogRecord) -> bool:
-    """SGLang logs all its arguments, keys too; logs may be read by others."""
-    return not record.getMessage().startswith("server_args=")
 
 
 def warm_up(url: str, api_key: str) -> bool:
@@ -213,9 +208,7 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dic
     return common | cpu
 
 
-def engine_arguments(
-    recipe: Recipe, index: int, host: str, port: int, endpoints: Endpoints, cuda: bool
-) -> dict[str, Any]:
+def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: bool) -> dict[str, Any]:
     """SGLang's ServerArgs. What is not here keeps SGLang's default (radix cache on, attention backend, CUDA graphs)."""
     serving, weights = recipe.serving, recipe.weights
     config = text_config(recipe)
@@ -231,8 +224,6 @@ def engine_arguments(
         "sampling_defaults": "openai",  # every request states its own; generation_config.json has no say
         "host": host,
         "port": port,
-        "api_key": endpoints.api_key,
-        "admin_api_key": endpoints.admin_key,
         "tp_size": recipe.resources.server_tensor_parallel,
         "random_seed": recipe.run.seed * 1009 + index,
         "weight_version": "-1",  # of the directory; a published version is 0 or more

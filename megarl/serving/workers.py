@@ -13,6 +13,9 @@ def scheduler(*args: Any, **kwargs: Any) -> None:
     """The process that owns the model."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    from megarl import stores
+
+    stores.bind_all()
     run_scheduler_process(*args, **kwargs)
 
 

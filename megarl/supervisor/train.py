@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megarl.process import adopt_orphans
 from megarl.recipe import Recipe, dump
-from megarl.rundir import Endpoints, RunDir, append_jsonl, write_atomically
+from megarl.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, write_atomically
 from megarl.scaling.outlook import enough
 from megarl.supervisor import checks, devices
 from megarl.supervisor.closing import Death, Outcome, closing, how
@@ -102,6 +102,7 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
         servers=tuple(f"http://{host}:{port}" for host, port in servers),
         api_key=secrets.token_hex(16),
         admin_key=secrets.token_hex(16),
+        link=LinkKeys.new(),
         rendezvous_host=rendezvous_host,
         rendezvous_port=rendezvous_port,
         learner_nodes=len(placed[Role("learner")].nodes),

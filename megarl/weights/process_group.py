@@ -32,6 +32,7 @@ from torch.nn import Module
 from megarl.errors import MegarlError
 from megarl.models import hf
 from megarl.models.family import Family
+from megarl.stores import bound_store
 from megarl.weights.admin import Fleet, ServerSaid, collect
 from megarl.weights.buckets import Bucket, buckets, with_last
 from megarl.weights.checksum import SentChecksums
@@ -183,11 +184,13 @@ class ProcessGroupTransport:
         widths = [fleet.servers[i].address.tensor_parallel for i in ids]
         world = 1 + sum(widths)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        store = dist.TCPStore("0.0.0.0", 0, world, is_master=True, timeout=limit, wait_for_workers=False)
+        # Servers listen on the run's network alone, so the address by which one reaches us is on it, and all reach us by it.
+        address = _address_for(fleet.servers[ids[0]].address.url)
+        store = bound_store(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
         first = {i: 1 + sum(widths[:n]) for n, i in enumerate(ids)}
         calls = fleet.start(
             ids,
-            lambda s: s.join_group(name, _address_for(s.address.url), store.port, first[s.address.id], world, backend),
+            lambda s: s.join_group(name, address, store.port, first[s.address.id], world, backend),
         )
         try:
             group = form_group(name, 0, world, backend, store, limit)

@@ -20,7 +20,7 @@ from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.recipe import Recipe
 from megarl.rollout.client import ServerClient
-from megarl.rundir import Endpoints, RunDir, free_ports, latest_rows
+from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports, latest_rows
 from megarl.serving.health import wait_ready
 from tests.e2e import runs
 from tests.e2e.runs import (
@@ -153,6 +153,7 @@ def greedy_of_server(model: Path, cwd: Path, prompts: list[list[int]], end: int)
         servers=(url,),
         api_key=secrets.token_hex(8),
         admin_key=secrets.token_hex(8),
+        link=LinkKeys.new(),
         rendezvous_port=rendezvous,
     )
     rundir.write_endpoints(endpoints)

@@ -21,7 +21,7 @@ import zmq
 from megarl import recipe as recipes
 from megarl.messages import Ack, Next, Reply, Request, Stop, Stopped, Train, Wait, from_frames, to_frames
 from megarl.process import die_with_parent
-from megarl.rundir import Endpoints, RunDir, free_ports, latest_rows, read_jsonl
+from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports, latest_rows, read_jsonl
 from megarl.types import Batch
 from tests.parallel.test_learner_layouts import make_batch
 from tests.tiny import tiny_llama
@@ -33,9 +33,9 @@ ROOT = Path(__file__).parents[2]
 class ScriptedController(threading.Thread):
     """Batch s for step s, one Wait in between, Stop after `steps`; `asked` is every step somebody asked for."""
 
-    def __init__(self, address: str, steps: int) -> None:
+    def __init__(self, address: str, keys: LinkKeys, steps: int) -> None:
         super().__init__(daemon=True)
-        self.address, self.steps = address, steps
+        self.address, self.keys, self.steps = address, keys, steps
         self.asked: list[int] = []
         self.stopped: list[int] = []
         self.end = threading.Event()
@@ -43,6 +43,7 @@ class ScriptedController(threading.Thread):
 
     def run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.curve_server, socket.curve_secretkey = True, self.keys.controller_secret.encode()
             socket.bind(self.address)
             while not self.end.is_set():
                 if socket.poll(100):
@@ -106,11 +107,20 @@ class Run:
         self.rundir.create()
         self.rundir.recipe.write_text(recipes.dump(recipe))
         controller, rendezvous = free_ports(2)
+        keys = LinkKeys.new()
         address = f"tcp://127.0.0.1:{controller}"
         self.rundir.write_endpoints(
-            Endpoints(session="s", controller=address, servers=(), api_key="", admin_key="", rendezvous_port=rendezvous)
+            Endpoints(
+                session="s",
+                controller=address,
+                servers=(),
+                api_key="",
+                admin_key="",
+                link=keys,
+                rendezvous_port=rendezvous,
+            )
         )
-        self.controller = ScriptedController(address, steps)
+        self.controller = ScriptedController(address, keys, steps)
         self.controller.start()
         self.process: subprocess.Popen[bytes] | None = None
 

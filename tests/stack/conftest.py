@@ -21,7 +21,7 @@ from megarl.messages import ServerAddress
 from megarl.process import die_with_parent
 from megarl.recipe import Recipe
 from megarl.rollout.client import ServerClient
-from megarl.rundir import Endpoints, RunDir, free_ports
+from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports
 from megarl.serving.health import wait_ready
 from megarl.weights.admin import Server
 from tests.tiny import tiny_llama
@@ -85,6 +85,7 @@ def start_servers(recipe: Recipe, count: int) -> tuple[Endpoints, list[Running]]
         servers=tuple(f"http://127.0.0.1:{port}" for port in ports),
         api_key="user-key",
         admin_key="admin-key",
+        link=LinkKeys.new(),
         rendezvous_port=1,
     )
     rundir.write_endpoints(endpoints)

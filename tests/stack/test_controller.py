@@ -84,7 +84,8 @@ class Learner:
     def __init__(self, run: Run, step: int) -> None:
         Learner.count += 1
         self.incarnation, self.step, self.run = f"learner-{Learner.count}", step, run
-        self.link = Link(run.rundir.endpoints().controller, lambda: "", resend_s=5.0, limit_s=LIMIT_S)
+        endpoints = run.rundir.endpoints()
+        self.link = Link(endpoints.controller, endpoints.link, lambda: "", resend_s=5.0, limit_s=LIMIT_S)
         self.trained: dict[int, bytes] = {}
         self.replayed: set[int] = set()
         self.published: list[int] = []
@@ -325,7 +326,11 @@ def test_nonsense_is_dropped_an_old_learner_refused_and_stop_obeyed(run: Run) ->
     old = run.learner()
     old.go(until=1)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.connect(run.rundir.endpoints().controller)
+        endpoints = run.rundir.endpoints()
+        stranger.curve_serverkey = endpoints.link.controller.encode()
+        stranger.curve_publickey = endpoints.link.learner.encode()
+        stranger.curve_secretkey = endpoints.link.learner_secret.encode()
+        stranger.connect(endpoints.controller)
         for frames in ([b"hello"], [b"", b"megarl 99", b"\x80"], [b"", b"megarl 2", b"nonsense"]):
             stranger.send_multipart(frames)
         wait_for(lambda: json.loads(run.rundir.status.read_text())["malformed_requests"] == 3)

@@ -9,8 +9,9 @@ import zmq
 from megarl.errors import MegarlError
 from megarl.learner.link import Interrupted, Link
 from megarl.messages import Ack, Next, Request, Wait, from_frames, to_frames
-from megarl.rundir import free_ports
+from megarl.rundir import LinkKeys, free_ports
 
+KEYS = LinkKeys.new()
 NEXT = Next(incarnation="a", step=3, version=3)
 
 
@@ -26,6 +27,7 @@ def serve(address: str, replies: list[list[bytes] | None]) -> Callable[[], list[
     def run() -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
             socket.linger = 1000
+            socket.curve_server, socket.curve_secretkey = True, KEYS.controller_secret.encode()
             socket.bind(address)
             for reply in replies:
                 peer, empty, *frames = socket.recv_multipart()
@@ -45,7 +47,7 @@ def serve(address: str, replies: list[list[bytes] | None]) -> Callable[[], list[
 
 @pytest.fixture
 def link(address: str) -> Iterator[Link]:
-    link = Link(address, lambda: "", resend_s=0.3, limit_s=5)
+    link = Link(address, KEYS, lambda: "", resend_s=0.3, limit_s=5)
     yield link
     link.close()
 
@@ -78,7 +80,7 @@ def test_a_controller_that_comes_late_or_again_is_heard(address: str, link: Link
 
 
 def test_silence_has_a_limit_that_is_named(address: str) -> None:
-    link = Link(address, lambda: "", resend_s=0.2, limit_s=0.5)
+    link = Link(address, KEYS, lambda: "", resend_s=0.2, limit_s=0.5)
     with pytest.raises(MegarlError, match=r"has not answered Next for 0.5 s.*resume=auto"):
         link.ask(NEXT)
     link.close()
@@ -86,7 +88,7 @@ def test_silence_has_a_limit_that_is_named(address: str) -> None:
 
 def test_waiting_ends_when_someone_wants_the_learner_to_stop(address: str) -> None:
     reasons = iter(["", "", "RUN/stop exists"])
-    link = Link(address, lambda: next(reasons))
+    link = Link(address, KEYS, lambda: next(reasons))
     with pytest.raises(Interrupted, match="RUN/stop exists"):
         link.ask(NEXT)
     link.close()

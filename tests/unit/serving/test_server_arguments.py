@@ -9,10 +9,8 @@ import pytest
 
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe, from_tree
-from megarl.rundir import Endpoints, free_ports
+from megarl.rundir import free_ports
 from megarl.serving.server import check, engine_arguments, environment
-
-ENDPOINTS = Endpoints(session="s", controller="c", servers=(), api_key="user", admin_key="admin", rendezvous_port=1)
 
 
 def a_recipe(path: Path, positions: int = 512, config: dict[str, Any] | None = None, **sections: Any) -> Recipe:
@@ -30,37 +28,35 @@ def test_labels_are_exact_in_both_pause_modes(tmp_path: Path) -> None:
     """The overlap schedule mislabels a token after an in-place pause only."""
     for mode, disabled in (("in_place", True), ("retract", False)):
         recipe = a_recipe(tmp_path, weights={"pause": mode})
-        assert engine_arguments(recipe, 0, "127.0.0.1", 1, ENDPOINTS, cuda=True)["disable_overlap_schedule"] is disabled
+        assert engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True)["disable_overlap_schedule"] is disabled
 
 
 def test_arguments_follow_the_recipe(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, model={"dtype": "fp32", "path": str(tmp_path), "fp32_head": "learner"}, run={"seed": 2})
-    arguments = engine_arguments(recipe, 3, "127.0.0.1", 1234, ENDPOINTS, cuda=False)
+    arguments = engine_arguments(recipe, 3, "127.0.0.1", 1234, cuda=False)
     wanted = {
         "dtype": "float32",
         "enable_fp32_lm_head": False,
         "device": "cpu",
         "port": 1234,
-        "api_key": "user",
-        "admin_api_key": "admin",
         "skip_tokenizer_init": True,
         "incremental_streaming_output": True,
         "max_total_tokens": 4096,
         "context_length": 400 + len(recipe.length.interruption) + 6,
     }
     assert {k: arguments[k] for k in wanted} == wanted
-    others = [engine_arguments(recipe, i, "127.0.0.1", 1, ENDPOINTS, cuda=False)["random_seed"] for i in range(3)]
+    others = [engine_arguments(recipe, i, "127.0.0.1", 1, cuda=False)["random_seed"] for i in range(3)]
     assert len({arguments["random_seed"], *others}) == 4
 
 
 @pytest.mark.parametrize(("side", "here"), [("both", True), ("server", True), ("learner", False), ("none", False)])
 def test_the_head_is_float32_where_the_recipe_says_the_server(tmp_path: Path, side: str, here: bool) -> None:
     recipe = a_recipe(tmp_path, model={"path": str(tmp_path), "fp32_head": side})
-    assert engine_arguments(recipe, 0, "127.0.0.1", 1, ENDPOINTS, cuda=True)["enable_fp32_lm_head"] is here
+    assert engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True)["enable_fp32_lm_head"] is here
 
 
 def test_context_does_not_exceed_the_model(tmp_path: Path) -> None:
-    assert engine_arguments(a_recipe(tmp_path, 410), 0, "127.0.0.1", 1, ENDPOINTS, cuda=False)["context_length"] == 410
+    assert engine_arguments(a_recipe(tmp_path, 410), 0, "127.0.0.1", 1, cuda=False)["context_length"] == 410
 
 
 def test_nothing_is_patched_with_a_gpu(tmp_path: Path) -> None:

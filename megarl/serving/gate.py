@@ -1,0 +1,71 @@
+"""Who may ask an SGLang server for what. Everything that comes over HTTP passes here; SGLang itself is given no keys.
+
+    GET  /health                                      anybody: is it ready?
+    POST /generate, GET /model_info                   the user key
+    calls that pause, continue or replace weights     the admin key
+    all else                                          nobody
+
+SGLang's own check lets anybody make it generate (/health_generate) and open a websocket, tells its keys to whoever may ask for
+its arguments, and its other calls unpickle what they are sent (/update_weights_from_tensor) or write files.
+"""
+
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from megarl.rundir import Endpoints
+
+OPEN = frozenset({("GET", "/health")})
+USER = frozenset({("POST", "/generate"), ("GET", "/model_info")})
+ADMIN = frozenset(
+    ("POST", path)
+    for path in (
+        "/pause_generation",
+        "/continue_generation",
+        "/abort_request",
+        "/flush_cache",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/update_weights_from_distributed",
+        "/update_weights_from_disk",
+        "/weights_checker",
+    )
+)
+
+type Message = MutableMapping[str, Any]
+type Receive = Callable[[], Awaitable[Message]]
+type Send = Callable[[Message], Awaitable[None]]
+type App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+def status(method: str, path: str, authorization: bytes, endpoints: Endpoints) -> int:
+    """200: let it through; 401: another key is needed; 404: nobody may ask this."""
+    call = (method, path)
+    if call in OPEN:
+        return 200
+    if call not in USER | ADMIN:
+        return 404
+    key = endpoints.api_key if call in USER else endpoints.admin_key
+    return 200 if secrets.compare_digest(authorization, f"Bearer {key}".encode()) else 401
+
+
+class Gate:
+    """ASGI middleware around SGLang's app."""
+
+    def __init__(self, app: App, endpoints: Endpoints) -> None:
+        self._app, self._endpoints = app, endpoints
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1008})
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        code = status(scope["method"], scope["path"], authorization, self._endpoints)
+        if code == 200:
+            return await self._app(scope, receive, send)
+        await send({"type": "http.response.start", "status": code, "headers": [(b"content-type", b"application/json")]})
+        said = b"Unauthorized" if code == 401 else b"Not Found"
+        await send({"type": "http.response.body", "body": b'{"error":"' + said + b'"}'})

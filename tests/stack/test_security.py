@@ -1,0 +1,189 @@
+"""A real run, looked at from outside: where it listens, what it answers without a key, where its keys can be read.
+
+Its model directory brings code of its own, which nobody may run.
+"""
+
+import http.client
+import json
+import re
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from megarl.messages import Next, to_frames
+from megarl.rundir import LinkKeys
+from megarl.serving import gate
+from tests.e2e import runs
+from tests.e2e.runs import LiveRun, check_nothing_left
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+
+OVERRIDES = (
+    "run.steps=1000",
+    "resources.learner_ranks=2",
+    "evaluation.prompts=8",
+    "evaluation.samples=1",
+    "batch.prompts=8",
+    "checkpoint.every=2",
+)
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def model_with_code(path: Path, source: Path, mark: Path) -> None:
+    """A copy that names Python files of its own as its configuration, model and tokenizer."""
+    shutil.copytree(source, path)
+    (path / "own.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    names = {name: f"own.{name}" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")}
+    for file in (path / "config.json", path / "tokenizer_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": names}))
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+    """A run of all roles, two learner ranks, that has made steps and goes on."""
+    folder = tmp_path_factory.mktemp("security")
+    made = runs.megarl("data", "arithmetic", "runs/quickstart-data", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    model_with_code(folder / "model", folder / "runs/quickstart-data/init", folder / "mark")
+    run = runs.start(folder, "run.name=watched", "model.path=model", *OVERRIDES)
+    try:
+        run.wait_for(lambda: run.steps() >= 3, "three steps")
+        yield run
+        run.process.terminate()
+        family, ports = run.family(), run.ports()
+        run.finish()
+        check_nothing_left(family, ports)
+        assert keys_in_files(run) == [], "after the end, with its summary and report"
+    finally:
+        run.kill()
+
+
+def secrets_of(run: LiveRun) -> list[str]:
+    endpoints = run.rundir.endpoints()
+    return [endpoints.api_key, endpoints.admin_key, *msgspec.structs.astuple(endpoints.link)]
+
+
+def keys_in_files(run: LiveRun) -> list[Path]:
+    """Files of the run, and what it printed, that have one of its keys in them; its file of keys not counted."""
+    keys = [key.encode() for key in secrets_of(run)]
+    files = [p for p in run.rundir.path.rglob("*") if p.is_file() and p != run.rundir.endpoints_file]
+    assert len(files) > 20
+    return [p for p in (*files, run.output) if any(key in p.read_bytes() for key in keys)]
+
+
+def test_all_sockets_listen_on_loopback(live: LiveRun) -> None:
+    listening = {}
+    for process in live.family():
+        for c in process.net_connections("inet"):
+            if c.status == psutil.CONN_LISTEN or (c.type == socket.SOCK_DGRAM and not c.raddr):
+                listening[c.laddr] = " ".join(process.cmdline())[-80:]
+    assert {address.port for address in listening} >= set(live.ports()), "servers and controller are among them"
+    assert live.rundir.endpoints().rendezvous_port in {address.port for address in listening}
+    assert {address: who for address, who in listening.items() if address.ip != "127.0.0.1"} == {}
+
+
+def test_sockets_in_the_file_system_are_closed_to_others(live: LiveRun) -> None:
+    paths = {
+        Path(c.laddr)
+        for process in live.family()
+        for c in process.net_connections("unix")
+        if c.laddr and Path(c.laddr).is_socket()
+    }
+    assert paths, "SGLang's processes talk through them"
+    assert [path for path in paths if path.stat().st_mode & OTHERS] == []
+
+
+def test_keys_are_in_one_file_and_in_no_command_line(live: LiveRun) -> None:
+    assert live.rundir.endpoints_file.stat().st_mode & OTHERS == 0
+    assert keys_in_files(live) == []
+    assert "server_args=" in "".join(p.read_text() for p in live.rundir.logs.rglob("*server*.log"))
+    lines = [" ".join(process.cmdline()) for process in psutil.process_iter() if process.is_running()]
+    assert [line for line in lines if any(key in line for key in secrets_of(live))] == []
+
+
+def test_code_of_the_model_directory_is_not_run(live: LiveRun) -> None:
+    assert not (live.cwd / "mark").exists()
+
+
+def ask(live: LiveRun, method: str, path: str, key: str = "", **headers: str) -> int:
+    """The status of a request to the run's server."""
+    host, _, port = live.rundir.endpoints().servers[0].removeprefix("http://").partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    try:
+        wanted = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        connection.request(method, path, b"{}" if method == "POST" else None, wanted | headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def sglang_paths() -> list[str]:
+    """Of every call that SGLang's server has."""
+    (package,) = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
+    source = (Path(package) / "srt/entrypoints/http_server.py").read_text()
+    return sorted(set(re.findall(r'@app\.\w+\(\s*"(/[^"]*)"', source)))
+
+
+def test_nothing_is_answered_without_a_key_but_that_it_is_ready(live: LiveRun) -> None:
+    paths = sglang_paths()
+    assert len(paths) > 60
+    assert {path for _, path in gate.USER | gate.ADMIN} <= set(paths)
+    calls = [(method, path) for path in paths for method in ("GET", "POST", "PUT", "OPTIONS")]
+    calls += [
+        ("GET", path) for path in ("/docs", "/openapi.json", "/metrics/x", "/health/../model_info", "//model_info")
+    ]
+    answered = {call for call in calls if ask(live, *call) not in (401, 404)}
+    assert answered == {("GET", "/health")}
+
+
+def test_the_user_key_opens_no_other_call(live: LiveRun) -> None:
+    key = live.rundir.endpoints().api_key
+    paths = [path for path in sglang_paths() if ("POST", path) not in gate.USER and path != "/health"]
+    assert {path for path in paths if ask(live, "POST", path, key) not in (401, 404)} == set()
+    assert ask(live, "GET", "/model_info", key) == 200
+
+
+def test_a_host_header_does_not_change_what_is_asked(live: LiveRun) -> None:
+    for host in ("x/health?", "x/health#", "x/health\\"):
+        assert ask(live, "POST", "/pause_generation", Host=host) in (400, 401)
+
+
+def test_websockets_are_closed(live: LiveRun) -> None:
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    assert ask(live, "GET", "/v1/realtime", **upgrade, **{"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}) in (
+        403,
+        404,
+    )
+
+
+def test_strangers_at_the_controller_are_counted_and_the_run_goes_on(live: LiveRun) -> None:
+    endpoints = live.rundir.endpoints()
+
+    def status() -> dict[str, int]:
+        return json.loads(live.rundir.status.read_text())
+
+    before, steps = status()["refused_connections"], live.steps()
+    port = int(endpoints.controller.rpartition(":")[2])
+    for data in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 8, b"\xff" + bytes(200)):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
+            raw.sendall(data)
+    stranger = msgspec.structs.replace(LinkKeys.new(), controller=endpoints.link.controller)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.curve_serverkey = stranger.controller.encode()
+        peer.curve_publickey, peer.curve_secretkey = stranger.learner.encode(), stranger.learner_secret.encode()
+        peer.connect(endpoints.controller)
+        peer.send_multipart([b"", *to_frames(Next(incarnation="x", step=0, version=0))])
+        live.wait_for(lambda: status()["refused_connections"] >= before + 4, "a count of all four")
+    live.wait_for(lambda: live.steps() >= steps + 2, "two more steps")
+    assert status()["malformed_requests"] == 0
+    assert [process.pid for process in live.family() if time.time() - process.create_time() < 1] == [], "no role died"

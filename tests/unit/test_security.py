@@ -1,0 +1,87 @@
+"""What a recipe and a model directory can make a process do, who may ask a server for what, and where the keys lie."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl import recipe as recipes
+from megarl.errors import MegarlError
+from megarl.rundir import Endpoints, LinkKeys, RunDir
+from megarl.serving import gate
+
+ENDPOINTS = Endpoints(
+    session="s",
+    controller="tcp://127.0.0.1:1",
+    servers=(),
+    api_key="user",
+    admin_key="admin",
+    link=LinkKeys.new(),
+    rendezvous_port=1,
+)
+
+
+# A recipe runs no code.
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!python/object/apply:os.system ['touch {mark}']",
+        "!!python/object/new:os.system ['touch {mark}']",
+        "!!python/name:os.system",
+        "!!python/module:os",
+        "!!python/object/apply:subprocess.check_call [[touch, {mark}]]",
+    ],
+)
+def test_yaml_makes_no_objects(value: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    value = value.format(mark=mark)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"run:\n  name: {value}\n")
+    with pytest.raises(MegarlError, match=r"recipe\.yaml"):
+        recipes.load(str(file))
+    with pytest.raises(MegarlError, match=r"run\.name"):
+        recipes.load("quickstart", [f"run.name={value}"])
+    assert not mark.exists()
+
+
+# Who may ask a server for what.
+
+CALLS = sorted(gate.OPEN | gate.USER | gate.ADMIN)
+KEYS = {"none": b"", "user": b"Bearer user", "admin": b"Bearer admin", "other": b"Bearer other", "bare": b"user"}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: " ".join(call))
+def test_each_call_wants_its_own_key(call: tuple[str, str], key: str) -> None:
+    wanted = {"user": gate.USER, "admin": gate.ADMIN}
+    may = call in gate.OPEN or call in wanted.get(key, ())
+    assert gate.status(*call, KEYS[key], ENDPOINTS) == (200 if may else 401)
+
+
+@given(
+    st.sampled_from(["GET", "POST", "PUT", "OPTIONS", "HEAD"]),
+    st.one_of(st.text(), st.sampled_from([path for _, path in CALLS]).flatmap(lambda p: st.text().map(p.__add__))),
+)
+def test_what_is_not_named_is_closed_to_every_key(method: str, path: str) -> None:
+    if (method, path) in CALLS:
+        return
+    assert {gate.status(method, path, key, ENDPOINTS) for key in KEYS.values()} == {404}
+
+
+# Where the keys lie.
+
+
+def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    rundir.write_endpoints(ENDPOINTS)
+    assert rundir.endpoints_file.stat().st_mode & 0o777 == 0o600
+    assert rundir.endpoints() == ENDPOINTS
+
+
+def test_no_two_sessions_have_a_key_in_common() -> None:
+    keys = [key for _ in range(3) for key in msgspec.structs.astuple(LinkKeys.new())]
+    assert len(set(keys)) == len(keys)
