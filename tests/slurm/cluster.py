@@ -6,7 +6,6 @@ All nodes are this machine, so that what is on one is seen by all. Nothing of an
 import getpass
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import time
@@ -94,16 +93,19 @@ class Cluster:
         self.wait_for(lambda: self.says("sinfo", "-h", "-o", "%D %t").strip() == idle, "idle nodes")
 
     def stop(self) -> None:
-        """Jobs, then daemons."""
-        with suppress(subprocess.SubprocessError):
+        """Jobs, then daemons, which end whatever has become of the jobs."""
+        try:
             self._run(["scancel", "--full", f"--user={getpass.getuser()}"])
             self.wait_for(lambda: not self.says("squeue", "-h"), "empty queue")
-        for name in (*self.nodes, "slurmctld", "munged"):
-            with suppress(FileNotFoundError, psutil.NoSuchProcess):
-                process = psutil.Process(int((self.folder / f"{name}.pid").read_text()))
-                process.send_signal(signal.SIGTERM)
-                with suppress(psutil.TimeoutExpired):
-                    process.wait(20)
+        finally:
+            for name in (*self.nodes, "slurmctld", "munged"):
+                with suppress(FileNotFoundError, psutil.NoSuchProcess):
+                    process = psutil.Process(int((self.folder / f"{name}.pid").read_text()))
+                    process.terminate()
+                    try:
+                        process.wait(20)
+                    except psutil.TimeoutExpired:
+                        process.kill()
 
     def submit(self, *words: str, cwd: Path, environment: dict[str, str]) -> str:
         """sbatch; the job's number."""
