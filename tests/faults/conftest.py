@@ -1,10 +1,9 @@
-"""Disks that can be filled, and where the time of a fault is said."""
+"""Disks that can be filled."""
 
 import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,10 +26,3 @@ def disk() -> Iterator[Callable[[Path, int], Disk]]:
     yield mount
     for one in mounted:
         subprocess.run(["umount", "--lazy", one.path], check=True)
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What was measured, for docs/reliability.md."""
-    for report in terminalreporter.stats.get("passed", []):
-        for name, value in report.user_properties:
-            terminalreporter.write_line(f"{report.nodeid}: {name}: {value}")
