@@ -83,6 +83,22 @@ class Network:
     enter: tuple[str, ...] = ()
 
 
+def serve(rundir: RunDir, address: ServerAddress, log: Path, network: Network = Network()) -> subprocess.Popen[bytes]:
+    """`megarl serve`, in its own process group."""
+    command = [*network.enter, sys.executable, "-W", "ignore", "-m", "megarl", "serve", str(rundir.recipe)]
+    interface = {"GLOO_SOCKET_IFNAME": network.interface}
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [*command, "--index", str(address.id), "--port", address.url.rpartition(":")[2]],
+            cwd=ROOT,
+            env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | interface,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+
 def start_servers(recipe: Recipe, networks: Sequence[Network]) -> tuple[Endpoints, list[Running]]:
     """`megarl serve` on each of these, ready; each in its own process group."""
     rundir = RunDir.of(recipe)
@@ -101,22 +117,10 @@ def start_servers(recipe: Recipe, networks: Sequence[Network]) -> tuple[Endpoint
     rundir.write_endpoints(endpoints)
     rundir.recipe.write_text(recipes.dump(recipe))
     servers = []
-    for index, (network, port, url) in enumerate(zip(networks, ports, urls, strict=True)):
-        log = rundir.logs / f"server-{index}.log"
-        command = [*network.enter, sys.executable, "-W", "ignore", "-m", "megarl", "serve", str(rundir.recipe)]
-        interface = {"GLOO_SOCKET_IFNAME": network.interface}
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                [*command, "--index", str(index), "--port", str(port)],
-                cwd=ROOT,
-                env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | interface,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+    for index, (network, url) in enumerate(zip(networks, urls, strict=True)):
         address = ServerAddress(id=index, url=url, tensor_parallel=recipe.resources.server_tensor_parallel)
-        servers.append(Running(address, process, log))
+        log = rundir.logs / f"server-{index}.log"
+        servers.append(Running(address, serve(rundir, address, log, network), log))
     try:
         for server in servers:
             wait_ready(server.address.url, START_LIMIT_S, server.process.poll)
