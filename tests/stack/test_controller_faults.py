@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from megarl.messages import Stop
 from megarl.rollout.journal import JournalReader
 from megarl.rundir import read_jsonl
-from tests.stack.conftest import Network, Running, Stack, serve, start_servers
+from tests.stack.conftest import POSITIONS, Network, Running, Stack, serve, start_servers
 from tests.stack.test_controller import STEPS, B, K, Learner, Run, assert_law, controller_recipe, run_of, wait_for
 
 pytestmark = [pytest.mark.stack, pytest.mark.faults, pytest.mark.timeout(900)]
@@ -105,22 +104,16 @@ def status(run: Run) -> dict[int, dict[str, Any]]:
 
 
 @pytest.fixture
-def refused(models: tuple[Path, dict[str, Any]], tmp_path: Path) -> Iterator[Run]:
-    """The tokenizer has a character more than the model, and one of the prompts is made of it."""
-    directory, hf_models = models
-    recipe = controller_recipe(directory, tmp_path, [40, 160], {"prompts": 4, "samples": 2})
-    tokenizer = AutoTokenizer.from_pretrained(directory / "a")
-    tokenizer.add_tokens(["\u2603"])
-    tokenizer.save_pretrained(directory / "a")
+def refused(stack: Stack, tmp_path: Path) -> Iterator[Run]:
+    """The controller lets longer prompts through than the server takes, and one of them is so long."""
+    recipe = controller_recipe(stack.directory, tmp_path, [40, 160], {"prompts": 4, "samples": 2})
+    length = recipe.length.model_copy(update={"prompt_tokens": 2 * POSITIONS})
     prompts = tmp_path / "train.jsonl"
     first, *rows = prompts.read_text().splitlines()
-    prompts.write_text("\n".join([json.dumps(json.loads(first) | {"prompt": "\u2603"}), *rows[:9]]) + "\n")
-    endpoints, servers = start_servers(recipe, [Network()])
-    try:
-        with run_of(recipe, Stack(directory, recipe, endpoints, hf_models, servers[0])) as made:
-            yield made
-    finally:
-        servers[0].stop()
+    long = json.loads(first) | {"prompt": chr(0x102) * (POSITIONS + 1)}
+    prompts.write_text("\n".join([json.dumps(long), *rows[:9]]) + "\n")
+    with run_of(recipe.model_copy(update={"length": length}), stack) as made:
+        yield made
 
 
 def test_a_prompt_that_every_server_refuses_costs_its_ticket(refused: Run) -> None:
@@ -135,5 +128,5 @@ def test_a_prompt_that_every_server_refuses_costs_its_ticket(refused: Run) -> No
     assert [g.ticket for g in groups] == list(range(STEPS * B))
     void = [g for g in groups if g.void]
     assert {g.prompt.id for g in void} == {"p0"}
-    assert all("400" in g.void for g in void)
+    assert all("refused a request (400)" in g.void for g in void)
     assert "is lost" not in refused.log()
