@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
-.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-faults lint bench lock clean
+.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-faults soak lint bench lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -27,6 +27,9 @@ test-unit: setup ## no server and no process group: minutes
 
 test-faults: setup ## kill -9 of every role, real runs on a real Slurm, and what a run does about it
 	$(PYTEST) tests -m faults
+
+soak: setup      ## two hours of the quickstart with a random fault every few minutes (ARGS="--seconds 900")
+	$(PYTHON) -m tests.soak $(ARGS)
 
 lint: setup      ## ruff and mypy
 	$(PYTHON) -m ruff check megarl checkpoints_tools tests benchmarks examples setup.py

@@ -18,7 +18,7 @@ import re
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +132,20 @@ def complete(checkpoints: Path) -> list[Path]:
     return [path for _, path in sorted(steps)]
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the system has against it (a full disk, no permission) is one MegarlError."""
+    try:
+        yield
+    except OSError as error:
+        raise MegarlError(
+            f"{path}: cannot be written: {error.strerror}; make room and resume: what was written before is whole"
+        ) from None
+
+
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
     """The file is the old one or the new one, never a part."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    with writing(path), tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(data)
             file.flush()
@@ -158,7 +169,7 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
     """
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     data = json.dumps(finite, allow_nan=False).encode() + b"\n"
-    with path.open("ab+") as file:
+    with writing(path), path.open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":

@@ -1,6 +1,7 @@
 """For all tests: property tests have no deadline, for the machine may be busy; and the policy that real runs begin with."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,3 +21,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     warm = megarl("sft", "quickstart", "sft.steps=150", cwd=folder)
     assert warm.returncode == 0, warm.stderr
     return folder
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was measured, for docs/reliability.md."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{report.nodeid}: {name}: {value}")

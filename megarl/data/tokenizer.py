@@ -5,6 +5,7 @@ around it a role starts five seconds and 700 MB lighter, for those import torch.
 """
 
 import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,28 +19,38 @@ from megarl.types import int32
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """`end`: the id that ends a completion. `path`: where it was read, for messages."""
+    """`end`: the id that ends a completion. `path`: where it was read, for messages. `vocabulary`: how many tokens the model
+    beside it knows; what a server is sent beyond them ends it."""
 
     backend: Any
     end: int
     path: Path
+    vocabulary: int = sys.maxsize
 
     def ids(self, text: str) -> np.ndarray:
         """Token ids of exactly this text, nothing added in front or behind. [n] int32"""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: list[str], framed: bool = False) -> list[np.ndarray]:
-        """`ids` of many texts at once; MegarlError where the tokenizer's vocabulary lacks a character of theirs.
+        """`ids` of many texts at once; MegarlError where the tokenizer's vocabulary lacks a character of theirs, or the model's
+        a token.
 
         framed: with what the tokenizer itself puts around a text, such as Llama 3's <|begin_of_text|>.
         """
         try:
-            return [int32(encoding.ids) for encoding in self.backend.encode_batch(texts, add_special_tokens=framed)]
+            found = [int32(encoding.ids) for encoding in self.backend.encode_batch(texts, add_special_tokens=framed)]
         except (
             Exception
         ) as error:  # tokenizers raises a plain Exception where a closed vocabulary has no such character
             shown = ", ".join(repr(text) for text in texts[:3])
             raise MegarlError(f"{self.path}: the tokenizer cannot encode {shown} …: {error}") from None
+        for text, ids in zip(texts, found, strict=True):
+            if len(ids) and ids.max() >= self.vocabulary:
+                raise MegarlError(
+                    f"{self.path}: token {ids.max()} of {text[:80]!r} is beyond the model's vocabulary of {self.vocabulary} "
+                    "(vocab_size in config.json): the tokenizer is not this model's"
+                )
+        return found
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of ids [n]; special tokens stay, for `</think>` may be one."""
@@ -75,4 +86,12 @@ def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
     end = backend.token_to_id(named["content"] if isinstance(named, dict) else named) if named else None
     if end is None:
         raise MegarlError(f"{folder / 'tokenizer_config.json'}: eos_token is missing, or no token of tokenizer.json")
-    return Tokenizer(backend, end, folder)
+    return Tokenizer(backend, end, folder, _vocabulary(folder / "config.json"))
+
+
+def _vocabulary(config: Path) -> int:
+    """Of the model whose config.json this is; without limit where there is only a tokenizer."""
+    if not config.is_file():
+        return sys.maxsize
+    tree = json.loads(config.read_text())
+    return int(tree.get("text_config", tree).get("vocab_size", sys.maxsize))

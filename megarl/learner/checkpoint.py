@@ -47,6 +47,7 @@ class Checkpoints:
             queue.Queue()
         )  # of the writing threads; megatron would start a manager process
         self._calls = _ThreadCalls()
+        self._writing = folder  # the latest that was begun
 
     def save(self) -> None:
         """Begin to write the state as it is now, unless it is on disk already. A write still under way is waited for."""
@@ -63,6 +64,7 @@ class Checkpoints:
             model=trainer.recipe.model.model_dump(mode="json"),
             critic=trainer.critic is not None,
         )
+        self._writing = path
         checkpoint.save(path, _state(trainer, is_loading=False), meta, self._calls)
         log.info("checkpoint %s: the step stopped for %.2f s", path.name, time.monotonic() - begin)
 
@@ -124,7 +126,9 @@ class Checkpoints:
         trainer.skipped_steps, trainer.skipped_in_row = loaded["skipped_steps"], loaded["skipped_in_row"]
 
     def _complete(self, blocking: bool) -> None:
-        if self._calls.maybe_finalize_async_calls(blocking=blocking) and dist.get_rank() == 0:
+        with checkpoint.whole_or_gone(self._writing):
+            completed = self._calls.maybe_finalize_async_calls(blocking=blocking)
+        if completed and dist.get_rank() == 0:
             checkpoint.prune(self.folder, self.keep)
 
 

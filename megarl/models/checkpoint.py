@@ -13,7 +13,7 @@ import os
 import queue as queues
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def save(path: Path, state: dict[str, Any], meta: Meta, queue: AsyncCallsQueue |
     With `queue` this returns once the state is copied; the checkpoint appears when a later queue.maybe_finalize_async_calls()
     on all ranks finds it written.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
     everywhere(lambda: _start(path, partial, meta) if dist.get_rank() == 0 else None)
 
     def finish() -> None:
@@ -90,7 +90,7 @@ def save(path: Path, state: dict[str, Any], meta: Meta, queue: AsyncCallsQueue |
             write_atomically(partial / META, msgspec.json.encode(meta))
             os.replace(partial, path)
 
-    try:
+    with whole_or_gone(path):
         if queue is None:
             with _results_in_this_process():
                 dist_checkpointing.save(state, str(partial))
@@ -100,9 +100,16 @@ def save(path: Path, state: dict[str, Any], meta: Meta, queue: AsyncCallsQueue |
         request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
         request.add_finalize_fn(finish)
         queue.schedule_async_request(request)
+
+
+@contextmanager
+def whole_or_gone(path: Path) -> Iterator[None]:
+    """Around a write of the checkpoint at `path`, or a look at how it goes: what fails leaves no part of it."""
+    try:
+        yield
     except (Exception, CheckpointException) as error:  # megatron, torch and the operating system each have their own
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(_partial(path), ignore_errors=True)
         raise MegarlError(
             f"{path}: the checkpoint could not be written (is the disk full?): {_last_line(error)}"
         ) from error
@@ -166,6 +173,10 @@ def find(source: Path) -> Path:
             return found
     what = "no such directory" if not source.is_dir() else "no complete checkpoint there"
     raise MegarlError(f"{source}: {what}; give RUN, RUN/checkpoints or RUN/checkpoints/step-N")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def _keys(chunks: Sequence[Module]) -> list[str]:

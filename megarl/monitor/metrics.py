@@ -17,7 +17,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from megarl.monitor.tail import Tail
-from megarl.rundir import RunDir, append_jsonl, read_jsonl
+from megarl.rundir import RunDir, append_jsonl, read_jsonl, writing
 
 NAMES: dict[str, tuple[str, str]] = {
     # name: (heading, meaning and unit)
@@ -130,6 +130,7 @@ class MetricsWriter:
     def __init__(self, rundir: RunDir) -> None:
         self._path = rundir.metrics
         self._last_step = max((row["step"] for row in read_jsonl(rundir.metrics)), default=-1)
+        self._folder = rundir.tensorboard
         self._board = EventFileWriter(str(rundir.tensorboard))
         self._evaluations = Tail(rundir.eval)
         self._evaluations.new()  # those of an earlier life are in its TensorBoard file
@@ -137,17 +138,22 @@ class MetricsWriter:
     def row(self, row: dict[str, Any]) -> None:
         """Keep the metrics of `row["step"]`."""
         append_jsonl(self._path, row)
+        with writing(self._folder):
+            self._show(row)
+
+    def close(self) -> None:
+        """Also takes over evaluations that came after the last step."""
+        with writing(self._folder):
+            self._mirror_evaluations()
+            self._board.close()
+
+    def _show(self, row: dict[str, Any]) -> None:
         if row["step"] <= self._last_step:  # replay: TensorBoard drops what it has from here on
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._board.add_event(event_pb2.Event(wall_time=time.time(), step=row["step"], session_log=start))
         self._last_step = row["step"]
         self._add(row["step"], {tag(name): value for name, value in row.items()})
         self._mirror_evaluations()
-
-    def close(self) -> None:
-        """Also takes over evaluations that came after the last step."""
-        self._mirror_evaluations()
-        self._board.close()
 
     def _mirror_evaluations(self) -> None:
         for row in self._evaluations.new():

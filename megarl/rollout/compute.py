@@ -24,8 +24,11 @@ class ComputeClock:
 
     def __init__(self, state: State) -> None:
         assert state.session is not None
-        self._earlier_hours, self._session = state.earlier_hours, state.session
+        self._earlier_hours = state.earlier_hours
+        self._seconds_before = max(0.0, time.time() - state.session.time)
+        self._began = time.monotonic()  # from here on a wall clock that is set costs nothing
         self.devices, self.unit = state.session.devices, state.session.compute_unit
 
     def hours(self) -> float:
-        return self._earlier_hours + self.devices * max(0.0, time.time() - self._session.time) / 3600
+        seconds = self._seconds_before + time.monotonic() - self._began
+        return self._earlier_hours + self.devices * seconds / 3600

@@ -267,8 +267,11 @@ class Controller:
         return bool(self.stop_reason or self.failure)
 
     def _fail(self, reason: str) -> None:
+        """End the run. A file says so to the supervisor: it is no crash, and another life would end as this one."""
         log.error("%s", reason)
-        self.failure = self.failure or reason
+        if not self.failure:
+            self.failure = reason
+            write_atomically(self.rundir.failure_file, reason.encode())
         self._stop(reason)
 
     def _stop(self, reason: str) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from megarl.errors import MegarlError
 from megarl.rollout.records import Finished, JournalRecord, Snapshot
 from megarl.rollout.state import State
-from megarl.rundir import write_atomically
+from megarl.rundir import write_atomically, writing
 from megarl.types import SCHEMA_VERSION, decode, encode
 
 FILE_HEADER = struct.Struct("<8sI")  # magic, schema version
@@ -44,10 +44,7 @@ class Entry(NamedTuple):
 def create(path: Path, snapshot: Snapshot) -> None:
     """A new file that begins with a snapshot. It is there whole or not at all."""
     data, _ = packed((snapshot,), FILE_HEADER.size)
-    try:
-        write_atomically(path, FILE_HEADER.pack(MAGIC, SCHEMA_VERSION) + data)
-    except OSError as error:
-        raise MegarlError(_unwritable(path, error)) from None
+    write_atomically(path, FILE_HEADER.pack(MAGIC, SCHEMA_VERSION) + data)
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
@@ -55,18 +52,15 @@ def create(path: Path, snapshot: Snapshot) -> None:
 
 def write(fd: int, path: Path, size: int, data: bytes) -> None:
     """Append to a file of `size` bytes and wait until it is on disk; on failure the file is as it was."""
-    try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(fd, rest) :]
-        os.fsync(fd)
-    except OSError as error:
-        os.ftruncate(fd, size)
-        raise MegarlError(_unwritable(path, error)) from None
-
-
-def _unwritable(path: Path, error: OSError) -> str:
-    return f"{path}: {error.strerror}; make room and resume the run: what was recorded before is whole"
+    with writing(path):
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            os.fsync(fd)
+        except OSError:
+            os.ftruncate(fd, size)
+            raise
 
 
 def packed(records: Iterable[JournalRecord], offset: int) -> tuple[bytes, list[Entry]]:

@@ -20,7 +20,7 @@ import psutil
 
 from megarl.process import NODE, SUPERVISOR
 from megarl.recipe import Recipe
-from megarl.rundir import RunDir
+from megarl.rundir import RunDir, writing
 from megarl.supervisor.nodes import Node, here
 from megarl.supervisor.placement import Place
 from megarl.supervisor.restart import NodeState, Role
@@ -117,10 +117,11 @@ class LocalLauncher:
         for name in [k for k, v in task.environment.items() if v is None]:
             environment.pop(name, None)
         environment |= {SUPERVISOR: str(os.getpid()), NODE: task.place.nodes[n].name}
-        task.log(n).parent.mkdir(parents=True, exist_ok=True)
+        with writing(task.log(n)):
+            task.log(n).parent.mkdir(parents=True, exist_ok=True)
+            with task.log(n).open("ab") as log:
+                log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(task.arguments)}\n".encode())
         with task.log(n).open("ab") as log:
-            log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(task.arguments)}\n".encode())
-            log.flush()
             process = subprocess.Popen(
                 [sys.executable, *task.arguments],
                 env=environment,

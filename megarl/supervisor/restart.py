@@ -4,7 +4,7 @@
     controller died  ──► the controller again       it folds its journal; the learner asks again
     learner died     ──► all its ranks again        it loads its checkpoint and replays what came after
     learner left (0) ──► the run ends
-    learner left RUN/failure (train.py) ──► the run ends as failed
+    learner or controller left RUN/failure (train.py) ──► the run ends as failed
     too often        ──► the run ends as failed
     node is down     ──► its servers are dropped, and the run goes on with the others; the last server, the learner and the
                          controller cannot be spared: the run ends, to be started again on other nodes

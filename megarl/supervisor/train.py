@@ -205,8 +205,8 @@ class Supervisor:
         return None
 
     def _after(self, role: Role, process: Running, status: int, now: float) -> Outcome | None:
-        if role.kind == "learner" and self.rundir.failure_file.exists():
-            return Outcome("failed", self.rundir.failure_file.read_text(), role)
+        if role.kind != "server" and self.rundir.failure_file.exists():
+            return self._failure(role, now)
         if self.stopping_since is not None and not (role.kind == "learner" and status == 0):
             if role.kind != "learner":
                 return None  # no longer needed: the learner saves by itself
@@ -242,6 +242,15 @@ class Supervisor:
                 self._note("restart", culprit, delay_s=delay)
                 self.screen.say(f"{culprit.name} {how(status)}; starting it again{f' in {delay:g} s' if delay else ''}")
         return None
+
+    def _failure(self, role: Role, now: float) -> Outcome | None:
+        """Controller or learner has ended the run, which is over once the learner, if it lives, has saved and left."""
+        if role.kind == "controller" and Role("learner") in self.running:
+            self.stopping_since = self.stopping_since or now
+            self.rundir.stop_file.touch()
+            return None
+        culprit = role if Role("controller") in self.running else Role("controller")
+        return Outcome("failed", self.rundir.failure_file.read_text(), culprit)
 
     def _finished(self) -> str:
         newest = max(self.observer.evaluations.items(), default=(0, {}))[1]

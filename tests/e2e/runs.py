@@ -146,8 +146,9 @@ def batches(rundir: RunDir, recipe: Recipe, steps: int | None = None) -> list[tu
     reader, size = JournalReader(rundir.rollouts), recipe.batch.prompts
     removed = {r.ticket for r in reader.replay() if isinstance(r, Removed)}
     admitted = sorted(r.ticket for r in reader.replay() if isinstance(r, Admitted) and r.ticket not in removed)
+    finished = {r.group.ticket: r.group for r in reader.replay() if isinstance(r, Finished)}
     wanted = range(recipe.run.steps if steps is None else steps)
-    return [reader.groups(admitted[step * size : (step + 1) * size]) for step in wanted]
+    return [tuple(finished[t] for t in admitted[step * size : (step + 1) * size]) for step in wanted]
 
 
 def check_draws(rundir: RunDir, recipe: Recipe, cwd: Path) -> list[Admitted]:

@@ -1,11 +1,14 @@
 """kill -9 of each role of a real run, in the middle of its work: the run goes on, and its history is as if nothing had been."""
 
+import itertools
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +17,7 @@ from megarl import recipe as recipes
 from megarl.rundir import latest_rows
 from tests.e2e import runs
 from tests.e2e.runs import SMALL, LiveRun, check_history, check_nothing_left
+from tests.faults.injection import with_faults
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
 
@@ -122,3 +126,59 @@ def test_no_process_is_left_when_a_role_cannot_start(start: Start) -> None:
     assert run.finish() == 1
     assert "server-0" in run.output.read_text(errors="replace")
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(run.rundir.recipe) in (p.info["cmdline"] or [])]
+
+
+def test_the_port_of_a_server_is_taken(start: Start) -> None:
+    """Said at once, before anything is started."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        run = start("port", f"serving.port={port}")
+        assert run.finish(60) == 2
+    said = f"serving.port: cannot listen on 127.0.0.1:{port}: Address already in use; choose another"
+    assert said in run.output.read_text(errors="replace")
+
+
+HANGING = """
+import os, signal, time
+
+def grade(submission):
+    for n in range(2):  # the first two that are graded: no signal reaches what hangs in a C call
+        try:
+            os.close(os.open(f"hung-{n}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        time.sleep(3600)
+    return submission.answer == submission.expected
+"""
+
+
+def test_the_clock_jumps_and_the_grader_hangs(
+    start: Start, workplace: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    """An hour ahead, then two hours back, in all processes of the run: nobody is taken for dead, nothing waits, and the compute
+    that is counted is what was held. Answers that hang are wrong and counted; the run goes on."""
+    offset = workplace / "offset"
+    offset.write_text("0")
+    (workplace / "hanging.py").write_text(HANGING)
+    for name, value in with_faults(INJECT_CLOCK=str(offset)).items():
+        monkeypatch.setenv(name, value)
+    run = start("surroundings", "data.tasks.arithmetic.grader=hanging:grade", "evaluation.every=16")
+    for step, jump in ((3, 3600.0), (6, -3600.0)):
+        run.wait_for(lambda step=step: run.steps() >= step, f"step {step}", runs.RUN_LIMIT_S)  # type: ignore[misc]
+        (workplace / "offset.new").write_text(str(jump))
+        os.replace(workplace / "offset.new", offset)
+    began = time.monotonic()
+    assert run.finish() == 0, run.tail()
+    record_property("from the second jump to the end, seconds", round(time.monotonic() - began, 1))
+    summary = runs.summary(run.rundir)
+    assert (summary["outcome"], summary["restarts"]) == ("finished", 0)
+    check_history(run.rundir, recipes.load(str(run.rundir.recipe)))
+    rows = latest_rows(run.rundir.metrics)
+    assert max(b["time"] - a["time"] for a, b in itertools.pairwise(rows)) > 3000, "the clock did jump"
+    hours = [row["compute_hours"] for row in rows]
+    assert hours == sorted(hours)
+    held = sum(row["step_seconds"] for row in rows) / 3600 * (os.cpu_count() or 1)
+    assert 0.5 * held < hours[-1] < 1.5 * held + 0.1
+    (log,) = run.rundir.logs.glob("controller/*.log")
+    assert log.read_text().count("a grading process hung and is replaced; the answer counts as wrong") == 2

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +124,9 @@ class Run:
         self.controller.start()
         self.process: subprocess.Popen[bytes] | None = None
 
-    def learn(self) -> subprocess.Popen[bytes]:
+    def learn(self, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-W", "ignore", "-m", "megarl", "learn", str(self.rundir.recipe)]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env = {"PYTHONPATH": str(ROOT)} | dict(environment) | {"OMP_NUM_THREADS": "1"}
         log = (self.rundir.logs / "learner.log").open("ab")
         self.process = subprocess.Popen(
             command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent

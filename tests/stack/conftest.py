@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,15 +74,41 @@ def stack_recipe(directory: Path, **sections: Any) -> Recipe:
     return recipes.from_tree({k: tree.get(k, {}) | sections.get(k, {}) for k in tree | sections})
 
 
-def start_servers(recipe: Recipe, count: int) -> tuple[Endpoints, list[Running]]:
-    """`megarl serve` that many times, ready; each in its own process group."""
+@dataclass(frozen=True)
+class Network:
+    """Where a server listens: its address there, that network's interface, and the command that enters its namespace."""
+
+    address: str = "127.0.0.1"
+    interface: str = "lo"
+    enter: tuple[str, ...] = ()
+
+
+def serve(rundir: RunDir, address: ServerAddress, log: Path, network: Network = Network()) -> subprocess.Popen[bytes]:
+    """`megarl serve`, in its own process group."""
+    command = [*network.enter, sys.executable, "-W", "ignore", "-m", "megarl", "serve", str(rundir.recipe)]
+    interface = {"GLOO_SOCKET_IFNAME": network.interface}
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [*command, "--index", str(address.id), "--port", address.url.rpartition(":")[2]],
+            cwd=ROOT,
+            env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | interface,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+
+def start_servers(recipe: Recipe, networks: Sequence[Network]) -> tuple[Endpoints, list[Running]]:
+    """`megarl serve` on each of these, ready; each in its own process group."""
     rundir = RunDir.of(recipe)
     rundir.create()
-    ports = free_ports(count)
+    ports = free_ports(len(networks))
+    urls = [f"http://{network.address}:{port}" for network, port in zip(networks, ports, strict=True)]
     endpoints = Endpoints(
         session="test",
         controller="tcp://127.0.0.1:1",
-        servers=tuple(f"http://127.0.0.1:{port}" for port in ports),
+        servers=tuple(urls),
         api_key="user-key",
         admin_key="admin-key",
         link=LinkKeys.new(),
@@ -91,23 +117,10 @@ def start_servers(recipe: Recipe, count: int) -> tuple[Endpoints, list[Running]]
     rundir.write_endpoints(endpoints)
     rundir.recipe.write_text(recipes.dump(recipe))
     servers = []
-    for index, port in enumerate(ports):
+    for index, (network, url) in enumerate(zip(networks, urls, strict=True)):
+        address = ServerAddress(id=index, url=url, tensor_parallel=recipe.resources.server_tensor_parallel)
         log = rundir.logs / f"server-{index}.log"
-        command = [sys.executable, "-W", "ignore", "-m", "megarl", "serve", str(rundir.recipe)]
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                [*command, "--index", str(index), "--port", str(port)],
-                cwd=ROOT,
-                env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-        address = ServerAddress(
-            id=index, url=f"http://127.0.0.1:{port}", tensor_parallel=recipe.resources.server_tensor_parallel
-        )
-        servers.append(Running(address, process, log))
+        servers.append(Running(address, serve(rundir, address, log, network), log))
     try:
         for server in servers:
             wait_ready(server.address.url, START_LIMIT_S, server.process.poll)
@@ -134,7 +147,7 @@ def two_models(directory: Path, make: Callable[..., Any], **overrides: Any) -> d
 def running(directory: Path, models: dict[str, Any], **sections: Any) -> Iterator[Stack]:
     """A server that has started with model `a` of `directory`."""
     recipe = stack_recipe(directory, **sections)
-    endpoints, servers = start_servers(recipe, 1)
+    endpoints, servers = start_servers(recipe, [Network()])
     try:
         yield Stack(directory, recipe, endpoints, models, servers[0])
     finally:

@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megarl.rollout.client import ServerLost
 from megarl.rundir import Endpoints
 from megarl.weights.admin import Server
 from megarl.weights.publisher import Publisher
-from tests.stack.conftest import Running, client_of, stack_recipe, start_servers
+from tests.stack.conftest import Network, Running, client_of, stack_recipe, start_servers
 from tests.tiny_scores import scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.faults, pytest.mark.anyio]
@@ -31,13 +31,19 @@ LIMIT_S = 8.0
 class Pair:
     """Two servers, and a publisher to both. Buckets are small, so that a publication has many."""
 
-    def __init__(self, directory: Path, models: dict[str, Any], learner: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        models: dict[str, Any],
+        learner: Any,
+        networks: Sequence[Network] = (Network(), Network()),
+    ) -> None:
         self.models, self._learner = models, learner
         weights = {"timeout_s": LIMIT_S, "bucket_mb": 1}
         self.recipe = stack_recipe(directory, run={"name": "pair", "dir": str(directory)}, weights=weights)
         self.endpoints: Endpoints
         self.servers: list[Running]
-        self.endpoints, self.servers = start_servers(self.recipe, 2)
+        self.endpoints, self.servers = start_servers(self.recipe, networks)
         chunks, family = learner("a")
         self.publisher = Publisher(self.recipe, self.endpoints, chunks, family)
 
@@ -64,16 +70,23 @@ def family_tree(server: Running) -> list[psutil.Process]:
     return [main, *main.children(recursive=True)]
 
 
-def after_first_bucket(monkeypatch: pytest.MonkeyPatch, victim: int, action: Callable[[], None]) -> None:
-    """Do it between the moment the victim is asked to receive and the moment it is asked by HTTP."""
-    receive, once = Server.receive, threading.Lock()
+def before(monkeypatch: pytest.MonkeyPatch, call: str, victim: int, action: Callable[[], Any]) -> None:
+    """Do it just before the victim is first called so."""
+    real, once = vars(Server)[call], threading.Lock()
 
-    def receive_then_act(self: Server, *args: Any) -> None:
+    def act_then_call(self: Server, *args: Any) -> Any:
         if self.address.id == victim and once.acquire(blocking=False):
             action()
-        receive(self, *args)
+        return real(self, *args)
 
-    monkeypatch.setattr(Server, "receive", receive_then_act)
+    monkeypatch.setattr(Server, call, act_then_call)
+
+
+def freeze(server: Running) -> list[psutil.Process]:
+    tree = family_tree(server)
+    for process in tree:
+        process.suspend()
+    return tree
 
 
 async def test_killed_while_generating(pair: Pair) -> None:
@@ -107,7 +120,7 @@ async def test_killed_while_generating(pair: Pair) -> None:
 def test_killed_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one has the new weights, runs, and takes the next version too."""
     pair.publish("a", 1)
-    after_first_bucket(monkeypatch, 1, pair.servers[1].process.kill)
+    before(monkeypatch, "receive", 1, pair.servers[1].process.kill)
     start = time.monotonic()
     good, bad = pair.publish("b", 2).results
     assert time.monotonic() - start < 4 * LIMIT_S
@@ -121,8 +134,8 @@ def test_killed_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 def test_standing_still_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.publish("a", 1)
-    tree = family_tree(pair.servers[1])
-    after_first_bucket(monkeypatch, 1, lambda: [process.suspend() for process in tree])
+    tree: list[psutil.Process] = []
+    before(monkeypatch, "receive", 1, lambda: tree.extend(freeze(pair.servers[1])))
     start = time.monotonic()
     good, bad = pair.publish("b", 2).results
     assert time.monotonic() - start < 8 * LIMIT_S
@@ -133,3 +146,59 @@ def test_standing_still_while_published_to(pair: Pair, monkeypatch: pytest.Monke
     for process in tree:
         process.resume()
     assert [r.error for r in pair.publish("a", 3).results] == ["", ""]
+
+
+async def test_standing_still_and_killed_in_a_pause(
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Any,
+) -> None:
+    """The other server has the new weights and runs; the one that stood still takes the next version; a dead one is named."""
+    assert [r.error for r in pair.publish("a", 1).results] == ["", ""]
+    frozen: list[psutil.Process] = []
+    with monkeypatch.context() as patch:
+        before(patch, "pause", 1, lambda: frozen.extend(freeze(pair.servers[1])))
+        began = time.monotonic()
+        good, bad = (await asyncio.to_thread(pair.publish, "b", 2)).results
+        seconds = time.monotonic() - began
+    assert seconds < 6 * LIMIT_S
+    record_property("stopped in the pause: publication took, seconds", round(seconds, 1))
+    assert good.error == ""
+    assert good.probe_logprob_diff < 1e-4
+    assert "publishing version 2 to server 1" in bad.error
+    assert "pause: no answer within 8 s" in bad.error
+    for process in frozen:
+        process.resume()
+    assert [r.error for r in (await asyncio.to_thread(pair.publish, "a", 3)).results] == ["", ""]
+
+    with monkeypatch.context() as patch:
+        before(patch, "pause", 1, pair.servers[1].stop)
+        began = time.monotonic()
+        good, bad = (await asyncio.to_thread(pair.publish, "b", 4)).results
+    record_property("killed in the pause: publication took, seconds", round(time.monotonic() - began, 1))
+    assert good.error == ""
+    assert "version 4 to server 1" in bad.error
+    async with client_of(pair.servers[0].address.url, pair.endpoints) as client:
+        assert (await client.generate(PROMPT, 5)).spans[0].version == 4
+
+
+async def test_standing_still_while_generating(pair: Pair, record_property: Any) -> None:
+    """What had arrived goes on elsewhere, after the limit of a silent request."""
+    assert [r.error for r in pair.publish("a", 1).results] == ["", ""]
+    first = client_of(pair.servers[0].address.url, pair.endpoints, LIMIT_S)
+    second = client_of(pair.servers[1].address.url, pair.endpoints)
+    async with first, second:
+        task = asyncio.create_task(first.generate(PROMPT, 1400))
+        await asyncio.sleep(1.0)
+        freeze(pair.servers[0])
+        began = time.monotonic()
+        with pytest.raises(ServerLost) as caught:
+            await task
+        record_property("until the request was given up, seconds", round(time.monotonic() - began, 1))
+        lost = caught.value
+        assert 0 < len(lost.tokens) < 1400
+        prefix = np.concatenate([PROMPT, lost.tokens])
+        rest = await second.generate(prefix, 50)
+    (reference,) = scores(pair.models["a"], [np.concatenate([prefix, rest.tokens])])
+    logprobs = np.concatenate([lost.logprobs, rest.logprobs])
+    np.testing.assert_allclose(logprobs, reference[len(PROMPT) - 1 :], atol=2e-5)

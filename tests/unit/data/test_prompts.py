@@ -185,3 +185,17 @@ def test_templates_do_not_hide_a_shared_prompt(tmp_path, tokenizer):
         MegarlError, match=r"heldout and train share prompts \(1\):\nheld-out 'b' is training prompt 'a'"
     ):
         check_disjoint(*sets)
+
+
+def test_a_token_that_the_model_does_not_know_is_refused(tmp_path):
+    """A server would end at it."""
+    made = arithmetic_models.character_tokenizer()
+    made.save_pretrained(tmp_path)
+    highest = max(made("1+1=")["input_ids"])
+    write(tmp_path / "config.json", json.dumps({"vocab_size": highest + 1}))
+    assert max(load_tokenizer(tmp_path).ids("1+1=")) == highest
+    write(tmp_path / "config.json", json.dumps({"text_config": {"vocab_size": highest}}))
+    with pytest.raises(
+        MegarlError, match=rf"token {highest} of '1\+1=' is beyond the model's vocabulary of {highest} "
+    ):
+        load_tokenizer(tmp_path).ids("1+1=")

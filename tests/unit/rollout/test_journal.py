@@ -370,7 +370,7 @@ def test_no_room_is_an_error_that_leaves_the_file_whole(tmp_path: Path):
     script = FILL.format(tests=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "000000.journal: File too large; make room and resume" in done.stdout
+    assert "000000.journal: cannot be written: File too large; make room and resume" in done.stdout
     journal = Journal.open(tmp_path, 2, 1)
     assert journal.state.finished == 1
     journal.append(admitted(1), finished(1))

@@ -232,6 +232,19 @@ def test_a_learner_that_says_the_run_has_failed_is_not_started_again(live: Calla
     assert status == 0, output
 
 
+def test_a_controller_that_says_the_run_has_failed_is_not_started_again(live: Callable[..., Life]) -> None:
+    """The learner saves and leaves; nobody is started again."""
+    life = live()
+    life.wait_for_steps(3)
+    (life.rundir.path / "senseless").touch()
+    status, output = life.end()
+    assert status == 1
+    assert "megarl: the weights did not arrive as they are" in output
+    assert (life.events("restart"), life.events("ended")) == ([], ["controller-0", "learner-0"])
+    assert json.loads(life.rundir.summary.read_text())["outcome"] == "failed"
+    assert nobody(life.all_pids())
+
+
 def test_second_supervisor_is_refused(live: Callable[..., Life], recipe: Recipe) -> None:
     life = live()
     life.wait_for_steps(1)

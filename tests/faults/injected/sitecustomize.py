@@ -1,0 +1,57 @@
+"""Faults from within. Python imports this before all else in every process that has this folder on its PYTHONPATH.
+
+INJECT_AT=TrainedNetwork.update:2:KILL:/tmp/marker[:RANK]   the 2nd call in a process sends SIGKILL to itself; once, for a
+                                                            process that finds the marker is left alone
+INJECT_CLOCK=/tmp/offset                                    time.time() is off by the seconds that are in this file
+
+Functions are found by their qualified name as they are called (PEP 669): the code under test knows nothing of this.
+"""
+
+import os
+import signal
+import sys
+import time
+from types import CodeType
+from typing import Any
+
+
+def inject(function: str, count: int, name: str, marker: str, rank: str) -> None:
+    """The `count`-th call of this function in this process does it."""
+    monitoring, calls = sys.monitoring, 0
+
+    def called(code: CodeType, _offset: int) -> Any:
+        nonlocal calls
+        if code.co_qualname != function:
+            return monitoring.DISABLE
+        if rank and os.environ.get("RANK") != rank:
+            return monitoring.DISABLE
+        calls += 1
+        if calls == count:
+            try:
+                os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return monitoring.DISABLE
+            os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+        return None
+
+    monitoring.use_tool_id(monitoring.DEBUGGER_ID, "faults")
+    monitoring.register_callback(monitoring.DEBUGGER_ID, monitoring.events.PY_START, called)
+    monitoring.set_events(monitoring.DEBUGGER_ID, monitoring.events.PY_START)
+
+
+def jump(path: str) -> None:
+    """The wall clock of this process is that of the machine and as many seconds as the file says."""
+    true = time.time
+
+    def jumping() -> float:
+        with open(path) as file:
+            return true() + float(file.read() or 0)
+
+    time.time = jumping
+
+
+if "INJECT_AT" in os.environ:
+    function, count, name, marker, *rank = os.environ["INJECT_AT"].split(":")
+    inject(function, int(count), name, marker, rank[0] if rank else "")
+if "INJECT_CLOCK" in os.environ:
+    jump(os.environ["INJECT_CLOCK"])
