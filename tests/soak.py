@@ -104,13 +104,15 @@ class Soak:
         return found
 
     def fault(self) -> None:
-        """One, drawn at random; until the run has trained another step."""
+        """One, drawn at random; until who it hit is replaced and the run has trained another step."""
         name, action = self.random.choice(FAULTS)
         self.run.wait_for(lambda: len(self.leaders()) == 5, "all roles", RECOVERY_LIMIT_S)
         steps, began = self.trained(), time.monotonic()
-        action(self)
-        self.run.wait_for(lambda: self.trained() > steps, f"a step after: {name}", RECOVERY_LIMIT_S)
+        victim = action(self)
+        self.run.wait_for(lambda: not victim.is_running(), f"the end of its victim: {name}", RECOVERY_LIMIT_S)
         self.run.wait_for(lambda: len(self.leaders()) == 5, f"all roles after: {name}", RECOVERY_LIMIT_S)
+        again = self.trained()
+        self.run.wait_for(lambda: self.trained() > again, f"a step after: {name}", RECOVERY_LIMIT_S)
         seconds = time.monotonic() - began
         self.faults.append(
             {"at": round(began - self.began), "fault": name, "step": steps, "seconds": round(seconds, 1)}
@@ -161,28 +163,35 @@ class Soak:
         }
 
 
-def kill(role: str, sig: signal.Signals = signal.SIGKILL) -> Callable[[Soak], None]:
-    def act(soak: Soak) -> None:
-        name = f"server-{soak.random.randrange(2)}" if role == "server" else role
-        soak.leaders()[name].send_signal(sig)
+Fault = Callable[[Soak], psutil.Process]
+"""Does it, and says who will have to be replaced."""
+
+
+def kill(role: str, sig: signal.Signals = signal.SIGKILL) -> Fault:
+    def act(soak: Soak) -> psutil.Process:
+        victim = soak.leaders()[f"server-{soak.random.randrange(2)}" if role == "server" else role]
+        victim.send_signal(sig)
+        return victim
 
     return act
 
 
-def kill_child(soak: Soak) -> None:
+def kill_child(soak: Soak) -> psutil.Process:
     """One of the processes that a server has started."""
     server = soak.leaders()[f"server-{soak.random.randrange(2)}"]
     soak.random.choice(server.children(recursive=True)).kill()
+    return server
 
 
-def kill_supervisor(soak: Soak) -> None:
+def kill_supervisor(soak: Soak) -> psutil.Process:
     family, ports = soak.run.family(), soak.run.ports()
     soak.run.kill()
     check_nothing_left(family, ports)
     soak.run = soak.start()
+    return family[0]
 
 
-FAULTS: list[tuple[str, Callable[[Soak], None]]] = [
+FAULTS: list[tuple[str, Fault]] = [
     ("server killed", kill("server")),
     ("server stopped (SIGSTOP)", kill("server", signal.SIGSTOP)),
     ("a process of a server killed", kill_child),

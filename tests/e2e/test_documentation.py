@@ -25,6 +25,7 @@ TESTED_ELSEWHERE = {
     "make quickstart-tools": "its three commands: test_run_tools.py",
     "megarl train quickstart-tools run.name=without-tools \"data.tasks.products.environment=''\"": "the same",
     "make bench": "a benchmark",
+    'make soak ARGS="--seconds 900"': "hours; docs/reliability.md says what was run",
     "megarl plan scalerl-8b --gpus 80 --gpu h100 --model-config llama-3.1-8b --mean-tokens 8000 --simulate --out plan.png": (
         "minutes of simulation; tests/unit/planning/test_plan.py simulates a smaller one"
     ),
