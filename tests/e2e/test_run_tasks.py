@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl.evaluation.answers import SuiteDir
+from megarl.rundir import step_folder
 from tests.e2e import runs
 from tests.e2e.runs import batches, check_draws, check_nothing_left
 
@@ -22,6 +25,7 @@ OVERRIDES = (
     "evaluation.every=50",
     "evaluation.prompts=20",
     "evaluation.samples=2",
+    "evaluation.suites={sums: {data: few-addition.jsonl, samples: 4}}",
     "checkpoint.every=2",
     "journal.keep=checkpoints",
 )
@@ -32,6 +36,16 @@ def few(source: Path, target: Path, easy: int, harder: int) -> None:
     rows = [json.loads(line) for line in source.open()]
     chosen = [r for r in rows if r["difficulty"] == 1][:easy] + [r for r in rows if r["difficulty"] == 2][:harder]
     target.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+
+
+def check_suite(score: dict[str, Any], suite: SuiteDir) -> None:
+    """What eval.jsonl says of it is what its answers, all kept, say."""
+    answers = suite.read_answers()
+    by_prompt = {one.id: [a.correct for a in answers if a.id == one.id] for one in answers}
+    assert [len(right) for right in by_prompt.values()] == [4] * 8
+    assert score["pass_rate/sums"] == pytest.approx(sum(a.correct for a in answers) / 32)
+    assert score["pass@4/sums"] == pytest.approx(sum(any(right) for right in by_prompt.values()) / 8)
+    assert score["pass@4_low/sums"] <= score["pass@4/sums"] <= score["pass@4_high/sums"]
 
 
 def test_two_tasks_until_their_prompts_are_used_up(workplace: Path) -> None:
@@ -65,6 +79,7 @@ def test_two_tasks_until_their_prompts_are_used_up(workplace: Path) -> None:
         each = [score[f"pass_rate/{task}"] for task in run.recipe.data.tasks]
         assert score["pass_rate"] == pytest.approx(sum(each) / 2)  # as many prompts of each
         assert score["n_prompts"] == 40
+        check_suite(score, SuiteDir(step_folder(run.rundir.evaluations, int(score["step"])), "sums"))
     summary = runs.summary(run.rundir)
     assert summary["outcome"] == "finished"
     assert summary["tasks"]["addition"]["pass_rate_after"] == scores[-1]["pass_rate/addition"]
