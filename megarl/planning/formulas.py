@@ -114,6 +114,9 @@ def head_flop(shape: Shape) -> float:
 
 BACKWARD = 3
 """Forward and backward together, in forwards. [PaLM]"""
+HEAD_BACKWARD = 4
+"""The same of the learner's head, which makes its logits again (megarl/learner/head). FP32 logits of bf16 numbers are products
+of bf16 numbers summed in FP32, on both sides, so they cost what bf16 ones do."""
 
 
 def bubble(pipeline_parallel: int, virtual: int, microbatches: int) -> float:

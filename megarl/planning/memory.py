@@ -97,14 +97,9 @@ def server(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed) -> ServerMe
     width = BF16 if recipe.model.dtype == "bf16" else FP32
     weights = shape.parameters * width / ranks
     logits = FP32 * running * shape.vocabulary / ranks
-    head = (
-        FP32 * shape.embedding_parameters / ranks
-        if recipe.model.fp32_head in ("both", "server") and width == BF16
-        else 0.0
-    )
     return ServerMemory(
         weights=weights,
         kv=max(0.0, assumed.static_share * gpu.memory - weights),
         kv_token=formulas.kv_bytes(shape, ranks, width),
-        transient=logits + head + recipe.weights.bucket_mb * 2**20,
+        transient=logits + recipe.weights.bucket_mb * 2**20,
     )

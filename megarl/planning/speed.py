@@ -48,12 +48,10 @@ def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assum
     # Stages pass on micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
     tokens = (packed.rank_tokens if stages == 1 else packed.largest * microbatches) / model.context_parallel
     layers = formulas.BACKWARD * (formulas.layer_flop(shape) + formulas.attention_flop(shape, packed.positions))
-    widened = model.fp32_head in ("both", "learner") and model.dtype == "bf16"
-    head_rate = gpu.fp32 * assumed.fp32_efficiency if widened else gpu.bf16 * assumed.training_efficiency
-    per_token = layers / stages / model.tensor_parallel / (gpu.bf16 * assumed.training_efficiency)
-    head = formulas.BACKWARD * formulas.head_flop(shape) / model.tensor_parallel / head_rate
+    head = formulas.HEAD_BACKWARD * formulas.head_flop(shape)
+    per_token = (layers / stages + head) / model.tensor_parallel / (gpu.bf16 * assumed.training_efficiency)
     links = _layer_link_seconds(recipe, shape, tokens, gpu, assumed) / stages
-    slowest = tokens * (per_token + head) + links
+    slowest = tokens * per_token + links
     pipeline = slowest * formulas.bubble(stages, model.virtual_pipeline_parallel, microbatches)
     return pipeline + _update_seconds(recipe, shape, ranks, gpu, assumed)
 
@@ -111,24 +109,19 @@ class Decoder:
             running * (fixed.flop + attention),
             self.gpu.bf16 * assumed.decode_efficiency,
         )
-        return matrices + running * fixed.head_seconds + fixed.seconds
+        return matrices + fixed.seconds
 
     @cached_property
     def _fixed(self) -> "_Fixed":
         """What does not depend on the requests."""
         shape, assumed, ranks = self.shape, self.assumed, self.recipe.resources.server_tensor_parallel
         width = BF16 if self.recipe.model.dtype == "bf16" else FP32
-        widened = self.recipe.model.fp32_head in ("both", "server") and width == BF16
-        # The FP32 head widens its weight at every step (SGLang's logits processor): read, write, read.
-        head_width = width + 2 * FP32 if widened else width
-        head_rate = self.gpu.fp32 * assumed.fp32_efficiency if widened else self.gpu.bf16 * assumed.decode_efficiency
         allreduces = 2 * shape.layers * assumed.allreduce_latency_s if ranks > 1 else 0.0
         return _Fixed(
             ranks=ranks,
-            read=(width * shape.dense_parameters + head_width * shape.embedding_parameters) / ranks,
+            read=width * (shape.dense_parameters + shape.embedding_parameters) / ranks,
             read_expert=width * shape.moe_layers * shape.expert_parameters / ranks,
-            flop=formulas.layer_flop(shape) / ranks,
-            head_seconds=formulas.head_flop(shape) / ranks / head_rate,
+            flop=(formulas.layer_flop(shape) + formulas.head_flop(shape)) / ranks,
             seconds=allreduces + assumed.decode_overhead_s,
         )
 
@@ -144,13 +137,12 @@ class Decoder:
 @dataclass(frozen=True)
 class _Fixed:
     """Per GPU of a server. read: bytes of a decode step that all tokens need; read_expert: of each expert met, in all layers;
-    flop and head_seconds: of a request's token; seconds: of any decode step."""
+    flop: of a request's token; seconds: of any decode step."""
 
     ranks: int
     read: float
     read_expert: float
     flop: float
-    head_seconds: float
     seconds: float
 
 

