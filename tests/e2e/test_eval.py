@@ -107,10 +107,10 @@ def test_ctrl_c_leaves_whole_rows_and_no_process(place: tuple[Path, Any]) -> Non
         time.sleep(0.1)
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert b"Traceback" not in said
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     rows = [json.loads(line) for line in answers.read_bytes().splitlines()]
     assert 20 <= len(rows) < 1200
