@@ -19,7 +19,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.ERROR)
     # It says that there is no GPU, and where CUDA is that is not used.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # … inspect RUN | head
     try:
         return _run(options)
     except MegarlError as error:
@@ -112,4 +111,5 @@ def _run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # … inspect RUN | head
     sys.exit(main())
