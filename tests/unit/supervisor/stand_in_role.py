@@ -14,15 +14,24 @@ from pathlib import Path
 from megarl.process import die_with_supervisor
 from megarl.rundir import RunDir, append_jsonl, read_jsonl, write_atomically
 
-STRAY = "from megarl.process import die_with_parent; die_with_parent(); import time; time.sleep(600)"
+STRAY = """
+import os, sys, time
+from pathlib import Path
+from megarl.process import die_with_parent
+from megarl.rundir import append_jsonl
+die_with_parent()
+append_jsonl(Path(sys.argv[1]), {"pid": os.getpid(), "child": False})
+time.sleep(600)
+"""
 LONELY = "import time; time.sleep(600)"
 
 
 def server(rundir: RunDir, index: int, steps: int) -> int:
     del steps
-    for code in (STRAY, LONELY):
-        child = subprocess.Popen([sys.executable, "-c", code], start_new_session=code == LONELY)
-        append_jsonl(rundir.path / f"server-{index}.pids", {"pid": child.pid, "child": code == LONELY})
+    pids = rundir.path / f"server-{index}.pids"
+    subprocess.Popen([sys.executable, "-c", STRAY, pids])  # tells it when it is ready to die
+    lonely = subprocess.Popen([sys.executable, "-c", LONELY], start_new_session=True)
+    append_jsonl(pids, {"pid": lonely.pid, "child": True})
     time.sleep(600)
     return 0
 
