@@ -12,6 +12,7 @@ set -euo pipefail
 CONTAINER=${CONTAINER:-none}                      # none | pyxis | apptainer
 IMAGE=${IMAGE:-}                                  # registry/name:tag, or a .sqsh file (pyxis); a .sif file (apptainer)
 MOUNTS=${MOUNTS:-$PWD}                            # folders that the container sees, comma-separated: shared storage with RUN, models, data
+INTERFACE=${INTERFACE:-slurm}                     # run.interface: the network on which the nodes trust each other (docs/security.md)
 MEGARL=${MEGARL:-$PWD/.venv/bin/megarl}           # on the host: supervisor, and without a container everything else
 PYTHON=$(dirname "$MEGARL")/python
 export PYTHONUNBUFFERED=1

@@ -27,7 +27,7 @@ class Run(Section):
     )
     interface: str = Field(
         "",
-        description="network interface all roles listen on, such as ib0; empty: loopback, on several nodes that of Slurm",
+        description="network interface all roles listen on, such as ib0; slurm: by which it reaches the nodes; empty: loopback",
     )
     stop_at_asymptote: bool = Field(
         False, description="end when the next tenth of the budget is predicted to bring less than an evaluation's noise"

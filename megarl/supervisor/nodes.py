@@ -19,6 +19,8 @@ from megarl.supervisor import devices
 
 LOOPBACK = "127.0.0.1"
 DISCARD = 9
+OF_SLURM = "slurm"
+"""In place of an interface's name: the one by which Slurm reaches the node."""
 
 
 @dataclass(frozen=True)
@@ -37,39 +39,39 @@ class Node:
     ports: tuple[int, ...]
 
 
-def here(ports: int, interface: str, supervisor: str = "") -> Node:
-    """This machine. supervisor: address of the node that has to reach it; empty: it is alone. MegarlError if it has no such
-    interface."""
-    address = address_of(interface, supervisor)
+def here(ports: int, interface: str) -> Node:
+    """This machine. interface: see `address_of`."""
+    address = address_of(interface)
     host = socket.gethostname().split(".")[0]
     return Node(
         name=os.environ.get("SLURMD_NODENAME", host),
         host=host,
         address=address,
-        interface=interface or _interface_of(address),
+        interface=_interface_of(address),
         gpus=devices.gpus(),
         cores=len(os.sched_getaffinity(0)),
         ports=tuple(free_ports(ports, address)),
     )
 
 
-def address_of(interface: str, supervisor: str) -> str:
-    """Of this name; without one that by which the supervisor is reached, or loopback."""
-    if interface:
-        known = psutil.net_if_addrs()
-        for of_interface in known.get(interface, []):
-            if of_interface.family == socket.AF_INET:
-                return of_interface.address
-        raise MegarlError(
-            f"run.interface: {interface!r} is no network interface with an IPv4 address of {socket.gethostname()}, which "
-            f"has {', '.join(sorted(known))}"
-        )
-    if not supervisor:
+def address_of(interface: str) -> str:
+    """Of the interface of this name, or OF_SLURM; loopback without one, and on a machine alone. MegarlError if there is none."""
+    supervisor = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")  # in steps
+    if not interface or (interface == OF_SLURM and not supervisor):
         return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((supervisor, DISCARD))  # sends nothing: the kernel chooses the route
-        address: str = s.getsockname()[0]
-        return address
+    if interface == OF_SLURM:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((supervisor, DISCARD))  # sends nothing: the kernel chooses the route
+            address: str = s.getsockname()[0]
+            return address
+    known = psutil.net_if_addrs()
+    for of_interface in known.get(interface, []):
+        if of_interface.family == socket.AF_INET:
+            return of_interface.address
+    raise MegarlError(
+        f"run.interface: {interface!r} is no network interface with an IPv4 address of {socket.gethostname()}, which "
+        f"has {', '.join(sorted(known))}"
+    )
 
 
 def _interface_of(address: str) -> str:
@@ -90,7 +92,7 @@ def main(arguments: list[str]) -> int:
     try:
         if not (Path(run) / ".lock").exists():
             raise MegarlError(f"{run} is not there; run.dir has to lie on a file system that all nodes share")
-        node = here(int(count), interface, os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+        node = here(int(count), interface)
         sys.stdout.buffer.write(
             msgspec.json.encode(node) + b"\n"
         )  # whole: lines of several nodes come out as they went in

@@ -26,7 +26,7 @@ from megarl.errors import MegarlError
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir
 from megarl.supervisor.launcher import Launcher, LocalLauncher, Running, Still, Task
-from megarl.supervisor.nodes import Node, parse
+from megarl.supervisor.nodes import OF_SLURM, Node, parse
 from megarl.supervisor.restart import NodeState
 from megarl.supervisor.step import BEAT_S, TERMINATE, Order, Report
 
@@ -75,6 +75,11 @@ class SrunLauncher:
         if not names:
             raise MegarlError(
                 f"scontrol does not say which nodes {os.environ['SLURM_JOB_NODELIST']} are; is Slurm down?"
+            )
+        if len(names) > 1 and not self._interface:
+            raise MegarlError(
+                "run.interface: roles on several nodes need the network on which they trust each other: its name "
+                f"(`ip -4 address` on a node lists them), or {OF_SLURM!r} for the one by which Slurm reaches the nodes"
             )
         arguments = ("-m", "megarl.supervisor.nodes", str(ports), self._interface, str(self._rundir.path.resolve()))
         try:

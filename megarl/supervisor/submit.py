@@ -18,7 +18,7 @@ from megarl.planning.layouts import Plan, as_written, search
 from megarl.recipe import Recipe, load
 from megarl.rundir import write_atomically
 from megarl.supervisor.devices import needed
-from megarl.supervisor.nodes import Node
+from megarl.supervisor.nodes import OF_SLURM, Node
 from megarl.supervisor.placement import described, place
 
 LIBRARY = Path(__file__).parents[2] / "launch" / "slurm" / "common.sh"
@@ -139,7 +139,8 @@ def script(chosen: Chosen, options: argparse.Namespace) -> str:
     }
     lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in settings.items() if value is not None]
     name = str(Path(options.recipe).resolve()) if options.recipe.endswith((".yaml", ".yml")) else options.recipe
-    words = ["train", name, "run.resume=auto", *options.overrides, *chosen.overrides]
+    network = [] if recipe.run.interface else [f"run.interface={OF_SLURM}"]
+    words = ["train", name, "run.resume=auto", *network, *options.overrides, *chosen.overrides]
     variables = {"CONTAINER": options.container, "IMAGE": options.image, "MOUNTS": options.mounts}
     exports = [f"export {key}={shlex.quote(value)}" for key, value in variables.items() if value]
     exports.append(f"export MEGARL={shlex.quote(str(Path(sys.executable).with_name('megarl')))}")

@@ -105,7 +105,9 @@ def test_submit_writes_what_is_shipped(tmp_path: Path, capsys: pytest.CaptureFix
     assert directives(text) == directives((SLURM / "scalerl_8b.sbatch").read_text())
     assert "# node 10: learner ranks 8-15" in text
     assert re.search(r"^# a step takes [\d.]+ s", text, flags=re.MULTILINE)
-    assert text.splitlines()[-1] == 'until_done "$MEGARL" train scalerl-8b run.resume=auto run.seed=3'
+    assert (
+        text.splitlines()[-1] == 'until_done "$MEGARL" train scalerl-8b run.resume=auto run.interface=slurm run.seed=3'
+    )
     assert subprocess.run([SHELLCHECK, file]).returncode == 0
 
 

@@ -97,7 +97,7 @@ def reinforce(section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, ga
         (Loss(kind="gspo", clip_low=0.1, clip_high=0.2), gspo),
         (Loss(kind="reinforce"), reinforce),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
 def test_value_and_gradient(section: Loss, reference: Callable[..., float], lag: float) -> None:
     drawn = draw([1, 7, 30, 2], lag=lag)

@@ -58,11 +58,15 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert words[-5:] == ["--container-image=a#b:1", "--container-mounts=/s h:/s h", "python3", "-m", "x"]
 
 
-def test_this_node(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     node = here(3, "")
     assert (node.address, node.interface, node.gpus) == ("127.0.0.1", "lo", ())
     assert len(set(node.ports)) == 3
-    assert here(0, "lo").address == here(0, "", "127.0.0.1").address == "127.0.0.1"
+    assert here(0, "lo").address == "127.0.0.1"
+    monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR", raising=False)
+    assert here(0, "slurm") == here(0, "")
+    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+    assert (here(0, "slurm").address, here(0, "slurm").interface) == ("127.0.0.1", "lo")
     with pytest.raises(MegarlError, match=r"run\.interface: 'ib7' is no network interface .* which has .*lo"):
         here(0, "ib7")
     assert nodes.parse("welcome to node 1") is None
