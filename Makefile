@@ -19,11 +19,11 @@ quickstart-moe: setup ## the same with a tiny Llama 4 of experts
 quickstart-tools: setup ## the same with products and a calculator to call
 	@launch/quickstart.sh quickstart-tools $(ARGS)
 
-test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real roles together
-	$(PYTEST) tests -m "not faults and not slow"
+test: setup lint test-unit ## everything CI runs: lint, unit, parallel layouts, the real roles together
+	$(PYTEST) tests --ignore=tests/unit -m "not faults and not slow"
 
 test-unit: setup ## no server and no process group: minutes
-	$(PYTEST) tests/unit
+	$(PYTEST) tests/unit -n 2
 
 test-faults: setup ## kill -9 of every role, real runs on a real Slurm, and what a run does about it
 	$(PYTEST) tests -m faults

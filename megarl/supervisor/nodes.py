@@ -55,7 +55,7 @@ def here(ports: int, interface: str) -> Node:
 
 
 def address_of(interface: str) -> str:
-    """Of the interface of this name, or OF_SLURM; loopback without one, and on a machine alone. MegarlError if there is none."""
+    """Of the interface of this name, or OF_SLURM; loopback without one or alone. MegarlError if there is none."""
     supervisor = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")  # in steps
     if not interface or (interface == OF_SLURM and not supervisor):
         return LOOPBACK
