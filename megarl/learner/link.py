@@ -63,18 +63,18 @@ class Link:
                     "look at logs/controller/ of the run, then start again with run.resume=auto"
                 )
             log.warning("no answer to %s within %g s; sending it again", name, self.resend_s)
-            self._socket.close(linger=0)
+            self._socket.close()
             self._socket = self._connect()
 
     def tell(self, request: Request, limit_s: float = 5.0) -> None:
         """Send a last word; whether it is heard does not matter."""
-        self._socket.close(linger=0)
+        self._socket.close()
         self._socket = self._connect()
         self._socket.send_multipart(to_frames(request))
         self._socket.poll(int(1000 * limit_s))
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self._context.destroy()
 
     def _receive(self, until: float) -> Reply | None:
         """A reply, or None when the time is up. What is no reply of this schema is an error: both sides are one version."""
@@ -93,6 +93,7 @@ class Link:
 
     def _connect(self) -> zmq.Socket:
         socket = self._context.socket(zmq.REQ)
+        socket.setsockopt(zmq.LINGER, 0)  # a controller that is gone will not take what was sent: nobody waits for that
         socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REPLY)
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.controller.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.learner.encode())

@@ -330,6 +330,7 @@ def test_nonsense_is_dropped_an_old_learner_refused_and_stop_obeyed(run: Run) ->
         stranger.curve_serverkey = endpoints.link.controller.encode()
         stranger.curve_publickey = endpoints.link.learner.encode()
         stranger.curve_secretkey = endpoints.link.learner_secret.encode()
+        stranger.linger = 0
         stranger.connect(endpoints.controller)
         for frames in ([b"hello"], [b"", b"megarl 99", b"\x80"], [b"", b"megarl 2", b"nonsense"]):
             stranger.send_multipart(frames)
