@@ -106,8 +106,8 @@ class Buckets:
             q = _Unpack.apply(q, self)
         in_buckets = [t.split([n * longest for n, longest in self.shapes]) for t in (q, k, v)]
         outputs = [
-            causal(*(t.unflatten(0, shape) for t in bucket), scale=scale).flatten(0, 1)
-            for shape, *bucket in zip(self.shapes, *in_buckets, strict=True)
+            causal(q.unflatten(0, shape), k.unflatten(0, shape), v.unflatten(0, shape), scale).flatten(0, 1)
+            for shape, q, k, v in zip(self.shapes, *in_buckets, strict=True)
         ]
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return output if self.pack is None else _Pack.apply(output, self)
