@@ -2,13 +2,17 @@
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from megarl.batch import TrainSequence
 from megarl.errors import MegarlError
-from megarl.learner.microbatch import Layout
+from megarl.learner.microbatch import Layout, assemble, plan
+from megarl.learner.network import layout_of
 from megarl.models import build, family_of, fp8
 from megarl.recipe import Model
 from megarl.recipe.combinations import impossible_for
@@ -89,3 +93,20 @@ def test_rows_are_padded_for_every_rank(context: int, shards: int) -> None:
     assert layout.row_multiple % (context * shards * 16) == 0
     assert layout.row_multiple % layout.sequence_multiple == 0
     assert Layout(True, 1, context, 0, shards).row_multiple <= layout.row_multiple / 8
+
+
+def test_the_learner_pads_its_rows(one_rank: None) -> None:
+    """Packed rows and unpacked ones; what fills them up is padding."""
+    sequences = [
+        TrainSequence(i, 0, np.arange(n, dtype=np.int32), np.zeros(n, np.float32), np.ones(n, np.float32), 1.0, 1)
+        for i, n in enumerate([7, 2, 12])
+    ]
+    for packing in (True, False):
+        recipe: Any = SimpleNamespace(model=Model(fp8="blockwise"), learner=SimpleNamespace(packing=packing))
+        layout = layout_of(recipe)
+        steps = plan([len(s) for s in sequences], 64, layout)
+        micro = assemble(sequences, steps.rows, steps.length, layout, torch.device("cpu"))
+        assert micro.tokens.shape[-1] % 16 == 0
+        assert micro.tokens.numel() - int(micro.padding.sum()) == 21
+        if micro.packed is not None:
+            assert micro.packed.cu_seqlens_q.tolist() == [0, 7, 9, 21, 32]
