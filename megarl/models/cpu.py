@@ -5,7 +5,8 @@
     after_megatron_import()   once after it: its own tensors are made there, and its optimiser accepts torch's Adam state
 
 Where there is a GPU, nothing is done but what torch's AdamW needs if no fused one is installed. The changes are global to the
-process, so a server never shares one with a learner. Every change says what fails without it; all were taken out one at a time to see that.
+process, so a server never shares one with a learner. Every change says what fails without it; all were taken out one at a
+time to see that.
 """
 
 import functools
