@@ -4,8 +4,8 @@
     unpacked   one sequence a row                 [sequences, longest]     causal attention never looks at padding behind
 
 Lengths are rounded up to what the layout needs: a sequence to 2 x CP (each context-parallel rank takes the r-th chunk from the
-front and from the back), a row to TP under sequence parallelism, all micro-batches of a step to one size when stages pass
-them on. `plan` depends on lengths alone, so every rank makes the same.
+front and from the back), a row to TP under sequence parallelism and to what FP8 products divide by, all micro-batches of a
+step to one size when stages pass them on. `plan` depends on lengths alone, so every rank makes the same.
 """
 
 import itertools
@@ -33,6 +33,7 @@ class Layout:
     sequence_shards: int = 1  # TP under sequence parallelism
     pipeline_parallel: int = 1
     virtual_pipeline_parallel: int = 1
+    token_multiple: int = 1  # of the tokens that a rank's layers take at once
 
     @property
     def sequence_multiple(self) -> int:
@@ -40,7 +41,7 @@ class Layout:
 
     @property
     def row_multiple(self) -> int:
-        return lcm(self.sequence_multiple, self.context_parallel * self.sequence_shards)
+        return lcm(self.sequence_multiple, self.context_parallel * self.sequence_shards * self.token_multiple)
 
 
 @dataclass(frozen=True)

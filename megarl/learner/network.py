@@ -169,4 +169,5 @@ def layout_of(recipe: Recipe) -> Layout:
         sequence_shards=model.tensor_parallel if model.sequence_parallel else 1,
         pipeline_parallel=model.pipeline_parallel,
         virtual_pipeline_parallel=model.virtual_pipeline_parallel,
+        token_multiple=model.token_multiple,
     )

@@ -5,6 +5,8 @@
     build.py           this rank's chunks of the model
     layer_spec.py      the modules of a layer: Transformer Engine's, or
     local_spec.py        norm and attention without it;      te_attention.py   what its attention lacks
+    packed_attention.py  kernels for packed rows without it;   segments.py   which queries meet which keys there
+    fp8.py             products in FP8 by Transformer Engine
     layer_attention.py what some layers' attention does besides (chunks, temperature, …); rope.py  rotary embedding
     value_head.py      a critic's head, in place of the LM head
     family.py          what a family is; how a Megatron tensor is made of Hugging Face ones

@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.errors import MegarlError
+from megarl.models import fp8
 from megarl.models.family import Family, family_of
 from megarl.models.layer_spec import block_spec
 from megarl.recipe import Model
@@ -32,6 +33,7 @@ def build(model: Model, hf_dir: Path, transformer_engine: bool | None = None) ->
     family = family_of(hf_dir)
     if transformer_engine is None:
         transformer_engine = HAVE_TE and torch.cuda.is_available()
+    fp8.check(model, transformer_engine)
     config = transformer_config(model, family, transformer_engine)
     stages = range(model.virtual_pipeline_parallel) if model.virtual_pipeline_parallel > 1 else [None]
     return [_chunk(model, family, config, transformer_engine, stage) for stage in stages]
@@ -64,6 +66,7 @@ def transformer_config(model: Model, family: Family, fused: bool) -> Transformer
         moe_token_dispatcher_type="alltoall",  # asked of dense models too, with variable lengths
         bias_activation_fusion=fused,
         apply_rope_fusion=fused,
+        **fp8.settings(model),
     )
 
 

@@ -4,8 +4,9 @@
     import megatron.core
     after_megatron_import()   once after it: its own tensors are made there, and its optimiser accepts torch's Adam state
 
-Both do nothing where there is a GPU. The changes are global to the process, so a server never shares one with a learner.
-Every change says what fails without it; all were taken out one at a time to see that.
+Where there is a GPU, nothing is done but what torch's AdamW needs if no fused one is installed. The changes are global to the
+process, so a server never shares one with a learner. Every change says what fails without it; all were taken out one at a
+time to see that.
 """
 
 import functools
@@ -40,13 +41,18 @@ def after_megatron_import() -> None:
     Adam is installed, it uses that one). Idempotent."""
     from megatron.core import utils
     from megatron.core.distributed import param_and_grad_buffer
-    from megatron.core.optimizer import clip_grads, optimizer
+    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, clip_grads, optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import token_dispatcher
 
-    if torch.cuda.is_available() or DistributedOptimizer.state_dict.__module__ == __name__:
+    cuda = torch.cuda.is_available()
+    if DistributedOptimizer.state_dict.__module__ == __name__ or (cuda and not USING_PYTORCH_OPTIMIZER):
+        return
+    _own_step_for_each_parameter(DistributedOptimizer)
+    _state_before_first_step(DistributedOptimizer)
+    if cuda:
         return
     # These build tensors with device="cuda". Only they see factories that know better: transformers, which tells torch's
     # factories by identity while it loads a model, would silently leave rotary frequencies uninitialised.
@@ -54,8 +60,6 @@ def after_megatron_import() -> None:
         module.torch = _TorchOnCpu()
     token_dispatcher.maybe_move_tensor_to_cpu = _already_on_cpu
     mappings.torch = _TorchWithUnevenGloo()
-    _own_step_for_each_parameter(DistributedOptimizer)
-    _state_before_first_step(DistributedOptimizer)
 
 
 def _devices() -> None:

@@ -1,7 +1,7 @@
 """Which modules a layer is built of: megatron-core's, with ours where Transformer Engine is missing or does not suffice.
 
-with a GPU      Transformer Engine: fused norms, attention kernels for packed rows, experts by grouped GEMM
-without         local_spec.py: our norm and attention; experts one after the other
+on a GPU with Transformer Engine    its fused norms, its attention of packed rows, experts by grouped GEMM, FP8 (fp8.py)
+on one without it, and on a CPU     local_spec.py: our norm, torch's kernels for attention; experts one after the other
 """
 
 import functools

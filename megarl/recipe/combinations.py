@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 GRADERS = ("math", "exact", "code", "format")
 """That have a name of their own; others are services and functions."""
 OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+FP8_MULTIPLE = 16
+"""What each size of an FP8 product must divide by."""
 ENVIRONMENTS = ("python", "calculator", "guessing")
 """The same; others are classes."""
 
@@ -55,6 +57,8 @@ def impossible(r: Recipe) -> list[str]:
             "model.virtual_pipeline_parallel: with model.pipeline_parallel=2 megatron-core mixes up the sends of two chunks "
             "and computes wrong gradients; set model.overlap_p2p=true"
         )
+    if m.fp8 != "none" and m.dtype != "bf16":
+        found.append("model.fp8: its weights are made of bf16 ones; set model.dtype=bf16, or model.fp8=none")
     if m.sequence_parallel and m.tensor_parallel == 1:
         found.append("model.sequence_parallel: needs model.tensor_parallel of 2 or more")
     if not r.resources.learner_ranks % m.model_parallel_size and r.batch.prompts % r.data_parallel:
@@ -142,6 +146,13 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> list[str]:
     ):
         if sizes.get(key, 0) % parts:
             found.append(f"model.{layout}: {key}={sizes[key]} of {m.path} does not divide by {parts}")
+    if m.fp8 != "none":
+        found += [
+            f"model.fp8: {name} of {m.path} is {size} on each rank, and products in FP8 need multiples of {FP8_MULTIPLE}; "
+            f"use another layout, or model.fp8=none"
+            for name, size in _products(m, sizes).items()
+            if size % FP8_MULTIPLE
+        ]
     experts = sizes.get("num_moe_experts")
     if not experts and m.expert_parallel > 1:
         found.append(f"model.expert_parallel: {m.path} has no experts; set it to 1")
@@ -150,6 +161,20 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> list[str]:
             f"model.sequence_parallel: {m.path} has experts, which need it beside tensor parallelism; set it to true"
         )
     return found
+
+
+def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
+    """Widths that a rank's linear maps have on either side; of those that `sizes` does not tell, 0."""
+    tp, head_dim = m.tensor_parallel, sizes.get("kv_channels", 0)
+    heads, groups = sizes.get("num_attention_heads", 0), sizes.get("num_query_groups", 0)
+    return {
+        "hidden_size": sizes.get("hidden_size", 0),
+        "kv_channels x num_attention_heads": head_dim * heads // tp,
+        "kv_channels x (num_attention_heads + 2 num_query_groups)": head_dim * (heads + 2 * groups) // tp,
+        "ffn_hidden_size": sizes.get("ffn_hidden_size", 0) // tp,
+        "moe_shared_expert_intermediate_size": sizes.get("moe_shared_expert_intermediate_size", 0) // tp,
+        "moe_ffn_hidden_size": sizes.get("moe_ffn_hidden_size", 0) // m.expert_tensor_parallel,
+    }
 
 
 def _environments(r: Recipe) -> list[str]:

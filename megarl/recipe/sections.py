@@ -54,6 +54,9 @@ class Model(Section):
     fp32_head: Literal["both", "learner", "server", "none"] = Field(
         "both", description="which side computes the LM head in FP32; with dtype fp32 both always do"
     )
+    fp8: Literal["none", "blockwise", "tensorwise"] = Field(
+        "none", description="scales of the learner's FP8 products, by Transformer Engine; weights and servers stay bf16"
+    )
     tensor_parallel: int = Field(1, ge=1)
     sequence_parallel: bool = False
     pipeline_parallel: int = Field(1, ge=1)
@@ -63,6 +66,11 @@ class Model(Section):
     expert_parallel: int = Field(1, ge=1)
     expert_tensor_parallel: int = Field(1, ge=1)
     moe: Moe = Moe()
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens must divide by that a rank's layers take at once."""
+        return 1 if self.fp8 == "none" else combinations.FP8_MULTIPLE
 
     @property
     def model_parallel_size(self) -> int:

@@ -29,6 +29,7 @@ HISTORY = (
     "model.path",
     "model.dtype",
     "model.fp32_head",
+    "model.fp8",
     "data",
     "length",
     "sampling",

@@ -1,0 +1,62 @@
+"""Attention of a packed row by a mask over all of it, in float64: what the kernels must agree with."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.models.segments import segments
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, boundaries: Sequence[int], chunk: int | None = None) -> Tensor:
+    """[tokens, heads, head_dim] in and out."""
+    sequence = torch.repeat_interleave(torch.tensor(boundaries).diff())
+    place = torch.arange(len(q))
+    position = place - torch.tensor(boundaries)[sequence]
+    seen = (sequence[:, None] == sequence) & (place[:, None] >= place)
+    if chunk:
+        seen &= (position // chunk)[:, None] == position // chunk
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def row(boundaries: Sequence[int], heads: int, groups: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    """Random queries, keys, values and upstream gradient of a row."""
+    random = torch.Generator().manual_seed(0)
+    shapes = [(boundaries[-1], n, head_dim) for n in (heads, groups, groups, heads)]
+    return [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def values_and_gradients(attend: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Output, and the gradients of q, k and v, on the CPU in float64."""
+    q, k, v = (t.detach().clone().requires_grad_() for t in tensors[:3])
+    out = attend(q, k, v)
+    out.backward(tensors[3])
+    return [t.detach().double().cpu() for t in (out, q.grad, k.grad, v.grad)]  # type: ignore[union-attr]
+
+
+def exact(tensors: Sequence[Tensor], boundaries: Sequence[int], chunk: int | None = None) -> list[Tensor]:
+    """`values_and_gradients` of the dense way."""
+    return values_and_gradients(lambda q, k, v: dense(q, k, v, boundaries, chunk), [t.double().cpu() for t in tensors])
+
+
+def on_ranks(ranks: Sequence[Callable[..., Tensor]], boundaries: Sequence[int]) -> Callable[..., Tensor]:
+    """Attention of the whole row by context-parallel ranks, each its part, one after the other."""
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mine = [segments(boundaries, None, len(ranks), rank).queries.to(q.device) for rank in range(len(ranks))]
+        gathered = torch.cat(mine)
+        k, v = k[gathered], v[gathered]
+        outputs = [attend(q[places], k, v, None) for attend, places in zip(ranks, mine, strict=True)]
+        return torch.cat(outputs)[torch.argsort(gathered)]
+
+    return whole
+
+
+def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest of each kind of tensor being 1."""
+    return max(
+        (a - b).abs().max().item() / max(b.abs().max().item(), 1e-30) for a, b in itertools.zip_longest(found, expected)
+    )

@@ -1,0 +1,149 @@
+"""Attention of packed rows: equal to a dense mask's in float64, whatever the lengths, without the size of one."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.models import build, family_of, hf, packed_attention
+from megarl.models.packed_attention import Buckets, Flash, attention_of, flash_takes
+from megarl.models.segments import segments
+from megarl.recipe import Model
+from tests.dense_attention import exact, largest_difference, on_ranks, row, values_and_gradients
+from tests.tiny import tiny_llama, tiny_llama4
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Tensor:
+    """torch's varlen_attn in its stead: of each pair of sequences it is told, causal attention aligned to their ends."""
+    assert where.pop("window_size") == (-1, 0)
+    assert where.pop("enable_gqa") == (q.shape[1] != k.shape[1])
+    assert where.pop("scale") is None
+    assert all(where[name].dtype == torch.int32 for name in ("cu_seq_q", "cu_seq_k"))
+    (q_ends, k_ends) = (where.pop(name).tolist() for name in ("cu_seq_q", "cu_seq_k"))
+    assert (q_ends[-1], k_ends[-1]) == (len(q), len(k)), "the kernel would read beyond, or leave some out"
+    longest = {"max_q": max(b - a for a, b in itertools.pairwise(q_ends))}
+    longest["max_k"] = max(b - a for a, b in itertools.pairwise(k_ends))
+    assert where == longest
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    rows = []
+    for (qa, qb), (ka, kb) in zip(itertools.pairwise(q_ends), itertools.pairwise(k_ends), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q[qa:qb], k[ka:kb]) / q.shape[-1] ** 0.5
+        seen = torch.ones(qb - qa, kb - ka, dtype=torch.bool).tril(kb - ka - (qb - qa))
+        rows.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v[ka:kb]))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("kernel", [Buckets, Flash])
+@settings(max_examples=40, deadline=None)
+@given(
+    units=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any),
+    chunk=st.none() | st.integers(1, 20),
+    cp_size=st.sampled_from([1, 2, 3]),
+    grouped=st.booleans(),
+)
+def test_equals_a_dense_mask(
+    kernel: type[Flash | Buckets], units: list[int], chunk: int | None, cp_size: int, grouped: bool
+) -> None:
+    """Values and the gradients of q, k and v, all context-parallel ranks taken together."""
+    lengths = [n * (2 * cp_size if cp_size > 1 else 1) for n in units]
+    boundaries = [0, *itertools.accumulate(lengths)]
+    tensors = row(boundaries, heads=4, groups=2 if grouped else 4, head_dim=8, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_attention, "flash_takes", lambda _: kernel is Flash)
+        patch.setattr(packed_attention, "flash", varlen)
+        ranks = [attention_of(boundaries, chunk, cp_size, rank, tensors[0]) for rank in range(cp_size)]
+        assert {type(r) for r in ranks} == {kernel}
+        found = values_and_gradients(on_ranks(ranks, boundaries), tensors)
+    assert largest_difference(found, exact(tensors, boundaries, chunk)) < 1e-12
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.none() | st.integers(1, 20), st.sampled_from([1, 2, 4]))
+def test_ranks_share_the_queries_of_a_row(units: list[int], chunk: int | None, cp_size: int) -> None:
+    """Each query is one rank's, ranks have as many, and a chunk changes neither order nor number."""
+    boundaries = [0, *itertools.accumulate(n * 2 * cp_size for n in units)]
+    ranks = [segments(boundaries, chunk, cp_size, rank) for rank in range(cp_size)]
+    queries = [of.queries for of in ranks]
+    assert torch.cat(queries).sort()[0].tolist() == list(range(boundaries[-1]))
+    assert len({len(q) for q in queries}) == 1
+    for rank, of in enumerate(ranks):
+        assert torch.equal(of.queries, segments(boundaries, None, cp_size, rank).queries)
+        assert (of.at < of.to).all()
+        assert (of.start <= of.at).all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("lengths", [[1024], [4, 500, 512, 8], [4] * 256], ids=["one", "mixed", "short"])
+@pytest.mark.parametrize("chunk", [None, 256])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_nothing_is_the_square_of_the_row(lengths: Sequence[int], chunk: int | None, cp_size: int) -> None:
+    """Forward and backward, indices included: at most three times the queries' own size, when all are padded to the longest."""
+    boundaries = [0, *itertools.accumulate(lengths)]
+    tensors = row(boundaries, heads=4, groups=2, head_dim=8, dtype=torch.float32)
+    with LargestTensor() as made:
+        ranks = [attention_of(boundaries, chunk, cp_size, rank, tensors[0]) for rank in range(cp_size)]
+        values_and_gradients(on_ranks(ranks, boundaries), tensors)
+    assert made.elements <= 3 * tensors[0].numel() < boundaries[-1] ** 2 / 8
+
+
+@pytest.mark.parametrize("tiny", [tiny_llama, tiny_llama4])
+def test_a_model_makes_nothing_of_the_square(one_rank: None, tmp_path: Path, tiny: Any) -> None:
+    """Loss and gradient of a packed row of 1024 tokens, whose widest activations have 256 columns."""
+    tiny(tmp_path, num_hidden_layers=4)
+    (chunk,) = build.build(Model(dtype="fp32"), tmp_path)
+    hf.load([chunk], family_of(tmp_path), tmp_path)
+    cu = torch.tensor([0, 600, 601, 1024], dtype=torch.int32)
+    packed = PackedSeqParams("thd", cu, cu, max_seqlen_q=600, max_seqlen_kv=600)
+    with LargestTensor() as made:
+        chunk(torch.arange(1024)[None] % 128, None, None, packed_seq_params=packed).logsumexp(-1).sum().backward()
+    assert made.elements < 1024 * 600
+
+
+def test_torch_takes_what_its_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """varlen_attn itself, on tensors without contents: names, shapes, and a backward pass."""
+    monkeypatch.setattr(packed_attention, "flash_takes", lambda _: True)
+    told = attention_of([0, 8, 24], None, 2, 1, torch.zeros(0))
+    assert isinstance(told, Flash)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(12, 4, 16, dtype=torch.bfloat16, requires_grad=True)
+        k = torch.empty(24, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+        out = told(q, k, k, None)
+        out.sum().backward()
+    assert out.shape == q.shape
+    assert q.grad is not None
+    assert k.grad is not None
+
+
+def test_flash_is_for_half_precision_on_a_gpu() -> None:
+    with FakeTensorMode():
+        takes = {
+            (device, dtype, size): flash_takes(torch.empty(4, 2, size, device=device, dtype=dtype))
+            for device in ("cpu", "cuda")
+            for dtype in (torch.bfloat16, torch.float32)
+            for size in (128, 20, 512)
+        }
+    assert [case for case, taken in takes.items() if taken] == [("cuda", torch.bfloat16, 128)]
