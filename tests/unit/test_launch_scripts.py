@@ -25,7 +25,7 @@ def directives(text: str) -> dict[str, str]:
 
 
 def test_shellcheck() -> None:
-    scripts = [*ROOT.glob("launch/*.sh"), *SLURM.glob("*.sh"), *BATCH, *ROOT.glob("tests/**/*.sh")]
+    scripts = [*ROOT.glob("launch/*.sh"), *ROOT.glob("benchmarks/**/*.sh"), *SLURM.glob("*.sh"), *BATCH, *ROOT.glob("tests/**/*.sh")]
     done = subprocess.run([SHELLCHECK, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(BATCH) == 6
