@@ -51,7 +51,7 @@ def measure(parts: Mapping[str, Part], deadline: float, tiny: bool, folder: Path
             outcomes.append(process.run(name, part.module, limit, tiny))
         print(f"{name}: {outcomes[-1].ending} {outcomes[-1].why}".rstrip(), flush=True)
         report.write(path, date, facts, outcomes)
-    print(f"{path}.md")
+    print(f"\n{Path(f'{path}.md').read_text()}\n{path}.md, {path}.json")
     return outcomes
 
 

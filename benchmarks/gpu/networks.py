@@ -5,6 +5,7 @@
 Weights are made on the device in place of being read from a directory; everything else is as in training.
 """
 
+import gc
 import json
 import statistics
 import time
@@ -76,7 +77,7 @@ def random_weights() -> Iterator[None]:
 
 @torch.no_grad()
 def fill(chunks: Sequence[torch.nn.Module], family: Family | None = None, hf_dir: Path | None = None) -> None:
-    """Matrices with rows of about length 1, so that logits have a deviation of about 1; norms of ones. Same arguments as hf.load."""
+    """Matrices with rows of about length 1, so that logits have a deviation of about 1; norms of ones. Called as hf.load is."""
     random = torch.Generator(DEVICE).manual_seed(0)
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -158,6 +159,13 @@ def peak_bytes(work: Callable[[], Any]) -> int:
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def forget() -> None:
+    """Give back the memory of what nobody holds any more."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
 
 
 def synchronize() -> None:

@@ -1,5 +1,6 @@
 """One part as a process of its own, in a session of its own: whatever happens to it, its rows until then are kept."""
 
+import contextlib
 import json
 import os
 import signal
@@ -22,7 +23,8 @@ def run(part: str, module: str, limit_s: float, tiny: bool) -> Outcome:
     with tempfile.TemporaryDirectory(prefix=f"megarl-{part}-") as folder:
         file, log, scratch = Path(folder) / "rows.jsonl", Path(folder) / "log", Path(folder) / "scratch"
         scratch.mkdir()
-        environment = os.environ | {"PYTHONPATH": _python_path(), "TMPDIR": str(scratch)}
+        compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "megarl-inductor")}  # for all parts
+        environment = compiled | os.environ | {"PYTHONPATH": _python_path(), "TMPDIR": str(scratch)}
         if tiny:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         words = [sys.executable, "-m", "benchmarks.gpu.part", module, str(file), *(["--tiny"] if tiny else [])]
@@ -73,10 +75,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """It and what it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -25,6 +25,7 @@ def write(path: Path, date: str, facts: dict[str, Any], outcomes: Sequence[Outco
 
 def markdown(date: str, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    measured = [_cells(o.part, row) for o in outcomes for row in o.rows]
     lines = [
         f"# {facts['gpu']}, {date}",
         "",
@@ -33,10 +34,10 @@ def markdown(date: str, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> s
         f"{versions}.",
         f"Commit {facts['commit']}.",
         "",
-        *_table(("part", "what", "figure", "reference", "ratio", "sizes"), [_cells(o.part, r) for o in outcomes for r in o.rows]),
+        *_table(("part", "what", "figure", "reference", "ratio", "sizes"), measured),
         "",
         *_table(("part", "ended", "seconds", "why, remarks"), [_ending(o) for o in outcomes]),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -50,9 +51,9 @@ def number(value: float) -> str:
 def _cells(part: str, row: Row) -> tuple[str, ...]:
     reference = row.reference
     if row.reference_figure is not None:
-        reference = f"{row.reference}: {number(row.reference_figure)} {row.unit}"
+        reference = f"{row.reference}: {number(row.reference_figure)} {row.unit}".rstrip()
     ratio = "" if row.ratio is None else number(row.ratio)
-    return part, row.what, f"{number(row.figure)} {row.unit}", reference, ratio, row.sizes
+    return part, row.what, f"{number(row.figure)} {row.unit}".rstrip(), reference, ratio, row.sizes
 
 
 def _ending(outcome: Outcome) -> tuple[str, ...]:

@@ -46,7 +46,9 @@ def required(name: str, found: set[str]) -> set[str]:
 
 @pytest.mark.timeout(900)
 def test_whole(tmp_path: Path) -> None:
-    wheels = {canonical(line.partition("==")[0]) for line in WHEELS.read_text().splitlines() if not line.startswith("#")}
+    wheels = {
+        canonical(line.partition("==")[0]) for line in WHEELS.read_text().splitlines() if not line.startswith("#")
+    }
     there = required("torch", set()) | wheels | {"megarl", "pip"}
     distributions = importlib.metadata.packages_distributions()
     hidden = {name for name, of in distributions.items() if not there & set(map(canonical, of))}
@@ -65,7 +67,7 @@ def test_whole(tmp_path: Path) -> None:
     (text,) = tmp_path.glob("gpu-*-cpu.json")
     parts = {part["part"]: part for part in json.loads(text.read_text())["parts"]}
     assert {name: (part["ending"], part["why"]) for name, part in parts.items()} == {
-        **{name: ("measured", "") for name in ("tests", "head", "learner", "precision", "moe", "checkpoint")},
+        **dict.fromkeys(("tests", "head", "learner", "precision", "moe", "checkpoint"), ("measured", "")),
         "server": ("absent", "SGLang is not installed"),
     }
     assert done.returncode == 0, done.stderr

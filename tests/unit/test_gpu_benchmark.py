@@ -18,7 +18,10 @@ from benchmarks.gpu.rows import Outcome, Row
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "benchmarks" / "gpu" / "run.sh"
-FIRST = 'from benchmarks.gpu.rows import Absent, Row\ndef rows(tiny):\n    yield Row("a rate", 6.0, "GB/s", "2 x 3", "copy", 4.0)\n'
+FIRST = """from benchmarks.gpu.rows import Absent, Row
+def rows(tiny):
+    yield Row("a rate", 6.0, "GB/s", "2 x 3", "copy", 4.0)
+"""
 PARTS = {
     "well": '    yield "a remark | with a bar"\n',
     "raises": '    raise ValueError("no such kernel\\nand more")\n',

@@ -13,9 +13,9 @@ class Part:
 
 PARTS = {
     "tests": Part(f"{__name__}.marked_tests", 120),
-    "head": Part(f"{__name__}.head", 60),
+    "head": Part(f"{__name__}.head", 90),
     "learner": Part(f"{__name__}.learner", 120),
-    "precision": Part(f"{__name__}.precision", 60),
+    "precision": Part(f"{__name__}.precision", 90),
     "moe": Part(f"{__name__}.moe", 90),
     "checkpoint": Part(f"{__name__}.checkpoint", 120),
     "server": Part(f"{__name__}.server", 240),

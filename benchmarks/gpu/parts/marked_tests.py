@@ -23,7 +23,9 @@ def rows(tiny: bool) -> Iterator[Said]:
         if not report.exists():
             raise RuntimeError(f"pytest ended with status {status} and no report")
         cases = list(ElementTree.parse(report).iter("testcase"))
-    ended = {case: next((child for child in case if child.tag in ("failure", "error", "skipped")), None) for case in cases}
+    ended = {
+        case: next((child for child in case if child.tag in ("failure", "error", "skipped")), None) for case in cases
+    }
     bad = {case: end for case, end in ended.items() if end is not None and end.tag != "skipped"}
     skipped = [end.get("message", "") for end in ended.values() if end is not None and end.tag == "skipped"]
     passed = len(cases) - len(bad) - len(skipped)

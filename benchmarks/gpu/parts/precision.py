@@ -49,6 +49,7 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 def of(config: dict[str, Any], model: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
     """Log-probs, loss and norm of the gradient of one way."""
+    networks.forget()
     with tempfile.TemporaryDirectory() as folder:
         learner = {"microbatch_tokens": 4 * lengths[0], "packing": False}
         trainer = networks.trainer_of(networks.recipe_of(config, Path(folder), {"model": model, "learner": learner}))

@@ -1,7 +1,7 @@
 """One SGLang server as megarl starts it: tokens/s of many requests at once, then the learner's weights published to it.
 
-Learner and server share the first GPU, as `weights.transport: cuda_ipc` allows. NCCL refuses two ranks on one GPU, so the process group
-is measured without a GPU only. Reference in the same run: a publication by way of the disk.
+Learner and server share the first GPU, as `weights.transport: cuda_ipc` allows. NCCL refuses two ranks on one GPU, so the
+process group is measured without a GPU only. Reference in the same run: a publication by way of the disk.
 """
 
 import asyncio
@@ -92,13 +92,20 @@ def published(recipe: Recipe, endpoints: Endpoints, sizes: str) -> Iterator[Said
         direct = publication(trainer, recipe, endpoints, DIRECT, 1 + PUBLICATIONS)
     except MegarlError as error:
         yield Row(f"{what}, disk", seconds_of(disk), "s", sizes)
-        yield f"weights.transport {DIRECT} absent: {str(error).splitlines()[0]}"
+        yield f"absent: weights.transport {DIRECT}: {str(error).splitlines()[0]}"
         return
     yield Row(f"{what}, {DIRECT}", seconds_of(direct), "s", sizes, "disk", seconds_of(disk))
     rates = (each.bytes_sent / seconds_of(each) / 1e6 for each in (direct, disk))
     yield Row(f"{what}, {DIRECT}", next(rates), "MB/s", sizes, "disk", next(rates))
     differences = (each.results[0].probe_logprob_diff for each in (direct, disk))
-    yield Row(f"probe: largest difference of a log-prob, {DIRECT}", next(differences), "nats", sizes, "disk", next(differences))
+    yield Row(
+        f"probe: largest difference of a log-prob, {DIRECT}",
+        next(differences),
+        "nats",
+        sizes,
+        "disk",
+        next(differences),
+    )
 
 
 def publication(trainer: Trainer, recipe: Recipe, endpoints: Endpoints, transport: str, first: int) -> Published:
