@@ -69,7 +69,7 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 def made(config: dict[str, Any], folder: Path, tokens: int) -> Recipe:
     """A random model on disk, and the recipe of its server."""
-    tree = {
+    tree: dict[str, Any] = {
         "run": {"name": "run", "dir": str(folder)},
         "model": {"dtype": "bf16" if networks.DEVICE == "cuda" else "fp32"},
         "length": {"prompt_tokens": 64, "thinking_tokens": [tokens, tokens], "answer_tokens": 16},
