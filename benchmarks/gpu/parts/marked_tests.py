@@ -18,7 +18,16 @@ def rows(tiny: bool) -> Iterator[Said]:
         raise Absent("no test is marked gpu")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", f"--junitxml={report}"]
+        options = [
+            "-m",
+            "gpu",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--continue-on-collection-errors",
+            f"--rootdir={ROOT}",
+            f"--junitxml={report}",
+        ]
         status = subprocess.run([sys.executable, "-m", "pytest", *options, *map(str, files)], cwd=ROOT).returncode
         if not report.exists():
             raise RuntimeError(f"pytest ended with status {status} and no report")
