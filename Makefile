@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
-.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-faults soak lint bench lock clean
+.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-faults soak lint bench bench-gpu lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -38,6 +38,9 @@ lint: setup      ## ruff and mypy
 
 bench: setup     ## benchmarks/end_to_end.py: megarl against TRL and against its own bound
 	launch/bench.sh
+
+bench-gpu:       ## measure a GPU in ten minutes, also where there is no network (ARGS="--wheels DIR"; benchmarks/gpu/README.md)
+	@benchmarks/gpu/run.sh $(ARGS)
 
 lock: setup      ## resolve requirements/cpu.in into requirements/cpu.txt
 	launch/lock.sh

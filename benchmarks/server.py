@@ -53,7 +53,11 @@ def main() -> None:
                 f"ready after {seconds:.1f} s; {options.tokens} tokens a request, "
                 f"stream_interval {recipe.serving.stream_interval}"
             )
-            asyncio.run(measure(recipe, endpoints, process.pid, options.tokens))
+            print(f"{'load':>10} {'concurrency':>11} {'tokens/s':>9} {'per server CPU-s':>17} {'client CPU':>11}")
+            for concurrency in CONCURRENCY:
+                found = asyncio.run(measured(recipe, endpoints, process.pid, options.tokens, concurrency))
+                for load, (rate, work, share) in found.items():
+                    print(f"{load:>10} {concurrency:>11} {rate:>9.0f} {work:>17.0f} {share:>10.1%}", flush=True)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -77,8 +81,10 @@ def start(recipe: Recipe) -> tuple[subprocess.Popen[bytes], Endpoints]:
     return process, endpoints
 
 
-async def measure(recipe: Recipe, endpoints: Endpoints, pid: int, tokens: int) -> None:
-    """One line a load and concurrency: median tokens/s, tokens per CPU-second of the server, CPU share of the client."""
+async def measured(
+    recipe: Recipe, endpoints: Endpoints, pid: int, tokens: int, concurrency: int
+) -> dict[str, tuple[float, float, float]]:
+    """Of each load, `bare` and `streamed`: median tokens/s, tokens per CPU-second of the server, CPU share of the client."""
     url, limit = endpoints.servers[0], recipe.serving.request_timeout_s
     vocabulary = read_config(Path(recipe.model.path))["vocab_size"]
     generator = np.random.default_rng(0)
@@ -104,16 +110,16 @@ async def measure(recipe: Recipe, endpoints: Endpoints, pid: int, tokens: int) -
             salt = str(generator.integers(1 << 30))
             return len((await client.generate(prompt(), tokens, cache_salt=salt, ignore_eos=True)).tokens)
 
-        print(f"{'load':>10} {'concurrency':>11} {'tokens/s':>9} {'per server CPU-s':>17} {'client CPU':>11}")
-        for concurrency in CONCURRENCY:
-            loads: dict[str, Callable[[], Awaitable[int]]] = {"bare": bare, "streamed": streamed}
-            seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in loads}
-            for _ in range(REPEATS):
-                for name, load in loads.items():
-                    seen[name].append(await once(load, concurrency, pid))
-            for name, runs in seen.items():
-                rate, work, share = (statistics.median(column) for column in zip(*runs, strict=True))
-                print(f"{name:>10} {concurrency:>11} {rate:>9.0f} {work:>17.0f} {share:>10.1%}", flush=True)
+        loads: dict[str, Callable[[], Awaitable[int]]] = {"bare": bare, "streamed": streamed}
+        seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in loads}
+        for _ in range(REPEATS):
+            for name, load in loads.items():
+                seen[name].append(await once(load, concurrency, pid))
+    medians = {}
+    for name, runs in seen.items():
+        rate, work, share = (statistics.median(column) for column in zip(*runs, strict=True))
+        medians[name] = rate, work, share
+    return medians
 
 
 async def once(load: Callable[[], Awaitable[int]], concurrency: int, pid: int) -> tuple[float, float, float]:

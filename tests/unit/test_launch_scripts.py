@@ -25,7 +25,8 @@ def directives(text: str) -> dict[str, str]:
 
 
 def test_shellcheck() -> None:
-    scripts = [*ROOT.glob("launch/*.sh"), *SLURM.glob("*.sh"), *BATCH, *ROOT.glob("tests/**/*.sh")]
+    folders = ("launch", "benchmarks", "tests")
+    scripts = [*BATCH, *(script for folder in folders for script in (ROOT / folder).rglob("*.sh"))]
     done = subprocess.run([SHELLCHECK, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(BATCH) == 6

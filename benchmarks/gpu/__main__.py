@@ -1,0 +1,59 @@
+"""All parts in turn, within the time there is. The results are written after each part."""
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.gpu import machine, process, report
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.rows import Outcome
+
+RESULTS = Path(__file__).parents[1] / "results"
+BUSY = 3
+"""Times as long a tiny part may take: CPUs are shared with others."""
+LEAST_S = 10
+"""A part with less time than this is not begun: it would not get beyond its imports."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="measure a GPU with megarl")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU: shows that everything runs")
+    parser.add_argument("--minutes", type=float, default=10, help="for everything")
+    parser.add_argument("--spent", type=float, default=0, help="seconds of that which are gone")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of these, in this order")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder")
+    options = parser.parse_args()
+    unknown = [name for name in options.parts.split(",") if name not in PARTS]
+    if unknown:
+        parser.error(f"--parts: {', '.join(unknown)}: known are {', '.join(PARTS)}")
+    deadline = time.monotonic() + 60 * options.minutes - options.spent
+    parts = {name: PARTS[name] for name in options.parts.split(",")}
+    outcomes = measure(parts, deadline, options.tiny, options.output)
+    sys.exit(any(o.ending not in ("measured", "absent") for o in outcomes))
+
+
+def measure(parts: Mapping[str, Part], deadline: float, tiny: bool, folder: Path) -> list[Outcome]:
+    """deadline: of time.monotonic()."""
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    facts = machine.facts(tiny)
+    path = folder / f"gpu-{date}-{machine.slug(facts)}"
+    outcomes: list[Outcome] = []
+    for name, part in parts.items():
+        left = deadline - time.monotonic()
+        limit = min(part.limit_s * (BUSY if tiny else 1), left)
+        if left < LEAST_S:
+            outcomes.append(Outcome(name, "not run", f"{max(left, 0):.0f} s were left"))
+        else:
+            print(f"{name}: at most {limit:.0f} s", flush=True)
+            outcomes.append(process.run(name, part.module, limit, tiny))
+        print(f"{name}: {outcomes[-1].ending} {outcomes[-1].why}".rstrip(), flush=True)
+        report.write(path, date, facts, outcomes)
+    print(f"\n{Path(f'{path}.md').read_text()}\n{path}.md, {path}.json")
+    return outcomes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What was measured on: GPU, driver, versions, commit. `python -m benchmarks.gpu.machine` prints what only torch knows."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "triton", "numpy")
+DRIVER = Path("/proc/driver/nvidia/version")
+LIMIT_S = 120
+ROOT = Path(__file__).parents[2]
+
+
+def facts(tiny: bool) -> dict[str, Any]:
+    """GPU and CUDA are asked for in a process of its own: this one never starts CUDA. tiny: the CPU is what is measured."""
+    return {
+        "gpu": "none: tiny sizes on the CPU",
+        "cuda": "unused",
+        "driver": "unused" if tiny else _driver(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cpus": os.cpu_count(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "commit": _commit(),
+    } | ({} if tiny else _gpu())
+
+
+def slug(facts: dict[str, Any]) -> str:
+    """Of the GPU, for a file's name."""
+    return "cpu" if facts["gpu"].startswith("none") else re.sub(r"[^A-Za-z0-9.]+", "-", facts["gpu"]).strip("-")
+
+
+def _gpu() -> dict[str, Any]:
+    done = _output([sys.executable, "-m", "benchmarks.gpu.machine"])
+    return json.loads(done.splitlines()[-1]) if done else {"gpu": "unknown", "cuda": "unknown"}
+
+
+def _driver() -> str:
+    found = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    if found:
+        return found.splitlines()[0]
+    match = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER.read_text()) if DRIVER.exists() else None
+    return match[0] if match else "unknown"
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    commit = _output(["git", "rev-parse", "HEAD"])
+    if not commit:
+        return "unknown"
+    return f"{commit} and changes" if _output(["git", "status", "--porcelain", "--untracked-files=no"]) else commit
+
+
+def _output(words: list[str]) -> str:
+    """Of a command that may be missing or fail: then nothing."""
+    try:
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+if __name__ == "__main__":
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    found = {
+        "gpu": properties.name,
+        "gpus": torch.cuda.device_count(),
+        "gpu_memory": properties.total_memory,
+        "cuda": torch.version.cuda,
+    }
+    print(json.dumps(found))

@@ -1,0 +1,184 @@
+"""Random models of real shapes in megarl's own trainer, and how they are timed.
+
+    config ──► recipe ──► Trainer (the one that `megarl learn` has) ──► timed(step), peak_bytes(step), flop(…)
+
+Weights are made on the device in place of being read from a directory; everything else is as in training.
+"""
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from megarl import recipe as recipes
+from megarl.batch import TrainSequence
+from megarl.learner.trainer import Trainer
+from megarl.models import Family, hf, parallel
+from megarl.planning import formulas, shapes
+from megarl.planning.shapes import CONFIGS, Shape
+from megarl.recipe import Recipe
+
+LIMIT_S = 60.0
+"""Of forming the group of one rank, and of its collectives."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NOT_IN_PLANNER = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
+PROMPT_SHARE = 16
+"""A 16th of a sequence is its prompt, which is not trained."""
+
+
+def llama_8b(**changes: Any) -> dict[str, Any]:
+    """config.json of Llama 3.1 8B."""
+    return json.loads((CONFIGS / "llama-3.1-8b.json").read_text()) | NOT_IN_PLANNER | changes
+
+
+def llama_17bx16(**changes: Any) -> dict[str, Any]:
+    """config.json of Llama 4 Scout's language model."""
+    text = json.loads((CONFIGS / "llama-4-scout.json").read_text())["text_config"]
+    return text | NOT_IN_PLANNER | {"architectures": ["Llama4ForCausalLM"]} | changes
+
+
+def recipe_of(config: dict[str, Any], folder: Path, tree: dict[str, Any]) -> Recipe:
+    """With model.path: `folder`, which has the config.json and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return recipes.from_tree(tree | {"model": tree.get("model", {}) | {"path": str(folder)}})
+
+
+def trainer_of(recipe: Recipe) -> Trainer:
+    """With random weights, the same for each precision: all can be told in bf16."""
+    parallel.start(recipe.model, seed=0, timeout_s=LIMIT_S)
+    with random_weights():
+        return Trainer(recipe, Path(recipe.model.path))
+
+
+@contextmanager
+def random_weights() -> Iterator[None]:
+    """Whatever loads weights here gets random ones."""
+    with patch.object(hf, "load", fill):
+        yield
+
+
+@torch.no_grad()
+def fill(chunks: Sequence[torch.nn.Module], family: Family | None = None, hf_dir: Path | None = None) -> None:
+    """Matrices with rows of about length 1, so that logits have a deviation of about 1; norms of ones. Called as hf.load is."""
+    random = torch.Generator(DEVICE).manual_seed(0)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1)
+            else:
+                values = torch.randn(parameter.shape, device=parameter.device, generator=random)
+                parameter.copy_(values.mul_(parameter.shape[-1] ** -0.5).bfloat16())
+
+
+def lengths_of(tokens: int) -> list[int]:
+    """Of the sequences of a micro-batch: a half, a quarter, … of it, so that they fill it."""
+    parts = [tokens >> i for i in range(1, 6)]
+    return [*parts, tokens - sum(parts)]
+
+
+def sequences(lengths: Sequence[int], vocabulary: int) -> list[TrainSequence]:
+    """Random tokens; behaviour log-probs of one who knows nothing."""
+    draw = np.random.default_rng(0)
+    trained = sum(n - _prompt(n) for n in lengths)
+    found = []
+    for i, n in enumerate(lengths):
+        mask = np.arange(n) >= _prompt(n)
+        sequence = TrainSequence(
+            ticket=i,
+            sample=0,
+            tokens=draw.integers(0, vocabulary, n).astype(np.int32),
+            behaviour_logprobs=np.where(mask, np.float32(-np.log(vocabulary)), np.float32(0)),
+            loss_weight=np.where(mask, np.float32(1 / trained), np.float32(0)),
+            advantage=(-1.0, 1.0)[i % 2],
+            prompt_length=_prompt(n),
+        )
+        found.append(sequence)
+    return found
+
+
+def _prompt(length: int) -> int:
+    return max(1, length // PROMPT_SHARE)
+
+
+def flop(shape: Shape, lengths: Sequence[int]) -> float:
+    """Forward and backward of a step: what the model costs; the head's logits, which megarl makes twice, count once."""
+    tokens, trained = sum(lengths), sum(n - _prompt(n) for n in lengths)
+    attention = sum(n * formulas.attention_flop(shape, n / 2) for n in lengths)
+    layers = tokens * formulas.layer_flop(shape) + attention
+    return formulas.BACKWARD * (layers + trained * formulas.head_flop(shape))
+
+
+def shape_of(recipe: Recipe) -> Shape:
+    return shapes.read(recipe.model.path)
+
+
+def matmul_flops(tiny: bool) -> float:
+    """FLOP/s of a square bf16 matrix product: what this machine's matrix units give, measured now."""
+    n, repeats = (128, 3) if tiny else (8192, 20)
+    a, b = (torch.randn(n, n, device=DEVICE).bfloat16() for _ in range(2))
+    return 2 * n**3 / timed(lambda: a @ b, repeats)
+
+
+def timed(work: Callable[[], Any], repeats: int) -> float:
+    """Seconds, the median of `repeats`; a run before that is not counted."""
+    seconds = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        work()
+        synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:])
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """At most allocated while it runs, weights included. On a CPU: the most this process ever had."""
+    if DEVICE == "cuda":
+        synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    work()
+    if DEVICE == "cuda":
+        synchronize()
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def forget() -> None:
+    """Give back the memory of what nobody holds any more."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def memory() -> int:
+    """Bytes of the device."""
+    return torch.cuda.get_device_properties(0).total_memory if DEVICE == "cuda" else 8 << 30
+
+
+def layers_by(trainer: Trainer) -> str:
+    """Whose modules the layers are made of."""
+    modules = {type(m).__module__ for chunk in trainer.policy.chunks for m in chunk.modules()}
+    return "Transformer Engine's layers" if any("transformer_engine" in name for name in modules) else "megarl's layers"

@@ -1,0 +1,45 @@
+"""In the process of a part: `python -m benchmarks.gpu.part MODULE FILE [--tiny]`.
+
+MODULE.rows(tiny) yields rows and remarks, each of which goes to FILE at once as a line of JSON; the last line says how it
+ended. If there is none the process was killed.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.rows import Absent, Row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("module")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    with options.file.open("w", buffering=1) as file:
+
+        def say(**line: Any) -> None:
+            file.write(json.dumps(line) + "\n")
+
+        try:
+            for said in importlib.import_module(options.module).rows(options.tiny):
+                say(**({"row": asdict(said)} if isinstance(said, Row) else {"remark": said}))
+        except Absent as error:
+            say(ending="absent", why=str(error))
+        except Exception as error:
+            traceback.print_exc()
+            text = str(error).strip().splitlines()
+            say(ending="failed", why=f"{type(error).__name__}: {text[0] if text else 'no message'}")
+        else:
+            say(ending="measured", why="")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

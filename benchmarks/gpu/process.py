@@ -1,0 +1,84 @@
+"""One part as a process of its own, in a session of its own: whatever happens to it, its rows until then are kept."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.rows import Outcome, Row
+from megarl.process import die_with_parent
+
+ROOT = Path(__file__).parents[2]
+LOG_CHARACTERS = 4000
+
+
+def run(part: str, module: str, limit_s: float, tiny: bool) -> Outcome:
+    """Never raises for what the part does. tiny: at a size for a test, without a GPU."""
+    with tempfile.TemporaryDirectory(prefix=f"megarl-{part}-") as folder:
+        file, log, scratch = Path(folder) / "rows.jsonl", Path(folder) / "log", Path(folder) / "scratch"
+        scratch.mkdir()
+        compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "megarl-inductor")}  # for all parts
+        environment = compiled | os.environ | {"PYTHONPATH": _python_path(), "TMPDIR": str(scratch)}
+        if tiny:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        words = [sys.executable, "-m", "benchmarks.gpu.part", module, str(file), *(["--tiny"] if tiny else [])]
+        begin = time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        try:
+            status: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+        seconds = time.monotonic() - begin
+        lines = _lines(file)
+        outcome = _ended(part, lines[-1] if lines else {}, status, limit_s)
+        outcome.seconds = seconds
+        outcome.rows = [Row(**line["row"]) for line in lines if "row" in line]
+        outcome.remarks = [line["remark"] for line in lines if "remark" in line]
+        if outcome.ending not in ("measured", "absent"):
+            outcome.log = log.read_text(errors="replace")[-LOG_CHARACTERS:]
+        return outcome
+
+
+def _ended(part: str, last: dict[str, Any], status: int | None, limit_s: float) -> Outcome:
+    if "ending" in last:
+        return Outcome(part, last["ending"], last["why"])
+    if status is None:
+        return Outcome(part, "over its limit", f"not done after {limit_s:.0f} s")
+    if status < 0:
+        return Outcome(part, "killed", f"by {signal.Signals(-status).name}")
+    return Outcome(part, "failed", f"exit status {status}")
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """All whole lines."""
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """It and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

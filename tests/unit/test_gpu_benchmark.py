@@ -1,0 +1,152 @@
+"""The GPU benchmark's machinery: a part that fails, dies, hangs or is absent costs itself only, and the results say so."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.gpu import __main__ as benchmark
+from benchmarks.gpu import machine, process, report
+from benchmarks.gpu.parts import Part
+from benchmarks.gpu.rows import Outcome, Row
+
+ROOT = Path(__file__).parents[2]
+RUN = ROOT / "benchmarks" / "gpu" / "run.sh"
+FIRST = """from benchmarks.gpu.rows import Absent, Row
+def rows(tiny):
+    yield Row("a rate", 6.0, "GB/s", "2 x 3", "copy", 4.0)
+"""
+PARTS = {
+    "well": '    yield "a remark | with a bar"\n',
+    "raises": '    raise ValueError("no such kernel\\nand more")\n',
+    "segfault": "    import os, signal\n    os.kill(os.getpid(), signal.SIGSEGV)\n",
+    "killed": "    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)\n",
+    "exits": "    import os\n    os._exit(3)\n",
+    "absent": '    raise Absent("SGLang is not installed")\n',
+    "hangs": (
+        "    import subprocess, sys, time\n"
+        '    print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)\n'
+        "    time.sleep(60)\n"
+    ),
+}
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Made-up parts, which a part's process finds."""
+    for name, body in PARTS.items():
+        (tmp_path / f"part_{name}.py").write_text(FIRST + body)
+    (tmp_path / "part_unimportable.py").write_text("import a_wheel_that_nobody_brought\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+ENDINGS = {
+    "well": ("measured", ""),
+    "raises": ("failed", "ValueError: no such kernel"),
+    "segfault": ("killed", "by SIGSEGV"),
+    "killed": ("killed", "by SIGKILL"),
+    "exits": ("failed", "exit status 3"),
+    "absent": ("absent", "SGLang is not installed"),
+    "unimportable": ("failed", "ModuleNotFoundError: No module named 'a_wheel_that_nobody_brought'"),
+}
+
+
+def test_each_part_ends_alone(modules: Path, tmp_path: Path) -> None:
+    parts = {name: Part(f"part_{name}", 60) for name in ENDINGS}
+    outcomes = benchmark.measure(parts, time.monotonic() + 600, True, tmp_path / "out")
+    assert {o.part: (o.ending, o.why) for o in outcomes} == ENDINGS
+    (text,) = (tmp_path / "out").glob("gpu-*-cpu.json")
+    tree = json.loads(text.read_text())
+    assert {part["part"]: (part["ending"], part["why"]) for part in tree["parts"]} == ENDINGS
+    for part in tree["parts"]:
+        rows = 0 if part["part"] == "unimportable" else 1  # what was measured before the end is kept
+        assert len(part["rows"]) == rows
+        assert all(row["ratio"] == 1.5 for row in part["rows"])
+    by_name = {part["part"]: part for part in tree["parts"]}
+    assert by_name["well"]["remarks"] == ["a remark | with a bar"]
+    assert "Traceback" in by_name["raises"]["log"]
+    table = text.with_suffix(".md").read_text()
+    assert "| well | a rate | 6 GB/s | copy: 4 GB/s | 1.5 | 2 x 3 |" in table
+    assert "a remark \\| with a bar |" in table
+    assert "| killed | killed | " in table
+    assert "by SIGKILL |" in table
+
+
+def test_over_its_limit(modules: Path) -> None:
+    """It and what it started are ended; its rows are kept."""
+    outcome = process.run("hangs", "part_hangs", 2.0, tiny=True)
+    assert (outcome.ending, outcome.why) == ("over its limit", "not done after 2 s")
+    assert len(outcome.rows) == 1
+    child = int(outcome.log)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_without_time_left(modules: Path, tmp_path: Path) -> None:
+    (outcome,) = benchmark.measure({"well": Part("part_well", 60)}, time.monotonic() + 5, True, tmp_path)
+    assert (outcome.ending, outcome.why[1:]) == ("not run", " s were left")
+    assert "| well | not run |" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_the_table_says_what_was_measured_on() -> None:
+    facts = machine.facts(tiny=True)
+    assert set(facts["versions"]) == {"torch", "megatron-core", "transformer-engine", "sglang", "triton", "numpy"}
+    facts |= {"gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "commit": "unknown"}
+    assert machine.slug(facts) == "NVIDIA-H200"
+    table = report.markdown("2026-11-22", facts, [Outcome("head", "measured", rows=[Row("time", 12345.6, "ms", "")])])
+    assert table.startswith("# NVIDIA H200, 2026-11-22\n\nDriver 580.1, CUDA 13.0, Python 3.12")
+    assert "Commit unknown." in table
+    assert "| head | time | 12,346 ms |  |  |  |" in table
+
+
+def test_wheels_are_those_of_the_stack() -> None:
+    pinned = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+    wheels = [line for line in (RUN.parent / "wheels.txt").read_text().splitlines() if not line.startswith("#")]
+    assert wheels
+    assert [line for line in wheels if line not in pinned] == []
+
+
+def run(tmp_path: Path, torch: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """run.sh with a Python whose torch says that it is of this version."""
+    (tmp_path / "torch.py").write_text(f'__version__ = "{torch}"\n')
+    environment = {"PATH": "/usr/bin:/bin", "MEGARL_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    return subprocess.run([RUN, *words], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_no_python_that_can(tmp_path: Path) -> None:
+    done = run(tmp_path, "2.10.0", "--tiny")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("run.sh: no Python >= 3.12 with torch >= 2.11 (say which: MEGARL_PYTHON=/path/to/python); ")
+    assert f"{sys.executable} is Python 3.{sys.version_info[1]}.{sys.version_info[2]}, torch 2.10.0" in line
+
+
+def test_wheels_are_installed_beside_what_is_there(tmp_path: Path) -> None:
+    wheels, venv, out = tmp_path / "wheels", tmp_path / "venv", tmp_path / "out"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "made_up-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("made_up.py", "")
+        wheel.writestr("made_up-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
+        wheel.writestr("made_up-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("made_up-1.0.dist-info/RECORD", "")
+    words = ["--tiny", "--wheels", str(wheels), "--venv", str(venv), "--minutes", "0.001", "--output", str(out)]
+    done = run(tmp_path, "2.11.0+cu130", *words)
+    assert done.returncode == 1, done.stderr  # no part was run
+    (text,) = out.glob("*.json")
+    assert {part["ending"] for part in json.loads(text.read_text())["parts"]} == {"not run"}
+    look = "import made_up, pytest; print(made_up.__file__, pytest.__file__)"
+    seen = subprocess.run([venv / "bin" / "python", "-c", look], capture_output=True, text=True, check=True)
+    new, old = seen.stdout.split()
+    assert new.startswith(str(venv))
+    assert os.path.samefile(old, pytest.__file__)
+
+
+def test_words_that_it_does_not_know(tmp_path: Path) -> None:
+    assert "--weels: unknown" in run(tmp_path, "2.11.0", "--weels").stderr
+    assert "no *.whl there" in run(tmp_path, "2.11.0", "--tiny", "--wheels", str(tmp_path)).stderr
