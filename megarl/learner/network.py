@@ -25,6 +25,7 @@ from torch.nn import Module
 from megarl import models
 from megarl.batch import TrainSequence
 from megarl.errors import MegarlError
+from megarl.learner.cost import cost_of
 from megarl.learner.expert_load import ExpertLoad
 from megarl.learner.head import selected_logprobs
 from megarl.learner.microbatch import Layout, MicroBatch, Plan, assemble, plan
@@ -49,7 +50,7 @@ class Network:
         self.microbatch_tokens = recipe.learner.microbatch_tokens
         wide = recipe.model.fp32_head in ("both", "learner")
         self.head_precision = torch.float32 if wide else build.DTYPES[recipe.model.dtype]
-        self.layout = layout_of(recipe)
+        self.layout, self.cost = layout_of(recipe), cost_of(family)
         self.device = next(chunks[0].parameters()).device
         # The micro-batches of a step have one size (microbatch.py), so stages need not tell each other shapes.
         chunks[0].config.variable_seq_lengths = False
@@ -65,7 +66,7 @@ class Network:
 
     def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
         """Which sequences go where."""
-        return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout)
+        return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)
 
     @torch.no_grad()
     def ask(

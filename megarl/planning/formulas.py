@@ -10,6 +10,7 @@
 Activations are those of what megarl runs: no recomputation, flash attention, no dropout, gated MLPs, RMS norms, bf16.
 """
 
+from megarl.packing import Cost
 from megarl.planning.shapes import Shape
 
 BF16, FP32 = 2, 4
@@ -117,6 +118,17 @@ BACKWARD = 3
 HEAD_BACKWARD = 4
 """The same of the learner's head, which makes its logits again (megarl/learner/head). FP32 logits of bf16 numbers are products
 of bf16 numbers summed in FP32, on both sides, so they cost what bf16 ones do."""
+
+
+def sequence_cost(shape: Shape) -> Cost:
+    """What the learner takes a sequence to cost (megarl/learner/cost.py), in FLOP."""
+    pair = BACKWARD * 4 * shape.query
+    return Cost(
+        token=BACKWARD * layer_flop(shape) + HEAD_BACKWARD * head_flop(shape),
+        pair=pair * (shape.layers - shape.local_layers),
+        local_pair=pair * shape.local_layers,
+        chunk=shape.attention_chunk or 1,
+    )
 
 
 def bubble(pipeline_parallel: int, virtual: int, microbatches: int) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from megarl.planning import memory, speed
+from megarl.planning import formulas, memory, speed
 from megarl.planning.hardware import GB, Assumed, Gpu
 from megarl.planning.memory import LearnerMemory, ServerMemory
 from megarl.planning.shapes import Shape
@@ -179,7 +179,9 @@ def _learner(problem: Problem, recipe: Recipe) -> LearnerChoice | str:
         return f"{broken.split(':')[0]}: {_RULES.get(broken.split(':')[0], 'breaks a rule of the recipe')}"
     if model.tensor_parallel * model.context_parallel > problem.gpu.nvlink_gpus:
         return f"TP x CP is beyond the {problem.gpu.nvlink_gpus} GPUs of one NVLink domain"
-    packed = _packed(problem.work, recipe.learner.microbatch_tokens, recipe.data_parallel)
+    packed = _packed(
+        problem.work, problem.shape, recipe.learner.microbatch_tokens, recipe.data_parallel, model.pipeline_parallel > 1
+    )
     need = memory.learner(recipe, problem.shape, packed.largest, packed.microbatches)
     if need.total > problem.assumed.usable(problem.gpu):
         return f"learner: does not fit {problem.assumed.usable(problem.gpu) / GB:.0f} GB a GPU; {_largest_part(need)} is most"
@@ -203,12 +205,13 @@ def _largest_part(need: LearnerMemory) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _packed(work: Workload, microbatch_tokens: int, data_parallel: int) -> Packing:
+def _packed(work: Workload, shape: Shape, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
     """Of the step's sequences; of very many, from what a share of them needs on a share of the ranks."""
     count = len(work.trained)
     ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
     taken = min(count * ranks // data_parallel, MOST_PACKED)
-    packed = speed.packing(work.trained[:taken].tolist(), microbatch_tokens, ranks)
+    lengths, cost = work.trained[:taken].tolist(), formulas.sequence_cost(shape)
+    packed = speed.packing(lengths, microbatch_tokens, ranks, cost, one_size)
     more = (count / data_parallel) / (taken / ranks)
     return replace(packed, microbatches=round(packed.microbatches * more), rank_tokens=round(packed.rank_tokens * more))
 

@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
-from megarl.packing import pack
+from megarl.packing import Cost, pack
 from megarl.planning import formulas
 from megarl.planning.formulas import BF16, FP32
 from megarl.planning.hardware import Assumed, Gpu
@@ -19,8 +17,8 @@ CONTROL_CALLS = 5
 
 @dataclass(frozen=True)
 class Packing:
-    """How a step's sequences fall into micro-batches: micro-batches of a data-parallel rank, tokens of the fullest one,
-    tokens of the rank that has most, and the mean number of positions a token looks back on."""
+    """How a step's sequences fall into micro-batches: micro-batches of a data-parallel rank, tokens of the fullest one, and of the
+    rank that has most to do its tokens and the mean number of positions that one of them looks back on."""
 
     microbatches: int
     largest: int
@@ -28,16 +26,18 @@ class Packing:
     positions: float
 
 
-def packing(lengths: Sequence[int], microbatch_tokens: int, data_parallel: int) -> Packing:
+def packing(
+    lengths: Sequence[int], microbatch_tokens: int, data_parallel: int, cost: Cost, one_size: bool = False
+) -> Packing:
     """By megarl's own packing, of these sequence lengths."""
-    members = pack(lengths, microbatch_tokens, data_parallel)
-    loads = [[sum(lengths[i] for i in microbatch) for microbatch in rank] for rank in members]
-    squares = np.square(np.asarray(lengths, np.float64)).sum()
+    members = pack(lengths, microbatch_tokens, data_parallel, cost, one_size)
+    ranks = [[lengths[i] for microbatch in rank for i in microbatch] for rank in members]
+    busiest = max(ranks, key=lambda rank: sum(cost.of(n) for n in rank))
     return Packing(
         microbatches=len(members[0]),
-        largest=max(load for rank in loads for load in rank),
-        rank_tokens=max(sum(rank) for rank in loads),
-        positions=float(squares / (2 * sum(lengths))),
+        largest=max(sum(lengths[i] for i in microbatch) for rank in members for microbatch in rank),
+        rank_tokens=sum(busiest),
+        positions=sum(n**2 for n in busiest) / (2 * sum(busiest)),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl import cli
-from megarl.planning import scenario, shapes, speed
+from megarl.planning import formulas, scenario, shapes, speed
 from megarl.planning.hardware import Assumed, assumed, gpu_named
 from megarl.planning.layouts import Plan, Problem, as_written, search
 from megarl.planning.speed import Decoder
@@ -160,7 +160,7 @@ def test_training_time_is_flop_over_rate_where_nothing_is_communicated() -> None
     """One rank: 6 x parameters (no embedding; the head's 8) x tokens, and attention, at half of the peak; then AdamW."""
     layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
     recipe, shape, gpu = load("scalerl-8b", layout), shapes.read("llama-3.1-8b"), gpu_named("h100")
-    packed = speed.packing([1000] * 160, 16384, 1)
+    packed = speed.packing([1000] * 160, 16384, 1, formulas.sequence_cost(shape))
     found = speed.train_seconds(recipe, shape, packed, gpu, assumed())
     tokens = 160_000
     matrices = (6 * (shape.parameters - shape.embedding_parameters) + 2 * shape.embedding_parameters) * tokens
