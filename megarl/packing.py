@@ -68,6 +68,15 @@ def pack(
     return min(found, key=lambda packed: step_cost(packed, lengths, cost, one_size))
 
 
+def sizes_to_try(longest: int, most: int) -> list[int]:
+    """Tokens of a micro-batch that `learner.microbatch_tokens: auto` chooses from, ascending: two parts of the longest sequence, from
+    which larger ones are told; that sequence; then four sizes for each doubling, up to `most` and 16 of the longest."""
+    quarters = [4, 5, 6, 7]
+    more = [longest * quarter * 2**octave // 4 for octave in range(5) for quarter in quarters]
+    sizes = [max(1, longest // 4), max(1, longest // 2), longest]
+    return sorted({*sizes, *(n for n in more if n <= min(most, 16 * longest))})
+
+
 def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool = False) -> float:
     """Of all rounds, each as long as its costliest micro-batch."""
     fullest = max((sum(lengths[i] for i in m) for rank in packed for m in rank), default=0)

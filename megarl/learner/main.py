@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import MegarlError
+from megarl.learner import microbatch_size
 from megarl.learner.checkpoint import Checkpoints
 from megarl.learner.clock import StepClock
 from megarl.learner.link import Interrupted, Link
@@ -92,6 +93,8 @@ class Learner:
         )
         if recipe.run.resume == "auto":
             self.checkpoints.load_latest()
+        longest, batch = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
+        microbatch_size.settle(self.trainer, longest, longest * batch, rundir.microbatch)
         self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
         self.clock = StepClock()
         self.metrics = MetricsWriter(rundir) if self.leader else None
