@@ -17,8 +17,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a sequence, in any unit. token: of each token. pair: of each position that another looks back on, in layers that see all
-    of them; local_pair: in layers that see those of their own `chunk` only."""
+    """Of a sequence, in any unit. token: of each token. pair: of each position that another looks back on, in layers that see
+    all of them; local_pair: in layers that see those of their own `chunk` only."""
 
     token: float = 1.0
     pair: float = 0.0
@@ -69,8 +69,8 @@ def pack(
 
 
 def sizes_to_try(longest: int, most: int) -> list[int]:
-    """Tokens of a micro-batch that `learner.microbatch_tokens: auto` chooses from, ascending: two parts of the longest sequence, from
-    which larger ones are told; that sequence; then four sizes for each doubling, up to `most` and 16 of the longest."""
+    """Tokens of a micro-batch that `learner.microbatch_tokens: auto` chooses from, ascending: two parts of the longest
+    sequence, from which larger ones are told; that sequence; then four sizes a doubling, up to `most` and 16 of the longest."""
     quarters = [4, 5, 6, 7]
     more = [longest * quarter * 2**octave // 4 for octave in range(5) for quarter in quarters]
     sizes = [max(1, longest // 4), max(1, longest // 2), longest]

@@ -11,8 +11,8 @@ LAYER_PASSES, HEAD_PASSES = 3, 4
 
 
 def cost_of(family: Family) -> Cost:
-    """Of a sequence in all layers and the head: 2 operations for each parameter that a token is multiplied with, 4 for each number
-    of a query that meets a position (PaLM, arXiv 2204.02311, appendix B)."""
+    """Of a sequence in all layers and the head: 2 operations for each parameter that a token is multiplied with, 4 for each
+    number of a query that meets a position (PaLM, arXiv 2204.02311, appendix B)."""
     sizes = family.architecture
     hidden, layers = sizes["hidden_size"], sizes["num_layers"]
     query, key = (sizes[name] * sizes["kv_channels"] for name in ("num_attention_heads", "num_query_groups"))

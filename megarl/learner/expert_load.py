@@ -80,7 +80,7 @@ class ExpertLoad:
 
 
 def _weigh(waiting: deque[float], router: Any, _: Any) -> None:
-    """Before a router: the loss it adds is weighed. A router of a layer that is recomputed adds it then, in the backward pass, when
-    other micro-batches may have gone forward; they go backward in the same order."""
+    """Before a router: the loss it adds is weighed. A router that is run again adds it then, in the backward pass, when other
+    micro-batches may have gone forward; they go backward in the same order."""
     if torch.is_grad_enabled():
         router.config.moe_aux_loss_coeff = waiting.popleft()

@@ -1,8 +1,8 @@
 """`learner.microbatch_tokens: auto`: the largest micro-batch that every rank's GPU holds, found by trying a few.
 
-    parts of the longest sequence ─► a line through the last two peaks: the largest size that it says fits, at most twice the last
-                  ▲                                                    │
-                  └────────────── forward and backward ◄───────────────┘  ─► no larger one fits ─► RUN/microbatch.json
+    parts of the longest sequence ─► a line through the last two peaks ─► the largest size it says fits, at most twice the last
+                                            ▲                                    │
+                                            └────── forward and backward ◄───────┘   none is left ─► RUN/microbatch.json
 
 A trial trains nothing: its advantages are zero, its gradients are cleared, AdamW takes no step. The moments that AdamW has
 not made yet are held meanwhile, as empty memory. What micro-batches a step is divided into changes the rounding of sums and
@@ -32,8 +32,8 @@ from megarl.rundir import write_atomically
 log = logging.getLogger(__name__)
 
 SHARE = 0.9
-"""Of a GPU's free memory: what is left is for what a trial does not have, such as experts that more tokens choose, and buckets of
-a publication."""
+"""Of a GPU's free memory: what is left is for what a trial does not have, such as experts that more tokens choose, and
+buckets of a publication."""
 
 
 class Memory(Protocol):
@@ -60,7 +60,9 @@ class GpuMemory:
         return torch.cuda.max_memory_reserved() / self._room
 
 
-def settle(trainer: Trainer, longest: int, batch_tokens: int, record: Path | None, memory: Memory | None = None) -> None:
+def settle(
+    trainer: Trainer, longest: int, batch_tokens: int, record: Path | None, memory: Memory | None = None
+) -> None:
     """Give the trainer's networks their micro-batch size, if the recipe leaves it open. COLLECTIVE over all ranks.
 
     longest: tokens of the longest sequence; batch_tokens: of a step at most; record: where the size is kept.
@@ -68,7 +70,9 @@ def settle(trainer: Trainer, longest: int, batch_tokens: int, record: Path | Non
     if trainer.recipe.learner.microbatch_tokens != "auto":
         return
     if memory is None and not torch.cuda.is_available():
-        raise MegarlError("learner.microbatch_tokens: auto looks at the memory of a GPU, and there is none; give a number")
+        raise MegarlError(
+            "learner.microbatch_tokens: auto looks at the memory of a GPU, and there is none; give a number"
+        )
     of = _valid_for(trainer, longest)
     tokens = from_rank_0(_recorded(record, of))
     if tokens is None:
@@ -83,8 +87,8 @@ def settle(trainer: Trainer, longest: int, batch_tokens: int, record: Path | Non
 def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
     """The largest of the ascending sizes that was tried and took at most 1; None if the first did not.
 
-    No size is tried that a line through the last two says does not fit. Peaks of a step are maxima of straight lines of its tokens,
-    so convex; of such it is the largest there is.
+    No size is tried that a line through the last two says does not fit. Peaks of a step are maxima of straight lines of its
+    tokens, so convex; of such it is the largest there is.
     """
     fit: list[tuple[int, float]] = []
     low, high = -1, len(sizes)  # up to `low` they fit, from `high` on they do not
@@ -133,8 +137,8 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
                 network.clear()
         if used == math.inf and dist.get_world_size() > 1:
             raise MegarlError(
-                f"learner.microbatch_tokens: rank {dist.get_rank()} ran out of memory trying {tokens}, and the others wait for it; "
-                "give a number instead of auto"
+                f"learner.microbatch_tokens: rank {dist.get_rank()} ran out of memory trying {tokens}, and the others wait "
+                "for it; give a number instead of auto"
             )
         most = torch.tensor(used, device=trainer.policy.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)

@@ -47,7 +47,7 @@ def with_optimizer(
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
     """Chunks wrapped for data parallelism with FP32 gradients, and AdamW with its state divided among the ranks.
 
-    offload: share of it that lies in the host's memory and is updated by its cores. megarl/recipe/combinations.py: with bf16 only.
+    offload: share of it that lies in the host's memory and is updated by its cores; with bf16 only.
     """
     if offload and not torch.cuda.is_available():
         raise MegarlError("learner.optimizer_offload: takes AdamW off a GPU, and there is none here; set it to 0")

@@ -21,6 +21,6 @@ def out_of_memory_named(tokens: int) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         (first, *_) = str(error).splitlines()
         raise OutOfMemory(
-            f"learner.microbatch_tokens: rank {dist.get_rank()} ran out of memory with {tokens} tokens a micro-batch; lower it, "
-            f"set learner.recompute=full or learner.optimizer_offload, or divide the model further ({first})"
+            f"learner.microbatch_tokens: rank {dist.get_rank()} ran out of memory with {tokens} tokens a micro-batch; lower "
+            f"it, set learner.recompute=full or learner.optimizer_offload, or divide the model further ({first})"
         ) from None

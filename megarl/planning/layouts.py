@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from megarl.packing import sizes_to_try
 from megarl.planning import formulas, memory, speed
 from megarl.planning.hardware import GB, Assumed, Gpu
 from megarl.planning.memory import LearnerMemory, ServerMemory
@@ -179,6 +180,7 @@ def _learner(problem: Problem, recipe: Recipe) -> LearnerChoice | str:
         return f"{broken.split(':')[0]}: {_RULES.get(broken.split(':')[0], 'breaks a rule of the recipe')}"
     if model.tensor_parallel * model.context_parallel > problem.gpu.nvlink_gpus:
         return f"TP x CP is beyond the {problem.gpu.nvlink_gpus} GPUs of one NVLink domain"
+    recipe = _with_microbatch_tokens(problem, recipe)
     packed = _packed(
         problem.work, problem.shape, recipe.learner.microbatch_tokens, recipe.data_parallel, model.pipeline_parallel > 1
     )
@@ -187,6 +189,21 @@ def _learner(problem: Problem, recipe: Recipe) -> LearnerChoice | str:
         return f"learner: does not fit {problem.assumed.usable(problem.gpu) / GB:.0f} GB a GPU; {_largest_part(need)} is most"
     seconds = speed.train_seconds(recipe, problem.shape, packed, problem.gpu, problem.assumed)
     return LearnerChoice(recipe, need, packed, seconds)
+
+
+def _with_microbatch_tokens(problem: Problem, recipe: Recipe) -> Recipe:
+    """For `auto`, the size that the learner would find (megarl/learner/microbatch_size.py), by the estimate of memory."""
+    if recipe.learner.microbatch_tokens != "auto":
+        return recipe
+    longest, stages = recipe.length.context_tokens, recipe.model.pipeline_parallel
+    share = recipe.data_parallel * (4 * stages if stages > 1 else 1)
+    sizes = [
+        size for size in sizes_to_try(longest, longest * problem.work.rollouts // share) if size >= longest
+    ]  # less than the longest sequence is none
+    room = problem.assumed.usable(problem.gpu)
+    fitting = [n for n in sizes if memory.learner(recipe, problem.shape, n, 2 * stages).total <= room]
+    learner = recipe.learner.model_copy(update={"microbatch_tokens": max(fitting, default=longest)})
+    return recipe.model_copy(update={"learner": learner})
 
 
 _RULES = {

@@ -25,10 +25,12 @@ class Result:
 def costs(problem: Problem, plan: Plan) -> Costs:
     """Of this plan."""
     recipe = plan.recipe
+    microbatch_tokens = recipe.learner.microbatch_tokens
+    assert microbatch_tokens != "auto"  # a plan says how many
     cost, one_size = formulas.sequence_cost(problem.shape), recipe.model.pipeline_parallel > 1
 
     def train_seconds(lengths: Sequence[int]) -> float:
-        packed = speed.packing(lengths, recipe.learner.microbatch_tokens, recipe.data_parallel, cost, one_size)
+        packed = speed.packing(lengths, microbatch_tokens, recipe.data_parallel, cost, one_size)
         return speed.train_seconds(recipe, problem.shape, packed, problem.gpu, problem.assumed)
 
     limit = min(recipe.serving.max_running_requests, plan.server.kv_tokens / problem.work.live_context)

@@ -46,7 +46,7 @@ Step = tuple[dict[str, float], dict[str, torch.Tensor]]
 def main(directory: Path) -> None:
     world = int(os.environ["WORLD_SIZE"])
     for model in sorted(p for p in directory.iterdir() if p.is_dir()):
-        batch = decode(model.with_suffix(".msgpack").read_bytes(), Batch)
+        batch: Batch = decode(model.with_suffix(".msgpack").read_bytes(), Batch)
         experts = family_of(model).experts is not None
         for layout in (WITH_EXPERTS if experts else LAYOUTS)[world]:
             check_recomputed(model, batch, layout, experts)

@@ -1,5 +1,6 @@
 """Sequences into micro-batches: every one once, balanced, as few as longest-first filling finds."""
 
+import itertools
 import math
 
 import numpy as np
@@ -43,7 +44,7 @@ def costs_of(packed, lengths, cost):
 def test_ranks_and_rounds_are_balanced_by_cost(lengths, max_tokens, ranks, cost):
     packed = costs_of(pack(lengths, max_tokens, ranks, cost), lengths, cost)
     rounds = list(zip(*packed, strict=True))
-    assert all(min(one) >= max(after) - 1e-9 for one, after in zip(rounds, rounds[1:], strict=False)), "not alike"
+    assert all(min(one) >= max(after) - 1e-9 for one, after in itertools.pairwise(rounds)), "not alike"
     costliest = max(max(one) for one in rounds)
     totals = [sum(rank) for rank in packed]
     assert max(totals) - min(totals) <= costliest + 1e-9

@@ -25,7 +25,9 @@ def test_as_the_planner_has_it(name: str, tmp_path: Path) -> None:
     MODELS[name](tmp_path)
     ours, planned = cost_of(family_of(tmp_path)), formulas.sequence_cost(shapes.read(str(tmp_path)))
     assert (ours.pair, ours.local_pair, ours.chunk) == (planned.pair, planned.local_pair, planned.chunk)
-    assert ours.token == pytest.approx(planned.token, rel=0.02)  # the planner counts norms, which tiny models have more of
+    assert ours.token == pytest.approx(
+        planned.token, rel=0.02
+    )  # the planner counts norms, which tiny models have more of
     assert (LAYER_PASSES, HEAD_PASSES) == (formulas.BACKWARD, formulas.HEAD_BACKWARD)
 
 

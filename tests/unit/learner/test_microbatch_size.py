@@ -78,7 +78,7 @@ def test_sizes() -> None:
 
 
 class FakeMemory:
-    """Instead of a GPU's: so much at rest and so much a token of the largest micro-batch, of 1; more than `capacity` runs out."""
+    """Instead of a GPU's: so much at rest and so much a token of a micro-batch, of 1; more than `capacity` runs out."""
 
     def __init__(self, trainer: Trainer, rest: float, token: float, capacity: float = 1.2) -> None:
         self.trainer, self.rest, self.token, self.capacity = trainer, rest, token, capacity
@@ -149,7 +149,7 @@ def test_a_trial_fills_micro_batches_and_running_out_steps_down(trainer: Trainer
         seen.append(sum(map(len, sequences)))
         return metrics
 
-    trainer.forward_backward = counting  # type: ignore[method-assign]
+    trainer.forward_backward = counting  # type: ignore[method-assign, assignment]
     memory = Kinked(trainer, 0, 0)
     settle(trainer, 60, 900, None, memory)
     assert seen == memory.tried
@@ -157,7 +157,7 @@ def test_a_trial_fills_micro_batches_and_running_out_steps_down(trainer: Trainer
 
 
 def test_what_does_not_fit_is_said_in_the_words_of_the_recipe(trainer: Trainer) -> None:
-    with pytest.raises(MegarlError, match="longest sequence, of 60 tokens; set learner.recompute=full"):
+    with pytest.raises(MegarlError, match=r"longest sequence, of 60 tokens; set learner\.recompute=full"):
         settle(trainer, 60, 600, None, FakeMemory(trainer, 0.8, 0.005))
     with pytest.raises(MegarlError, match="microbatch_tokens: auto looks at the memory of a GPU, and there is none"):
         settle(trainer, 60, 600, None)
@@ -172,6 +172,8 @@ def test_memory_that_runs_out_in_training_names_the_keys(tmp_path: Path, one_ran
 
     trainer.policy.lm_head = lambda _: full  # type: ignore[assignment, method-assign]
     ids = np.arange(9, dtype=np.int32)
-    with pytest.raises(MegarlError, match=r"learner.microbatch_tokens: rank 0 ran out .* 64 .*recompute=full.* 2.00 GiB") as e:
+    with pytest.raises(
+        MegarlError, match=r"learner.microbatch_tokens: rank 0 ran out .* 64 .*recompute=full.* 2.00 GiB"
+    ) as e:
         trainer.logprobs([ids])
     assert "\n" not in str(e.value)
