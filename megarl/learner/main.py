@@ -22,6 +22,7 @@ from megarl.learner import microbatch_size
 from megarl.learner.checkpoint import Checkpoints
 from megarl.learner.clock import StepClock
 from megarl.learner.link import Interrupted, Link
+from megarl.learner.out_of_memory import OutOfMemory
 from megarl.learner.ranks import become_torchrun, from_rank_0, is_rank
 from megarl.learner.trainer import Trainer
 from megarl.messages import Next, Publish, Refused, Reply, Request, Stop, Stopped, Train
@@ -64,6 +65,9 @@ def main(recipe: Recipe) -> int:
     learner = Learner(recipe, rundir)
     try:
         learner.run()
+    except OutOfMemory as error:  # a learner that starts again replays the same batch
+        write_atomically(rundir.failure_file, str(error).encode())
+        raise
     finally:
         learner.close()
     parallel.stop()

@@ -63,12 +63,12 @@ def of(model: Path, world: int, recompute: str = "none", moe: dict[str, Any] | N
     return recipes.from_tree(tree)
 
 
-def step(recipe: Recipe, sequences: list[TrainSequence], steps: int = 1) -> Step:
-    """Metrics and gradients of the last of several passes, each after an update."""
+def step(recipe: Recipe, sequences: list[TrainSequence], passes: int = 1) -> Step:
+    """Metrics and gradients of the last of several passes. No update: its norm is summed by buckets, in another order."""
     parallel.start(recipe.model, seed=1, timeout_s=60)
     trainer = Trainer(recipe, Path(recipe.model.path))
-    for _ in range(steps - 1):
-        trainer.train_step(sequences)
+    for _ in range(passes - 1):
+        trainer.forward_backward(sequences)
     random = torch.get_rng_state()
     metrics = trainer.forward_backward(sequences)
     assert torch.equal(torch.get_rng_state(), random)
@@ -95,9 +95,9 @@ def check_recomputed(model: Path, batch: Batch, layout: dict[str, Any], experts:
 def check_overlapped(recipe: Recipe, batch: Batch, what: str) -> None:
     """The third pass: the first one tells megatron how often each gradient is added to, and reduces at its end."""
     sequences = [dataclasses.replace(s, experts=None) for s in training_sequences(batch, recipe)]
-    plain = step(recipe, sequences, steps=3)
+    plain = step(recipe, sequences, passes=3)
     with overlapping() as started:
-        overlapped = step(recipe, sequences, steps=3)
+        overlapped = step(recipe, sequences, passes=3)
     assert started[0], "no bucket was reduced before the backward pass had ended"
     check_same(overlapped, plain, f"{what} overlapped")
 
