@@ -71,7 +71,7 @@ def settle(
         return
     if memory is None and not torch.cuda.is_available():
         raise MegarlError(
-            "learner.microbatch_tokens: auto looks at the memory of a GPU, and there is none; give a number"
+            "learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number"
         )
     of = _valid_for(trainer, longest)
     tokens = from_rank_0(_recorded(record, of))
