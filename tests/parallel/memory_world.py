@@ -7,18 +7,21 @@ model has experts) of each model.
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megarl import recipe as recipes
 from megarl.batch import TrainSequence, training_sequences
 from megarl.learner import optimizer
+from megarl.learner.microbatch_size import settle
 from megarl.learner.trainer import Trainer
 from megarl.models import family_of, parallel
+from megarl.packing import sizes_to_try
 from megarl.recipe import Recipe
 from megarl.types import Batch, decode
 from tests.parallel.learner_world import full_gradients, recipe_of, say
@@ -40,6 +43,7 @@ OVERLAPPED: dict[int, list[dict[str, Any]]] = {
     2: [{}, {"expert_parallel": 2}, {"context_parallel": 2}],
     4: [{"pipeline_parallel": 2}, VPP2, SP2 | {"expert_parallel": 2}],
 }
+AGREED: dict[int, list[dict[str, Any]]] = {1: [], 2: [{}], 4: [{"pipeline_parallel": 2}]}
 Step = tuple[dict[str, float], dict[str, torch.Tensor]]
 
 
@@ -53,6 +57,10 @@ def main(directory: Path) -> None:
         for layout in OVERLAPPED[world]:
             if experts or "expert_parallel" not in layout:
                 check_overlapped(of(model, world, **layout), batch, f"{model.name} {layout}")
+        for layout in AGREED[world]:
+            tree = of(model, world, **layout).model_dump()
+            tree["learner"] |= {"microbatch_tokens": "auto"}
+            check_agreed(recipes.from_tree(tree), f"{model.name} {layout} auto")
     parallel.stop()
 
 
@@ -100,6 +108,30 @@ def check_overlapped(recipe: Recipe, batch: Batch, what: str) -> None:
         overlapped = step(recipe, sequences, passes=3)
     assert started[0], "no bucket was reduced before the backward pass had ended"
     check_same(overlapped, plain, f"{what} overlapped")
+
+
+class FakeMemory:
+    """Of the largest micro-batch so much a token of 1; more on higher ranks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def used(self, trial: Callable[[], None]) -> float:
+        trial()
+        tokens = self.trainer.policy.microbatch_tokens
+        return (0.003 + 0.001 * dist.get_rank()) * tokens
+
+
+def check_agreed(recipe: Recipe, what: str) -> None:
+    """Each rank has another share of its memory left: the fullest decides for all, and pipelines are filled while trying."""
+    parallel.start(recipe.model, seed=1, timeout_s=60)
+    trainer = Trainer(recipe, Path(recipe.model.path))
+    settle(trainer, 40, 40 * 200, None, FakeMemory(trainer))
+    worst = 0.003 + 0.001 * (dist.get_world_size() - 1)
+    sizes = sizes_to_try(40, 40 * 200)
+    assert trainer.policy.microbatch_tokens == max(n for n in sizes if worst * n <= 1), what
+    assert not any(p.main_grad.any() for chunk in trainer.policy.chunks for p in chunk.parameters())
+    say(f"{what}: {trainer.policy.microbatch_tokens} tokens")
 
 
 def check_same(found: Step, expected: Step, what: str) -> None:
