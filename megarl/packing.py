@@ -1,28 +1,95 @@
-"""Sequences of a step -> micro-batches of every data-parallel rank, balanced by tokens. A pure function of lengths."""
+"""Sequences of a step -> micro-batches of every data-parallel rank, balanced by what they cost. Pure functions of lengths.
+
+    lengths ─► as few rounds as longest-first filling needs ─► bins, filled by tokens or by cost, whichever is quicker
+            ─► sorted by cost: each round has a micro-batch for every rank, all alike ─► the costliest to the rank with least
+
+A sequence costs so much a token (matrices) and so much a pair of positions (attention), so 16,000 tokens in one sequence take
+longer than in eight. Ranks wait for each other: for all of a step where only gradients are summed, for each micro-batch where
+they exchange tokens of experts. Rounds of like micro-batches serve both.
+"""
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 
-def pack(lengths: Sequence[int], max_tokens: int, data_parallel: int) -> list[list[list[int]]]:
-    """Sequences into micro-batches of at most `max_tokens` tokens: [data-parallel rank][micro-batch][sequence index].
+@dataclass(frozen=True)
+class Cost:
+    """Of a sequence, in any unit. token: of each token. pair: of each position that another looks back on, in layers that see
+    all of them; local_pair: in layers that see those of their own `chunk` only."""
 
-    Every rank gets the same number of micro-batches, as few as longest-first filling finds; a sequence longer than
-    `max_tokens` is alone in its own. Of the others no two differ by more tokens than the longest sequence has.
-    A micro-batch is empty only where there are no sequences left: fewer than `data_parallel` are. No sequences give
-    no micro-batches.
+    token: float = 1.0
+    pair: float = 0.0
+    local_pair: float = 0.0
+    chunk: int = 1
+
+    def of(self, tokens: int) -> float:
+        whole, rest = divmod(tokens, self.chunk)
+        local = whole * self.chunk**2 + rest**2
+        return self.token * tokens + (self.pair * tokens**2 + self.local_pair * local) / 2
+
+    def attention(self, tokens: int) -> float:
+        """The part of it that is no matter of tokens alone."""
+        return self.of(tokens) - self.token * tokens
+
+
+BY_TOKENS = Cost()
+
+Packed = list[list[list[int]]]
+"""[data-parallel rank][micro-batch][sequence index]"""
+
+
+def pack(
+    lengths: Sequence[int], max_tokens: int, data_parallel: int, cost: Cost = BY_TOKENS, one_size: bool = False
+) -> Packed:
+    """Sequences into micro-batches of at most `max_tokens` tokens.
+
+    one_size: all micro-batches are computed at the size of the fullest (pipeline stages pass on one size).
+
+    Every rank gets the same number of micro-batches, as few as longest-first filling by tokens finds; a sequence longer than
+    `max_tokens` is alone in its own. A micro-batch is empty only where there are no sequences left: fewer than `data_parallel`
+    are. No sequences give no micro-batches.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # stable: equal lengths stay in order
     alone = [[i] for i in order if lengths[i] > max_tokens]
     rest = order[len(alone) :]
     tokens = sum(lengths[i] for i in rest)
     rounds = -(-(len(alone) + -(-tokens // max_tokens)) // data_parallel)
-    while (filled := _fill(lengths, rest, rounds * data_parallel - len(alone), max_tokens)) is None:
+    while (filled := _by_tokens(lengths, rest, rounds * data_parallel - len(alone), max_tokens)) is None:
         rounds += 1
-    return _deal(alone + filled, lengths, data_parallel)
+    costs = [cost.of(n) for n in lengths]
+    # What tells micro-batches of one size apart is attention.
+    apart = [cost.attention(n) for n in lengths] if one_size else costs
+    found = [_deal(alone + filled, apart, data_parallel)]
+    if cost != BY_TOKENS and (filled := _by_cost(lengths, rest, len(filled), max_tokens, costs)) is not None:
+        found.append(_deal(alone + filled, apart, data_parallel))
+    return min(found, key=lambda packed: step_cost(packed, lengths, cost, one_size))
 
 
-def _fill(lengths: Sequence[int], order: list[int], bins: int, max_tokens: int) -> list[list[int]] | None:
+def sizes_to_try(longest: int, most: int) -> list[int]:
+    """Tokens of a micro-batch that `learner.microbatch_tokens: auto` chooses from, ascending: two parts of the longest
+    sequence, from which larger ones are told; that sequence; then four sizes a doubling, up to `most` and 16 of the longest."""
+    quarters = [4, 5, 6, 7]
+    more = [longest * quarter * 2**octave // 4 for octave in range(5) for quarter in quarters]
+    sizes = [max(1, longest // 4), max(1, longest // 2), longest]
+    return sorted({*sizes, *(n for n in more if n <= min(most, 16 * longest))})
+
+
+def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool = False) -> float:
+    """Of all rounds, each as long as its costliest micro-batch."""
+    fullest = max((sum(lengths[i] for i in m) for rank in packed for m in rank), default=0)
+
+    def of(microbatch: list[int]) -> float:
+        if one_size:
+            return cost.token * fullest + sum(cost.attention(lengths[i]) for i in microbatch)
+        return sum(cost.of(lengths[i]) for i in microbatch)
+
+    return sum(max(map(of, microbatches)) for microbatches in zip(*packed, strict=True))
+
+
+def _by_tokens(lengths: Sequence[int], order: list[int], bins: int, max_tokens: int) -> list[list[int]] | None:
     """Each sequence into the emptiest bin, longest first; None if one does not fit."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     loads = [(0, b) for b in range(bins)]
@@ -35,11 +102,28 @@ def _fill(lengths: Sequence[int], order: list[int], bins: int, max_tokens: int) 
     return contents
 
 
-def _deal(microbatches: list[list[int]], lengths: Sequence[int], data_parallel: int) -> list[list[list[int]]]:
-    """Micro-batches of like size to all ranks at the same time, the largest to the rank that has least so far."""
-    loaded = sorted(((sum(lengths[i] for i in m), m) for m in microbatches), key=lambda pair: -pair[0])
-    ranks: list[list[list[int]]] = [[] for _ in range(data_parallel)]
-    totals = [0] * data_parallel
+def _by_cost(
+    lengths: Sequence[int], order: list[int], bins: int, max_tokens: int, costs: Sequence[float]
+) -> list[list[int]] | None:
+    """Each sequence into the cheapest bin that has room for it, longest first; None if none has."""
+    contents: list[list[int]] = [[] for _ in range(bins)]
+    tokens, so_far = np.zeros(bins, np.int64), np.zeros(bins)
+    for i in order:
+        possible = np.where(tokens + lengths[i] <= max_tokens, so_far, np.inf)
+        b = int(possible.argmin())
+        if possible[b] == np.inf:
+            return None
+        tokens[b] += lengths[i]
+        so_far[b] += costs[i]
+        contents[b].append(i)
+    return contents
+
+
+def _deal(microbatches: list[list[int]], costs: Sequence[float], data_parallel: int) -> Packed:
+    """Micro-batches of like cost to all ranks at the same time, the costliest to the rank that has least so far."""
+    loaded = sorted(((sum(costs[i] for i in m), m) for m in microbatches), key=lambda pair: -pair[0])
+    ranks: Packed = [[] for _ in range(data_parallel)]
+    totals = [0.0] * data_parallel
     for start in range(0, len(loaded), data_parallel):
         hungriest_first = sorted(range(data_parallel), key=lambda r: totals[r])
         for rank, (load, microbatch) in zip(hungriest_first, loaded[start : start + data_parallel], strict=True):

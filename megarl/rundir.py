@@ -7,6 +7,7 @@ RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  R
 RUN/evaluations/step-000000N/NAME/         the answers of an evaluation (megarl/evaluation/answers.py)
 RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
 RUN/bad-rollouts.jsonl those of steps that were skipped; RUN/failure: why the run must not be started again by itself
+RUN/microbatch.json    the size that learner.microbatch_tokens=auto found
 RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
 """
 
@@ -84,6 +85,7 @@ class RunDir:
         self.endpoints_file = path / "endpoints.json"
         self.stop_file = path / "stop"
         self.failure_file = path / "failure"
+        self.microbatch = path / "microbatch.json"
         self.bad_rollouts = path / "bad-rollouts.jsonl"
         self.rollouts = path / "rollouts"
         self.logs = path / "logs"

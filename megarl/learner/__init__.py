@@ -8,6 +8,9 @@ trained.py       one that learns: gradients of a loss, update
 optimizer.py     AdamW over data-parallel chunks; learning rate of a step
 reference.py     the frozen model of the KL penalty
 microbatch.py    sequences -> tensors of one micro-batch
+microbatch_size.py  how large they are, tried when the learner starts
+cost.py          what a sequence costs, for balance
+out_of_memory.py  a full GPU, in the words of the recipe
 critic.py        the value network: what each token was worth
 expert_load.py   how evenly tokens fall on experts; the loss that evens it out
 replay.py        routers take the experts that the server took

@@ -7,6 +7,7 @@ The balancing loss is megatron's (Switch Transformer, arXiv 2101.03961, eq. 4), 
 its share of the step's tokens, so that a step's balancing gradient does not grow with the number of micro-batches.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -32,21 +33,27 @@ class ExpertLoad:
         self._sequence_parallel = config.sequence_parallel
         self._tokens = torch.zeros(config.num_layers, config.num_moe_experts, device=device)
         self._step_tokens = 0
-        self._routers = []
-        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
-            if isinstance(layer.mlp, MoELayer):
-                self._routers.append(layer.mlp.router)
-                layer.mlp.router.register_forward_hook(partial(self._count, layer.layer_number - 1))
+        # Of each router of a chunk, the coefficients of the micro-batches that it has not seen with gradients yet.
+        self._waiting: dict[GPTModel, list[deque[float]]] = {chunk: [] for chunk in chunks}
+        for chunk in chunks:
+            for layer in chunk.decoder.layers:
+                if isinstance(layer.mlp, MoELayer):
+                    waiting: deque[float] = deque()
+                    self._waiting[chunk].append(waiting)
+                    layer.mlp.router.register_forward_pre_hook(partial(_weigh, waiting))
+                    layer.mlp.router.register_forward_hook(partial(self._count, layer.layer_number - 1))
 
     def begin(self, step_tokens: int) -> None:
         """A step over so many tokens, of all ranks together."""
         self._tokens.zero_()
         self._step_tokens = step_tokens
+        for waiting in (queue for queues in self._waiting.values() for queue in queues):
+            waiting.clear()
 
     def padding_mask(self, chunk: GPTModel, micro: MicroBatch) -> Tensor:
         """`padding_mask` of the chunk's forward pass of this micro-batch, which it is being prepared for."""
-        for router in self._routers:
-            router.config.moe_aux_loss_coeff = self._coefficient * micro.sequence_tokens / max(self._step_tokens, 1)
+        for waiting in self._waiting[chunk]:
+            waiting.append(self._coefficient * micro.sequence_tokens / max(self._step_tokens, 1))
         if chunk.pre_process or not self._sequence_parallel:
             return micro.padding
         # The first stage divides it among tensor-parallel ranks itself, the others take it as it is.
@@ -70,3 +77,10 @@ class ExpertLoad:
         """After a router: inputs are hidden states and the mask [s, b], outputs probabilities and the map [s * b, experts]."""
         if torch.is_grad_enabled():
             self._tokens[layer] += (outputs[1] & ~inputs[1].reshape(-1, 1)).sum(0)
+
+
+def _weigh(waiting: deque[float], router: Any, _: Any) -> None:
+    """Before a router: the loss it adds is weighed. A router that is run again adds it then, in the backward pass, when other
+    micro-batches may have gone forward; they go backward in the same order."""
+    if torch.is_grad_enabled():
+        router.config.moe_aux_loss_coeff = waiting.popleft()

@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import MegarlError
+from megarl.learner import microbatch_size
 from megarl.learner.checkpoint import Checkpoints
 from megarl.learner.clock import StepClock
 from megarl.learner.link import Interrupted, Link
+from megarl.learner.out_of_memory import OutOfMemory
 from megarl.learner.ranks import become_torchrun, from_rank_0, is_rank
 from megarl.learner.trainer import Trainer
 from megarl.messages import Next, Publish, Refused, Reply, Request, Stop, Stopped, Train
@@ -63,6 +65,9 @@ def main(recipe: Recipe) -> int:
     learner = Learner(recipe, rundir)
     try:
         learner.run()
+    except OutOfMemory as error:  # a learner that starts again replays the same batch
+        write_atomically(rundir.failure_file, str(error).encode())
+        raise
     finally:
         learner.close()
     parallel.stop()
@@ -92,6 +97,8 @@ class Learner:
         )
         if recipe.run.resume == "auto":
             self.checkpoints.load_latest()
+        longest, batch = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
+        microbatch_size.settle(self.trainer, longest, longest * batch, rundir.microbatch)
         self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
         self.clock = StepClock()
         self.metrics = MetricsWriter(rundir) if self.leader else None

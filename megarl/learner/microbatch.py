@@ -19,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl.batch import PerToken, TrainSequence
-from megarl.packing import pack
+from megarl.packing import BY_TOKENS, Cost, pack
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class MicroBatch:
     experts: Tensor | None = None
 
 
-def plan(lengths: Sequence[int], max_tokens: int, layout: Layout) -> Plan:
+def plan(lengths: Sequence[int], max_tokens: int, layout: Layout, cost: Cost = BY_TOKENS) -> Plan:
     """Balanced micro-batches of at most `max_tokens` tokens (padding of a row counted only when not packing)."""
     padded = [_up(n, layout.sequence_multiple) for n in lengths]
     longest = _up(max(padded), layout.row_multiple)
     if layout.packing:
-        members = pack(padded, max_tokens, layout.data_parallel)
+        members = pack(padded, max_tokens, layout.data_parallel, cost, one_size=layout.pipeline_parallel > 1)
     else:
         members = pack([longest] * len(padded), max(max_tokens, longest), layout.data_parallel)
     if layout.virtual_pipeline_parallel > 1:  # the interleaved schedule works through groups of PP micro-batches

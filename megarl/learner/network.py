@@ -25,9 +25,11 @@ from torch.nn import Module
 from megarl import models
 from megarl.batch import TrainSequence
 from megarl.errors import MegarlError
+from megarl.learner.cost import cost_of
 from megarl.learner.expert_load import ExpertLoad
 from megarl.learner.head import selected_logprobs
 from megarl.learner.microbatch import Layout, MicroBatch, Plan, assemble, plan
+from megarl.learner.out_of_memory import out_of_memory_named
 from megarl.learner.replay import Replay
 from megarl.models import Family, build, hf
 from megarl.recipe import Recipe
@@ -46,10 +48,11 @@ class Network:
 
     def __init__(self, chunks: list[GPTModel], family: Family, recipe: Recipe) -> None:
         self.chunks, self.family = chunks, family
-        self.microbatch_tokens = recipe.learner.microbatch_tokens
+        given = recipe.learner.microbatch_tokens
+        self.microbatch_tokens = 1 if given == "auto" else given  # until microbatch_size.settle
         wide = recipe.model.fp32_head in ("both", "learner")
         self.head_precision = torch.float32 if wide else build.DTYPES[recipe.model.dtype]
-        self.layout = layout_of(recipe)
+        self.layout, self.cost = layout_of(recipe), cost_of(family)
         self.device = next(chunks[0].parameters()).device
         # The micro-batches of a step have one size (microbatch.py), so stages need not tell each other shapes.
         chunks[0].config.variable_seq_lengths = False
@@ -65,7 +68,7 @@ class Network:
 
     def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
         """Which sequences go where."""
-        return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout)
+        return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)
 
     @torch.no_grad()
     def ask(
@@ -125,15 +128,16 @@ class Network:
                 )
             return output, partial(loss, micro)
 
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[iter(micros) for _ in modules],
-            model=list(modules),
-            num_microbatches=len(micros),
-            seq_length=steps.length,
-            micro_batch_size=steps.rows,
-            forward_only=forward_only,
-        )
+        with out_of_memory_named(self.microbatch_tokens):
+            get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=[iter(micros) for _ in modules],
+                model=list(modules),
+                num_microbatches=len(micros),
+                seq_length=steps.length,
+                micro_batch_size=steps.rows,
+                forward_only=forward_only,
+            )
         if replay:
             replay.end()
 
@@ -141,7 +145,7 @@ class Network:
 def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]:
     """This rank's chunks of the model in `hf_dir`, at the recipe's layout, with its weights."""
     family = models.family_of(hf_dir)
-    chunks = build.build(recipe.model, hf_dir)
+    chunks = build.build(recipe.model, hf_dir, recompute=recipe.learner.recompute)
     hf.load(chunks, family, hf_dir)
     return chunks, family
 

@@ -14,6 +14,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
+from megarl.errors import MegarlError
 from megarl.recipe import Optimizer, Recipe
 
 
@@ -28,17 +29,35 @@ def learning_rate(step: int, settings: Optimizer, steps: int) -> float:
     return settings.lr * (settings.final_lr_ratio + (1 - settings.final_lr_ratio) * left)
 
 
+BUCKET: int | None = None
+"""Parameters whose gradients are reduced together; None: megatron's choice, 40 million or one million a rank."""
+
+
+def overlaps() -> bool:
+    """Whether gradients are reduced while others are computed: where there is more than one rank, and a GPU to do both.
+
+    Weights are not gathered while the next step computes (overlap_param_gather): what is published, saved and asked between
+    steps would be in part the weights of the step before.
+    """
+    return torch.cuda.is_available() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+
+
 def with_optimizer(
-    chunks: list[Any], settings: Optimizer, recipe: Recipe
+    chunks: list[Any], settings: Optimizer, recipe: Recipe, offload: float = 0.0
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
-    """Chunks wrapped for data parallelism with FP32 gradients, and AdamW with its state divided among the ranks."""
+    """Chunks wrapped for data parallelism with FP32 gradients, and AdamW with its state divided among the ranks.
+
+    offload: share of it that lies in the host's memory and is updated by its cores; with bf16 only.
+    """
+    if offload and not torch.cuda.is_available():
+        raise MegarlError("learner.optimizer_offload: takes AdamW off a GPU, and there is none here; set it to 0")
     config = chunks[0].config
     # Gradients are summed, not averaged: scaling factor 1 in DDP, and no division by a number of tokens at the end.
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = lambda model, _tokens, **groups: finalize_model_grads(model, None, **groups)
-    overlap = torch.cuda.is_available() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    overlap = overlaps()
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap, bucket_size=BUCKET
     )
     ddp = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
     if overlap:
@@ -55,6 +74,11 @@ def with_optimizer(
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=True,
+        optimizer_cpu_offload=offload > 0,
+        optimizer_offload_fraction=offload,
+        overlap_cpu_optimizer_d2h_h2d=True,
+        # As megatron's own training demands: the offloaded optimiser keeps the FP32 weights itself, and reads `decoupled_grad`.
+        use_precision_aware_optimizer=offload > 0,
     )
     groups = get_standard_config_overrides(adam)
     if (

@@ -17,6 +17,7 @@ from megarl.batch import TrainSequence
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.traces import Trace, load_traces
 from megarl.errors import MegarlError
+from megarl.learner import microbatch_size
 from megarl.learner.losses import supervised_loss
 from megarl.learner.ranks import become_torchrun, is_rank
 from megarl.learner.trainer import Trainer
@@ -44,6 +45,7 @@ def main(recipe: Recipe) -> int:
     trainer = Trainer(
         recipe, init, optimizer=recipe.sft.optimizer, loss=supervised_loss(), temperature=1.0, steps=recipe.sft.steps
     )
+    microbatch_size.settle(trainer, recipe.sft.max_length, recipe.sft.batch_tokens, record=None)
     traces = load_traces(recipe.sft.data, load_tokenizer(init), recipe.sft.max_length, recipe.data.decontaminate)
     train(trainer, batches(traces, recipe.sft.batch_tokens, recipe.run.seed), recipe.sft.steps)
     hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(recipe.sft.output))

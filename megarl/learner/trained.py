@@ -23,6 +23,7 @@ from megarl.learner.microbatch import MicroBatch
 from megarl.learner.network import Head, Network
 from megarl.learner.nonfinite import NonFinite
 from megarl.learner.optimizer import with_optimizer
+from megarl.learner.out_of_memory import out_of_memory_named
 from megarl.models import Family
 from megarl.recipe import Optimizer, Recipe
 
@@ -36,19 +37,20 @@ class TrainedNetwork(Network):
 
     nonfinite: NonFinite
 
-    def __init__(self, chunks: list[GPTModel], family: Family, settings: Optimizer, recipe: Recipe) -> None:
+    def __init__(
+        self, chunks: list[GPTModel], family: Family, settings: Optimizer, recipe: Recipe, offload: float = 0.0
+    ) -> None:
         super().__init__(chunks, family, recipe)
         self.settings = settings
         self.expert_load = ExpertLoad(chunks, recipe.model.moe) if family.experts else None
-        self.ddp, self.optimizer = with_optimizer(chunks, settings, recipe)
+        self.ddp, self.optimizer = with_optimizer(chunks, settings, recipe, offload)
+        self._offload = offload
 
     def forward_backward(
         self, sequences: Sequence[TrainSequence], head: Head, loss: MicroLoss, names: Sequence[str]
     ) -> dict[str, float]:
         """Gradients of the loss into the chunks' buffers, reduced over ranks; its metrics, which are called `names`."""
-        for chunk in self.ddp:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.clear()
         steps = self.plan(sequences)
         if self.expert_load:
             self.expert_load.begin(sum(len(s) for s in sequences))
@@ -73,6 +75,25 @@ class TrainedNetwork(Network):
         balance = self.expert_load.metrics() if self.expert_load else {}
         return _reduced(sums, maxima, names) | sizes | balance
 
+    def clear(self) -> None:
+        """No gradients, and nothing of a pass that broke off."""
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        if self.replay:
+            self.replay.end()
+
+    def moments_to_come(self) -> Tensor:
+        """As much memory as AdamW will take on this rank's device at its first step, and none of it has been taken."""
+        numbers = sum(
+            parameter.numel()
+            for part in self.optimizer.chained_optimizers
+            if not part.is_stub_optimizer
+            for parameter in part.get_parameters()
+            if not part.optimizer.state.get(parameter)
+        )
+        return torch.empty(round(2 * numbers * (1 - self._offload)), dtype=torch.float32, device=self.device)
+
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """Of the gradients of the latest pass, of all ranks; they are ready for `update` then."""
@@ -86,8 +107,11 @@ class TrainedNetwork(Network):
             group["lr"] = lr
         parameters = self.optimizer.get_parameters()
         if parameters:
-            clip_grad_by_total_norm_fp32(parameters, self.settings.grad_clip, norm)
-        self.optimizer.step_with_ready_grads()
+            clip_grad_by_total_norm_fp32(
+                parameters, self.settings.grad_clip, norm, use_decoupled_grad=self._offload > 0
+            )
+        with out_of_memory_named(self.microbatch_tokens):
+            self.optimizer.step_with_ready_grads()
 
 
 def _reduced(sums: Tensor, maxima: Tensor, names: Sequence[str]) -> dict[str, float]:

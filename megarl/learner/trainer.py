@@ -27,7 +27,7 @@ from megarl.learner.critic import Critic
 from megarl.learner.losses import Loss, policy_loss
 from megarl.learner.losses.tokens import Tokens
 from megarl.learner.microbatch import MicroBatch
-from megarl.learner.network import loaded_chunks
+from megarl.learner.network import Network, loaded_chunks
 from megarl.learner.optimizer import learning_rate
 from megarl.learner.reference import Reference
 from megarl.learner.replay import Replay
@@ -63,7 +63,10 @@ class Trainer:
         self.steps = steps or recipe.run.steps
         self.loss = loss or policy_loss(recipe.loss, recipe.reference)
         self.temperature = temperature or recipe.sampling.temperature
-        self.policy = TrainedNetwork(*loaded_chunks(recipe, hf_dir), optimizer or recipe.learner.optimizer, recipe)
+        learner = recipe.learner
+        self.policy = TrainedNetwork(
+            *loaded_chunks(recipe, hf_dir), optimizer or learner.optimizer, recipe, learner.optimizer_offload
+        )
         self.policy.replay = Replay(self.policy.chunks) if recipe.model.moe.routing_replay else None
         self.critic = Critic(recipe, self.policy.family) if recipe.has_critic and not supervised else None
         self.reference = (
@@ -74,6 +77,17 @@ class Trainer:
         self.moments = NOTHING_SEEN
         self.skipped_steps = self.skipped_in_row = 0
         self.offenders: list[dict[str, Any]] = []
+
+    @property
+    def networks(self) -> list[Network]:
+        """All on this rank."""
+        others = [other.network for other in (self.critic, self.reference) if other is not None]
+        return [self.policy, *others]
+
+    @property
+    def passes(self) -> list[Callable[[Sequence[TrainSequence]], dict[str, float]]]:
+        """Forward and backward of each network that learns."""
+        return [self.forward_backward, *([self.critic.forward_backward] if self.critic else [])]
 
     def sequences(self, batch: Batch) -> list[TrainSequence]:
         """What the loss sees of the batch, with advantages unless a critic is to say. Once a step: running statistics take the

@@ -22,10 +22,21 @@ from megarl.recipe.combinations import impossible_for
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def build(model: Model, hf_dir: Path, transformer_engine: bool | None = None) -> list[GPTModel]:
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    # The feed-forward half of each layer, with or without experts. Attention, which flash kernels keep little of, is not.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""By `learner.recompute`: what is computed again in the backward pass instead of kept, as megatron-core has it."""
+
+
+def build(
+    model: Model, hf_dir: Path, transformer_engine: bool | None = None, recompute: str = "none"
+) -> list[GPTModel]:
     """The chunks of this rank, first pipeline stage first; `chunk.config` is their common TransformerConfig.
 
-    transformer_engine: whose layers; None: Transformer Engine's where it can run.
+    transformer_engine: whose layers; None: Transformer Engine's where it can run. recompute: of RECOMPUTE.
 
     After megarl.models.parallel.start with the same `model`. The embedding and the head have rows beyond the vocabulary if it
     does not divide by TP: family.vocabulary says where padding starts.
@@ -34,17 +45,18 @@ def build(model: Model, hf_dir: Path, transformer_engine: bool | None = None) ->
     if transformer_engine is None:
         transformer_engine = HAVE_TE and torch.cuda.is_available()
     fp8.check(model, transformer_engine)
-    config = transformer_config(model, family, transformer_engine)
+    config = transformer_config(model, family, transformer_engine, recompute)
     stages = range(model.virtual_pipeline_parallel) if model.virtual_pipeline_parallel > 1 else [None]
     return [_chunk(model, family, config, transformer_engine, stage) for stage in stages]
 
 
-def transformer_config(model: Model, family: Family, fused: bool) -> TransformerConfig:
+def transformer_config(model: Model, family: Family, fused: bool, recompute: str = "none") -> TransformerConfig:
     """`fused`: use the kernels that need a GPU and Transformer Engine."""
     _check_layout(model, family)
     return TransformerConfig(
         **family.architecture,
         **(_expert_settings(model, fused) if family.experts else {}),
+        **RECOMPUTE[recompute],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=DTYPES[model.dtype],

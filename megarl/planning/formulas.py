@@ -7,9 +7,10 @@
 [Inf]  Pope et al., Efficiently Scaling Transformer Inference, arXiv 2211.05102
 [Roof] Williams et al., Roofline, Communications of the ACM 52(4), 2009
 
-Activations are those of what megarl runs: no recomputation, flash attention, no dropout, gated MLPs, RMS norms, bf16.
+Activations are those of what megarl runs: flash attention, no dropout, gated MLPs, RMS norms, bf16.
 """
 
+from megarl.packing import Cost
 from megarl.planning.shapes import Shape
 
 BF16, FP32 = 2, 4
@@ -18,14 +19,15 @@ BF16, FP32 = 2, 4
 # Memory of the learner.
 
 
-def state_bytes(parameters: float, bf16: bool, shards: int) -> float:
+def state_bytes(parameters: float, bf16: bool, shards: int, kept: float = 1.0) -> float:
     """Weights, gradients and AdamW of so many parameters on a rank, the optimiser's part divided among `shards` ranks.
 
     [ZeRO], stage 1. bf16: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / shards. fp32: 4 + 4 + 8 / shards.
+    kept: share of the optimiser's part that is not in the host's memory.
     """
     if bf16:
-        return parameters * (BF16 + FP32 + 3 * FP32 / shards)
-    return parameters * (2 * FP32 + 2 * FP32 / shards)
+        return parameters * (BF16 + FP32 + 3 * FP32 / shards * kept)
+    return parameters * (2 * FP32 + 2 * FP32 / shards * kept)
 
 
 def replicated_activation_bytes(shape: Shape, width: int) -> float:
@@ -35,6 +37,11 @@ def replicated_activation_bytes(shape: Shape, width: int) -> float:
     (here the norms' outputs) and 2 dropout masks, of which there are none. width: bytes of an activation.
     """
     return 4 * shape.hidden * width
+
+
+def layer_input_bytes(shape: Shape, width: int) -> float:
+    """A token's, of a layer that is computed again whole: what goes into it. Divided as the one above. [AR] section 5."""
+    return shape.hidden * width
 
 
 def attention_activation_bytes(shape: Shape, width: int) -> float:
@@ -119,24 +126,49 @@ HEAD_BACKWARD = 4
 of bf16 numbers summed in FP32, on both sides, so they cost what bf16 ones do."""
 
 
+def forward_again(recompute: str, shape: Shape) -> float:
+    """Of a token's forward pass through the layers' matrices, what the backward pass computes again, in FLOP. [AR] section 5.
+
+    recompute: as in the recipe; selective are MLPs and experts (megarl/models/build.py).
+    """
+    attention = 2 * shape.layers * shape.attention_parameters
+    return {"none": 0.0, "selective": layer_flop(shape) - attention, "full": layer_flop(shape)}[recompute]
+
+
+def sequence_cost(shape: Shape) -> Cost:
+    """What the learner takes a sequence to cost (megarl/learner/cost.py), in FLOP."""
+    pair = BACKWARD * 4 * shape.query
+    return Cost(
+        token=BACKWARD * layer_flop(shape) + HEAD_BACKWARD * head_flop(shape),
+        pair=pair * (shape.layers - shape.local_layers),
+        local_pair=pair * shape.local_layers,
+        chunk=shape.attention_chunk or 1,
+    )
+
+
 def bubble(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
     """Time of a step's pipeline in times of its micro-batches: 1 + (p - 1) / (m v). [PP] 2.2."""
     return 1 + (pipeline_parallel - 1) / (microbatches * virtual)
 
 
-def tensor_parallel_bytes(tokens: float, shape: Shape, ranks: int, sequence_parallel: bool) -> float:
+def tensor_parallel_bytes(
+    tokens: float, shape: Shape, ranks: int, sequence_parallel: bool, recompute: str = "none"
+) -> float:
     """Over a rank's link for the tensor parallelism of one layer, forward and backward. [AR] 4.2.2.
 
     Sequence parallelism: four gathers and four scatters of [tokens, hidden], and two gathers again for weight gradients.
-    Without it: four all-reduces, each a gather and a scatter.
+    Without it: four all-reduces, each a gather and a scatter. What is computed again is exchanged again: two of each, or one.
     """
-    passes = 10 if sequence_parallel else 8
+    passes = (10 if sequence_parallel else 8) + {"none": 0, "selective": 2, "full": 4}[recompute]
     return passes * BF16 * tokens * shape.hidden * (ranks - 1) / ranks
 
 
-def expert_parallel_bytes(tokens: float, shape: Shape, ranks: int) -> float:
-    """Over a rank's link for one layer's experts: to them and back, forward and backward. GShard, arXiv 2006.16668."""
-    return 4 * BF16 * tokens * shape.experts_per_token * shape.hidden * (ranks - 1) / ranks
+def expert_parallel_bytes(tokens: float, shape: Shape, ranks: int, recompute: str = "none") -> float:
+    """Over a rank's link for one layer's experts: to them and back, forward, backward and in a forward pass that is run again.
+    GShard, arXiv 2006.16668."""
+    return (
+        (4 if recompute == "none" else 6) * BF16 * tokens * shape.experts_per_token * shape.hidden * (ranks - 1) / ranks
+    )
 
 
 def data_parallel_bytes(parameters: float, bf16: bool, ranks: int) -> float:
@@ -147,6 +179,11 @@ def data_parallel_bytes(parameters: float, bf16: bool, ranks: int) -> float:
 def optimizer_bytes(parameters: float) -> float:
     """In and out of memory for AdamW on so many parameters: gradient, and three values read and written; the weight."""
     return (FP32 + 6 * FP32 + BF16) * parameters
+
+
+def offload_bytes(parameters: float) -> float:
+    """Either way over a GPU's link to its host, for AdamW there: FP32 gradients to it, FP32 weights back."""
+    return FP32 * parameters
 
 
 def experts_met(experts: int, chosen: int, tokens: float) -> float:

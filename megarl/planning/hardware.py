@@ -22,6 +22,7 @@ class Gpu:
     nvlink: float
     nvlink_gpus: int
     network: float
+    host: float
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Assumed:
     control_seconds: float
     probe_seconds: float
     call_seconds: float
+    host_gb_s: float
     reserved_gb: float
     fragmentation: float
     static_share: float
@@ -59,6 +61,7 @@ def _table() -> tuple[dict[str, Gpu], Assumed]:
             nvlink=row["nvlink_gb_s"] * GB,
             nvlink_gpus=row["nvlink_gpus"],
             network=row["network_gb_s"] * GB,
+            host=row["host_gb_s"] * GB,
         )
         for name, row in tree["gpus"].items()
     }

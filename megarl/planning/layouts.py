@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from megarl.planning import memory, speed
+from megarl.packing import sizes_to_try
+from megarl.planning import formulas, memory, speed
 from megarl.planning.hardware import GB, Assumed, Gpu
 from megarl.planning.memory import LearnerMemory, ServerMemory
 from megarl.planning.shapes import Shape
@@ -179,12 +180,30 @@ def _learner(problem: Problem, recipe: Recipe) -> LearnerChoice | str:
         return f"{broken.split(':')[0]}: {_RULES.get(broken.split(':')[0], 'breaks a rule of the recipe')}"
     if model.tensor_parallel * model.context_parallel > problem.gpu.nvlink_gpus:
         return f"TP x CP is beyond the {problem.gpu.nvlink_gpus} GPUs of one NVLink domain"
-    packed = _packed(problem.work, recipe.learner.microbatch_tokens, recipe.data_parallel)
+    recipe = _with_microbatch_tokens(problem, recipe)
+    packed = _packed(
+        problem.work, problem.shape, recipe.learner.microbatch_tokens, recipe.data_parallel, model.pipeline_parallel > 1
+    )
     need = memory.learner(recipe, problem.shape, packed.largest, packed.microbatches)
     if need.total > problem.assumed.usable(problem.gpu):
         return f"learner: does not fit {problem.assumed.usable(problem.gpu) / GB:.0f} GB a GPU; {_largest_part(need)} is most"
     seconds = speed.train_seconds(recipe, problem.shape, packed, problem.gpu, problem.assumed)
     return LearnerChoice(recipe, need, packed, seconds)
+
+
+def _with_microbatch_tokens(problem: Problem, recipe: Recipe) -> Recipe:
+    """For `auto`, the size that the learner would find (megarl/learner/microbatch_size.py), by the estimate of memory."""
+    if recipe.learner.microbatch_tokens != "auto":
+        return recipe
+    longest, stages = recipe.length.context_tokens, recipe.model.pipeline_parallel
+    share = recipe.data_parallel * (4 * stages if stages > 1 else 1)
+    sizes = [
+        size for size in sizes_to_try(longest, longest * problem.work.rollouts // share) if size >= longest
+    ]  # less than the longest sequence is none
+    room = problem.assumed.usable(problem.gpu)
+    fitting = [n for n in sizes if memory.learner(recipe, problem.shape, n, 2 * stages).total <= room]
+    learner = recipe.learner.model_copy(update={"microbatch_tokens": max(fitting, default=longest)})
+    return recipe.model_copy(update={"learner": learner})
 
 
 _RULES = {
@@ -203,12 +222,13 @@ def _largest_part(need: LearnerMemory) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _packed(work: Workload, microbatch_tokens: int, data_parallel: int) -> Packing:
+def _packed(work: Workload, shape: Shape, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
     """Of the step's sequences; of very many, from what a share of them needs on a share of the ranks."""
     count = len(work.trained)
     ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
     taken = min(count * ranks // data_parallel, MOST_PACKED)
-    packed = speed.packing(work.trained[:taken].tolist(), microbatch_tokens, ranks)
+    lengths, cost = work.trained[:taken].tolist(), formulas.sequence_cost(shape)
+    packed = speed.packing(lengths, microbatch_tokens, ranks, cost, one_size)
     more = (count / data_parallel) / (taken / ranks)
     return replace(packed, microbatches=round(packed.microbatches * more), rank_tokens=round(packed.rank_tokens * more))
 

@@ -49,18 +49,19 @@ def learner(recipe: Recipe, shape: Shape, microbatch_tokens: float, microbatches
     tokens = microbatch_tokens / model.context_parallel
     held = formulas.in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
     layers = _stage_activations(recipe, shape, width) * tokens
+    again = _recomputed_activations(recipe, shape, width) * tokens
     head = formulas.head_bytes(tokens, shape.vocabulary, shape.hidden, model.tensor_parallel, width)
     ends = shape.embedding_parameters / model.tensor_parallel
     publication = 2.0 * recipe.weights.bucket_mb * 2**20
     first = LearnerMemory(
         _state(recipe, shape, ends + (shape.head_parameters / model.tensor_parallel if last else 0)),
-        layers * held,
+        layers * held + again,
         head if last else 0.0,
         publication,
     )
     if last:
         return first
-    end = LearnerMemory(_state(recipe, shape, ends), layers, head, publication)
+    end = LearnerMemory(_state(recipe, shape, ends), layers + again, head, publication)
     return max(first, end, key=lambda m: m.total)
 
 
@@ -69,26 +70,46 @@ def _state(recipe: Recipe, shape: Shape, ends: float) -> float:
     model, ranks = recipe.model, recipe.resources.learner_ranks
     dense = shape.dense_parameters / (model.tensor_parallel * model.pipeline_parallel) + ends
     experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
-    bf16 = model.dtype == "bf16"
+    bf16, kept = model.dtype == "bf16", 1 - recipe.learner.optimizer_offload
     return formulas.state_bytes(
-        dense, bf16, ranks // (model.tensor_parallel * model.pipeline_parallel)
-    ) + formulas.state_bytes(shape.routed_parameters / experts, bf16, ranks // experts)
+        dense, bf16, ranks // (model.tensor_parallel * model.pipeline_parallel), kept
+    ) + formulas.state_bytes(shape.routed_parameters / experts, bf16, ranks // experts, kept)
 
 
 def _stage_activations(recipe: Recipe, shape: Shape, width: int) -> float:
-    """A token's, of all layers of one stage, on one rank."""
+    """What a token keeps of all layers of one stage, on one rank, until its backward pass."""
+    model = recipe.model
+    if recipe.learner.recompute == "full":
+        shards = model.tensor_parallel if model.sequence_parallel else 1
+        return shape.layers * formulas.layer_input_bytes(shape, width) / shards / model.pipeline_parallel
+    attention, dense, sparse = _layer_activations(recipe, shape, width)
+    if recipe.learner.recompute == "selective":
+        dense = sparse = 0.0
+    whole = shape.layers * attention + (shape.layers - shape.moe_layers) * dense + shape.moe_layers * sparse
+    return whole / model.pipeline_parallel
+
+
+def _recomputed_activations(recipe: Recipe, shape: Shape, width: int) -> float:
+    """What a token has of the one layer that is being computed again."""
+    if recipe.learner.recompute == "none":
+        return 0.0
+    attention, dense, sparse = _layer_activations(recipe, shape, width)
+    largest = max(dense if shape.moe_layers < shape.layers else 0.0, sparse if shape.moe_layers else 0.0)
+    return largest + (attention if recipe.learner.recompute == "full" else 0.0)
+
+
+def _layer_activations(recipe: Recipe, shape: Shape, width: int) -> tuple[float, float, float]:
+    """A token's, of one layer, on one rank: of norms and attention, of a dense MLP, of experts."""
     model = recipe.model
     shards = model.tensor_parallel if model.sequence_parallel else 1
-    every = (
+    attention = (
         formulas.replicated_activation_bytes(shape, width) / shards
         + formulas.attention_activation_bytes(shape, width) / model.tensor_parallel
     )
     dense = formulas.mlp_activation_bytes(shape.feed_forward, width) / model.tensor_parallel
     shared = formulas.mlp_activation_bytes(shape.shared_feed_forward, width) / model.tensor_parallel
     routed = formulas.routed_activation_bytes(shape, model.expert_tensor_parallel, width) / shards
-    sparse = shape.moe_layers
-    whole = shape.layers * every + (shape.layers - sparse) * dense + sparse * (shared + routed)
-    return whole / model.pipeline_parallel
+    return attention, dense, shared + routed
 
 
 def server(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed) -> ServerMemory:

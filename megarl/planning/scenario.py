@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megarl.planning import speed
+from megarl.planning import formulas, speed
 from megarl.planning.layouts import Plan, Problem
 from megarl.planning.simulate import Costs, Scenario, Step, Summary, simulate, summary
 from megarl.planning.workload import LogNormal, workload
@@ -25,9 +25,12 @@ class Result:
 def costs(problem: Problem, plan: Plan) -> Costs:
     """Of this plan."""
     recipe = plan.recipe
+    microbatch_tokens = recipe.learner.microbatch_tokens
+    assert microbatch_tokens != "auto"  # a plan says how many
+    cost, one_size = formulas.sequence_cost(problem.shape), recipe.model.pipeline_parallel > 1
 
     def train_seconds(lengths: Sequence[int]) -> float:
-        packed = speed.packing(lengths, recipe.learner.microbatch_tokens, recipe.data_parallel)
+        packed = speed.packing(lengths, microbatch_tokens, recipe.data_parallel, cost, one_size)
         return speed.train_seconds(recipe, problem.shape, packed, problem.gpu, problem.assumed)
 
     limit = min(recipe.serving.max_running_requests, plan.server.kv_tokens / problem.work.live_context)

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
-from megarl.packing import pack
+from megarl.packing import Cost, pack
 from megarl.planning import formulas
 from megarl.planning.formulas import BF16, FP32
-from megarl.planning.hardware import Assumed, Gpu
+from megarl.planning.hardware import GB, Assumed, Gpu
 from megarl.planning.shapes import Shape
 from megarl.recipe import Recipe
 
@@ -19,8 +17,8 @@ CONTROL_CALLS = 5
 
 @dataclass(frozen=True)
 class Packing:
-    """How a step's sequences fall into micro-batches: micro-batches of a data-parallel rank, tokens of the fullest one,
-    tokens of the rank that has most, and the mean number of positions a token looks back on."""
+    """How a step's sequences fall into micro-batches: micro-batches of a data-parallel rank, tokens of the fullest one, and of
+    the rank that has most to do its tokens and the mean number of positions that one of them looks back on."""
 
     microbatches: int
     largest: int
@@ -28,16 +26,18 @@ class Packing:
     positions: float
 
 
-def packing(lengths: Sequence[int], microbatch_tokens: int, data_parallel: int) -> Packing:
+def packing(
+    lengths: Sequence[int], microbatch_tokens: int, data_parallel: int, cost: Cost, one_size: bool = False
+) -> Packing:
     """By megarl's own packing, of these sequence lengths."""
-    members = pack(lengths, microbatch_tokens, data_parallel)
-    loads = [[sum(lengths[i] for i in microbatch) for microbatch in rank] for rank in members]
-    squares = np.square(np.asarray(lengths, np.float64)).sum()
+    members = pack(lengths, microbatch_tokens, data_parallel, cost, one_size)
+    ranks = [[lengths[i] for microbatch in rank for i in microbatch] for rank in members]
+    busiest = max(ranks, key=lambda rank: sum(cost.of(n) for n in rank))
     return Packing(
         microbatches=len(members[0]),
-        largest=max(load for rank in loads for load in rank),
-        rank_tokens=max(sum(rank) for rank in loads),
-        positions=float(squares / (2 * sum(lengths))),
+        largest=max(sum(lengths[i] for i in microbatch) for rank in members for microbatch in rank),
+        rank_tokens=sum(busiest),
+        positions=sum(n**2 for n in busiest) / (2 * sum(busiest)),
     )
 
 
@@ -47,7 +47,9 @@ def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assum
     stages, microbatches = model.pipeline_parallel, packed.microbatches
     # Stages pass on micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
     tokens = (packed.rank_tokens if stages == 1 else packed.largest * microbatches) / model.context_parallel
-    layers = formulas.BACKWARD * (formulas.layer_flop(shape) + formulas.attention_flop(shape, packed.positions))
+    attention, recompute = formulas.attention_flop(shape, packed.positions), recipe.learner.recompute
+    layers = formulas.BACKWARD * (formulas.layer_flop(shape) + attention) + formulas.forward_again(recompute, shape)
+    layers += attention if recompute == "full" else 0.0
     head = formulas.HEAD_BACKWARD * formulas.head_flop(shape)
     per_token = (layers / stages + head) / model.tensor_parallel / (gpu.bf16 * assumed.training_efficiency)
     links = _layer_link_seconds(recipe, shape, tokens, gpu, assumed) / stages
@@ -58,14 +60,14 @@ def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assum
 
 def _layer_link_seconds(recipe: Recipe, shape: Shape, tokens: float, gpu: Gpu, assumed: Assumed) -> float:
     """Communication of tensor and expert parallelism within all layers, as if none of it were hidden."""
-    model = recipe.model
+    model, again = recipe.model, recipe.learner.recompute
     seconds = 0.0
     if model.tensor_parallel > 1:
-        size = formulas.tensor_parallel_bytes(tokens, shape, model.tensor_parallel, model.sequence_parallel)
+        size = formulas.tensor_parallel_bytes(tokens, shape, model.tensor_parallel, model.sequence_parallel, again)
         seconds += shape.layers * size / (gpu.nvlink * assumed.network_efficiency)
     if model.expert_parallel > 1:
         local = tokens / (model.tensor_parallel if model.sequence_parallel else 1)
-        size = formulas.expert_parallel_bytes(local, shape, model.expert_parallel)
+        size = formulas.expert_parallel_bytes(local, shape, model.expert_parallel, again)
         rate = gpu.nvlink if model.expert_parallel <= gpu.nvlink_gpus else gpu.network
         seconds += shape.moe_layers * size / (rate * assumed.network_efficiency)
     return seconds
@@ -77,12 +79,16 @@ def _update_seconds(recipe: Recipe, shape: Shape, ranks: int, gpu: Gpu, assumed:
     dense_shards = model.tensor_parallel * model.pipeline_parallel
     expert_shards = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
     rate = (gpu.nvlink if ranks <= gpu.nvlink_gpus else gpu.network) * assumed.network_efficiency
-    seconds = 0.0
+    seconds, offload = 0.0, recipe.learner.optimizer_offload
     dense = shape.parameters - shape.routed_parameters
     for parameters, shards in ((dense, dense_shards), (shape.routed_parameters, expert_shards)):
         local, copies = parameters / shards, ranks // shards
         seconds += formulas.data_parallel_bytes(local, bf16, copies) / rate
-        seconds += formulas.optimizer_bytes(local / copies) / (gpu.memory_rate * assumed.bandwidth_efficiency)
+        mine = local / copies
+        here = (1 - offload) * formulas.optimizer_bytes(mine) / (gpu.memory_rate * assumed.bandwidth_efficiency)
+        moved = 2 * formulas.offload_bytes(offload * mine) / (gpu.host * assumed.network_efficiency)
+        there = moved + formulas.optimizer_bytes(offload * mine) / (assumed.host_gb_s * GB)
+        seconds += max(here, there)
     return seconds
 
 

@@ -105,6 +105,11 @@ def impossible(r: Recipe) -> list[str]:
                 f"{section}.optimizer.warmup_steps: {optimizer.warmup_steps} of {whose}.steps={steps} leave none for "
                 f"the schedule {optimizer.schedule}; shorten the warm-up"
             )
+    if r.learner.optimizer_offload and m.dtype != "bf16":
+        found.append(
+            "learner.optimizer_offload: megatron-core cannot load the offloaded optimiser of FP32 weights from a checkpoint; "
+            "set model.dtype=bf16, or 0 here"
+        )
     if not r.learner.packing and r.model.context_parallel > 1:
         found.append("learner.packing: context parallelism needs packed sequences")
     return found

@@ -367,8 +367,18 @@ class Optimizer(Section):
 
 
 class Learner(Section):
-    microbatch_tokens: int = Field(16_384, ge=1, description="tokens of a packed micro-batch on a data-parallel rank")
+    microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        16_384,
+        description="tokens of a packed micro-batch on a data-parallel rank; auto: as many as a GPU holds, by trying",
+    )
     packing: bool = True
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="what the backward pass computes again instead of keeping it: nothing, MLPs and experts, whole layers",
+    )
+    optimizer_offload: float = Field(
+        0.0, ge=0, le=1, description="share of the policy's AdamW that lies in the host's memory; its cores update it"
+    )
     epochs: int = Field(1, ge=1, description="updates by each batch, one after the other in its step; ScaleRL has one")
     optimizer: Optimizer = Optimizer()
 

@@ -98,7 +98,7 @@ def check_all(recipe: Recipe) -> None:
     launcher = chosen(recipe, rundir)
     if isinstance(launcher, LocalLauncher):
         placed = place(recipe, launcher.survey(0))
-        check_ports(recipe, placed)
+        check_placed(recipe, placed)
 
 
 def check_sft(recipe: Recipe) -> None:
@@ -115,8 +115,20 @@ def check_sft(recipe: Recipe) -> None:
         raise MegarlError("sft.output: say where the trained model is to be written")
 
 
-def check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
-    """Ports of this machine's servers that the recipe fixes can be listened on; on other nodes the servers say it."""
+def check_placed(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
+    """What the learner does to save a GPU's memory, it has GPUs for; ports that the recipe fixes are free."""
+    if not placed[Role("learner")].gpus:
+        if recipe.learner.microbatch_tokens == "auto":
+            raise MegarlError(
+                "learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number"
+            )
+        if recipe.learner.optimizer_offload:
+            raise MegarlError("learner.optimizer_offload: takes AdamW off a GPU, and there is none here; set it to 0")
+    _check_ports(recipe, placed)
+
+
+def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
+    """Of this machine's servers; on other nodes the servers say it."""
     if recipe.serving.port is None:
         return
     name = placed[Role("controller")].nodes[0].name

@@ -52,7 +52,7 @@ def main(recipe: Recipe) -> int:
         launcher = chosen(recipe, rundir)
         nodes = launcher.survey(PORTS_A_ROLE * (2 + recipe.resources.servers))
         placed = place(recipe, nodes)
-        checks.check_ports(recipe, placed)
+        checks.check_placed(recipe, placed)
         endpoints = prepare(recipe, rundir, placed)
         adopt_orphans()
         console = Console()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from megarl import recipe as recipes
 from megarl.batch import TrainSequence, training_sequences
-from megarl.learner.microbatch import plan
 from megarl.learner.trainer import Trainer
 from megarl.models import parallel
 from megarl.recipe import Recipe
@@ -100,7 +99,7 @@ def check_own(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> No
 
     trainer.policy.replay.end = remember_and_end  # type: ignore[method-assign]
     assert same(step(trainer, free), without), "a router that was told nothing does not choose by itself"
-    members = plan([len(s) for s in free], recipe.learner.microbatch_tokens, trainer.policy.layout).members[0]
+    members = trainer.policy.plan(free).members[0]
     own: dict[int, Any] = {}
     for micro, of_micro in enumerate(members):
         table = torch.stack([layer[micro] for layer in chosen], 1).numpy().astype("uint8")

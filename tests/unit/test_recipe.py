@@ -117,6 +117,10 @@ def stage(until_step: int, *thinking_tokens: int) -> Tree:
 
 IMPOSSIBLE = [
     ({"batch": {"centring": "none", "advantage": "group"}}, "batch.advantage: a group without variance"),
+    (
+        {"model": {"dtype": "fp32"}, "learner": {"optimizer_offload": 0.5}},
+        "learner.optimizer_offload: megatron-core cannot load",
+    ),
     ({"reference": {"where": "loss"}}, "reference.estimator: the gradient of k1 in the loss is 0 on average"),
     ({"batch": {"centring": "critic"}}, "batch.zero_variance: with a critic a group of one reward has a gradient"),
     (

@@ -96,3 +96,33 @@ def test_the_shipped_recipes_fit_their_papers_gpus() -> None:
     room = assumed().usable(gpu_named("gb200"))
     assert memory.learner(recipe(), EIGHT, 16384, 8).total < room
     assert memory.learner(recipe("scalerl-17bx16"), SCOUT, 16384, 8).total < room
+
+
+def test_recomputation_keeps_the_inputs_of_layers_and_one_layer_at_a_time() -> None:
+    """arXiv 2205.05198, section 5: 2 sbh a layer in bf16. Selective: no MLP, whose 3 x 14336 are most of a layer."""
+    alone = {"model__tensor_parallel": 1, "model__sequence_parallel": False}
+    none, selective, full = (
+        memory.learner(recipe(**alone, learner__recompute=what), EIGHT, 1000, 8).activations
+        for what in ("none", "selective", "full")
+    )
+    layer = none / 32
+    assert full == pytest.approx(1000 * 32 * 2 * 4096 + layer)
+    mlp = 1000 * 3 * 14336 * 2
+    assert selective == pytest.approx(none - 31 * mlp)
+
+
+def test_a_pipeline_holds_what_it_keeps_of_all_its_micro_batches_and_computes_one_again() -> None:
+    """TP 1, PP 4: the first stage has four micro-batches of a quarter of the layers, and one layer of one."""
+    one = {"model__tensor_parallel": 1, "model__sequence_parallel": False, "learner__recompute": "full"}
+    alone, four = (
+        memory.learner(recipe(**one, model__pipeline_parallel=stages), EIGHT, 16384, 8).activations for stages in (1, 4)
+    )
+    assert four == alone
+
+
+def test_an_offloaded_optimiser_takes_12_bytes_a_parameter_off_the_ranks_that_share_it() -> None:
+    here, half, there = (
+        memory.learner(recipe(learner__optimizer_offload=x), EIGHT, 1000, 8).state for x in (0.0, 0.5, 1.0)
+    )
+    assert here - there == pytest.approx(12 * EIGHT.parameters / 16, rel=1e-6)  # TP 4 x DP 4
+    assert half == pytest.approx((here + there) / 2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl import cli
-from megarl.planning import scenario, shapes, speed
+from megarl.planning import formulas, scenario, shapes, speed
 from megarl.planning.hardware import Assumed, assumed, gpu_named
 from megarl.planning.layouts import Plan, Problem, as_written, search
 from megarl.planning.speed import Decoder
@@ -160,13 +160,55 @@ def test_training_time_is_flop_over_rate_where_nothing_is_communicated() -> None
     """One rank: 6 x parameters (no embedding; the head's 8) x tokens, and attention, at half of the peak; then AdamW."""
     layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
     recipe, shape, gpu = load("scalerl-8b", layout), shapes.read("llama-3.1-8b"), gpu_named("h100")
-    packed = speed.packing([1000] * 160, 16384, 1)
+    packed = speed.packing([1000] * 160, 16384, 1, formulas.sequence_cost(shape))
     found = speed.train_seconds(recipe, shape, packed, gpu, assumed())
     tokens = 160_000
     matrices = (6 * (shape.parameters - shape.embedding_parameters) + 2 * shape.embedding_parameters) * tokens
     attention = 3 * 4 * 32 * 4096 * 500 * tokens
     update = 30 * shape.parameters / (3350e9 * 0.75)
     assert found == pytest.approx((matrices + attention) / (989e12 * 0.5) + update, rel=0.01)
+
+
+def test_recomputation_is_a_further_forward_pass_of_the_layers() -> None:
+    """A third more of them and nothing of the head; selective: without attention."""
+    layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
+    shape, gpu = shapes.read("llama-3.1-8b"), gpu_named("h100")
+    packed = speed.packing([1000] * 160, 16384, 1, formulas.sequence_cost(shape))
+    none, selective, full = (
+        speed.train_seconds(load("scalerl-8b", [*layout, f"learner.recompute={what}"]), shape, packed, gpu, assumed())
+        for what in ("none", "selective", "full")
+    )
+    forward = 160_000 * (2 * shape.body_parameters + 4 * 32 * 4096 * 500)
+    attention = 160_000 * (2 * shape.layers * shape.attention_parameters + 4 * 32 * 4096 * 500)
+    assert full - none == pytest.approx(forward / (989e12 * 0.5))
+    assert full - selective == pytest.approx(attention / (989e12 * 0.5))
+
+
+def test_an_offloaded_optimiser_is_as_slow_as_the_host() -> None:
+    """8B parameters on one rank: 4 bytes each way over PCIe, 30 through the host's memory."""
+    layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
+    shape, gpu = shapes.read("llama-3.1-8b"), gpu_named("h100")
+    packed = speed.packing([1000], 16384, 1, formulas.sequence_cost(shape))
+    here, there = (
+        speed.train_seconds(
+            load("scalerl-8b", [*layout, f"learner.optimizer_offload={x}"]), shape, packed, gpu, assumed()
+        )
+        for x in (0.0, 1.0)
+    )
+    expected = shape.parameters * (8 / (64e9 * 0.8) + 30 / 40e9 - 30 / (3350e9 * 0.75))
+    assert there - here == pytest.approx(expected)
+
+
+def test_auto_plans_with_the_largest_micro_batch_that_fits() -> None:
+    """Not less than the longest sequence; more where recomputation leaves room."""
+    plain = written(problem("scalerl-8b", "llama-3.1-8b", "gb200", 80, 8000, "learner.microbatch_tokens=auto"))
+    keys = ("learner.microbatch_tokens=auto", "learner.recompute=full")
+    less = written(problem("scalerl-8b", "llama-3.1-8b", "gb200", 80, 8000, *keys))
+    longest = plain.recipe.length.context_tokens
+    assert longest <= plain.recipe.learner.microbatch_tokens < less.recipe.learner.microbatch_tokens
+    room = assumed().usable(gpu_named("gb200"))
+    assert plain.learner.total <= room
+    assert less.learner.total <= room
 
 
 def test_estimate_and_simulation_agree() -> None:

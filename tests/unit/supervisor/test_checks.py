@@ -103,6 +103,13 @@ def test_port_in_use(tree: Tree) -> None:
             checks.check_all(changed(tree, serving={"port": port}))
 
 
+@pytest.mark.parametrize(("key", "value"), [("microbatch_tokens", "auto"), ("optimizer_offload", 0.5)])
+def test_what_saves_a_gpus_memory_needs_one(tree: Tree, key: str, value: Any) -> None:
+    model = {"dtype": "bf16"} if key == "optimizer_offload" else {}
+    with pytest.raises(MegarlError, match=rf"learner\.{key}: .* there is none here"):
+        checks.check_all(changed(tree, learner={key: value}, model=model))
+
+
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.gpus() == ()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
