@@ -91,6 +91,8 @@ class RunDir:
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
         self.picture = path / "reward.png"
+        self.trace = path / "trace"
+        self.profile = path / "profile"
         self.weights = path / "weights"
         self.evaluations = path / "evaluations"
 

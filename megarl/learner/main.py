@@ -26,6 +26,7 @@ from megarl.learner.trainer import Trainer
 from megarl.messages import Next, Publish, Refused, Reply, Request, Stop, Stopped, Train
 from megarl.models import parallel
 from megarl.monitor.metrics import MetricsWriter
+from megarl.monitor.spans import Spans
 from megarl.monitor.warnings import flags
 from megarl.process import NODE, die_with_parent, log_to, start_logging
 from megarl.recipe import Recipe
@@ -93,7 +94,9 @@ class Learner:
         if recipe.run.resume == "auto":
             self.checkpoints.load_latest()
         self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
-        self.clock = StepClock()
+        self.spans = Spans(rundir.trace / "learner.jsonl" if self.leader else None)
+        self.clock = StepClock(self.spans)
+        self.trainer.within = self.clock.within
         self.metrics = MetricsWriter(rundir) if self.leader else None
         log.info("learner %s ready at step %d", self.incarnation, self.trainer.step)
 
@@ -123,10 +126,11 @@ class Learner:
             self.metrics.close()
         if self.link is not None:
             self.link.close()
+        self.spans.flush()
 
     def _next(self) -> Reply:
         step = self.trainer.step
-        with self.clock.spent("wait"):
+        with self.clock.spent("wait", step):
             return self._ask(Next(incarnation=self.incarnation, step=step, version=step))
 
     def _ask(self, request: Request | None) -> Reply:
@@ -147,12 +151,12 @@ class Learner:
         step = trainer.step
         if command.batch.step != step:
             raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
-        with self.clock.spent("train"):
+        with self.clock.spent("train", step):
             metrics = trainer.train_step(trainer.sequences(command.batch))
-        with self.clock.spent("checkpoint"):
+        with self.clock.spent("checkpoint", step):
             if self.trainer.step % self.recipe.checkpoint.every == 0:
                 self.checkpoints.save()
-        seconds = self.clock.next_step()
+        seconds = self.clock.next_step(step)
         if self.metrics is None:
             return
         for rollout in self.trainer.offenders:
@@ -193,7 +197,7 @@ class Learner:
             raise MegarlError(
                 f"the controller asked for version {command.version}; the weights are {self.trainer.step}"
             )
-        with self.clock.spent("publish"):
+        with self.clock.spent("publish", command.version):
             result = self.publisher.publish(command, self.incarnation, self.trainer.logprobs)
             reply = self._ask(result)
         if result is not None:
