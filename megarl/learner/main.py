@@ -26,6 +26,7 @@ from megarl.learner.trainer import Trainer
 from megarl.messages import Next, Publish, Refused, Reply, Request, Stop, Stopped, Train
 from megarl.models import parallel
 from megarl.monitor.metrics import MetricsWriter
+from megarl.monitor.profiler import Profiler
 from megarl.monitor.spans import Spans
 from megarl.monitor.warnings import flags
 from megarl.process import NODE, die_with_parent, log_to, start_logging
@@ -97,11 +98,13 @@ class Learner:
         self.spans = Spans(rundir.trace / "learner.jsonl" if self.leader else None)
         self.clock = StepClock(self.spans)
         self.trainer.within = self.clock.within
-        self.metrics = MetricsWriter(rundir) if self.leader else None
+        self.profiler = Profiler(recipe.monitor.profile, rundir.profile, dist.get_rank())
+        self.metrics = MetricsWriter(recipe, rundir, endpoints) if self.leader else None
         log.info("learner %s ready at step %d", self.incarnation, self.trainer.step)
 
     def run(self) -> None:
         """Execute commands until Stop."""
+        self.profiler.step(self.trainer.step)
         command: Reply = self._next()
         while not isinstance(command, Stop):
             self.checkpoints.poll()
@@ -122,6 +125,7 @@ class Learner:
 
     def close(self) -> None:
         """Not collective: it runs when one rank fails, too."""
+        self.profiler.stop()
         if self.metrics is not None:
             self.metrics.close()
         if self.link is not None:
@@ -157,6 +161,7 @@ class Learner:
             if self.trainer.step % self.recipe.checkpoint.every == 0:
                 self.checkpoints.save()
         seconds = self.clock.next_step(step)
+        self.profiler.step(self.trainer.step)
         if self.metrics is None:
             return
         for rollout in self.trainer.offenders:

@@ -30,6 +30,8 @@ from megarl.errors import MegarlError
 from megarl.evaluation.score import Questions
 from megarl.grading import Graders
 from megarl.messages import Next, Publish, Published, Refused, Reply, Stop, Train
+from megarl.monitor.families import of_controller
+from megarl.monitor.prometheus import Exporter
 from megarl.monitor.spans import Spans
 from megarl.process import start_logging
 from megarl.recipe import Recipe
@@ -48,7 +50,7 @@ from megarl.rollout.state import State
 from megarl.rollout.status import Meter
 from megarl.rollout.task_metrics import task_statistics
 from megarl.rollout.tickets import Tickets
-from megarl.rundir import RunDir, write_atomically
+from megarl.rundir import Endpoints, RunDir, write_atomically
 from megarl.types import Batch
 
 log = logging.getLogger(__name__)
@@ -116,6 +118,8 @@ class Controller:
             self._stop, salt, self.spans,
         )  # fmt: skip
         self.conversation = Conversation(link, self)
+        self._exported: tuple[dict[str, Any], dict[int, dict[str, float]]] = {}, {}
+        self._exporter = self._listening(rundir.endpoints())
         self.step, self.phase = 0, "starting"
         self.stop_reason, self.failure = "", ""
         self._stopping_since = 0.0
@@ -251,7 +255,9 @@ class Controller:
                     f"no server has been healthy for {limit:g} s (serving.start_timeout_s); see the servers' logs"
                 )
             self._leave_if_overdue()
-            await asyncio.to_thread(write_atomically, self.rundir.status, json.dumps(self._status()).encode())
+            status = self._status()
+            self._exported = status, self.meter.totals()
+            await asyncio.to_thread(write_atomically, self.rundir.status, json.dumps(status).encode())
             await asyncio.to_thread(self.spans.flush)
 
     async def _drop_old(self) -> None:
@@ -295,8 +301,16 @@ class Controller:
         await self.ledger.close()
         self.link.close()
         self.spans.flush()
+        if self._exporter is not None:
+            self._exporter.close()
 
-    def _status(self) -> dict[str, object]:
+    def _listening(self, endpoints: Endpoints) -> Exporter | None:
+        """For Prometheus, with the status of the latest second."""
+        if not endpoints.controller_metrics:
+            return None
+        return Exporter(endpoints.controller_metrics, endpoints.metrics_key, lambda: of_controller(*self._exported))
+
+    def _status(self) -> dict[str, Any]:
         """RUN/status.json: how things stand now."""
         seconds = self.meter.second()
         servers = self.servers.membership.members.items()
