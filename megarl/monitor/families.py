@@ -48,7 +48,7 @@ class LearnerMetrics:
         for part, spent in self._seconds.items():
             seconds.add_metric([part], spent)
         yield seconds
-        yield from gauges("megarl_", self._row, {"step_seconds", "skipped_steps", "time"})
+        yield from gauges("megarl_", self._row, {"generated_tokens", "step_seconds", "skipped_steps", "time"})
 
 
 def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[Metric]:

@@ -35,7 +35,7 @@ class Profiler:
             self._running.step()
             if step >= self._end:
                 self.stop()
-        elif self._first - 1 <= step < self._end:
+        elif self._first < self._end and self._first - 1 <= step < self._end:
             self._start(step)
 
     def stop(self) -> None:

@@ -7,6 +7,7 @@ RUN/wandb/run-id, so that a run that goes on is one run there, too.
 
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,8 +49,10 @@ class WandbWriter:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._run is not None:
+            run, self._run = self._run, None
             with _survived("takes no more"):
-                self._run.log({**scalars, "step": step})
+                run.log({**scalars, "step": step})
+                self._run = run
 
     def begin_again(self, step: int) -> None:
         """Replayed steps are logged again: `step` is an axis like any other there, and the later point lies on top."""
@@ -58,7 +61,7 @@ class WandbWriter:
         """Wait for what is being sent, but not for ever."""
         if self._run is None:
             return
-        finishing = threading.Thread(target=self._finish, daemon=True)
+        finishing = threading.Thread(target=self._finish, name="wandb", daemon=True)
         finishing.start()
         finishing.join(FINISH_LIMIT_S)
         if finishing.is_alive():
@@ -85,7 +88,7 @@ def _begun(recipe: Recipe, rundir: RunDir) -> Any:
     folder.mkdir(exist_ok=True)
     known = folder / "run-id"
     if not known.exists():
-        write_atomically(known, wandb.util.generate_id().encode())
+        write_atomically(known, secrets.token_hex(4).encode())
     asked: dict[str, Any] = {
         "project": wanted.project,
         "entity": wanted.entity or None,
@@ -102,6 +105,7 @@ def _begun(recipe: Recipe, rundir: RunDir) -> Any:
         run = wandb.init(**asked, mode=wanted.mode)
     except wandb.Error as error:
         log.warning("W&B cannot be reached, the run is written offline (`wandb sync` sends it): %s", error)
+        wandb.teardown()  # its process still holds the id
         run = wandb.init(**asked, mode="offline")
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,14 +30,14 @@ def test_lanes_hold_all_spans_apart_on_as_few_lanes_as_there_are_at_once(spans: 
     lanes = packed([[span] for span in spans])
     assert sorted(s.begin for lane in lanes for s in lane) == sorted(s.begin for s in spans)
     for lane in lanes:
-        assert all(a.end <= b.begin for a, b in zip(lane, lane[1:], strict=False))
+        assert all(a.end <= b.begin for a, b in pairwise(lane))
     assert len(lanes) == max((at_once(spans, s.begin) for s in spans), default=0)
 
 
 @given(SPANS)
 def test_union_and_changes_count_what_is_there(spans: list[Span]) -> None:
     found, counts = union(spans), changes((s.begin, s.end) for s in spans)
-    assert all(a[1] < b[0] for a, b in zip(found, found[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(found))
     for eighth in range(0, 481):
         at = eighth / 8
         assert any(begin <= at < end for begin, end in found) == (at_once(spans, at) > 0)
