@@ -153,6 +153,5 @@ def test_with_the_real_one_offline(tree: dict[str, Any], tmp_path: Path, monkeyp
             writer.write(step, {"learner/loss": 1.0 / (step + 1)})
         writer.close()
     files = list(rundir.path.glob("wandb/offline-run-*/*.wandb"))
-    assert len(files) == 2
     assert {file.name for file in files} == {f"run-{(rundir.path / 'wandb' / 'run-id').read_text()}.wandb"}
     assert b"learner/loss" in files[0].read_bytes()
