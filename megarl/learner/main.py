@@ -167,7 +167,7 @@ class Learner:
         for rollout in self.trainer.offenders:
             append_jsonl(self.rundir.bad_rollouts, {"step": step} | rollout)
         held = (time.monotonic() - received) / 3600 * command.compute_devices
-        self.metrics.row(
+        row = (
             command.stats
             | metrics
             | flags(command.stats | metrics)
@@ -182,6 +182,8 @@ class Learner:
                 "tokens_per_second": command.stats.get("generated_tokens", 0.0) / seconds["step_seconds"],
             }
         )
+        with self.clock.within("metrics"):
+            self.metrics.row(row)
 
     def _broken(self) -> Stop | None:
         """The end of the run if too many steps in a row came to nothing. A file says so to the supervisor: it is no crash."""

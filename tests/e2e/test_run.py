@@ -122,14 +122,16 @@ def test_trace_tells_the_times_of_metrics_and_journal(rundir: RunDir, recipe: Re
         for part in ("wait", "train", "publish", "checkpoint"):
             seconds = sum(e["dur"] for e in parts if e["name"] == part) / 1e6
             assert seconds == pytest.approx(row[f"{part}_seconds"], abs=1e-3)
-        assert {"forward_backward", "optimizer"} <= {e["name"] for e in parts}
+        assert row["empty"] or {"forward_backward", "optimizer"} <= {e["name"] for e in parts}
     tickets = threads["groups/tickets"]
     ends = {(e["tid"], e["ts"]): e["ts"] + e["dur"] for e in tickets if e["name"] == "generated"}
     generated = {e["name"]: ends[e["tid"], e["ts"]] for e in tickets if e["name"].startswith("ticket")}
     finishes = {r.group.ticket: r for r in JournalReader(rundir.rollouts).replay() if isinstance(r, Finished)}
     begin = trace["otherData"]["begin"]
     for ticket, record in finishes.items():
-        assert begin + generated[f"ticket {ticket}"] / 1e6 == pytest.approx(record.time, abs=1.0)
+        assert begin + generated[f"ticket {ticket}"] / 1e6 == pytest.approx(
+            record.time, abs=5.0
+        )  # its record is on disk
         sampled = [e for e in threads["server 0/requests"] if e["name"].startswith(f"ticket {ticket}.")]
         tokens = sum(rollout.trained_tokens for rollout in record.group.rollouts)
         assert sum(e["args"]["tokens"] for e in sampled) == tokens
