@@ -29,6 +29,7 @@ setup(
         "matplotlib",
         "msgspec",
         "numpy",
+        "prometheus-client",
         "psutil",
         "pydantic>=2.10",
         "pyyaml",
@@ -39,6 +40,7 @@ setup(
         "tensorboard",
     ],
     extras_require={
+        "wandb": ["wandb"],
         "gpu": [
             "sglang==0.5.23",
             "torch==2.14.1",

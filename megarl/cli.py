@@ -116,6 +116,14 @@ def parser() -> argparse.ArgumentParser:
 
     report = _command(commands, "report", _report, "write report.html and reward.png of a run anew")
     report.add_argument("run", help="run directory")
+    traced = _command(
+        commands, "trace", _trace, "where the time of a run's last steps went, for Perfetto; also while it runs"
+    )
+    traced.add_argument("run", type=Path, help="run directory")
+    traced.add_argument("--steps", type=int, default=20, metavar="N", help="the last N (default 20)")
+    traced.add_argument(
+        "--output", type=Path, metavar="FILE", help="JSON, compressed if it ends in .gz (RUN/trace.json.gz)"
+    )
     plan = _recipe_command(commands, "plan", _plan, "what a recipe needs on N GPUs, and how fast it will be")
     planning.add_arguments(plan)
     _command(commands, "doctor", _doctor, "what this machine can run, and what to do about what it cannot")
@@ -280,6 +288,12 @@ def _report(options: argparse.Namespace) -> int:
     from megarl.monitor.report import main as report
 
     return report(options.run)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from megarl.monitor.trace import main as trace
+
+    return trace(options.run, options.steps, options.output)
 
 
 def _plan(options: argparse.Namespace) -> int:

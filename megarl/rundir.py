@@ -6,6 +6,7 @@ RUN/eval.jsonl         one an evaluation   RUN/checkpoints/   step-000000N/
 RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  RUN/reward.png
 RUN/evaluations/step-000000N/NAME/         the answers of an evaluation (megarl/evaluation/answers.py)
 RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
+RUN/trace/             spans of the roles  RUN/profile/       of torch's profiler       RUN/prometheus/  who can be scraped
 RUN/bad-rollouts.jsonl those of steps that were skipped; RUN/failure: why the run must not be started again by itself
 RUN/microbatch.json    the size that learner.microbatch_tokens=auto found
 RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
@@ -70,6 +71,9 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous_host: str = "127.0.0.1"
     learner_nodes: int = 1
     gpus: int = 0  # that the roles hold together; 0: compute is counted in cores
+    controller_metrics: str = ""  # host:port of GET /metrics; empty: nobody listens
+    learner_metrics: str = ""
+    metrics_key: str = ""
 
 
 class RunDir:
@@ -93,6 +97,9 @@ class RunDir:
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
         self.picture = path / "reward.png"
+        self.trace = path / "trace"
+        self.profile = path / "profile"
+        self.prometheus = path / "prometheus"
         self.weights = path / "weights"
         self.evaluations = path / "evaluations"
 

@@ -1,6 +1,7 @@
 """Where the seconds of a step went, from the end of the step before.
 
 wait (for the controller)  train  publish  checkpoint  ──► next_step() ──► columns of metrics.jsonl
+        └ within: forward_backward, optimizer; pause, transfer, resume, probe ──► spans of RUN/trace/learner.jsonl
 """
 
 import math
@@ -9,30 +10,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from megarl.messages import Published
+from torch.profiler import record_function
 
+from megarl.messages import Published
+from megarl.monitor.spans import UNRECORDED, Spans
+
+PLACE = "learner/rank 0"
 Part = Literal["wait", "train", "publish", "checkpoint"]
 
 
 class StepClock:
     """One learner rank's. All values in seconds of wall time."""
 
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
+    def __init__(self, spans: Spans = UNRECORDED) -> None:
+        self._spans = spans
+        self._begin = self._part_begin = time.monotonic()
         self._spent: dict[Part, float] = {"wait": 0.0, "train": 0.0, "publish": 0.0, "checkpoint": 0.0}
         self._publication = {"probe_logprob_diff": math.nan}
 
     @contextmanager
-    def spent(self, part: Part) -> Iterator[None]:
+    def spent(self, part: Part, step: int) -> Iterator[None]:
         """Count the time within as this part of the step."""
-        begin = time.monotonic()
+        begin = self._part_begin = time.monotonic()
+        self._spans.open(PLACE, part, begin, step=step)
+        self._spans.flush()
         try:
             yield
         finally:
-            self._spent[part] += time.monotonic() - begin
+            end = time.monotonic()
+            self._spent[part] += end - begin
+            self._spans.span(PLACE, part, begin, end, step=step)
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Something that is part of a part: in the trace, and in the profiler's."""
+        begin = time.monotonic()
+        with record_function(name):
+            yield
+        self._spans.span(PLACE, name, begin, time.monotonic())
 
     def published(self, result: Published) -> None:
-        """The latest publication: its columns stay until the next."""
+        """The latest publication, which is the latest part: its columns stay until the next."""
+        self._draw(result)
         differences = [r.probe_logprob_diff for r in result.results if not r.error]
         self._publication = {
             "pause_seconds": result.pause_seconds,
@@ -43,9 +62,22 @@ class StepClock:
             "probe_logprob_diff": max(differences, default=math.nan),
         }
 
-    def next_step(self) -> dict[str, float]:
+    def _draw(self, result: Published) -> None:
+        """Its phases, and how long it held each server."""
+        begin = end = self._part_begin
+        held = result.pause_seconds + result.transfer_seconds + result.resume_seconds
+        for name in ("pause", "transfer", "resume", "probe"):
+            begin, end = end, end + getattr(result, f"{name}_seconds")
+            self._spans.span(PLACE, name, begin, end)
+        begin = self._part_begin
+        for r in result.results:
+            told = {"error": r.error} if r.error else {}
+            self._spans.span(f"server {r.id}/paused", f"version {result.version}", begin, begin + held, **told)
+
+    def next_step(self, step: int) -> dict[str, float]:
         """The columns of the step that ends now."""
         now = time.monotonic()
+        self._spans.span(PLACE, f"step {step}", self._begin, now, step=step)
         total = now - self._begin
         columns = {f"{part}_seconds": seconds for part, seconds in self._spent.items()}
         self._begin, self._spent = now, dict.fromkeys(self._spent, 0.0)

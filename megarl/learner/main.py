@@ -28,6 +28,8 @@ from megarl.learner.trainer import Trainer
 from megarl.messages import Next, Publish, Refused, Reply, Request, Stop, Stopped, Train
 from megarl.models import parallel
 from megarl.monitor.metrics import MetricsWriter
+from megarl.monitor.profiler import Profiler
+from megarl.monitor.spans import Spans
 from megarl.monitor.warnings import flags
 from megarl.process import NODE, die_with_parent, log_to, start_logging
 from megarl.recipe import Recipe
@@ -100,12 +102,16 @@ class Learner:
         longest, batch = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
         microbatch_size.settle(self.trainer, longest, longest * batch, rundir.microbatch)
         self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
-        self.clock = StepClock()
-        self.metrics = MetricsWriter(rundir) if self.leader else None
+        self.spans = Spans(rundir.trace / "learner.jsonl" if self.leader else None)
+        self.clock = StepClock(self.spans)
+        self.trainer.within = self.clock.within
+        self.profiler = Profiler(recipe.monitor.profile, rundir.profile, dist.get_rank())
+        self.metrics = MetricsWriter(recipe, rundir, endpoints) if self.leader else None
         log.info("learner %s ready at step %d", self.incarnation, self.trainer.step)
 
     def run(self) -> None:
         """Execute commands until Stop."""
+        self.profiler.step(self.trainer.step)
         command: Reply = self._next()
         while not isinstance(command, Stop):
             self.checkpoints.poll()
@@ -126,14 +132,16 @@ class Learner:
 
     def close(self) -> None:
         """Not collective: it runs when one rank fails, too."""
+        self.profiler.stop()
         if self.metrics is not None:
             self.metrics.close()
         if self.link is not None:
             self.link.close()
+        self.spans.flush()
 
     def _next(self) -> Reply:
         step = self.trainer.step
-        with self.clock.spent("wait"):
+        with self.clock.spent("wait", step):
             return self._ask(Next(incarnation=self.incarnation, step=step, version=step))
 
     def _ask(self, request: Request | None) -> Reply:
@@ -154,18 +162,19 @@ class Learner:
         step = trainer.step
         if command.batch.step != step:
             raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
-        with self.clock.spent("train"):
+        with self.clock.spent("train", step):
             metrics = trainer.train_step(trainer.sequences(command.batch))
-        with self.clock.spent("checkpoint"):
+        with self.clock.spent("checkpoint", step):
             if self.trainer.step % self.recipe.checkpoint.every == 0:
                 self.checkpoints.save()
-        seconds = self.clock.next_step()
+        seconds = self.clock.next_step(step)
+        self.profiler.step(self.trainer.step)
         if self.metrics is None:
             return
         for rollout in self.trainer.offenders:
             append_jsonl(self.rundir.bad_rollouts, {"step": step} | rollout)
         held = (time.monotonic() - received) / 3600 * command.compute_devices
-        self.metrics.row(
+        row = (
             command.stats
             | metrics
             | flags(command.stats | metrics)
@@ -180,6 +189,8 @@ class Learner:
                 "tokens_per_second": command.stats.get("generated_tokens", 0.0) / seconds["step_seconds"],
             }
         )
+        with self.clock.within("metrics"):
+            self.metrics.row(row)
 
     def _broken(self) -> Stop | None:
         """The end of the run if too many steps in a row came to nothing. A file says so to the supervisor: it is no crash."""
@@ -200,7 +211,7 @@ class Learner:
             raise MegarlError(
                 f"the controller asked for version {command.version}; the weights are {self.trainer.step}"
             )
-        with self.clock.spent("publish"):
+        with self.clock.spent("publish", command.version):
             result = self.publisher.publish(command, self.incarnation, self.trainer.logprobs)
             reply = self._ask(result)
         if result is not None:

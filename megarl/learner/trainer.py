@@ -13,6 +13,7 @@ collective: every rank calls them with the same sequences.
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from megarl.types import Batch
 
 log = logging.getLogger(__name__)
 
+Within = Callable[[str], AbstractContextManager[Any]]
+
 
 class Trainer:
     """The policy in training, its critic if there is one, and the step count.
@@ -44,6 +47,7 @@ class Trainer:
     step: the next to train, and also the version of the weights.
     skipped_in_row: steps up to the latest whose loss or gradient was not finite; offenders: the rollouts of the latest.
     moments: of the advantages of all batches so far before they were divided (batch.advantage: running).
+    within: told by name which part of a step the time goes to.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Trainer:
         supervised = loss is not None
         self.recipe = recipe
         self.steps = steps or recipe.run.steps
+        self.within: Within = nullcontext
         self.loss = loss or policy_loss(recipe.loss, recipe.reference)
         self.temperature = temperature or recipe.sampling.temperature
         learner = recipe.learner
@@ -94,7 +99,8 @@ class Trainer:
         batch in."""
         found = sequences_in_loss(batch, self.recipe)
         if self.reference and found:
-            found = self.reference.scored(found)
+            with self.within("reference"):
+                found = self.reference.scored(found)
         found, self.moments = with_advantages(found, batch, self.recipe, self.moments)
         return found
 
@@ -106,9 +112,10 @@ class Trainer:
         if not sequences:
             return rates | {"empty": 1.0, "skipped": 0.0, "tokens_trained": 0.0}
         if self.critic:
-            sequences, self.moments = self.critic.estimated(sequences, self.moments)
+            with self.within("values"):
+                sequences, self.moments = self.critic.estimated(sequences, self.moments)
         for _ in range(self.epochs):
-            metrics, broken = _epoch(sequences, learning)
+            metrics, broken = _epoch(sequences, learning, self.within)
             if broken:
                 break
         if broken:
@@ -183,17 +190,19 @@ class _Learning:
 
 
 def _epoch(
-    sequences: Sequence[TrainSequence], learning: Sequence[_Learning]
+    sequences: Sequence[TrainSequence], learning: Sequence[_Learning], within: Within
 ) -> tuple[dict[str, float], list[_Learning]]:
     """All gradients, then all updates if every loss and gradient is finite. Metrics, and those whose are not."""
     metrics: dict[str, float] = {}
     for each in learning:
-        metrics |= each.forward_backward(sequences)
-        metrics[each.norm_name] = each.network.gradient_norm()
+        with within("forward_backward"):
+            metrics |= each.forward_backward(sequences)
+            metrics[each.norm_name] = each.network.gradient_norm()
     broken = [e for e in learning if not all(math.isfinite(metrics[n]) for n in (e.loss_name, e.norm_name))]
     if not broken:
-        for each in learning:
-            each.network.update(each.lr, metrics[each.norm_name])
+        with within("optimizer"):
+            for each in learning:
+                each.network.update(each.lr, metrics[each.norm_name])
     return metrics, broken
 
 

@@ -26,8 +26,10 @@ from megarl.recipe.sections import (
     Loss,
     Model,
     Moe,
+    Monitor,
     Optimizer,
     Pipeline,
+    Profile,
     Recipe,
     Reference,
     Resources,
@@ -42,6 +44,7 @@ from megarl.recipe.sections import (
     Stage,
     Suite,
     Task,
+    Wandb,
     Weights,
 )
 from megarl.recipe.shipped import SHIPPED, shipped, shipped_suites
@@ -49,7 +52,7 @@ from megarl.recipe.text import describe, dump
 
 __all__ = [
     "SHIPPED", "BatchSection", "Checkpoint", "Columns", "Critic", "Curriculum", "Data", "Evaluation", "Journal", "Learner",
-    "Length", "Loss", "Model", "Moe", "Optimizer", "Pipeline", "Recipe", "Reference", "Resources", "Reward", "Rows", "Run",
-    "Sampling", "Section", "Service", "Serving", "Sft", "Stage", "Suite", "Task", "Weights", "describe", "dump", "from_tree",
-    "load", "load_suite", "shipped", "shipped_suites",
+    "Length", "Loss", "Model", "Moe", "Monitor", "Optimizer", "Pipeline", "Profile", "Recipe", "Reference", "Resources",
+    "Reward", "Rows", "Run", "Sampling", "Section", "Service", "Serving", "Sft", "Stage", "Suite", "Task", "Wandb",
+    "Weights", "describe", "dump", "from_tree", "load", "load_suite", "shipped", "shipped_suites",
 ]  # fmt: skip

@@ -436,6 +436,31 @@ class Checkpoint(Section):
     keep: int = Field(2, ge=1)
 
 
+class Wandb(Section):
+    """Weights & Biases beside TensorBoard. Its key is WANDB_API_KEY of the environment."""
+
+    project: str = Field("", description="empty: nothing is written for it")
+    entity: str = Field("", description="user or team; empty: the key's own")
+    mode: Literal["online", "offline"] = Field("online", description="offline: RUN/wandb alone, for `wandb sync`")
+
+
+class Profile(Section):
+    """Steps that torch's profiler watches, on every rank of the learner."""
+
+    start: int = Field(1, ge=0, description="the first of them")
+    steps: int = Field(0, ge=0, description="how many; 0: none")
+    memory: bool = Field(False, description="with a GPU also a record of its memory")
+
+
+class Monitor(Section):
+    prometheus: bool = Field(False, description="controller, learner and servers answer GET /metrics")
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65_534, description="the controller's, the learner's is the next one; null: free ports"
+    )
+    wandb: Wandb = Wandb()
+    profile: Profile = Profile()
+
+
 class Journal(Section):
     keep: Literal["all", "checkpoints"] = Field("all", description="checkpoints: drop what no kept checkpoint replays")
 
@@ -471,6 +496,7 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     journal: Journal = Journal()
+    monitor: Monitor = Monitor()
     sft: Sft = Sft()
 
     @property

@@ -30,6 +30,9 @@ from megarl.errors import MegarlError
 from megarl.evaluation.score import Questions
 from megarl.grading import Graders
 from megarl.messages import Next, Publish, Published, Refused, Reply, Stop, Train
+from megarl.monitor.families import of_controller
+from megarl.monitor.prometheus import Exporter
+from megarl.monitor.spans import Spans
 from megarl.process import start_logging
 from megarl.recipe import Recipe
 from megarl.rollout.compute import ComputeClock, session_of
@@ -47,7 +50,7 @@ from megarl.rollout.state import State
 from megarl.rollout.status import Meter
 from megarl.rollout.task_metrics import task_statistics
 from megarl.rollout.tickets import Tickets
-from megarl.rundir import RunDir, write_atomically
+from megarl.rundir import Endpoints, RunDir, write_atomically
 from megarl.types import Batch
 
 log = logging.getLogger(__name__)
@@ -96,14 +99,15 @@ class Controller:
         state: State = journal.state
         salt = uuid.uuid4().hex[:8]  # of this life: prefixes cached for an earlier one hold older weights
         self.recipe, self.rundir, self.link, self._salt = recipe, rundir, link, salt
-        self.servers = Servers(recipe, rundir.endpoints(), self._on_change)
+        self.spans = Spans(rundir.trace / "controller.jsonl")
+        self.servers = Servers(recipe, rundir.endpoints(), self._on_change, self.spans)
         self.places = Places(self.servers.membership, recipe.serving.max_running_requests)
-        self.sampler = Sampler(recipe, tokenizer, self.servers.clients, self.places, self.servers)
+        self.sampler = Sampler(recipe, tokenizer, self.servers.clients, self.places, self.servers, self.spans)
         self.graders = Graders.of(recipe, tokenizer.decode)
-        self.ledger = Ledger(journal)
+        self.ledger = Ledger(journal, self.spans)
         self.tickets = Tickets(
             recipe, state, prompts, self.servers.membership, self.places, self.sampler, self.graders, self.ledger,
-            self._on_change, salt,
+            self._on_change, salt, self.spans,
         )  # fmt: skip
         self.compute = ComputeClock(state)
         self.meter = Meter(self.places)
@@ -111,9 +115,11 @@ class Controller:
         self.evaluations = Evaluations(
             recipe, rundir, state, questions, tokenizer, self.servers.membership, self.places,
             self.sampler, self.graders, self.ledger, self.compute, self._on_change, self._fail,
-            self._stop, salt,
+            self._stop, salt, self.spans,
         )  # fmt: skip
         self.conversation = Conversation(link, self)
+        self._exported: tuple[dict[str, Any], dict[int, dict[str, float]]] = {}, {}
+        self._exporter = self._listening(rundir.endpoints())
         self.step, self.phase = 0, "starting"
         self.stop_reason, self.failure = "", ""
         self._stopping_since = 0.0
@@ -216,6 +222,8 @@ class Controller:
             self._fail(f"nothing could be generated or graded for batch {decision.step}: {reasons[0]}")
             return Stop(reason=self.failure, error=True)
         self.phase = "replay" if decision.replay else "train"
+        name, step = f"batch {decision.step}", decision.step
+        self.spans.event("controller/batches", name, step=step, replay=decision.replay, tickets=list(tickets))
         return Train(
             batch=batch,
             compute_hours=self.compute.hours(),
@@ -247,7 +255,10 @@ class Controller:
                     f"no server has been healthy for {limit:g} s (serving.start_timeout_s); see the servers' logs"
                 )
             self._leave_if_overdue()
-            await asyncio.to_thread(write_atomically, self.rundir.status, json.dumps(self._status()).encode())
+            status = self._status()
+            self._exported = status, self.meter.totals()
+            await asyncio.to_thread(write_atomically, self.rundir.status, json.dumps(status).encode())
+            await asyncio.to_thread(self.spans.flush)
 
     async def _drop_old(self) -> None:
         """Now and then: forget what no kept checkpoint replays, if the recipe says so."""
@@ -289,8 +300,17 @@ class Controller:
         await self.servers.close()
         await self.ledger.close()
         self.link.close()
+        self.spans.flush()
+        if self._exporter is not None:
+            self._exporter.close()
 
-    def _status(self) -> dict[str, object]:
+    def _listening(self, endpoints: Endpoints) -> Exporter | None:
+        """For Prometheus, with the status of the latest second."""
+        if not endpoints.controller_metrics:
+            return None
+        return Exporter(endpoints.controller_metrics, endpoints.metrics_key, lambda: of_controller(*self._exported))
+
+    def _status(self) -> dict[str, Any]:
         """RUN/status.json: how things stand now."""
         seconds = self.meter.second()
         servers = self.servers.membership.members.items()

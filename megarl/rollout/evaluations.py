@@ -23,6 +23,7 @@ from megarl.evaluation.results import result_of, settings_of
 from megarl.evaluation.schedule import is_due
 from megarl.evaluation.score import Asker, Questions, Sampled, choose, score
 from megarl.grading import GraderDown, Graders
+from megarl.monitor.spans import UNRECORDED, Spans
 from megarl.recipe import Recipe
 from megarl.rollout.compute import ComputeClock
 from megarl.rollout.ledger import Ledger
@@ -76,8 +77,9 @@ class Evaluations:
         fail: Callable[[str], None],
         stop: Callable[[str], None],
         salt: str,
+        spans: Spans = UNRECORDED,
     ) -> None:
-        self._recipe, self._rundir, self._salt = recipe, rundir, salt
+        self._recipe, self._rundir, self._salt, self._spans = recipe, rundir, salt, spans
         self._membership, self._places, self._sampler, self._graders = membership, places, sampler, graders
         self._ledger, self._compute, self._changed, self._fail = ledger, compute, changed, fail
         self._stop = stop
@@ -118,6 +120,7 @@ class Evaluations:
 
     async def _evaluate(self, version: int, servers: set[int], compute_hours: float) -> None:
         began = time.monotonic()
+        self._spans.open("controller/evaluation", f"version {version}", began, servers=sorted(servers))
         folder = step_folder(self._rundir.evaluations, version)
         try:
             outcomes = await self._ask(version, servers)
@@ -151,6 +154,9 @@ class Evaluations:
         finally:
             if self._scored != version:
                 shutil.rmtree(folder, ignore_errors=True)  # half an evaluation is none
+            self._spans.span(
+                "controller/evaluation", f"version {version}", began, time.monotonic(), servers=sorted(servers)
+            )
             del self.running[version]
             for server in servers:
                 self._membership.unpin(server)

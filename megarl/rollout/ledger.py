@@ -6,10 +6,12 @@ The controller's own state runs ahead of the journal by what is in the queue; wh
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from megarl.monitor.spans import UNRECORDED, Spans
 from megarl.rollout.journal import Journal
 from megarl.rollout.records import JournalRecord
 from megarl.types import Group
@@ -20,8 +22,8 @@ T = TypeVar("T")
 class Ledger:
     """Owns `journal` while it runs; nobody else may touch it then."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, journal: Journal, spans: Spans = UNRECORDED) -> None:
+        self._journal, self._spans = journal, spans
         self._thread = ThreadPoolExecutor(1, "journal")
         self._queue: list[tuple[JournalRecord, asyncio.Future[None]]] = []
         self._come = asyncio.Event()
@@ -44,7 +46,9 @@ class Ledger:
         """Write what is in the queue."""
         batch, self._queue = self._queue, []
         if batch:
+            begin = time.monotonic()
             await self._call(lambda: self._journal.append(*(record for record, _ in batch)))
+            self._spans.span("controller/journal", "write", begin, time.monotonic(), records=len(batch))
         for _, written in batch:
             if not written.cancelled():
                 written.set_result(None)

@@ -12,6 +12,7 @@ before the answer, so nothing is longer than a completion of one turn may be. An
 answer leg, with no environment any more; behind an end token nothing can follow, so there it ends, truncated.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,6 +22,7 @@ import numpy as np
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments import Bounded, Environments
 from megarl.grading import Verdict
+from megarl.monitor.spans import UNRECORDED, Spans
 from megarl.recipe import Recipe
 from megarl.rollout import interruption
 from megarl.rollout.client import Generation, ServerClient, ServerLost, ServerRefused
@@ -104,7 +106,13 @@ class Sampler:
     """Samples jobs on the servers behind `places`."""
 
     def __init__(
-        self, recipe: Recipe, tokenizer: Tokenizer, clients: dict[int, ServerClient], places: Places, watcher: Watcher
+        self,
+        recipe: Recipe,
+        tokenizer: Tokenizer,
+        clients: dict[int, ServerClient],
+        places: Places,
+        watcher: Watcher,
+        spans: Spans = UNRECORDED,
     ) -> None:
         self._length = recipe.length
         self._max_retries = recipe.serving.max_retries
@@ -114,6 +122,7 @@ class Sampler:
         self.clients = clients
         self._places = places
         self.watcher = watcher
+        self._spans = spans
         self._environments = Environments(recipe, tokenizer)
 
     async def complete(self, job: Job) -> Completion:
@@ -176,8 +185,11 @@ class Sampler:
 
     async def _leg(self, job: Job, done: Completion, limit: int, stop_tokens: tuple[int, ...]) -> bool:
         """Add at most `limit` tokens; whether a stop token was among them."""
+        name = "{} {}.{}".format(("evaluation", "ticket")[job.order[0]], *job.order[1:])
         while limit > 0:
             server, version = await self._places.take(job.order, job.may_use)
+            begin, segments = time.monotonic(), list[Segment]()
+            self._spans.open(f"server {server}/requests", name, begin)
             job.placed(server)
             life = self.watcher.life(server)
             try:
@@ -197,10 +209,12 @@ class Sampler:
                 raise Void(str(refused)) from None
             finally:
                 self._places.give_back(server)
+                tokens = sum(len(s.tokens) for s in segments)
+                end = time.monotonic()
+                self._spans.span(f"server {server}/requests", name, begin, end, version=version, tokens=tokens)
             done.write(segments)
-            count = sum(len(s.tokens) for s in segments)
-            self._places.use[server].tokens += count
-            limit -= count
+            self._places.use[server].tokens += tokens
+            limit -= tokens
             if finish is not None:
                 done.finish = finish
                 return finish == "stop"

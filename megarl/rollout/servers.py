@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from megarl.messages import ServerAddress
+from megarl.monitor.spans import Spans
 from megarl.recipe import Recipe
 from megarl.rollout.client import ServerClient, ServerLost, ServerRefused
 from megarl.rollout.membership import Membership
@@ -29,7 +30,7 @@ MISSES = 5
 class Servers:
     """All servers of the endpoints. `changed` is called when the state of one has changed."""
 
-    def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None]) -> None:
+    def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None], spans: Spans) -> None:
         width = recipe.resources.server_tensor_parallel
         addresses = [ServerAddress(id=n, url=u, tensor_parallel=width) for n, u in enumerate(endpoints.servers)]
         self.membership = Membership(addresses)
@@ -38,7 +39,7 @@ class Servers:
             for a in addresses
         }
         self._lives = dict.fromkeys(self.clients, 0)
-        self._changed = changed
+        self._changed, self._spans = changed, spans
         self._healthy = time.monotonic()
 
     def life(self, server: int) -> int:
@@ -51,6 +52,7 @@ class Servers:
             log.warning("server %d is lost: %s", server, reason)
             self._lives[server] += 1
             self.membership.lost(server)
+            self._spans.event(f"server {server}/busy", "lost", reason=reason)
             self._changed()
 
     async def abort(self, servers: Iterable[int]) -> None:
@@ -89,6 +91,7 @@ class Servers:
             log.warning("server %d is healthy but does not obey: %s", server, error)
             return
         self.membership.seen(server)
+        self._spans.event(f"server {server}/busy", "up")
         log.info("server %d at %s is up", server, self.clients[server].url)
         self._changed()
 

@@ -35,6 +35,11 @@ class Meter:
             "server_running_mean": (sum(now.places.values()) - sum(then.places.values())) / seconds / servers,
         }
 
+    def totals(self) -> dict[int, dict[str, float]]:
+        """Of each server, since the controller's start."""
+        now = self._mark()
+        return {s: {"tokens": now.tokens[s], "busy_seconds": now.busy[s]} for s in now.tokens}
+
     def second(self) -> dict[int, dict[str, float]]:
         """Of each server, in the time since the last call."""
         now, then = self._mark(), self._second

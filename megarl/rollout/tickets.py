@@ -18,6 +18,8 @@ from megarl.admission import Admission
 from megarl.data.prompts import TaskPrompts
 from megarl.errors import MegarlError
 from megarl.grading import GraderDown, Graders, overlong
+from megarl.monitor.groups import PLACE
+from megarl.monitor.spans import UNRECORDED, Spans
 from megarl.recipe import Length, Recipe
 from megarl.rollout import interruption
 from megarl.rollout.curriculum import Draw
@@ -59,8 +61,9 @@ class Tickets:
         ledger: Ledger,
         changed: Callable[[], None],
         salt: str,
+        spans: Spans = UNRECORDED,
     ) -> None:
-        self._recipe, self._salt = recipe, salt
+        self._recipe, self._salt, self._spans = recipe, salt, spans
         self._prompts = {task: of_task.train for task, of_task in prompts.items()}
         self._at = {task: {p.id: n for n, p in enumerate(of_task)} for task, of_task in self._prompts.items()}
         self._membership, self._places, self._sampler, self._graders = membership, places, sampler, graders
@@ -162,7 +165,8 @@ class Tickets:
 
     async def _finish(self, admitted: Admitted, prompt: Prompt) -> None:
         """The whole life of a ticket."""
-        ticket = admitted.ticket
+        ticket, begin, removed = admitted.ticket, time.monotonic(), False
+        self._spans.open(PLACE, "ticket", begin, ticket=ticket)
         group = await self._group(admitted, prompt)
         if group.void:
             log.warning("ticket %d is void: %s", ticket, group.void)
@@ -175,12 +179,24 @@ class Tickets:
             )
             self.admission.remove(ticket)
             self.counts["removed"] += 1
+            removed = True
         else:
             await self._ledger.write(Finished(group=group, time=time.time()))
             self.admission.finish(ticket)
             self.counts["finished"] += 1
             self.counts["void"] += bool(group.void)
         del self.running[ticket]
+        self._spans.span(
+            PLACE,
+            "ticket",
+            begin,
+            time.monotonic(),
+            ticket=ticket,
+            task=prompt.task,
+            pass_rate=group.pass_rate,
+            void=group.void,
+            removed=removed,
+        )
         self._changed()
 
     async def _group(self, admitted: Admitted, prompt: Prompt) -> Group:
@@ -223,7 +239,9 @@ class Tickets:
                 routed=self._routed,
             )
         )
+        begin = time.monotonic()
         grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
+        self._spans.span("controller/grading", f"ticket {ticket}.{sample}", begin, time.monotonic())
         return Rollout(
             sample=sample,
             segments=tuple(done.segments),

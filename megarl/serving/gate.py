@@ -2,6 +2,7 @@
 
     GET  /health                                      anybody: is it ready?
     POST /generate, GET /model_info                   the user key
+    GET  /metrics                                     the metrics key, if the recipe wants them (monitor.prometheus)
     calls that pause, continue or replace weights     the admin key
     all else                                          nobody
 
@@ -17,6 +18,7 @@ from megarl.rundir import Endpoints
 
 OPEN = frozenset({("GET", "/health")})
 USER = frozenset({("POST", "/generate"), ("GET", "/model_info")})
+METRICS = frozenset({("GET", "/metrics")})
 ADMIN = frozenset(
     ("POST", path)
     for path in (
@@ -45,10 +47,10 @@ def status(method: str, path: str, authorization: bytes, endpoints: Endpoints) -
     call = (method, path)
     if call in OPEN:
         return 200
-    if call not in USER | ADMIN:
-        return 404
-    key = endpoints.api_key if call in USER else endpoints.admin_key
-    return 200 if secrets.compare_digest(authorization, f"Bearer {key}".encode()) else 401
+    for calls, key in ((USER, endpoints.api_key), (ADMIN, endpoints.admin_key), (METRICS, endpoints.metrics_key)):
+        if call in calls and key:
+            return 200 if secrets.compare_digest(authorization, f"Bearer {key}".encode()) else 401
+    return 404
 
 
 class Gate:

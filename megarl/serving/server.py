@@ -242,6 +242,7 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         # An idle scheduler otherwise spins on the core that the learner could have. Not with more ranks: those that get no
         # messages themselves would sleep a second into each request.
         "sleep_on_idle": not cuda and recipe.resources.server_tensor_parallel == 1,
+        "enable_metrics": recipe.monitor.prometheus,
         "enable_return_routed_experts": recipe.model.moe.routing_replay,
         "log_level": "info",
         "log_level_http": "warning",

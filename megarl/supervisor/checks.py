@@ -17,6 +17,7 @@ from typing import Any
 from megarl.data import sources
 from megarl.data.chat import load_chat
 from megarl.errors import MegarlError
+from megarl.monitor import wandb_writer
 from megarl.recipe import Recipe, load
 from megarl.rundir import RunDir
 from megarl.supervisor.launcher import LocalLauncher
@@ -62,6 +63,7 @@ def check_inputs(recipe: Recipe) -> None:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
     _check_graders(recipe)
+    wandb_writer.check(recipe)
 
 
 def _check_sources(recipe: Recipe) -> None:
@@ -128,13 +130,16 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
 
 
 def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
-    """Of this machine's servers; on other nodes the servers say it."""
-    if recipe.serving.port is None:
-        return
+    """Ports of this machine's roles that the recipe fixes can be listened on; on other nodes the roles say it."""
     name = placed[Role("controller")].nodes[0].name
     for role, of in placed.items():
-        if role.kind == "server" and of.nodes[0].name == name:
-            _check_port(of.nodes[0].address, recipe.serving.port + role.index)
+        if of.nodes[0].name != name:
+            continue
+        if role.kind == "server" and recipe.serving.port is not None:
+            _check_port("serving.port", of.nodes[0].address, recipe.serving.port + role.index)
+        if role.kind != "server" and recipe.monitor.prometheus and recipe.monitor.prometheus_port is not None:
+            second = int(role.kind == "learner")
+            _check_port("monitor.prometheus_port", of.nodes[0].address, recipe.monitor.prometheus_port + second)
 
 
 @contextmanager
@@ -208,12 +213,10 @@ def _no_model(recipe: Recipe) -> str:
     return f"{text}; download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one you have"
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(key: str, host: str, port: int) -> None:
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, port))
         except OSError as error:
-            raise MegarlError(
-                f"serving.port: cannot listen on {host}:{port}: {error.strerror}; choose another"
-            ) from None
+            raise MegarlError(f"{key}: cannot listen on {host}:{port}: {error.strerror}; choose another") from None

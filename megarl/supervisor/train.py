@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
+from megarl.monitor import targets
 from megarl.process import adopt_orphans
 from megarl.recipe import Recipe, dump
 from megarl.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, write_atomically
@@ -38,7 +39,8 @@ SAVE_LIMIT_S = 600.0
 LEAVE_LIMIT_S = 10.0
 """For the controller, when all else has ended."""
 PORTS_A_ROLE = 2
-"""Asked of each node, which does not know what it will be given: nodes that are one machine may have found the same."""
+"""Of a server, and of controller and learner twice: they have metrics, too. Asked of each node, which does not know what it
+will be given: nodes that are one machine may have found the same."""
 START_ELSEWHERE = 75
 """Exit status (EX_TEMPFAIL) of a run that can go on, though not on these nodes."""
 
@@ -50,7 +52,7 @@ def main(recipe: Recipe) -> int:
     with checks.lock(rundir):
         resumed = checks.check_history(recipe, rundir)
         launcher = chosen(recipe, rundir)
-        nodes = launcher.survey(PORTS_A_ROLE * (2 + recipe.resources.servers))
+        nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers))
         placed = place(recipe, nodes)
         checks.check_placed(recipe, placed)
         endpoints = prepare(recipe, rundir, placed)
@@ -80,6 +82,8 @@ def prepare(recipe: Recipe, rundir: RunDir, placed: Mapping[Role, Place]) -> End
     write_atomically(rundir.recipe, dump(again).encode())
     endpoints = endpoints_of(recipe, placed)
     rundir.write_endpoints(endpoints)
+    if recipe.monitor.prometheus:
+        targets.write(recipe, rundir, endpoints)
     return endpoints
 
 
@@ -90,6 +94,12 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
     def address(role: Role, fixed: int | None = None) -> tuple[str, int]:
         node = placed[role].nodes[0]
         return node.address, next(free[node.name]) if fixed is None else fixed
+
+    def metrics(role: Role, after: int) -> str:
+        port = recipe.monitor.prometheus_port
+        return (
+            "{}:{}".format(*address(role, None if port is None else port + after)) if recipe.monitor.prometheus else ""
+        )
 
     first = recipe.serving.port
     servers = [
@@ -107,6 +117,9 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
         rendezvous_port=rendezvous_port,
         learner_nodes=len(placed[Role("learner")].nodes),
         gpus=devices.needed(recipe) if placed[Role("learner")].gpus else 0,
+        controller_metrics=metrics(Role("controller"), 0),
+        learner_metrics=metrics(Role("learner"), 1),
+        metrics_key=secrets.token_hex(16) if recipe.monitor.prometheus else "",
     )
 
 

@@ -6,16 +6,22 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import runs
-from tests.e2e.runs import SMALL, LiveRun, check_nothing_left
+from tests.e2e.runs import SMALL, LiveRun, check_nothing_left, megarl
+
+WATCHED = ("monitor.prometheus=true", "monitor.profile.start=3", "monitor.profile.steps=1")
 
 
 @pytest.fixture(scope="session")
 def finished(workplace: Path) -> Iterator[LiveRun]:
     """It has ended well and left no process and no port."""
-    run = runs.start(workplace, "run.name=whole", *SMALL)
+    run = runs.start(workplace, "run.name=whole", *SMALL, *WATCHED)
     try:
         run.wait_for(run.rundir.status.exists, "a status")
         family, ports = run.family(), run.ports()
+        run.wait_for(lambda: run.steps() >= 2, "two steps")
+        run.scrapes = run.scraped()
+        live = megarl("trace", str(run.rundir.path), "--output", "live.json", cwd=workplace)
+        assert live.returncode == 0, live.stderr
         assert run.finish() == 0, run.tail()
         check_nothing_left(family, ports)
         yield run

@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class LiveRun:
     overrides: tuple[str, ...]
     output: Path
     process: subprocess.Popen[bytes]
+    scrapes: dict[str, str] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
@@ -116,8 +118,18 @@ class LiveRun:
     def ports(self) -> list[int]:
         """Ports the run's endpoints name."""
         endpoints = self.rundir.endpoints()
-        urls = (endpoints.controller, *endpoints.servers)
-        return [int(url.rsplit(":", 1)[1]) for url in urls]
+        urls = (endpoints.controller, *endpoints.servers, endpoints.controller_metrics, endpoints.learner_metrics)
+        return [int(url.rsplit(":", 1)[1]) for url in urls if url]
+
+    def scraped(self) -> dict[str, str]:
+        """What Prometheus is told now, by role: it finds addresses and key in RUN/prometheus."""
+        key = (self.rundir.prometheus / "key").read_text()
+        found = {}
+        for target in json.loads((self.rundir.prometheus / "targets.json").read_text()):
+            url = f"http://{target['targets'][0]}/metrics"
+            asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+            found[target["labels"]["role"]] = urllib.request.urlopen(asked, timeout=30).read().decode()
+        return found
 
     def kill(self) -> None:
         """For the end of a test, whatever state it is in."""

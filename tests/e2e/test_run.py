@@ -1,17 +1,21 @@
 """One real run, from `megarl train` to the exported policy: what it leaves is what is promised."""
 
 import asyncio
+import gzip
 import json
 import re
 import secrets
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
@@ -20,8 +24,11 @@ from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.recipe import Recipe
 from megarl.rollout.client import ServerClient
+from megarl.rollout.journal import JournalReader
+from megarl.rollout.records import Finished
 from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports, latest_rows
 from megarl.serving.health import wait_ready
+from tests import trace_format
 from tests.e2e import runs
 from tests.e2e.runs import (
     SMALL,
@@ -97,6 +104,68 @@ def test_what_a_run_leaves(rundir: RunDir, recipe: Recipe) -> None:
     assert {log.parent.name for log in rundir.logs.glob("*/*.log")} == {"server", "controller", "learner"}
     names = {p.name for p in rundir.checkpoints.iterdir()}
     assert names == {"step-0000008", "step-0000010"}  # checkpoint.keep of them
+
+
+def test_trace_tells_the_times_of_metrics_and_journal(rundir: RunDir, recipe: Recipe, finished: LiveRun) -> None:
+    done = megarl("trace", str(rundir.path), "--steps", "100", cwd=finished.cwd)
+    assert done.returncode == 0, done.stderr
+    trace = json.loads(gzip.decompress((rundir.path / "trace.json.gz").read_bytes()))
+    trace_format.check(trace)
+    trace_format.check(json.loads((finished.cwd / "live.json").read_text()))  # of the run under way
+    rows, threads = latest_rows(rundir.metrics), trace_format.threads(trace)
+    assert trace["otherData"]["steps"] == [row["step"] for row in rows]
+    learner = threads["learner/rank 0"]
+    for row in rows:
+        (step,) = [e for e in learner if e["name"] == f"step {row['step']}"]
+        assert step["dur"] == pytest.approx(1e6 * row["step_seconds"], abs=1000)
+        parts = [e for e in learner if e is not step and step["ts"] <= e["ts"] < step["ts"] + step["dur"]]
+        for part in ("wait", "train", "publish", "checkpoint"):
+            seconds = sum(e["dur"] for e in parts if e["name"] == part) / 1e6
+            assert seconds == pytest.approx(row[f"{part}_seconds"], abs=1e-3)
+        assert row["empty"] or {"forward_backward", "optimizer"} <= {e["name"] for e in parts}
+    tickets = threads["groups/tickets"]
+    ends = {(e["tid"], e["ts"]): e["ts"] + e["dur"] for e in tickets if e["name"] == "generated"}
+    generated = {e["name"]: ends[e["tid"], e["ts"]] for e in tickets if e["name"].startswith("ticket")}
+    finishes = {r.group.ticket: r for r in JournalReader(rundir.rollouts).replay() if isinstance(r, Finished)}
+    begin = trace["otherData"]["begin"]
+    for ticket, record in finishes.items():
+        assert begin + generated[f"ticket {ticket}"] / 1e6 == pytest.approx(
+            record.time, abs=5.0
+        )  # its record is on disk
+        sampled = [e for e in threads["server 0/requests"] if e["name"].startswith(f"ticket {ticket}.")]
+        tokens = sum(rollout.trained_tokens for rollout in record.group.rollouts)
+        assert sum(e["args"]["tokens"] for e in sampled) == tokens
+    arrows = {e["name"] for e in trace["traceEvents"] if e["ph"] == "f"}
+    assert arrows == {f"step {row['step']}" for row in rows}
+    paused = {e["name"]: e["dur"] for e in threads["server 0/paused"]}
+    for record in publications(rundir):
+        seconds = record.pause_seconds + record.transfer_seconds + record.resume_seconds
+        assert paused[f"version {record.version}"] == pytest.approx(1e6 * seconds, abs=1000)
+    assert len(paused) == len(publications(rundir))
+    check_busy(trace, rows)
+
+
+def check_busy(trace: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Between two batches the server was busy for the share that the row says."""
+    taken = [e["ts"] for e in trace["traceEvents"] if e["ph"] == "i" and e["name"].startswith("batch")]
+    busy = trace_format.threads(trace)["server 0/busy"]
+    for row, (begin, end) in zip(rows[1:], pairwise(taken), strict=True):
+        both = sum(max(0, min(e["ts"] + e["dur"], end) - max(e["ts"], begin)) for e in busy)
+        assert both / (end - begin) == pytest.approx(row["server_busy_share"], abs=0.1)
+
+
+def test_metrics_for_prometheus(finished: LiveRun, rundir: RunDir) -> None:
+    families = {role: {f.name: f for f in text_string_to_metric_families(t)} for role, t in finished.scrapes.items()}
+    assert families["learner"]["megarl_steps"].samples[0].value >= 2
+    assert families["controller"]["megarl_server_tokens"].samples[0].value > 0
+    assert "sglang:num_running_reqs" in families["server"]
+
+
+def test_a_profile_of_the_steps_asked_for(rundir: RunDir) -> None:
+    (path,) = rundir.profile.iterdir()
+    assert path.name == "step-0000003-rank-0.json.gz"
+    names = {e.get("name") for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+    assert {"forward_backward", "optimizer"} <= names
 
 
 def test_rollouts_show(rundir: RunDir, finished: LiveRun) -> None:

@@ -20,6 +20,7 @@ import zmq
 
 from megarl import recipe as recipes
 from megarl.messages import Ack, Next, Reply, Request, Stop, Stopped, Train, Wait, from_frames, to_frames
+from megarl.monitor.spans import read
 from megarl.process import die_with_parent
 from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports, latest_rows, read_jsonl
 from megarl.types import Batch
@@ -214,7 +215,7 @@ def test_a_learner_that_lost_its_steps_replays_them_bit_for_bit(tmp_path: Path, 
 
 
 def test_two_ranks_save_when_told_to_stop_and_go_on(tmp_path: Path, model: Path, runs: list[Run]) -> None:
-    run = Run(tmp_path, model, 4, resources={"learner_ranks": 2})
+    run = Run(tmp_path, model, 4, resources={"learner_ranks": 2}, monitor={"profile": {"start": 1, "steps": 1}})
     runs.append(run)
     learner = run.learn()
     run.wait_for_step(3)
@@ -226,6 +227,10 @@ def test_two_ranks_save_when_told_to_stop_and_go_on(tmp_path: Path, model: Path,
     run.rundir.stop_file.unlink()
     assert run.learn().wait(LIMIT_S) == 0, run.log()
     assert [r["step"] for r in run.rows()] == [0, 1, 2, 3]
+    profiles = {path.name for path in run.rundir.profile.iterdir()}
+    assert profiles == {f"step-0000001-rank-{rank}.json.gz" for rank in range(2)}, "each rank, that step, one life"
+    spans, _ = read(run.rundir.trace)
+    assert [s.args["step"] for s in spans if s.name.startswith("step")] == [0, 1, 2, 3], "rank 0's, of both lives"
 
 
 def test_the_third_step_in_a_row_without_a_finite_loss_ends_the_run(

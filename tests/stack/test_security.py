@@ -34,6 +34,7 @@ OVERRIDES = (
     "evaluation.samples=1",
     "batch.prompts=8",
     "checkpoint.every=2",
+    "monitor.prometheus=true",
 )
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -69,13 +70,14 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
 
 def secrets_of(run: LiveRun) -> list[str]:
     endpoints = run.rundir.endpoints()
-    return [endpoints.api_key, endpoints.admin_key, *msgspec.structs.astuple(endpoints.link)]
+    return [endpoints.api_key, endpoints.admin_key, endpoints.metrics_key, *msgspec.structs.astuple(endpoints.link)]
 
 
 def keys_in_files(run: LiveRun) -> list[Path]:
-    """Files of the run, and what it printed, that have one of its keys in them; its file of keys not counted."""
+    """Files of the run, and what it printed, that have one of its keys in them; its files of keys not counted."""
     keys = [key.encode() for key in secrets_of(run)]
-    files = [p for p in run.rundir.path.rglob("*") if p.is_file() and p != run.rundir.endpoints_file]
+    files = [p for p in run.rundir.path.rglob("*") if p.is_file()]
+    files = [p for p in files if p not in (run.rundir.endpoints_file, run.rundir.prometheus / "key")]
     assert len(files) > 20
     return [p for p in (*files, run.output) if any(key in p.read_bytes() for key in keys)]
 
@@ -102,8 +104,9 @@ def test_sockets_in_the_file_system_are_closed_to_others(live: LiveRun) -> None:
     assert [path for path in paths if path.stat().st_mode & OTHERS] == []
 
 
-def test_keys_are_in_one_file_and_in_no_command_line(live: LiveRun) -> None:
-    assert live.rundir.endpoints_file.stat().st_mode & OTHERS == 0
+def test_keys_are_in_their_files_and_in_no_command_line(live: LiveRun) -> None:
+    for file in (live.rundir.endpoints_file, live.rundir.prometheus / "key"):
+        assert file.stat().st_mode & OTHERS == 0
     assert keys_in_files(live) == []
     assert "server_args=" in "".join(p.read_text() for p in (live.rundir.logs / "server").glob("*.log"))
     lines = [" ".join(process.cmdline()) for process in psutil.process_iter() if process.is_running()]
@@ -150,6 +153,15 @@ def test_the_user_key_opens_no_other_call(live: LiveRun) -> None:
     paths = [path for path in sglang_paths() if ("POST", path) not in gate.USER and path != "/health"]
     assert {path for path in paths if ask(live, "POST", path, key) not in (401, 404)} == set()
     assert ask(live, "GET", "/model_info", key) == 200
+    assert ask(live, "GET", "/metrics", key) == 401
+
+
+def test_the_metrics_key_opens_metrics_alone(live: LiveRun) -> None:
+    key = live.rundir.endpoints().metrics_key
+    assert ask(live, "GET", "/metrics", key) == 200
+    paths = [path for path in sglang_paths() if path != "/health"]
+    answered = {(m, path) for path in paths for m in ("GET", "POST") if ask(live, m, path, key) not in (401, 404)}
+    assert answered == set()
 
 
 def test_a_host_header_does_not_change_what_is_asked(live: LiveRun) -> None:

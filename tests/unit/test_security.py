@@ -18,6 +18,7 @@ ENDPOINTS = Endpoints(
     servers=(),
     api_key="user",
     admin_key="admin",
+    metrics_key="metrics",
     link=LinkKeys.new(),
     rendezvous_port=1,
 )
@@ -50,16 +51,28 @@ def test_yaml_makes_no_objects(value: str, tmp_path: Path) -> None:
 
 # Who may ask a server for what.
 
-CALLS = sorted(gate.OPEN | gate.USER | gate.ADMIN)
-KEYS = {"none": b"", "user": b"Bearer user", "admin": b"Bearer admin", "other": b"Bearer other", "bare": b"user"}
+CALLS = sorted(gate.OPEN | gate.USER | gate.ADMIN | gate.METRICS)
+KEYS = {
+    "none": b"",
+    "user": b"Bearer user",
+    "admin": b"Bearer admin",
+    "metrics": b"Bearer metrics",
+    "other": b"Bearer other",
+    "bare": b"user",
+}
 
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: " ".join(call))
 def test_each_call_wants_its_own_key(call: tuple[str, str], key: str) -> None:
-    wanted = {"user": gate.USER, "admin": gate.ADMIN}
+    wanted = {"user": gate.USER, "admin": gate.ADMIN, "metrics": gate.METRICS}
     may = call in gate.OPEN or call in wanted.get(key, ())
     assert gate.status(*call, KEYS[key], ENDPOINTS) == (200 if may else 401)
+
+
+def test_without_metrics_nobody_may_ask_for_them() -> None:
+    without = msgspec.structs.replace(ENDPOINTS, metrics_key="")
+    assert {gate.status("GET", "/metrics", key, without) for key in (b"", b"Bearer ", *KEYS.values())} == {404}
 
 
 @given(

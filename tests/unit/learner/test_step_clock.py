@@ -12,20 +12,20 @@ def test_parts_and_idle_share(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 4.0, 4.0, 9.0, 10.0, 12.0])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     clock = StepClock()
-    with clock.spent("wait"):
+    with clock.spent("wait", 0):
         pass
-    with clock.spent("train"):
+    with clock.spent("train", 0):
         pass
-    first = clock.next_step()
+    first = clock.next_step(0)
     assert (first["wait_seconds"], first["train_seconds"], first["publish_seconds"]) == (3.0, 5.0, 0.0)
     assert first["step_seconds"] == 10.0
     assert first["learner_idle_share"] == pytest.approx(0.3)
-    assert clock.next_step()["wait_seconds"] == 0.0
+    assert clock.next_step(1)["wait_seconds"] == 0.0
 
 
 def test_the_latest_publication_is_in_every_row() -> None:
     clock = StepClock()
-    assert math.isnan(clock.next_step()["probe_logprob_diff"])
+    assert math.isnan(clock.next_step(0)["probe_logprob_diff"])
     results = (
         ServerResult(id=0, probe_logprob_diff=1e-6),
         ServerResult(id=1, probe_logprob_diff=3e-6),
@@ -43,7 +43,7 @@ def test_the_latest_publication_is_in_every_row() -> None:
             bytes_sent=5,
         )
     )
-    for _ in range(2):
-        row = clock.next_step()
+    for step in range(2):
+        row = clock.next_step(step)
         assert row["probe_logprob_diff"] == 3e-6
         assert row["transfer_seconds"] == 0.2

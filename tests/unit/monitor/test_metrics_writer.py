@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarl.monitor.metrics import MetricsWriter, tag
+from megarl.monitor.metrics import MetricsWriter
+from megarl.monitor.names import tag
 from megarl.monitor.tail import Tail
-from megarl.rundir import RunDir, append_jsonl, latest_rows
+from megarl.recipe import Recipe
+from megarl.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, latest_rows
+
+ENDPOINTS = Endpoints(
+    session="s", controller="", servers=(), api_key="u", admin_key="a", link=LinkKeys.new(), rendezvous_port=1
+)
 
 
 @pytest.fixture
@@ -25,8 +31,8 @@ def board(rundir: RunDir) -> dict[str, list[tuple[int, float]]]:
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
-def test_rows_reach_both(rundir: RunDir) -> None:
-    writer = MetricsWriter(rundir)
+def test_rows_reach_both(recipe: Recipe, rundir: RunDir) -> None:
+    writer = MetricsWriter(recipe, rundir, ENDPOINTS)
     for step in range(3):
         writer.row(
             {"step": step, "pass_rate_train": 0.25 * step, "entropy": math.nan, "compute_unit": "core", "mine": 1}
@@ -41,12 +47,12 @@ def test_rows_reach_both(rundir: RunDir) -> None:
     assert not any("entropy" in name or "compute_unit" in name for name in scalars)
 
 
-def test_replay_supersedes(rundir: RunDir) -> None:
-    first = MetricsWriter(rundir)
+def test_replay_supersedes(recipe: Recipe, rundir: RunDir) -> None:
+    first = MetricsWriter(recipe, rundir, ENDPOINTS)
     for step in range(4):
         first.row({"step": step, "loss": 1.0})
     first.close()
-    second = MetricsWriter(rundir)
+    second = MetricsWriter(recipe, rundir, ENDPOINTS)
     for step in range(2, 5):
         second.row({"step": step, "loss": 2.0})
     second.close()

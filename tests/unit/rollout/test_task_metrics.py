@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megarl.batch import batch_statistics
-from megarl.monitor.metrics import tag
+from megarl.monitor.names import tag
 from megarl.recipe import Recipe, from_tree
 from megarl.rollout.task_metrics import OF_EACH_TASK, task_statistics
 from megarl.types import Batch, Group, Prompt, Rollout, Segment, float32, int32

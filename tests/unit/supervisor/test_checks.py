@@ -9,8 +9,11 @@ import pytest
 
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe, dump, from_tree
-from megarl.rundir import RunDir
+from megarl.rundir import Endpoints, RunDir
 from megarl.supervisor import checks, devices
+from megarl.supervisor.nodes import here
+from megarl.supervisor.placement import place
+from megarl.supervisor.train import endpoints_of
 
 Tree = dict[str, Any]
 
@@ -101,6 +104,26 @@ def test_port_in_use(tree: Tree) -> None:
             MegarlError, match=rf"serving\.port: cannot listen on 127\.0\.0\.1:{port}: Address already in use"
         ):
             checks.check_all(changed(tree, serving={"port": port}))
+        for first in (port, port - 1):  # the controller's, the learner's
+            with pytest.raises(MegarlError, match=rf"monitor\.prometheus_port: cannot listen on 127\.0\.0\.1:{port}"):
+                checks.check_all(changed(tree, monitor={"prometheus": True, "prometheus_port": first}))
+        checks.check_all(changed(tree, monitor={"prometheus_port": port}))
+
+
+def test_metrics_have_addresses_and_a_key_if_they_are_wanted(tree: Tree) -> None:
+    def endpoints(**monitor: Any) -> Endpoints:
+        recipe = changed(tree, monitor=monitor)
+        return endpoints_of(recipe, place(recipe, (here(2 * (4 + recipe.resources.servers), ""),)))
+
+    without = endpoints()
+    assert (without.controller_metrics, without.learner_metrics, without.metrics_key) == ("", "", "")
+    found = endpoints(prometheus=True)
+    urls = (found.controller, *found.servers, found.controller_metrics, found.learner_metrics)
+    ports = [int(url.rpartition(":")[2]) for url in urls]
+    assert len({*ports, found.rendezvous_port}) == len(ports) + 1
+    assert len({found.metrics_key, found.api_key, found.admin_key}) == 3
+    fixed = endpoints(prometheus=True, prometheus_port=9400)
+    assert (fixed.controller_metrics, fixed.learner_metrics) == ("127.0.0.1:9400", "127.0.0.1:9401")
 
 
 @pytest.mark.parametrize(("key", "value"), [("microbatch_tokens", "auto"), ("optimizer_offload", 0.5)])
