@@ -30,7 +30,9 @@ from megarl.monitor.warnings import flags
 from megarl.process import NODE, die_with_parent, log_to, start_logging
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir, append_jsonl, write_atomically
+from megarl.serving.health import wait_ready
 from megarl.types import decode, encode
+from megarl.weights.lending import Lending
 from megarl.weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -85,6 +87,9 @@ class Learner:
             if self.leader
             else None
         )
+        if recipe.resources.colocate:
+            for url in endpoints.servers:  # they look how much memory of the GPU is free, and take their share of it
+                wait_ready(url, recipe.serving.start_timeout_s)
         self.incarnation: str = from_rank_0(uuid.uuid4().hex)
         self.trainer = Trainer(recipe, Path(recipe.model.path))
         self.checkpoints = Checkpoints(
@@ -93,6 +98,7 @@ class Learner:
         if recipe.run.resume == "auto":
             self.checkpoints.load_latest()
         self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
+        self.lending = Lending(recipe, endpoints)
         self.clock = StepClock()
         self.metrics = MetricsWriter(rundir) if self.leader else None
         log.info("learner %s ready at step %d", self.incarnation, self.trainer.step)
@@ -147,7 +153,7 @@ class Learner:
         step = trainer.step
         if command.batch.step != step:
             raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
-        with self.clock.spent("train"):
+        with self.clock.spent("train"), self.lending.borrowed(step):
             metrics = trainer.train_step(trainer.sequences(command.batch))
         with self.clock.spent("checkpoint"):
             if self.trainer.step % self.recipe.checkpoint.every == 0:
