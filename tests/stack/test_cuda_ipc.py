@@ -17,6 +17,7 @@ from megarl import whereabouts
 from megarl.messages import Publish, Published
 from megarl.models.family import Family, Weight
 from megarl.weights.admin import Server
+from megarl.weights.cuda_ipc import CudaIpcTransport
 from megarl.weights.lending import Lending
 from megarl.weights.publisher import Publisher
 from tests.stack.conftest import Stack, running
@@ -24,6 +25,7 @@ from tests.tiny_scores import scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio]
 
+BUCKET_BYTES = 100_000
 PROMPT = np.arange(5, 25, dtype=np.int32)
 
 
@@ -41,7 +43,15 @@ def sharing(models: tuple[Path, dict[str, Any]]) -> Iterator[Stack]:
 
 
 def publisher(stack: Stack, learner: Any, name: str) -> Publisher:
-    return Publisher(stack.recipe, stack.endpoints, *learner(name))
+    return with_small_buckets(stack, *learner(name))
+
+
+def with_small_buckets(stack: Stack, chunks: Any, family: Family, timeout_s: float = 20) -> Publisher:
+    """Eight or more of them: the tiny model would fit in one of the smallest that a recipe can have."""
+    weights = stack.recipe.weights.model_copy(update={"timeout_s": timeout_s})
+    by = Publisher(stack.recipe.model_copy(update={"weights": weights}), stack.endpoints, chunks, family)
+    by._transport = CudaIpcTransport(chunks, family, BUCKET_BYTES, flush=True)
+    return by
 
 
 def publish(stack: Stack, by: Publisher, name: str, version: int) -> Published:
@@ -68,7 +78,7 @@ async def test_weights_arrive_whole_while_a_request_goes_on(sharing: Stack, lear
         (result,) = published.results
         assert (result.error, result.probe_logprob_diff <= 1e-5) == ("", True)
     assert first.results[0].checksum != second.results[0].checksum
-    assert second.bytes_sent == sum(p.nbytes for p in sharing.models["b"].parameters()) > 2 << 20  # several buckets
+    assert second.bytes_sent == sum(p.nbytes for p in sharing.models["b"].parameters()) > 7 * BUCKET_BYTES
     (old, new) = done.spans
     assert (old.version, new.version, new.end) == (1, 2, 900)
     sequence = np.concatenate([PROMPT, done.tokens])
@@ -154,12 +164,9 @@ def test_a_server_that_stands_still_costs_its_limit(sharing: Stack, learner: Any
     chunks, family = learner("a")
     group = sharing.server.process.pid
     stands = at_layer(family, lambda: os.killpg(group, signal.SIGSTOP))
-    recipe = sharing.recipe.model_copy(
-        update={"weights": sharing.recipe.weights.model_copy(update={"timeout_s": 3.0, "bucket_mb": 1})}
-    )
     began = time.monotonic()
     try:
-        (result,) = publish(sharing, Publisher(recipe, sharing.endpoints, chunks, stands), "a", 30).results
+        (result,) = publish(sharing, with_small_buckets(sharing, chunks, stands, timeout_s=3), "a", 30).results
     finally:
         os.killpg(group, signal.SIGCONT)
     assert "hand over: no answer within 3 s (weights.timeout_s)" in result.error
@@ -171,6 +178,6 @@ def test_a_server_that_dies_in_between_is_named(sharing: Stack, learner: Any) ->
     """The last test of this server."""
     chunks, family = learner("a")
     dies = at_layer(family, sharing.server.stop)
-    (result,) = publish(sharing, Publisher(sharing.recipe, sharing.endpoints, chunks, dies), "a", 40).results
+    (result,) = publish(sharing, with_small_buckets(sharing, chunks, dies), "a", 40).results
     assert "publishing version 40 to server 0" in result.error
     assert "hand over" in result.error
