@@ -23,9 +23,9 @@ from megarl.process import die_with_parent, start_logging
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir
 from megarl.serving import workers
+from megarl.serving.answers import Answers
 from megarl.serving.gate import Gate
 from megarl.serving.memory import free_and_total, static_fraction
-from megarl.serving.sharing import Sharing
 
 WATCHDOG_MARGIN_S = 120.0
 WARM_UP_TRIES, WARM_UP_LIMIT_S = 1200, 600.0
@@ -61,7 +61,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    app.add_middleware(Sharing, place=whereabouts.here())
+    app.add_middleware(Answers, place=whereabouts.here())
     app.add_middleware(Gate, endpoints=endpoints, handles=recipe.weights.transport == "cuda_ipc")  # the outer one
     try:
         launch_server(

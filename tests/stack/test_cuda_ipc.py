@@ -105,6 +105,7 @@ async def test_memory_is_lent_for_a_step_and_requests_go_on_after_it(sharing: St
             admin(sharing).release_memory()  # said twice
             await asyncio.sleep(0.5)
             assert not task.done()
+            assert await client.health()
         done = await asyncio.wait_for(task, 60)
     (reference,) = scores(sharing.models["a"], [np.concatenate([PROMPT, done.tokens])])
     assert [span.version for span in done.spans] == [10]
@@ -116,6 +117,8 @@ async def test_what_a_lost_learner_has_borrowed_comes_back_with_the_next_publica
 ) -> None:
     lent = Lending(sharing.recipe, sharing.endpoints).borrowed(10)
     lent.__enter__()
+    async with sharing.client() as client:
+        assert await client.health()
     (result,) = (await asyncio.to_thread(publish, sharing, publisher(sharing, learner, "b"), "b", 11)).results
     assert (result.error, result.probe_logprob_diff <= 1e-5) == ("", True)
     admin(sharing).resume_memory()  # said twice

@@ -1,4 +1,4 @@
-"""What a server that shares its GPU answers, and how much of that GPU it takes."""
+"""What a server answers in SGLang's place, and how much of a shared GPU it takes."""
 
 import asyncio
 from pathlib import Path
@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from megarl.errors import MegarlError
+from megarl.serving.answers import Answers
 from megarl.serving.memory import free_and_total, static_fraction
-from megarl.serving.sharing import Sharing
 from megarl.whereabouts import Whereabouts
 
 PLACE = Whereabouts("this", ("GPU-0",))
@@ -28,7 +28,7 @@ class Sglang:
         await send({"type": "http.response.body", "body": b"null"})
 
 
-def asked(app: Sharing, method: str, path: str) -> tuple[int, bytes]:
+def asked(app: Answers, method: str, path: str) -> tuple[int, bytes]:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -42,13 +42,13 @@ def asked(app: Sharing, method: str, path: str) -> tuple[int, bytes]:
 
 
 def test_it_says_where_it_is() -> None:
-    status, body = asked(Sharing(Sglang(), PLACE), "GET", "/whereabouts")
+    status, body = asked(Answers(Sglang(), PLACE), "GET", "/whereabouts")
     assert (status, msgspec.json.decode(body, type=Whereabouts)) == (200, PLACE)
 
 
 def test_memory_is_released_and_resumed_once_however_often_it_is_said() -> None:
     sglang = Sglang()
-    app = Sharing(sglang, PLACE)
+    app = Answers(sglang, PLACE)
     for call in ("resume", "release", "release", "resume", "resume", "release"):
         assert asked(app, "POST", f"/{call}_memory_occupation")[0] == 200
     assert sglang.calls == ["release", "resume", "release"]
@@ -56,13 +56,21 @@ def test_memory_is_released_and_resumed_once_however_often_it_is_said() -> None:
 
 def test_a_call_that_failed_changes_nothing() -> None:
     sglang = Sglang()
-    app = Sharing(sglang, PLACE)
+    app = Answers(sglang, PLACE)
     sglang.status = 400
     assert asked(app, "POST", "/release_memory_occupation")[0] == 400
     sglang.status = 200
     assert asked(app, "POST", "/release_memory_occupation")[0] == 200
     assert asked(app, "POST", "/generate")[0] == 200
     assert sglang.calls == ["release", "release", "generate"]
+
+
+def test_a_paused_server_is_healthy() -> None:
+    sglang = Sglang()
+    app = Answers(sglang, PLACE)
+    for path in ("/health", "/pause_generation", "/health", "/continue_generation", "/health"):
+        assert asked(app, "GET", path)[0] == 200
+    assert sglang.calls == ["health", "pause", "continue", "health"]
 
 
 def test_the_share_is_of_the_whole_gpu_whoever_has_taken_a_part_of_it() -> None:
