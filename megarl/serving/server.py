@@ -56,6 +56,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     cpu_engine.fork_processes()
     cpu_engine.record_experts()
     cpu_engine.batch_attention()
+    cpu_engine.wait_for_the_cpu()
 
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
