@@ -25,7 +25,7 @@ from megarl.learner.link import Interrupted, Link
 from megarl.learner.out_of_memory import OutOfMemory
 from megarl.learner.ranks import become_torchrun, from_rank_0, is_rank
 from megarl.learner.trainer import Trainer
-from megarl.messages import Next, Publish, Refused, Reply, Request, Stop, Stopped, Train
+from megarl.messages import Next, Publish, Refused, Reply, Request, ServerAddress, Stop, Stopped, Train
 from megarl.models import parallel
 from megarl.monitor.metrics import MetricsWriter
 from megarl.monitor.profiler import Profiler
@@ -35,12 +35,15 @@ from megarl.process import NODE, die_with_parent, log_to, start_logging
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir, append_jsonl, write_atomically
 from megarl.types import decode, encode
+from megarl.weights.admin import Server
+from megarl.weights.lending import Lending
 from megarl.weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
 CONTROLLER_LIMIT_S = 600.0
 """How long the controller may be silent; its restart takes seconds."""
+SERVERS_POLL_S = 0.5
 MOST_SKIPPED = 3
 """Steps in a row without a finite gradient that end the run: one is bad luck, three are broken weights or data."""
 
@@ -62,6 +65,8 @@ def main(recipe: Recipe) -> int:
             log_to(rundir.log("learner", os.environ[NODE], int(os.environ["RANK"])))
     start_logging(f"learner {os.environ.get('RANK', '0')}")
     torch.set_num_threads(recipe.resources.threads)
+    if recipe.resources.colocate:
+        _let_servers_first(recipe, rundir)
     # Ranks other than 0 wait in a collective as long as rank 0 waits for the controller.
     parallel.start(recipe.model, recipe.run.seed, CONTROLLER_LIMIT_S + recipe.weights.timeout_s)
     learner = Learner(recipe, rundir)
@@ -74,6 +79,24 @@ def main(recipe: Recipe) -> int:
         learner.close()
     parallel.stop()
     return 0
+
+
+def _let_servers_first(recipe: Recipe, rundir: RunDir) -> None:
+    """Servers on our GPUs take their share of the memory that they find free, so they come first: they answer once they have
+    it. They need not be healthy: a learner that died may have left them paused."""
+    endpoints, limit_s = rundir.endpoints(), recipe.serving.start_timeout_s
+    until = time.monotonic() + limit_s
+    for i, url in enumerate(endpoints.servers):
+        keys = (endpoints.api_key, endpoints.admin_key)
+        server = Server(ServerAddress(id=i, url=url), 0, *keys, recipe.weights.timeout_s)
+        while not rundir.stop_file.exists():
+            try:
+                server.whereabouts()
+                break
+            except MegarlError as error:
+                if time.monotonic() > until:
+                    raise MegarlError(f"not within {limit_s:g} s (serving.start_timeout_s): {error}") from None
+                time.sleep(SERVERS_POLL_S)
 
 
 class Learner:
@@ -102,6 +125,7 @@ class Learner:
         longest, batch = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
         microbatch_size.settle(self.trainer, longest, longest * batch, rundir.microbatch)
         self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
+        self.lending = Lending(recipe, endpoints)
         self.spans = Spans(rundir.trace / "learner.jsonl" if self.leader else None)
         self.clock = StepClock(self.spans)
         self.trainer.within = self.clock.within
@@ -162,7 +186,7 @@ class Learner:
         step = trainer.step
         if command.batch.step != step:
             raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
-        with self.clock.spent("train", step):
+        with self.clock.spent("train", step), self.lending.borrowed(step):
             metrics = trainer.train_step(trainer.sequences(command.batch))
         with self.clock.spent("checkpoint", step):
             if self.trainer.step % self.recipe.checkpoint.every == 0:

@@ -21,8 +21,11 @@ SPREAD = 0.5
 
 def main(options: argparse.Namespace) -> int:
     recipe = load(options.recipe, options.overrides)
-    if options.gpus < 2:
-        raise MegarlError(f"--gpus: {options.gpus} is too few: at least one generates and one trains")
+    if options.gpus < 2 and not recipe.resources.colocate:
+        raise MegarlError(
+            f"--gpus: {options.gpus} is too few: at least one generates and one trains, unless they share it "
+            "(resources.colocate, as in scalerl-1gpu)"
+        )
     posed = problem(recipe, options.gpus, options.gpu, options.model_config, _work(recipe, options))
     written, found = as_written(posed), search(posed)
     chosen = _chosen(written, found)

@@ -103,8 +103,10 @@ class Found:
 
 
 def search(problem: Problem) -> Found:
-    """All splits and layouts."""
+    """All splits and layouts; none where nothing is split (resources.colocate)."""
     refused: Counter[str] = Counter()
+    if problem.recipe.resources.colocate:
+        return Found([])
     servers = {}
     for ranks in TENSOR:
         reason, memory_of = _server(problem, ranks)
@@ -134,6 +136,15 @@ def as_written(problem: Problem) -> Plan | str:
     reason, memory_of = _server(problem, recipe.resources.server_tensor_parallel)
     if memory_of is None:
         return reason
+    if recipe.resources.colocate:
+        # Two processes on a GPU: what each reserves is there twice.
+        room = problem.assumed.usable(problem.gpu) - problem.assumed.reserved_gb * GB
+        need = memory.colocated(recipe, learner.memory, memory_of)
+        if need > room:
+            return (
+                f"learner and server together need {need / GB:.0f} GB, and {room / GB:.0f} GB of a GPU can be used; lower "
+                "serving.memory_fraction or learner.microbatch_tokens"
+            )
     return evaluate(problem, learner, memory_of, recipe.resources.server_tensor_parallel, recipe.resources.servers)
 
 
@@ -264,7 +275,8 @@ def evaluate(
     learner_gpus = learner.recipe.resources.learner_ranks
     count = servers or (problem.gpus - learner_gpus) // ranks
     recipe = _with_servers(learner.recipe, count, ranks)
-    gpus = count * ranks + learner_gpus
+    shared = recipe.resources.colocate
+    gpus = learner_gpus if shared else count * ranks + learner_gpus
     published = speed.publication(recipe, problem.shape, problem.gpu, problem.assumed, gpus)
     decoder = Decoder(recipe, problem.shape, problem.gpu, problem.assumed, memory_of.kv_token)
     # A batch is complete when its longest rollout is, and only the window's batches are under way: of these, mean / longest.
@@ -278,7 +290,10 @@ def evaluate(
     longest = float(work.sample.max()) * seconds
     # Without a window to work ahead in, the halves take turns, and the last rollout of a phase is waited for.
     overlapped = pipeline.max_lag > 0
-    step = max(generate, busy) if overlapped else generate + busy + longest / pipeline.phase_steps
+    if shared and overlapped:  # each has the GPU for a part of the time
+        step = generate + busy
+    else:
+        step = max(generate, busy) if overlapped else generate + busy + longest / pipeline.phase_steps
     scoring = min(recipe.evaluation.servers, count) * running / seconds
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(

@@ -42,6 +42,12 @@ class ServerMemory:
         return max(0, int(self.kv / self.kv_token))
 
 
+def colocated(recipe: Recipe, learner: LearnerMemory, server: ServerMemory) -> float:
+    """Bytes on a GPU that both are on. With serving.release_memory, what the learner needs for a step and KV take turns."""
+    always, step = learner.state + server.weights + server.transient, learner.total - learner.state
+    return always + (max(step, server.kv) if recipe.serving.release_memory else step + server.kv)
+
+
 def learner(recipe: Recipe, shape: Shape, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
     """Of the recipe's layout. microbatch_tokens: of the largest packed micro-batch, before context parallelism divides it."""
     model, last = recipe.model, recipe.model.pipeline_parallel == 1
@@ -120,7 +126,7 @@ def server(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed) -> ServerMe
     logits = FP32 * running * shape.vocabulary / ranks
     return ServerMemory(
         weights=weights,
-        kv=max(0.0, assumed.static_share * gpu.memory - weights),
+        kv=max(0.0, (recipe.serving.memory_fraction or assumed.static_share) * gpu.memory - weights),
         kv_token=formulas.kv_bytes(shape, ranks, width),
         transient=logits + recipe.weights.bucket_mb * 2**20,
     )

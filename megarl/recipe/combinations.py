@@ -66,7 +66,7 @@ def impossible(r: Recipe) -> list[str]:
             f"batch.prompts: {r.batch.prompts} does not divide by the {r.data_parallel} data-parallel ranks "
             "(resources.learner_ranks / TP x PP x CP)"
         )
-    found += _lengths(r.length) + _graders(r) + _environments(r)
+    found += _sharing(r) + _lengths(r.length) + _graders(r) + _environments(r)
     if not r.length.interruption.endswith(r.length.end_of_thinking):
         found.append(
             "length.interruption: must end with length.end_of_thinking, or the answer leg would go on thinking"
@@ -112,6 +112,47 @@ def impossible(r: Recipe) -> list[str]:
         )
     if not r.learner.packing and r.model.context_parallel > 1:
         found.append("learner.packing: context parallelism needs packed sequences")
+    return found
+
+
+def _sharing(r: Recipe) -> list[str]:
+    """Servers and learner on the same GPUs, or not."""
+    if not r.resources.colocate:
+        found = []
+        if r.weights.transport == "cuda_ipc":
+            found.append(
+                "weights.transport: cuda_ipc hands over memory of the GPU that a server is on, and the learner is on others; "
+                "set process_group, or resources.colocate=true"
+            )
+        if r.serving.release_memory:
+            found.append("serving.release_memory: nobody else is on the servers' GPUs; set resources.colocate=true")
+        return found
+    found, gpus = [], r.resources.servers * r.resources.server_tensor_parallel
+    if gpus != r.resources.learner_ranks:
+        found.append(
+            f"resources.colocate: each GPU has a learner rank and (a part of) a server, but there are {gpus} GPUs of servers "
+            f"and {r.resources.learner_ranks} resources.learner_ranks; make them equal"
+        )
+    if r.weights.transport == "process_group":
+        found.append(
+            "weights.transport: with resources.colocate server and learner are on one GPU, and NCCL connects no two "
+            "processes on one; set weights.transport=cuda_ipc"
+        )
+    if r.weights.transport == "cuda_ipc" and r.model.pipeline_parallel > 1:
+        found.append(
+            "weights.transport: cuda_ipc hands over from one GPU, and a stage of model.pipeline_parallel has a part of the "
+            "layers; set model.pipeline_parallel=1, or weights.transport=disk"
+        )
+    if r.serving.memory_fraction is None:
+        found.append(
+            "serving.memory_fraction: with resources.colocate say which share of a GPU the servers may fill, such as 0.4; "
+            "the learner has the rest"
+        )
+    if r.serving.release_memory and r.pipeline.max_lag:
+        found.append(
+            f"serving.release_memory: pipeline-rl with k={r.pipeline.k} generates while the learner trains, so no memory is "
+            "free then; set pipeline.k=0 or pipeline.kind=ppo-off-policy, or release_memory to false"
+        )
     return found
 
 

@@ -82,6 +82,7 @@ class Resources(Section):
     learner_ranks: int = Field(1, ge=1, description="TP x PP x CP x DP")
     servers: int = Field(1, ge=1)
     server_tensor_parallel: int = Field(1, ge=1, description="GPUs a server")
+    colocate: bool = Field(False, description="servers and learner ranks share GPUs of one machine, a rank on each")
     threads: int = Field(1, ge=1, description="CPU threads of a learner rank or a server")
 
 
@@ -395,7 +396,9 @@ class Critic(Section):
 
 
 class Weights(Section):
-    transport: Literal["process_group", "disk"] = "process_group"
+    transport: Literal["process_group", "cuda_ipc", "disk"] = Field(
+        "process_group", description="cuda_ipc: with resources.colocate, servers read the learner's memory"
+    )
     bucket_mb: int = Field(512, ge=1)
     pause: Literal["in_place", "retract"] = "in_place"
     probe_sequences: int = Field(4, ge=1, description="sequences scored on both sides after each publication")
@@ -406,6 +409,15 @@ class Weights(Section):
 class Serving(Section):
     port: int | None = Field(None, ge=1, le=65_535, description="of server 0, the next ones count up; null: free ports")
     kv_tokens: int | None = Field(None, ge=1, description="null: what fits in memory (GPU only)")
+    memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of a GPU's memory for weights and KV; null: SGLang's rule, nearly all of it",
+    )
+    release_memory: bool = Field(
+        False, description="with resources.colocate: the learner has the KV's memory while it trains a step"
+    )
     max_running_requests: int = Field(256, ge=1)
     stream_interval: int = Field(
         64, ge=1, description="tokens between streamed chunks: what a lost server costs a request at most"

@@ -8,6 +8,7 @@
    importing everything once more (about 10 CPU-seconds and 0.8 GB a process).
 3. Chosen experts are kept in plain memory. SGLang registers it with CUDA.
 4. Its attention decodes requests together (cpu_attention.py).
+5. Memory can be released. SGLang then waits for torch's device, which is CUDA for the CUDA build even where there is none.
 """
 
 import importlib.machinery
@@ -65,6 +66,14 @@ def batch_attention() -> None:
         from megarl.serving import cpu_attention
 
         cpu_attention.install()
+
+
+def wait_for_the_cpu() -> None:
+    """Let SGLang release memory (/release_memory_occupation). Nothing with a GPU."""
+    if torch.cuda.is_available():
+        return
+    module_of = torch.get_device_module
+    torch.get_device_module = lambda device=None: module_of(device or "cpu")
 
 
 class _Finder:

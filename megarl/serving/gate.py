@@ -4,10 +4,12 @@
     POST /generate, GET /model_info                   the user key
     GET  /metrics                                     the metrics key, if the recipe wants them (monitor.prometheus)
     calls that pause, continue or replace weights     the admin key
+    POST /update_weights_from_tensor                  the admin key, from this machine, with weights.transport: cuda_ipc
     all else                                          nobody
 
 SGLang's own check lets anybody make it generate (/health_generate) and open a websocket, tells its keys to whoever may ask for
-its arguments, and its other calls unpickle what they are sent (/update_weights_from_tensor) or write files.
+its arguments, and its other calls unpickle what they are sent or write files. The one that unpickles and is let through takes
+handles to memory of this machine, which nobody elsewhere could have.
 """
 
 import secrets
@@ -33,8 +35,11 @@ ADMIN = frozenset(
         "/update_weights_from_distributed",
         "/update_weights_from_disk",
         "/weights_checker",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
     )
-)
+) | {("GET", "/whereabouts")}
+LOCAL = frozenset({("POST", "/update_weights_from_tensor")})
 
 type Message = MutableMapping[str, Any]
 type Receive = Callable[[], Awaitable[Message]]
@@ -42,12 +47,14 @@ type Send = Callable[[Message], Awaitable[None]]
 type App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
-def status(method: str, path: str, authorization: bytes, endpoints: Endpoints) -> int:
-    """200: let it through; 401: another key is needed; 404: nobody may ask this."""
+def status(method: str, path: str, authorization: bytes, endpoints: Endpoints, handles: bool) -> int:
+    """200: let it through; 401: another key is needed; 404: nobody may ask this. handles: may be taken from who asks."""
     call = (method, path)
     if call in OPEN:
         return 200
-    for calls, key in ((USER, endpoints.api_key), (ADMIN, endpoints.admin_key), (METRICS, endpoints.metrics_key)):
+    local = LOCAL if handles else frozenset()
+    keys = ((USER, endpoints.api_key), (ADMIN | local, endpoints.admin_key), (METRICS, endpoints.metrics_key))
+    for calls, key in keys:
         if call in calls and key:
             return 200 if secrets.compare_digest(authorization, f"Bearer {key}".encode()) else 401
     return 404
@@ -56,8 +63,9 @@ def status(method: str, path: str, authorization: bytes, endpoints: Endpoints) -
 class Gate:
     """ASGI middleware around SGLang's app."""
 
-    def __init__(self, app: App, endpoints: Endpoints) -> None:
-        self._app, self._endpoints = app, endpoints
+    def __init__(self, app: App, endpoints: Endpoints, handles: bool) -> None:
+        """handles: whether the learner of this machine hands over its memory."""
+        self._app, self._endpoints, self._handles = app, endpoints, handles
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -65,7 +73,9 @@ class Gate:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
         authorization = dict(scope["headers"]).get(b"authorization", b"")
-        code = status(scope["method"], scope["path"], authorization, self._endpoints)
+        # Who asks at an address of this machine from that same address is on it.
+        handles = self._handles and scope["client"][0] == scope["server"][0]
+        code = status(scope["method"], scope["path"], authorization, self._endpoints, handles)
         if code == 200:
             return await self._app(scope, receive, send)
         await send({"type": "http.response.start", "status": code, "headers": [(b"content-type", b"application/json")]})

@@ -12,16 +12,20 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megarl import whereabouts
 from megarl.errors import MegarlError
 from megarl.process import die_with_parent, start_logging
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir
 from megarl.serving import workers
+from megarl.serving.answers import Answers
 from megarl.serving.gate import Gate
+from megarl.serving.memory import free_and_total, static_fraction
 
 WATCHDOG_MARGIN_S = 120.0
 WARM_UP_TRIES, WARM_UP_LIMIT_S = 1200, 600.0
@@ -52,15 +56,17 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     cpu_engine.fork_processes()
     cpu_engine.record_experts()
     cpu_engine.batch_attention()
+    cpu_engine.wait_for_the_cpu()
 
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    app.add_middleware(Gate, endpoints=endpoints)
+    app.add_middleware(Answers, place=whereabouts.here())
+    app.add_middleware(Gate, endpoints=endpoints, handles=recipe.weights.transport == "cuda_ipc")  # the outer one
     try:
         launch_server(
-            ServerArgs(**engine_arguments(recipe, index, host, port, cuda)),
+            ServerArgs(**engine_arguments(recipe, index, host, port, cuda), **memory_arguments(recipe, cuda)),
             run_scheduler_process_func=workers.scheduler,
             run_detokenizer_process_func=workers.no_detokenizer,
             execute_warmup_func=lambda _: warm_up(f"http://{host}:{port}", endpoints.api_key),
@@ -121,6 +127,11 @@ def check(recipe: Recipe, host: str, port: int, cuda: bool) -> None:
         raise MegarlError(
             f"serving.kv_tokens: {serving.kv_tokens} cannot hold one longest sequence of {longest} tokens (length.*)"
         )
+    if serving.release_memory and cuda and find_spec("torch_memory_saver") is None:
+        raise MegarlError(
+            "serving.release_memory: needs the package torch_memory_saver, which is not installed; install it "
+            "(pip install torch_memory_saver), or set it to false"
+        )
     with socket.socket() as s:
         s.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
@@ -129,6 +140,16 @@ def check(recipe: Recipe, host: str, port: int, cuda: bool) -> None:
             s.bind((host, port))
         except OSError as error:
             raise MegarlError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from None
+
+
+def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, Any]:
+    """Of SGLang's ServerArgs, those about a GPU that the learner has a part of."""
+    if not cuda:
+        return {}
+    found: dict[str, Any] = {"enable_memory_saver": recipe.serving.release_memory}
+    if recipe.serving.memory_fraction is not None:
+        found["mem_fraction_static"] = static_fraction(recipe.serving.memory_fraction, free_and_total())
+    return found
 
 
 def _check_experts(recipe: Recipe, config: dict[str, Any]) -> None:

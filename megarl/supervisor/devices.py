@@ -25,4 +25,5 @@ def gpus() -> tuple[str, ...]:
 def needed(recipe: Recipe) -> int:
     """GPUs the recipe divides among its roles."""
     resources = recipe.resources
-    return resources.servers * resources.server_tensor_parallel + resources.learner_ranks
+    servers = 0 if resources.colocate else resources.servers * resources.server_tensor_parallel
+    return servers + resources.learner_ranks

@@ -6,6 +6,8 @@
     node 9    learner ranks 0 … 7                the learner on the last GPUs: part of a node, or whole nodes
     node 10   learner ranks 8 … 15
 
+With resources.colocate the learner's GPUs, all of one node, are the servers' as well: server 0 has those of the first ranks.
+
 A slot is a GPU; where no node has one, `resources.threads` cores. One node without GPUs takes everything, whatever it has.
 """
 
@@ -36,8 +38,25 @@ def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
         free = [["" for _ in range(needed(recipe))]]
     if sum(map(len, free)) < needed(recipe):
         raise MegarlError(_too_few(recipe, nodes, free))
-    placed = {Role("learner"): _learner(resources.learner_ranks, nodes, free)}
+    learner = _learner(resources.learner_ranks, nodes, free)
+    placed = {Role("learner"): learner}
+    if resources.colocate:
+        return placed | _colocated(recipe, learner) | {Role("controller"): Place((learner.nodes[0],))}
     return placed | _servers(recipe, nodes, free) | {Role("controller"): Place((nodes[0],))}
+
+
+def _colocated(recipe: Recipe, learner: Place) -> dict[Role, Place]:
+    """Servers on the learner's GPUs."""
+    if len(learner.nodes) > 1:
+        raise MegarlError(
+            f"resources.colocate: {recipe.resources.learner_ranks} learner ranks take {len(learner.nodes)} nodes, and only "
+            "GPUs of one are shared; lower resources.learner_ranks, or set resources.colocate=false"
+        )
+    width = recipe.resources.server_tensor_parallel
+    return {
+        Role("server", i): Place(learner.nodes, learner.gpus[i * width : (i + 1) * width])
+        for i in range(recipe.resources.servers)
+    }
 
 
 def place_servers(recipe: Recipe, node: Node) -> dict[Role, Place]:
@@ -98,16 +117,14 @@ def _named(slots: Sequence[str]) -> tuple[str, ...]:
 
 def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]]) -> str:
     resources = recipe.resources
-    need = (
-        f"resources: {resources.servers} servers x {resources.server_tensor_parallel} GPUs + {resources.learner_ranks} "
-        f"learner ranks need {needed(recipe)} GPUs, and "
-    )
+    servers = "" if resources.colocate else f"{resources.servers} servers x {resources.server_tensor_parallel} GPUs + "
+    need = f"resources: {servers}{resources.learner_ranks} learner ranks need {needed(recipe)} GPUs, and "
     lower = "lower resources.servers, resources.server_tensor_parallel or resources.learner_ranks"
     if len(nodes) == 1:
         visible = ",".join(nodes[0].gpus)
         return (
-            f"{need}{len(nodes[0].gpus)} are visible ({visible}); {lower}, or set CUDA_VISIBLE_DEVICES= to run a tiny model "
-            "on the CPU"
+            f"{need}{len(nodes[0].gpus)} are visible ({visible}); {lower}, share them (resources.colocate=true "
+            "weights.transport=cuda_ipc), or set CUDA_VISIBLE_DEVICES= to run a tiny model on the CPU"
         )
     what = "GPUs" if any(node.gpus for node in nodes) else f"places of resources.threads={resources.threads} cores"
     has = ", ".join(f"{node.name} {len(slots)}" for node, slots in zip(nodes, free, strict=True))

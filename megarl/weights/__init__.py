@@ -1,8 +1,11 @@
 """Publication of weights to the servers.
 
 publisher.py      pause -> transport -> checksums -> continue -> probe; what failed on which server
+transport.py      what every transport is
 process_group.py  transport: buckets broadcast from each pipeline stage to all servers (NCCL; gloo on CPU)
+cuda_ipc.py       transport: servers read the buckets in the memory of the GPU that they share with the learner
 disk.py           transport: a Hugging Face directory that each server loads
+lending.py        the servers' memory for the learner while it trains
 admin.py          SGLang's calls that replace weights, one server or all at once
 buckets.py        tensors -> buckets of a set size, one flat array each
 served.py         how a server holds Hugging Face tensors

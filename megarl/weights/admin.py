@@ -13,14 +13,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 
 from megarl.errors import MegarlError
 from megarl.messages import ServerAddress
 from megarl.weights import scoring
+from megarl.whereabouts import Whereabouts
 
 CONTROL_LIMIT_S = 30.0
 """Of calls whose duration does not depend on the model; weights.timeout_s if that is shorter."""
+
+
+KV_CACHE = {"tags": ["kv_cache"]}
 
 
 class Server:
@@ -94,6 +99,30 @@ class Server:
         }
         self._call("transfer", "/update_weights_from_distributed", body, self._limit_s)
 
+    def take(self, handles: list[str], last: bool, flush: bool) -> None:
+        """Take a bucket out of the learner's memory: a handle (cuda_ipc.py) for each of its ranks. The last one carries the
+        version."""
+        body = {
+            "serialized_named_tensors": handles,
+            "load_format": "flattened_bucket",
+            "flush_cache": last and flush,
+            "weight_version": str(self.version) if last else None,
+        }
+        self._call("hand over", "/update_weights_from_tensor", body, self._limit_s)
+
+    def whereabouts(self) -> Whereabouts:
+        """Its machine and GPUs."""
+        found = self._call("ask where it is", "/whereabouts", None, self._control_s)
+        return msgspec.convert(found, Whereabouts)
+
+    def release_memory(self) -> None:
+        """Give up the memory of keys and values. Only while it is paused with its requests retracted. May be said twice."""
+        self._call("release memory", "/release_memory_occupation", KV_CACHE, self._control_s)
+
+    def resume_memory(self) -> None:
+        """Have it again. May be said twice, and to one that never gave it up."""
+        self._call("resume memory", "/resume_memory_occupation", KV_CACHE, self._control_s)
+
     def load(self, path: str, flush: bool) -> None:
         """Load all weights from a Hugging Face directory."""
         body = {"model_path": path, "flush_cache": flush, "weight_version": str(self.version)}
@@ -121,9 +150,9 @@ class Server:
             reply = connection.getresponse()
             text = reply.read().decode()
         except TimeoutError:
-            raise self._error(step, f"no answer within {limit_s:g} s (weights.timeout_s)") from None
+            raise self.error(step, f"no answer within {limit_s:g} s (weights.timeout_s)") from None
         except (OSError, http.client.HTTPException) as error:
-            raise self._error(step, f"{type(error).__name__}: {error}") from None
+            raise self.error(step, f"{type(error).__name__}: {error}") from None
         finally:
             connection.close()
         try:
@@ -132,10 +161,10 @@ class Server:
             content = {"message": text}
         if reply.status != 200:
             message = content.get("message") or content.get("error") or text
-            raise ServerSaid(str(self._error(step, f"{reply.status}: {str(message)[:500]}")))
+            raise ServerSaid(str(self.error(step, f"{reply.status}: {str(message)[:500]}")))
         return content
 
-    def _error(self, step: str, what: str) -> MegarlError:
+    def error(self, step: str, what: str) -> MegarlError:
         a = self.address
         return MegarlError(f"publishing version {self.version} to server {a.id} ({a.url}): {step}: {what}")
 

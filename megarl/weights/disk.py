@@ -14,7 +14,7 @@ from torch.nn import Module
 from megarl.models import hf
 from megarl.models.family import Family
 from megarl.weights.admin import Fleet
-from megarl.weights.process_group import Sent, shared
+from megarl.weights.transport import Sent, shared, texts
 
 KEEP = 2
 
@@ -40,7 +40,7 @@ class DiskTransport:
         if dist.get_rank() == 0:
             place = str(path.resolve())
             failed = fleet.each(ids, lambda server: server.load(place, self._flush))[1]
-            errors = {i: str(error) for i, error in failed.items()}
+            errors = texts(failed)
             size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
             self._remove_old(path)
         return Sent(shared(errors), {}, size)

@@ -29,26 +29,21 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.nn import Module
 
+from megarl import whereabouts
 from megarl.errors import MegarlError
 from megarl.models import hf
 from megarl.models.family import Family
 from megarl.stores import bound_store
-from megarl.weights.admin import Fleet, ServerSaid, collect
+from megarl.weights.admin import Fleet, Server, ServerSaid, collect
 from megarl.weights.buckets import Bucket, buckets, with_last
 from megarl.weights.checksum import SentChecksums
+from megarl.weights.transport import Sent, gathered, shared, texts
+from megarl.whereabouts import Whereabouts
 
 log = logging.getLogger(__name__)
 
 FORM_LIMIT_S = 60.0
 """For forming a group; weights.timeout_s if that is shorter."""
-
-
-class Sent(NamedTuple):
-    """What came of sending: errors by server id, checksums of what was sent, bytes a server received."""
-
-    errors: dict[int, str]
-    checksums: dict[str, str]
-    bytes: int
 
 
 class _Group(NamedTuple):
@@ -96,7 +91,7 @@ class ProcessGroupTransport:
         if self._source:
             self._drop_if_stale(fleet, alive)
         if dist.get_rank() == 0:
-            errors |= _texts(fleet.each(alive, lambda server: server.begin())[1])
+            errors |= texts(fleet.each(alive, lambda server: server.begin())[1])
         errors = shared(errors)
         for _ in range(
             len(ids) + 1
@@ -108,7 +103,7 @@ class ProcessGroupTransport:
             errors |= failed
             if not failed and not interrupted:
                 if dist.get_rank() == 0:
-                    errors |= _texts(fleet.each(alive, lambda server: server.end())[1])
+                    errors |= texts(fleet.each(alive, lambda server: server.end())[1])
                 self._versions = dict.fromkeys(alive, version)
                 return Sent(shared(errors), checksums, size)
             log.warning("sending version %d again: %s", version, "; ".join((failed or interrupted).values()))
@@ -184,6 +179,11 @@ class ProcessGroupTransport:
         widths = [fleet.servers[i].address.tensor_parallel for i in ids]
         world = 1 + sum(widths)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if backend == "nccl":
+            mine = whereabouts.of_rank()
+            turn.add(fleet.each(ids, lambda server: refuse_one_gpu(server, mine))[1])
+            if turn.broken:
+                return
         # Servers listen on the run's network alone, so the address by which one reaches us is on it, and all reach us by it.
         address = _address_for(fleet.servers[ids[0]].address.url)
         store = bound_store(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
@@ -239,6 +239,17 @@ class _Turn:
             self.broken = self.broken or str(error)
 
 
+def refuse_one_gpu(server: Server, mine: Whereabouts) -> None:
+    """MegarlError for a server that is on the GPU `mine`: NCCL refuses two processes of a group on one device."""
+    common = set(mine.gpus) & set(server.whereabouts().gpus)
+    if common:
+        raise server.error(
+            "form a process group",
+            f"server and learner are both on GPU {min(common)}, and NCCL connects no two processes on one; set "
+            "resources.colocate=true and weights.transport=cuda_ipc, or give them different GPUs",
+        )
+
+
 def form_group(name: str, rank: int, world: int, backend: str, store: dist.TCPStore, limit: timedelta) -> ProcessGroup:
     """A process group outside the learner's world, as `sglang.srt.utils.init_custom_process_group` makes the servers' ranks of
     it (which is not imported: it brings all of SGLang into the learner)."""
@@ -256,25 +267,3 @@ def _address_for(url: str) -> str:
         s.connect((host, 9))  # sends nothing: the kernel chooses the route
         address: str = s.getsockname()[0]
         return address
-
-
-def _texts(errors: dict[int, MegarlError]) -> dict[int, str]:
-    return {i: str(error) for i, error in errors.items()}
-
-
-def shared(value: Any) -> Any:
-    """Rank 0's value, on all ranks. COLLECTIVE."""
-    if dist.get_world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
-
-
-def gathered(value: Any) -> list[Any]:
-    """Every rank's value, on all ranks. COLLECTIVE."""
-    if dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -1,6 +1,6 @@
 """Publication of the learner's weights to the servers, in flight: requests go on over it.
 
-    pause all ─► transport (process_group.py | disk.py) ─► checksums ─► continue ─► probe ─► Published
+    pause all ─► transport (process_group.py | cuda_ipc.py | disk.py) ─► checksums ─► continue ─► probe ─► Published
                  └ a server that fails is left out; its half-replaced weights answer nobody: its requests are aborted
 
 The law of errors: whatever happens to one server, the others end with the new version, running, and the caller gets a result
@@ -23,15 +23,29 @@ from megarl.recipe import Recipe
 from megarl.rundir import Endpoints, RunDir
 from megarl.weights.admin import Fleet, Server, collect
 from megarl.weights.checksum import differing
+from megarl.weights.cuda_ipc import CudaIpcTransport
 from megarl.weights.disk import DiskTransport
 from megarl.weights.probe import largest_difference, probe_sequences
-from megarl.weights.process_group import ProcessGroupTransport, Sent, shared
+from megarl.weights.process_group import ProcessGroupTransport
 from megarl.weights.served import rotary_head_dim
+from megarl.weights.transport import Sent, Transport, shared
 
 log = logging.getLogger(__name__)
 
 Score = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 """Log-prob of each token of each sequence but its first, from the learner. COLLECTIVE; every rank gets it."""
+
+
+def transport_of(recipe: Recipe, chunks: Sequence[Module], family: Family) -> Transport:
+    """That of weights.transport."""
+    weights, source = recipe.weights, Path(recipe.model.path)
+    flush, bucket_bytes = weights.pause == "retract", weights.bucket_mb << 20
+    if weights.transport == "disk":
+        return DiskTransport(chunks, family, source, RunDir.of(recipe).weights, flush)
+    turned = rotary_head_dim(read_config(source))
+    if weights.transport == "cuda_ipc":
+        return CudaIpcTransport(chunks, family, bucket_bytes, flush, turned)
+    return ProcessGroupTransport(chunks, family, bucket_bytes, weights.timeout_s, flush, turned)
 
 
 class Publisher:
@@ -41,20 +55,8 @@ class Publisher:
         self._endpoints = endpoints
         self._pause = recipe.weights.pause
         self._limit_s = recipe.weights.timeout_s
-        source = Path(recipe.model.path)
-        flush = recipe.weights.pause == "retract"
-        self._transport: ProcessGroupTransport | DiskTransport
-        if recipe.weights.transport == "disk":
-            self._transport = DiskTransport(chunks, family, source, RunDir.of(recipe).weights, flush)
-        else:
-            self._transport = ProcessGroupTransport(
-                chunks,
-                family,
-                recipe.weights.bucket_mb << 20,
-                self._limit_s,
-                flush,
-                rotary_head_dim(read_config(source)),
-            )
+        self._wakes = recipe.serving.release_memory
+        self._transport = transport_of(recipe, chunks, family)
         self._probes = probe_sequences(
             recipe.weights.probe_sequences,
             family.vocabulary,
@@ -86,7 +88,7 @@ class Publisher:
         started = time.monotonic()
         try:
             if leader:
-                _, failed = fleet.each(list(fleet.servers), lambda server: server.pause(self._pause))
+                _, failed = fleet.each(list(fleet.servers), self._stop)
                 errors |= {i: str(error) for i, error in failed.items()}
             errors = shared(errors)
             paused = time.monotonic()
@@ -125,6 +127,12 @@ class Publisher:
             probe_seconds=time.monotonic() - resumed,
             bytes_sent=sent.bytes,
         )
+
+    def _stop(self, server: Server) -> None:
+        """Pause it, with all its memory, of which a learner that has died may have borrowed a part."""
+        server.pause(self._pause)
+        if self._wakes:
+            server.resume_memory()
 
     def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str], version: int) -> dict[int, str]:
         """Checksum of each server; adds those to `errors` that differ from what was sent, or from the other servers."""

@@ -1,4 +1,5 @@
-"""A real run of two tasks whose prompts are used up: the easy ones first, its journal dropped behind checkpoints."""
+"""A real run of two tasks whose prompts are used up: the easy ones first, its journal dropped behind checkpoints. Server and
+learner share what they run on: weights go by handles, and the server's memory is lent to the learner for each step."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from megarl.evaluation.answers import SuiteDir
 from megarl.rundir import step_folder
 from tests.e2e import runs
-from tests.e2e.runs import batches, check_draws, check_nothing_left
+from tests.e2e.runs import batches, check_draws, check_nothing_left, publications
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
 
@@ -27,6 +28,11 @@ OVERRIDES = (
     "evaluation.samples=2",
     "evaluation.suites={sums: {data: few-addition.jsonl, samples: 4}}",
     "checkpoint.every=2",
+    "pipeline.k=0",
+    "resources.colocate=true",
+    "weights.transport=cuda_ipc",
+    "serving.memory_fraction=0.5",
+    "serving.release_memory=true",
     "journal.keep=checkpoints",
 )
 
@@ -60,6 +66,9 @@ def test_two_tasks_until_their_prompts_are_used_up(workplace: Path) -> None:
     finally:
         run.kill()
     check_nothing_left(family, ports)
+    published = publications(run.rundir)
+    assert {p.version for p in published} == set(range(published[-1].version + 1))
+    assert max(p.probe_logprob_diff for p in published) < 1e-4
     rows = list(runs.latest_rows(run.rundir.metrics))
     assert 1 <= len(rows) < 60, "it ended for want of prompts"
     drawn = check_draws(run.rundir, run.recipe, workplace)

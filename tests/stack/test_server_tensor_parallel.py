@@ -1,4 +1,5 @@
-"""A server of two tensor-parallel ranks, as the 17Bx16 needs: log-probs, then weights over a process group and from disk."""
+"""A server of two tensor-parallel ranks, as the 17Bx16 needs: log-probs, then weights by handles to a learner's memory, over a
+process group, and from disk. The learner has two ranks, too, with a part of each tensor."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,15 +18,24 @@ pytestmark = [pytest.mark.stack, pytest.mark.anyio]
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("tensor_parallel")
     models = two_models(directory, tiny_llama4, **ENDLESS, **LLAMA4, num_key_value_heads=2)
-    with running(directory, models, resources={"server_tensor_parallel": 2}) as stack:
+    with running(
+        directory,
+        models,
+        resources={"server_tensor_parallel": 2, "learner_ranks": 2, "colocate": True},
+        model={"tensor_parallel": 2, "sequence_parallel": True},
+        weights={"transport": "cuda_ipc"},
+        serving={"memory_fraction": 0.5},
+    ) as stack:
         yield stack
 
 
 async def test_two_ranks_serve_what_is_published(served: Stack) -> None:
     await assert_serves(served, "a")
-    publications = [("b", ["weights.transport=process_group"]), ("a", ["weights.transport=disk"])]
-    found = await asyncio.to_thread(publish_from, served, 1, 0, publications, VOCABULARY)
-    await assert_serves(served, "a")
-    assert [error for error, *_ in found] == ["", ""]
+    by_group = ["weights.transport=process_group", "resources.colocate=false"]
+    publications = [("b", []), ("a", by_group), ("b", ["weights.transport=disk"])]
+    found = await asyncio.to_thread(publish_from, served, 2, 0, publications, VOCABULARY)
+    await assert_serves(served, "b")
+    assert [error for error, *_ in found] == ["", "", ""]
     assert all(difference <= 1e-5 for _, _, difference, _ in found)
-    assert found[0][1] != found[1][1]
+    handed, grouped, loaded = (checksum for _, checksum, *_ in found)
+    assert handed == loaded != grouped

@@ -115,6 +115,16 @@ def stage(until_step: int, *thinking_tokens: int) -> Tree:
     return {"until_step": until_step, "thinking_tokens": list(thinking_tokens)}
 
 
+def shared(**sections: Tree) -> Tree:
+    """A recipe whose server and learner share GPUs, but for these sections."""
+    tree = {
+        "resources": {"colocate": True},
+        "weights": {"transport": "cuda_ipc"},
+        "serving": {"memory_fraction": 0.4},
+    }
+    return tree | sections
+
+
 IMPOSSIBLE = [
     ({"batch": {"centring": "none", "advantage": "group"}}, "batch.advantage: a group without variance"),
     (
@@ -198,6 +208,29 @@ IMPOSSIBLE = [
         {"model": {"context_parallel": 2}, "resources": {"learner_ranks": 2}, "learner": {"packing": False}},
         "learner.packing: context parallelism needs packed sequences",
     ),
+    (
+        {"weights": {"transport": "cuda_ipc"}},
+        "weights.transport: cuda_ipc hands over memory of the GPU that a server is",
+    ),
+    ({"serving": {"release_memory": True}}, "serving.release_memory: nobody else is on the servers' GPUs"),
+    (
+        {"resources": {"colocate": True}, "serving": {"memory_fraction": 0.4}},
+        "weights.transport: with resources.colocate server and learner are on one GPU, and NCCL connects no two processes "
+        "on one; set weights.transport=cuda_ipc",
+    ),
+    (shared(serving={}), "serving.memory_fraction: with resources.colocate say which share of a GPU"),
+    (shared(resources={"colocate": True, "servers": 2}), "resources.colocate: each GPU has a learner rank"),
+    (
+        shared(
+            resources={"colocate": True, "servers": 2, "learner_ranks": 2},
+            model={"pipeline_parallel": 2},
+        ),
+        "weights.transport: cuda_ipc hands over from one GPU, and a stage of model.pipeline_parallel",
+    ),
+    (
+        shared(serving={"memory_fraction": 0.4, "release_memory": True}),
+        "serving.release_memory: pipeline-rl with k=8 generates while the learner trains",
+    ),
 ]
 
 
@@ -223,6 +256,9 @@ def test_neighbours_of_the_impossible_are_possible() -> None:
     )
     from_tree({"model": {"tensor_parallel": 2, "expert_tensor_parallel": 2}, "resources": {"learner_ranks": 2}})
     from_tree({"pipeline": {"k": 0}})
+    for pipeline in ({"k": 0}, {"kind": "ppo-off-policy", "k": 8}):
+        from_tree(shared(pipeline=pipeline, serving={"memory_fraction": 0.4, "release_memory": True}))
+    from_tree(shared(weights={"transport": "disk"}))
 
 
 def test_overrides(file: Path) -> None:

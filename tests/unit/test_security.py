@@ -1,5 +1,6 @@
 """What a recipe and a model directory can make a process do, who may ask a server for what, and where the keys lie."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -67,7 +68,8 @@ KEYS = {
 def test_each_call_wants_its_own_key(call: tuple[str, str], key: str) -> None:
     wanted = {"user": gate.USER, "admin": gate.ADMIN, "metrics": gate.METRICS}
     may = call in gate.OPEN or call in wanted.get(key, ())
-    assert gate.status(*call, KEYS[key], ENDPOINTS) == (200 if may else 401)
+    for handles in (False, True):
+        assert gate.status(*call, KEYS[key], ENDPOINTS, handles) == (200 if may else 401)
 
 
 def test_without_metrics_nobody_may_ask_for_them() -> None:
@@ -82,7 +84,36 @@ def test_without_metrics_nobody_may_ask_for_them() -> None:
 def test_what_is_not_named_is_closed_to_every_key(method: str, path: str) -> None:
     if (method, path) in CALLS:
         return
-    assert {gate.status(method, path, key, ENDPOINTS) for key in KEYS.values()} == {404}
+    assert {gate.status(method, path, key, ENDPOINTS, handles=False) for key in KEYS.values()} == {404}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    ("shares", "client", "server"),
+    [(True, "10.0.0.1", "10.0.0.1"), (True, "10.0.0.2", "10.0.0.1"), (False, "127.0.0.1", "127.0.0.1")],
+)
+def test_handles_are_taken_from_this_machine_where_a_learner_shares_it(
+    shares: bool, client: str, server: str, key: str
+) -> None:
+    """And with the admin key. To all others the call that unpickles is not there."""
+    said = []
+
+    async def sglang(scope: gate.Message, receive: gate.Receive, send: gate.Send) -> None:
+        said.append(200)
+
+    async def send(message: gate.Message) -> None:
+        said.extend([message["status"]] if "status" in message else [])
+
+    async def receive() -> gate.Message:
+        raise AssertionError
+
+    (call,) = gate.LOCAL
+    scope = {
+        "type": "http", "method": call[0], "path": call[1], "headers": [(b"authorization", KEYS[key])],
+        "client": (client, 50000), "server": (server, 30000),
+    }  # fmt: skip
+    asyncio.run(gate.Gate(sglang, ENDPOINTS, handles=shares)(scope, receive, send))
+    assert said == [404 if not shares or client != server else 200 if key == "admin" else 401]
 
 
 # Where the keys lie.

@@ -13,7 +13,7 @@ def test_it_loads_describes_itself_and_is_named_after_its_file(name):
     recipe = load(name)
     assert 20 < len(recipe.description) < 110
     assert recipe.run.name == name
-    assert recipe.sft.output == recipe.model.path
+    assert recipe.sft.output == (recipe.model.path if recipe.sft.init else "")
 
 
 @pytest.mark.parametrize("name", [name for name in shipped() if name.startswith(("scalerl-", "quickstart"))])
@@ -106,6 +106,14 @@ def test_math_and_code_is_scalerl_8b_with_a_second_task():
     for section in Recipe.model_fields.keys() - {"description", "run", "data"}:
         assert getattr(r, section) == getattr(math, section)
     assert r.run.model_copy(update={"name": math.run.name}) == math.run
+
+
+def test_one_gpu_is_all_that_scalerl_1gpu_needs():
+    r = load("scalerl-1gpu")
+    assert (r.resources.servers, r.resources.server_tensor_parallel, r.resources.learner_ranks) == (1, 1, 1)
+    assert (r.resources.colocate, r.weights.transport) == (True, "cuda_ipc")
+    assert r.learner.microbatch_tokens >= r.length.context_tokens
+    assert r.length.end_of_thinking == DEFAULT.length.end_of_thinking
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-tools"])

@@ -218,3 +218,26 @@ def test_estimate_and_simulation_agree() -> None:
     plan = written(asked)
     result = scenario.run(asked, plan, 20).summary
     assert result.tokens_per_second == pytest.approx(plan.tokens_per_second, rel=0.15)
+
+
+def test_one_gpu_is_planned_as_it_is_shared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory of both on it, its time divided between them, and nothing to split."""
+    assert (
+        cli.main(["plan", "scalerl-1gpu", "--gpus", "1", "--gpu", "h100", "--model-config", "qwen3-1.7b", "--json"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    plan = found["as_written"]
+    assert found["plans"] == []
+    assert plan["step_seconds"] == pytest.approx(plan["generate_seconds"] + plan["train_seconds"], rel=0.1)
+    both = plan["learner_bytes"]["total"] + sum(plan["server_bytes"][part] for part in ("weights", "kv", "transient"))
+    assert both < gpu_named("h100").memory
+    assert cli.main(["plan", "scalerl-1gpu", "--gpus", "1", "--gpu", "l40s", "--model-config", "qwen3-1.7b"]) == 1
+    assert "learner and server together need" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_memory_that_is_lent_is_counted_once(release: bool) -> None:
+    overrides = (f"serving.release_memory={str(release).lower()}", "pipeline.k=0", "serving.memory_fraction=0.4")
+    found = as_written(problem("scalerl-1gpu", "qwen3-1.7b", "h100", 1, 1000, *overrides))
+    assert isinstance(found, Plan) is release

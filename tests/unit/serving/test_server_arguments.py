@@ -2,6 +2,7 @@
 
 import json
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe, from_tree
 from megarl.rundir import free_ports
-from megarl.serving.server import check, engine_arguments, environment
+from megarl.serving import server
+from megarl.serving.server import check, engine_arguments, environment, memory_arguments
 
 
 def a_recipe(path: Path, positions: int = 512, config: dict[str, Any] | None = None, **sections: Any) -> Recipe:
@@ -62,6 +64,24 @@ def test_context_does_not_exceed_the_model(tmp_path: Path) -> None:
 def test_nothing_is_patched_with_a_gpu(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, resources={"server_tensor_parallel": 2})
     assert not {k for k in environment(recipe, 0, [0, 1], cuda=True) if k.startswith("SGLANG")}
+
+
+def test_a_shared_gpu_is_said_to_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = {
+        "resources": {"colocate": True},
+        "weights": {"transport": "cuda_ipc"},
+        "pipeline": {"k": 0},
+        "serving": {"memory_fraction": 0.25, "release_memory": True},
+    }
+    recipe = a_recipe(tmp_path, **shares)
+    monkeypatch.setattr(server, "free_and_total", lambda: [(50_000, 80_000)])
+    assert memory_arguments(recipe, cuda=True) == {"mem_fraction_static": 0.4, "enable_memory_saver": True}
+    assert memory_arguments(recipe, cuda=False) == {}
+    assert memory_arguments(a_recipe(tmp_path), cuda=True) == {"enable_memory_saver": False}
+    if find_spec("torch_memory_saver") is None:
+        with pytest.raises(MegarlError, match=r"serving.release_memory: needs the package torch_memory_saver"):
+            check(recipe, "127.0.0.1", free_ports(1)[0], cuda=True)
+    check(recipe, "127.0.0.1", free_ports(1)[0], cuda=False)
 
 
 LLAMA4 = {

@@ -46,6 +46,42 @@ def test_one_node_is_shared() -> None:
     assert placed[Role("controller")].gpus == ()
 
 
+def shared(servers: int, width: int) -> Recipe:
+    return from_tree(
+        {
+            "resources": {
+                "servers": servers, "server_tensor_parallel": width, "learner_ranks": servers * width, "colocate": True
+            },
+            "batch": {"prompts": servers * width},
+            "weights": {"transport": "cuda_ipc"},
+            "serving": {"memory_fraction": 0.4},
+        }
+    )  # fmt: skip
+
+
+def test_one_gpu_is_shared() -> None:
+    placed = place(load("scalerl-1gpu"), nodes(1, gpus=1))
+    assert placed[Role("server", 0)] == placed[Role("learner")]
+    assert placed[Role("learner")].gpus == ("0",)
+
+
+def test_servers_lie_on_the_learners_gpus_in_order() -> None:
+    placed = place(shared(2, 2), nodes(2))
+    assert placed[Role("learner")].gpus == ("4", "5", "6", "7")
+    assert [placed[Role("server", i)].gpus for i in (0, 1)] == [("4", "5"), ("6", "7")]
+    assert {of.nodes[0].name for of in placed.values()} == {"n2"}
+    assert {of.gpus for of in place(shared(2, 2), nodes(1, gpus=0)).values()} == {()}
+    with pytest.raises(MegarlError, match=r"resources.colocate: 16 learner ranks take 2 nodes"):
+        place(shared(16, 1), nodes(2))
+
+
+def test_two_gpus_too_few_are_told_how_to_share() -> None:
+    with pytest.raises(MegarlError, match=r"need 2 GPUs, and 1 are visible \(0\).*resources.colocate=true"):
+        place(recipe(1, 1, 1), nodes(1, gpus=1))
+    with pytest.raises(MegarlError, match=r"resources: 2 learner ranks need 2 GPUs, and 1 are visible"):
+        place(shared(2, 1), nodes(1, gpus=1))
+
+
 def test_without_gpus() -> None:
     """One machine takes what it is given; several have a place for each `threads` cores."""
     assert {of.gpus for of in place(recipe(8, 1, 8), nodes(1, gpus=0)).values()} == {()}
