@@ -156,12 +156,12 @@ class Learner:
 
     def close(self) -> None:
         """Not collective: it runs when one rank fails, too."""
-        self.profiler.stop()
         if self.metrics is not None:
             self.metrics.close()
         if self.link is not None:
             self.link.close()
         self.spans.flush()
+        self.profiler.stop()
 
     def _next(self) -> Reply:
         step = self.trainer.step

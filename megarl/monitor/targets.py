@@ -8,6 +8,7 @@ Prometheus reads the first two anew by itself, so a run that goes on with other 
 """
 
 import json
+import shutil
 from urllib.parse import urlsplit
 
 from megarl.recipe import Recipe
@@ -23,7 +24,10 @@ scrape_configs:
 
 
 def write(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
-    """Of a run whose roles answer."""
+    """Or take away those of an earlier life, if nobody answers in this one."""
+    if not recipe.monitor.prometheus:
+        shutil.rmtree(rundir.prometheus, ignore_errors=True)
+        return
     found = [
         _target(recipe, endpoints.controller_metrics, role="controller"),
         _target(recipe, endpoints.learner_metrics, role="learner"),

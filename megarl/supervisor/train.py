@@ -82,8 +82,7 @@ def prepare(recipe: Recipe, rundir: RunDir, placed: Mapping[Role, Place]) -> End
     write_atomically(rundir.recipe, dump(again).encode())
     endpoints = endpoints_of(recipe, placed)
     rundir.write_endpoints(endpoints)
-    if recipe.monitor.prometheus:
-        targets.write(recipe, rundir, endpoints)
+    targets.write(recipe, rundir, endpoints)
     return endpoints
 
 

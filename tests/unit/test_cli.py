@@ -48,6 +48,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         "data",
         "scaling",
         "report",
+        "trace",
         "doctor",
     ):
         with pytest.raises(SystemExit) as ended:

@@ -116,3 +116,5 @@ def test_files_for_prometheus(recipe: Recipe, tree: dict, tmp_path: Path) -> Non
     assert (rundir.prometheus / job["authorization"]["credentials_file"]).read_text() == "scrape"
     assert (rundir.prometheus / job["file_sd_configs"][0]["files"][0]).exists()
     assert (rundir.prometheus / "key").stat().st_mode & 0o777 == 0o600
+    targets.write(recipe, rundir, endpoints)
+    assert not rundir.prometheus.exists(), "a life in which nobody answers"
