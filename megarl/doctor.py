@@ -79,10 +79,12 @@ def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
             "Runs on the CPU are possible (tiny models: `make quickstart`). For GPU runs a machine with GPUs is needed.",
             0,
         )
-    missing = [name for name in ("CUDA", "Transformer Engine") if by_name[name].grade != "good"]
-    if missing:
-        return f"CPU runs are possible (CUDA_VISIBLE_DEVICES=); GPU runs are not yet: {', '.join(missing)}.", 0
-    return f"GPU runs are possible on {gpu_count} GPUs (`megarl recipes` says what each recipe takes).", 0
+    if by_name["CUDA"].grade != "good":
+        return "CPU runs are possible (CUDA_VISIBLE_DEVICES=); GPU runs are not yet: CUDA.", 0
+    slower = (
+        "" if by_name["Transformer Engine"].grade == "good" else ", without Transformer Engine's fused layers and FP8"
+    )
+    return f"GPU runs are possible on {gpu_count} GPUs{slower} (`megarl recipes` says what each recipe takes).", 0
 
 
 def python() -> Finding:

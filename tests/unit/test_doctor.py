@@ -55,7 +55,12 @@ GOOD = [Finding(name, "good", "") for name in ("Python", "CUDA", "Transformer En
     ("findings", "gpus", "status", "said"),
     [
         (GOOD, 8, 0, "GPU runs are possible on 8 GPUs"),
-        ([*GOOD[:2], Finding("Transformer Engine", "note", "")], 8, 0, "GPU runs are not yet: Transformer Engine"),
+        (
+            [*GOOD[:2], Finding("Transformer Engine", "note", "")],
+            8,
+            0,
+            "possible on 8 GPUs, without Transformer Engine",
+        ),
         ([GOOD[0], Finding("CUDA", "note", "no GPU"), GOOD[2]], 0, 0, "Runs on the CPU are possible"),
         ([Finding("Python", "bad", "3.9"), *GOOD[1:]], 0, 1, "Nothing can be run here yet: Python"),
     ],
