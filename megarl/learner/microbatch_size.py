@@ -70,9 +70,7 @@ def settle(
     if trainer.recipe.learner.microbatch_tokens != "auto":
         return
     if memory is None and not torch.cuda.is_available():
-        raise MegarlError(
-            "learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number"
-        )
+        raise MegarlError("learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number")
     of = _valid_for(trainer, longest)
     tokens = from_rank_0(_recorded(record, of))
     if tokens is None:
