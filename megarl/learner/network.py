@@ -128,7 +128,7 @@ class Network:
                 )
             return output, partial(loss, micro)
 
-        with out_of_memory_named(self.microbatch_tokens):
+        with out_of_memory_named(self.microbatch_tokens), replay.step() if replay else nullcontext():
             get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=[iter(micros) for _ in modules],
@@ -138,8 +138,6 @@ class Network:
                 micro_batch_size=steps.rows,
                 forward_only=forward_only,
             )
-        if replay:
-            replay.end()
 
 
 def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]:

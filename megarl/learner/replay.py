@@ -38,7 +38,7 @@ class PartialReplay(RouterReplay):
 
 
 class Replay:
-    """Of one rank: `of` around the forward pass of each micro-batch through a chunk, `end` after the last backward pass."""
+    """Of one rank: `step` around all passes of a step, `of` around the forward pass of each micro-batch through a chunk."""
 
     def __init__(self, chunks: Sequence[GPTModel]) -> None:
         """Gives every router of the chunks a replay. A router chooses by itself outside of `of`."""
@@ -75,6 +75,14 @@ class Replay:
         finally:
             for _, router in self._columns[chunk]:
                 router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What is replayed within is forgotten behind, also when a pass breaks off."""
+        try:
+            yield
+        finally:
+            self.end()
 
     def end(self) -> None:
         """Forget the step's choices."""

@@ -76,12 +76,10 @@ class TrainedNetwork(Network):
         return _reduced(sums, maxima, names) | sizes | balance
 
     def clear(self) -> None:
-        """No gradients, and nothing of a pass that broke off."""
+        """No gradients."""
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if self.replay:
-            self.replay.end()
 
     def moments_to_come(self) -> Tensor:
         """As much memory as AdamW will take on this rank's device at its first step, and none of it has been taken."""
