@@ -27,8 +27,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCaller,
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from megarl.advantages import Moments
+from megarl.collective import from_rank_0
 from megarl.errors import MegarlError
-from megarl.learner.ranks import from_rank_0
 from megarl.learner.trained import TrainedNetwork
 from megarl.learner.trainer import Trainer
 from megarl.models import checkpoint

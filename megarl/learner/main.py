@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.collective import from_rank_0
 from megarl.errors import MegarlError
 from megarl.learner import microbatch_size
 from megarl.learner.checkpoint import Checkpoints
 from megarl.learner.clock import StepClock
 from megarl.learner.link import Interrupted, Link
 from megarl.learner.out_of_memory import OutOfMemory
-from megarl.learner.ranks import become_torchrun, from_rank_0, is_rank
+from megarl.learner.ranks import become_torchrun, is_rank
 from megarl.learner.trainer import Trainer
 from megarl.messages import Next, Publish, Refused, Reply, Request, ServerAddress, Stop, Stopped, Train
 from megarl.models import parallel

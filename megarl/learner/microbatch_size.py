@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import TrainSequence
+from megarl.collective import from_rank_0
 from megarl.errors import MegarlError
 from megarl.learner.out_of_memory import OutOfMemory
-from megarl.learner.ranks import from_rank_0
 from megarl.learner.trained import TrainedNetwork
 from megarl.learner.trainer import Trainer
 from megarl.packing import sizes_to_try

@@ -1,11 +1,7 @@
-"""The learner as several processes: becoming torchrun, and what rank 0 knows."""
+"""The learner as several processes: becoming torchrun."""
 
 import os
 import sys
-from typing import Any
-
-import torch
-import torch.distributed as dist
 
 
 def is_rank() -> bool:
@@ -20,12 +16,3 @@ def become_torchrun(ranks: int, port: int, host: str = "127.0.0.1", nodes: int =
     torchrun += [f"--nnodes={nodes}", f"--node-rank={os.environ.get('SLURM_PROCID', '0') if nodes > 1 else 0}"]
     torchrun += [f"--master-addr={host}", f"--master-port={port}"]
     os.execv(sys.executable, [*torchrun, "-m", "megarl", *sys.argv[1:]])
-
-
-def from_rank_0(value: Any) -> Any:
-    """Rank 0's value, on all ranks. COLLECTIVE"""
-    if dist.get_world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]

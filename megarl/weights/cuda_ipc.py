@@ -23,13 +23,14 @@ from torch.multiprocessing import reductions
 from torch.nn import Module
 
 from megarl import whereabouts
+from megarl.collective import gathered
 from megarl.errors import MegarlError
 from megarl.models import hf
 from megarl.models.family import Family
 from megarl.weights.admin import Fleet, Server
 from megarl.weights.buckets import Bucket, buckets, with_last
 from megarl.weights.checksum import SentChecksums
-from megarl.weights.transport import Sent, gathered, texts
+from megarl.weights.transport import Sent, texts
 
 DEVICE = 6
 """Which of rebuild_cuda_tensor's arguments is the device. A number means nothing to a process that sees other GPUs, so SGLang

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.nn import Module
 
+from megarl.collective import from_rank_0
 from megarl.models import hf
 from megarl.models.family import Family
 from megarl.weights.admin import Fleet
-from megarl.weights.transport import Sent, shared, texts
+from megarl.weights.transport import Sent, texts
 
 KEEP = 2
 
@@ -33,7 +34,7 @@ class DiskTransport:
         if dist.get_rank() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(path, ignore_errors=True)  # of another incarnation, which may have had other weights
-        shared(None)
+        from_rank_0(None)
         hf.save(self._chunks, self._family, self._source, path)
         errors: dict[int, str] = {}
         size = 0
@@ -43,7 +44,7 @@ class DiskTransport:
             errors = texts(failed)
             size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
             self._remove_old(path)
-        return Sent(shared(errors), {}, size)
+        return Sent(from_rank_0(errors), {}, size)
 
     def _remove_old(self, newest: Path) -> None:
         others = sorted((p for p in self._directory.glob("v*") if p != newest), key=lambda p: p.stat().st_mtime)

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from megarl.collective import gathered
 from megarl.messages import ServerAddress
 from megarl.recipe import Recipe
 from megarl.rundir import Endpoints
 from megarl.weights.admin import Fleet, Server
-from megarl.weights.transport import gathered
 
 log = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import (
 from torch.nn import Module
 
 from megarl import whereabouts
+from megarl.collective import from_rank_0, gathered
 from megarl.errors import MegarlError
 from megarl.models import hf
 from megarl.models.family import Family
@@ -37,7 +38,7 @@ from megarl.stores import bound_store
 from megarl.weights.admin import Fleet, Server, ServerSaid, collect
 from megarl.weights.buckets import Bucket, buckets, with_last
 from megarl.weights.checksum import SentChecksums
-from megarl.weights.transport import Sent, gathered, shared, texts
+from megarl.weights.transport import Sent, texts
 from megarl.whereabouts import Whereabouts
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class ProcessGroupTransport:
             self._drop_if_stale(fleet, alive)
         if dist.get_rank() == 0:
             errors |= texts(fleet.each(alive, lambda server: server.begin())[1])
-        errors = shared(errors)
+        errors = from_rank_0(errors)
         for _ in range(
             len(ids) + 1
         ):  # each turn loses a server or is the last; one more for a group that broke by itself
@@ -105,7 +106,7 @@ class ProcessGroupTransport:
                 if dist.get_rank() == 0:
                     errors |= texts(fleet.each(alive, lambda server: server.end())[1])
                 self._versions = dict.fromkeys(alive, version)
-                return Sent(shared(errors), checksums, size)
+                return Sent(from_rank_0(errors), checksums, size)
             log.warning("sending version %d again: %s", version, "; ".join((failed or interrupted).values()))
             self._leave(fleet)
         errors |= dict.fromkeys(alive, f"publishing version {version}: its process groups broke again and again")

@@ -17,6 +17,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.nn import Module
 
+from megarl.collective import from_rank_0
 from megarl.messages import Publish, Published, ServerResult
 from megarl.models.family import Family, read_config
 from megarl.recipe import Recipe
@@ -28,7 +29,7 @@ from megarl.weights.disk import DiskTransport
 from megarl.weights.probe import largest_difference, probe_sequences
 from megarl.weights.process_group import ProcessGroupTransport
 from megarl.weights.served import rotary_head_dim
-from megarl.weights.transport import Sent, Transport, shared
+from megarl.weights.transport import Sent, Transport
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Publisher:
             if leader:
                 _, failed = fleet.each(list(fleet.servers), self._stop)
                 errors |= {i: str(error) for i, error in failed.items()}
-            errors = shared(errors)
+            errors = from_rank_0(errors)
             paused = time.monotonic()
             sent = self._transport.send(fleet, [i for i in fleet.servers if i not in errors], command.version)
             errors |= sent.errors

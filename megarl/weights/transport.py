@@ -1,10 +1,7 @@
-"""What every transport is, and how its ranks agree."""
+"""What every transport is."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
-
-import torch
-import torch.distributed as dist
+from typing import NamedTuple, Protocol
 
 from megarl.errors import MegarlError
 from megarl.weights.admin import Fleet
@@ -27,21 +24,3 @@ class Transport(Protocol):
 
 def texts(errors: Mapping[int, MegarlError]) -> dict[int, str]:
     return {i: str(error) for i, error in errors.items()}
-
-
-def shared(value: Any) -> Any:
-    """Rank 0's value, on all ranks. COLLECTIVE."""
-    if dist.get_world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
-
-
-def gathered(value: Any) -> list[Any]:
-    """Every rank's value, on all ranks. COLLECTIVE."""
-    if dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
