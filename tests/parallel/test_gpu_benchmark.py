@@ -17,6 +17,7 @@ import sys
 from importlib.machinery import PathFinder
 HIDDEN = set({hidden!r})
 class Bare:
+    find_distributions = PathFinder.find_distributions
     @staticmethod
     def find_spec(name, path=None, target=None):
         return None if name in HIDDEN else PathFinder.find_spec(name, path, target)
@@ -50,7 +51,9 @@ def test_whole(tmp_path: Path) -> None:
         canonical(line.partition("==")[0]) for line in WHEELS.read_text().splitlines() if not line.startswith("#")
     }
     there = required("torch", set()) | wheels | {"megarl", "pip"}
-    distributions = importlib.metadata.packages_distributions()
+    # Asked of a new process: what has imported setuptools also finds the packages that it brings along.
+    listing = "import importlib.metadata, json; print(json.dumps(importlib.metadata.packages_distributions()))"
+    distributions = json.loads(subprocess.check_output([sys.executable, "-c", listing]))
     hidden = {name for name, of in distributions.items() if not there & set(map(canonical, of))}
     assert {"datasets", "sglang", "rich"} <= hidden
     (tmp_path / "sitecustomize.py").write_text(BARE.format(hidden=sorted(hidden)))
