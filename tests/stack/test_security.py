@@ -129,15 +129,15 @@ def ask(live: LiveRun, method: str, path: str, key: str = "", **headers: str) ->
         connection.close()
 
 
-def sglang_paths() -> list[str]:
-    """Of every call that SGLang's server has."""
+def paths_of_a_server() -> list[str]:
+    """Of every call that SGLang has, and of megarl/serving/answers.py."""
     (package,) = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
     source = (Path(package) / "srt/entrypoints/http_server.py").read_text()
-    return sorted(set(re.findall(r'@app\.\w+\(\s*"(/[^"]*)"', source)))
+    return sorted({"/whereabouts", *re.findall(r'@app\.\w+\(\s*"(/[^"]*)"', source)})
 
 
 def test_nothing_is_answered_without_a_key_but_that_it_is_ready(live: LiveRun) -> None:
-    paths = sglang_paths()
+    paths = paths_of_a_server()
     assert len(paths) > 60
     assert {path for _, path in gate.USER | gate.ADMIN} <= set(paths)
     calls = [(method, path) for path in paths for method in ("GET", "POST", "PUT", "OPTIONS")]
@@ -150,7 +150,7 @@ def test_nothing_is_answered_without_a_key_but_that_it_is_ready(live: LiveRun) -
 
 def test_the_user_key_opens_no_other_call(live: LiveRun) -> None:
     key = live.rundir.endpoints().api_key
-    paths = [path for path in sglang_paths() if ("POST", path) not in gate.USER and path != "/health"]
+    paths = [path for path in paths_of_a_server() if ("POST", path) not in gate.USER and path != "/health"]
     assert {path for path in paths if ask(live, "POST", path, key) not in (401, 404)} == set()
     assert ask(live, "GET", "/model_info", key) == 200
     assert ask(live, "GET", "/metrics", key) == 401
@@ -159,7 +159,7 @@ def test_the_user_key_opens_no_other_call(live: LiveRun) -> None:
 def test_the_metrics_key_opens_metrics_alone(live: LiveRun) -> None:
     key = live.rundir.endpoints().metrics_key
     assert ask(live, "GET", "/metrics", key) == 200
-    paths = [path for path in sglang_paths() if path != "/health"]
+    paths = [path for path in paths_of_a_server() if path != "/health"]
     answered = {(m, path) for path in paths for m in ("GET", "POST") if ask(live, m, path, key) not in (401, 404)}
     assert answered == set()
 
