@@ -23,7 +23,7 @@ test: setup lint test-unit ## everything CI runs: lint, unit, parallel layouts, 
 	$(PYTEST) tests --ignore=tests/unit -m "not faults and not slow"
 
 test-unit: setup ## no server and no process group: minutes
-	$(PYTEST) tests/unit -n 2
+	$(PYTEST) tests/unit -n 2 -m "not slow"
 
 test-faults: setup ## kill -9 of every role, real runs on a real Slurm, and what a run does about it
 	$(PYTEST) tests -m faults

@@ -141,6 +141,7 @@ def test_what_is_missing_is_said_before_anything_starts(wanted: Recipe, monkeypa
     wandb_writer.check(wanted)
 
 
+@pytest.mark.slow  # not in the gate, whose machine has no wandb
 def test_with_the_real_one_offline(tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
