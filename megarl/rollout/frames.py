@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from megarl.errors import MegarlError
+from megarl.rollout.group_index import GroupIndex
 from megarl.rollout.records import Finished, JournalRecord, Snapshot
 from megarl.rollout.state import State
 from megarl.rundir import write_atomically, writing
@@ -140,16 +141,18 @@ def record_of(path: Path, entry: Entry, payload: bytes) -> JournalRecord:
         raise MegarlError(f"{path}: offset {entry.offset}: not a record this megarl knows: {error}") from None
 
 
-def read(path: Path, entry: Entry) -> JournalRecord:
+def read(path: Path, offset: int) -> JournalRecord:
+    """The record at `offset`. MegarlError if it is not sound."""
     with path.open("rb") as file:
-        file.seek(entry.offset + RECORD_HEADER.size)
-        payload = file.read(entry.length)
-    if zlib.crc32(payload) != entry.checksum:
-        raise MegarlError(f"{path}: damaged at offset {entry.offset} (checksum); restore the file from a backup")
+        file.seek(offset)
+        entry = _entry(file.read(RECORD_HEADER.size), offset)
+        payload = file.read(entry.length) if entry else b""
+    if entry is None or zlib.crc32(payload) != entry.checksum:
+        raise MegarlError(f"{path}: damaged at offset {offset} (checksum); restore the file from a backup")
     return record_of(path, entry, payload)
 
 
-def fold(path: Path) -> tuple[State, dict[int, Entry], int]:
+def fold(path: Path) -> tuple[State, GroupIndex, int]:
     """The state after a file, where its groups are, and where its sound records end."""
     records = scan(path)
     head = next(records, None)
@@ -158,13 +161,13 @@ def fold(path: Path) -> tuple[State, dict[int, Entry], int]:
         raise MegarlError(
             f"{path}: damaged at offset {FILE_HEADER.size}: no snapshot there; restore the file from a backup"
         )
-    state, groups, end = State.restored(snapshot), {}, head[0].end
+    state, groups, end = State.restored(snapshot), GroupIndex(), head[0].end
     for entry, payload in records:
         try:
             state.apply(record_of(path, entry, payload))
         except ValueError as error:
             raise MegarlError(f"{path}: offset {entry.offset}: contradicts the records before it: {error}") from None
         if entry.ticket >= 0:
-            groups[entry.ticket] = entry
+            groups.add(entry.ticket, entry.offset)
         end = entry.end
     return state, groups, end

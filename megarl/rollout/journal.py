@@ -23,7 +23,7 @@ from pathlib import Path
 from megarl.admission import Admission
 from megarl.errors import MegarlError
 from megarl.rollout import frames
-from megarl.rollout.frames import Entry
+from megarl.rollout.group_index import GroupIndex
 from megarl.rollout.records import Finished, JournalRecord
 from megarl.rollout.state import State
 from megarl.types import Group
@@ -41,7 +41,7 @@ class JournalReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._searched: dict[int, dict[int, Entry]] = {}  # file number -> ticket -> entry
+        self._searched: dict[int, GroupIndex] = {}  # by number of the file
 
     def files(self) -> list[int]:
         """Numbers of the files there are, oldest first."""
@@ -66,24 +66,27 @@ class JournalReader:
 
     def finished(self) -> list[int]:
         """Tickets of all finished groups that are still there, in the order they were finished."""
-        return [ticket for number in self.files() for ticket in self._groups_of(number)]
+        return [ticket for number in self.files() for ticket in self._groups_of(number).as_written()]
 
     def _group(self, ticket: int) -> Group:
         for number in reversed(self.files()):
-            entry = self._groups_of(number).get(ticket)
-            if entry is not None:
-                record = frames.read(self._file(number), entry)
+            offset = self._groups_of(number).offset(ticket)
+            if offset is not None:
+                record = frames.read(self._file(number), offset)
                 assert isinstance(record, Finished)
                 return record.group
         raise MegarlError(
             f"{self.path}: ticket {ticket} has no group here: it is unfinished, removed or dropped (journal.keep)"
         )
 
-    def _groups_of(self, number: int) -> dict[int, Entry]:
+    def _groups_of(self, number: int) -> GroupIndex:
         """Where the groups of a file are. The last file grows, so it is searched anew."""
         if number in self._searched:
             return self._searched[number]
-        found = {e.ticket: e for e, _ in frames.scan(self._file(number), payloads=False) if e.ticket >= 0}
+        found = GroupIndex()
+        for entry, _ in frames.scan(self._file(number), payloads=False):
+            if entry.ticket >= 0:
+                found.add(entry.ticket, entry.offset)
         if number != self.files()[-1]:
             self._searched[number] = found
         return found
@@ -151,7 +154,9 @@ class Journal(JournalReader):
             self.close()
             raise
         self._size += len(data)
-        self._searched[self._number].update((e.ticket, e) for e in entries if e.ticket >= 0)
+        for entry in entries:
+            if entry.ticket >= 0:
+                self._searched[self._number].add(entry.ticket, entry.offset)
         if self._size > self._rotate_bytes:
             self._rotate()
 
@@ -160,7 +165,7 @@ class Journal(JournalReader):
         first_needed = self.state.admission.first_ticket(step)
         self.state.admission.forget(step)
         for number in self.files()[:-1]:
-            if max(self._groups_of(number), default=-1) < first_needed:
+            if self._groups_of(number).newest() < first_needed:
                 self._file(number).unlink()
                 self._searched.pop(number, None)
                 log.info("%s: dropped, all its groups were trained before step %d", self._file(number), step)
@@ -180,7 +185,7 @@ class Journal(JournalReader):
         self._number += 1
         self._fd = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)
         self._size = os.fstat(self._fd).st_size
-        self._searched[self._number] = {}
+        self._searched[self._number] = GroupIndex()
 
     def _cut_off_tail(self) -> None:
         """Of an append that a crash interrupted: nobody has been told of it."""

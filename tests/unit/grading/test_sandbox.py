@@ -200,15 +200,18 @@ def test_success_before_the_tests(bubblewrap: Kind, program: str) -> None:
     assert asyncio.run(verdicts()) == [judged(False)] * 3
 
 
-def test_programs_that_are_cancelled_leave_nothing_behind(kind: Kind) -> None:
+def test_programs_that_are_cancelled_leave_nothing_behind(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
     async def cancelled() -> None:
-        before = set(Path("/tmp").glob("megarl-sandbox-*"))
         task = asyncio.create_task(sandbox(kind).run("while True: pass", ""))
         await asyncio.sleep(0.5)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert set(Path("/tmp").glob("megarl-sandbox-*")) <= before
+        assert list(tmp_path.iterdir()) == []
 
     asyncio.run(cancelled())
 

@@ -265,7 +265,7 @@ def test_damage_in_an_old_file_is_found_when_it_is_read(tmp_path: Path):
     written(tmp_path, 40, rotate_bytes=2000)
     reader = JournalReader(tmp_path)
     file = tmp_path / "000000.journal"
-    entry = reader._groups_of(0)[0]
+    entry = next(entry for entry, _ in frames.scan(file) if entry.ticket == 0)
     content = bytearray(file.read_bytes())
     content[entry.end - 1] ^= 1
     file.write_bytes(content)

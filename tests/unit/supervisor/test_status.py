@@ -111,15 +111,17 @@ def test_logs_are_followed_to_the_end(write_run: Write, capsys: pytest.CaptureFi
     logged(rundir, "learner", "n1", 0, "first")
     following = threading.Thread(target=main, args=(["logs", str(rundir.path), "--role", "learner", "-f"],))
     following.start()
-    time.sleep(0.2)
+    shown, deadline = "", time.monotonic() + 30
+    while not shown and time.monotonic() < deadline:
+        time.sleep(0.02)
+        shown = capsys.readouterr().out
+    assert shown == "first\n"
     logged(rundir, "learner", "n1", 0, "second")
     logged(rundir, "learner", "n2", 1, "of another rank")
     rundir.summary.write_text("{}")
     following.join(30)
     assert not following.is_alive()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "first"
-    assert sorted(lines[1:]) == ["learner n1.0: second", "learner n2.1: of another rank"]
+    assert sorted(capsys.readouterr().out.splitlines()) == ["learner n1.0: second", "learner n2.1: of another rank"]
 
 
 def test_causes(capsys: pytest.CaptureFixture[str]) -> None:
