@@ -13,7 +13,7 @@ Activations are those of what megarl runs: flash attention, no dropout, gated ML
 from megarl.packing import Cost
 from megarl.planning.shapes import Shape
 
-BF16, FP32 = 2, 4
+BF16, FP32, FP8 = 2, 4, 1
 
 
 # Memory of the learner.
@@ -30,13 +30,20 @@ def state_bytes(parameters: float, bf16: bool, shards: int, kept: float = 1.0) -
     return parameters * (2 * FP32 + 2 * FP32 / shards * kept)
 
 
-def replicated_activation_bytes(shape: Shape, width: int) -> float:
+def fp8_weight_bytes(parameters: float) -> float:
+    """What FP8 products keep beside the bf16 weights from one micro-batch to the next: each in FP8 as it is and transposed,
+    for their matrix units take both factors row by row (Transformer Engine, guide to FP8)."""
+    return 2 * FP8 * parameters
+
+
+def replicated_activation_bytes(shape: Shape, width: int, kept: int) -> float:
     """A token's, of one layer, that tensor parallelism divides only with sequence parallelism: input and output of both norms.
 
     [AR] section 4.2.1 counts 10 sbh outside tensor-parallel parts: 4 layer norms' inputs, 4 inputs of the parts behind them
-    (here the norms' outputs) and 2 dropout masks, of which there are none. width: bytes of an activation.
+    (here the norms' outputs) and 2 dropout masks, of which there are none. width: bytes of an activation; kept: of one that
+    a linear map keeps of its input, 1 if it makes FP8 products.
     """
-    return 4 * shape.hidden * width
+    return 2 * shape.hidden * (width + kept)
 
 
 def layer_input_bytes(shape: Shape, width: int) -> float:
@@ -44,26 +51,28 @@ def layer_input_bytes(shape: Shape, width: int) -> float:
     return shape.hidden * width
 
 
-def attention_activation_bytes(shape: Shape, width: int) -> float:
+def attention_activation_bytes(shape: Shape, width: int, kept: int) -> float:
     """A token's, of one layer, that tensor parallelism divides: q, k, v, the output, and the softmax's normaliser (FP32).
 
-    [AR] equation 1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores.
+    [AR] equation 1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The map behind it keeps the same
+    output, unless it keeps it in FP8.
     """
-    return (2 * shape.query + 2 * shape.key) * width + FP32 * shape.heads
+    output_again = shape.query * kept if kept != width else 0
+    return (2 * shape.query + 2 * shape.key) * width + output_again + FP32 * shape.heads
 
 
-def mlp_activation_bytes(feed_forward: int, width: int) -> float:
+def mlp_activation_bytes(feed_forward: int, width: int, kept: int) -> float:
     """A token's, of a gated MLP, that tensor parallelism divides: gate and up, and their product. [AR] 4.1, for SwiGLU."""
-    return 3 * feed_forward * width
+    return feed_forward * (2 * width + kept)
 
 
-def routed_activation_bytes(shape: Shape, expert_tensor_parallel: int, width: int) -> float:
+def routed_activation_bytes(shape: Shape, expert_tensor_parallel: int, width: int, kept: int) -> float:
     """A token's, of one layer's routed experts, all chosen together, where tokens fall evenly on the experts.
 
     Each choice is a row of its own: gathered input and output [hidden], and the gated MLP within. Router logits in FP32.
     """
-    rows = 2 * shape.hidden * width * expert_tensor_parallel
-    inner = mlp_activation_bytes(shape.expert_feed_forward, width)
+    rows = shape.hidden * (width + kept) * expert_tensor_parallel
+    inner = mlp_activation_bytes(shape.expert_feed_forward, width, kept)
     return shape.experts_per_token * (rows + inner) + FP32 * shape.experts
 
 

@@ -19,6 +19,7 @@ class Gpu:
     memory: float
     memory_rate: float
     bf16: float
+    fp8: float
     nvlink: float
     nvlink_gpus: int
     network: float
@@ -30,6 +31,7 @@ class Assumed:
     """What no datasheet has; see hardware.yaml."""
 
     training_efficiency: float
+    fp8_efficiency: float
     bandwidth_efficiency: float
     decode_efficiency: float
     network_efficiency: float
@@ -58,6 +60,7 @@ def _table() -> tuple[dict[str, Gpu], Assumed]:
             memory=row["hbm_gb"] * GB,
             memory_rate=row["hbm_gb_s"] * GB,
             bf16=row["bf16_tflops"] * 1e12,
+            fp8=row["fp8_tflops"] * 1e12,
             nvlink=row["nvlink_gb_s"] * GB,
             nvlink_gpus=row["nvlink_gpus"],
             network=row["network_gb_s"] * GB,

@@ -189,6 +189,8 @@ def _learner(problem: Problem, recipe: Recipe) -> LearnerChoice | str:
     model = recipe.model
     for broken in itertools.chain(impossible(recipe), impossible_for(model, problem.shape.divisible())):
         return f"{broken.split(':')[0]}: {_RULES.get(broken.split(':')[0], 'breaks a rule of the recipe')}"
+    if model.fp8 != "none" and not problem.gpu.fp8:
+        return f"model.fp8: {problem.gpu.name} has no FP8 products"
     if model.tensor_parallel * model.context_parallel > problem.gpu.nvlink_gpus:
         return f"TP x CP is beyond the {problem.gpu.nvlink_gpus} GPUs of one NVLink domain"
     recipe = _with_microbatch_tokens(problem, recipe)
@@ -224,6 +226,7 @@ _RULES = {
     "model.pipeline_parallel": "does not divide the layers",
     "model.expert_parallel": "does not divide the experts",
     "learner.packing": "context parallelism needs packing",
+    "model.fp8": "needs sizes on each rank that divide by 16",
 }
 
 

@@ -7,7 +7,7 @@ head: the larger of the two counts.
 from dataclasses import dataclass
 
 from megarl.planning import formulas
-from megarl.planning.formulas import BF16, FP32
+from megarl.planning.formulas import BF16, FP8, FP32
 from megarl.planning.hardware import Assumed, Gpu
 from megarl.planning.shapes import Shape
 from megarl.recipe import Recipe
@@ -77,9 +77,14 @@ def _state(recipe: Recipe, shape: Shape, ends: float) -> float:
     dense = shape.dense_parameters / (model.tensor_parallel * model.pipeline_parallel) + ends
     experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
     bf16, kept = model.dtype == "bf16", 1 - recipe.learner.optimizer_offload
-    return formulas.state_bytes(
-        dense, bf16, ranks // (model.tensor_parallel * model.pipeline_parallel), kept
-    ) + formulas.state_bytes(shape.routed_parameters / experts, bf16, ranks // experts, kept)
+    routed = shape.routed_parameters / experts
+    fp8 = formulas.fp8_weight_bytes(dense - ends + routed) if model.fp8 != "none" else 0.0
+    copies = ranks // (model.tensor_parallel * model.pipeline_parallel)
+    return (
+        fp8
+        + formulas.state_bytes(dense, bf16, copies, kept)
+        + formulas.state_bytes(routed, bf16, ranks // experts, kept)
+    )
 
 
 def _stage_activations(recipe: Recipe, shape: Shape, width: int) -> float:
@@ -108,13 +113,14 @@ def _layer_activations(recipe: Recipe, shape: Shape, width: int) -> tuple[float,
     """A token's, of one layer, on one rank: of norms and attention, of a dense MLP, of experts."""
     model = recipe.model
     shards = model.tensor_parallel if model.sequence_parallel else 1
+    kept = width if model.fp8 == "none" else FP8
     attention = (
-        formulas.replicated_activation_bytes(shape, width) / shards
-        + formulas.attention_activation_bytes(shape, width) / model.tensor_parallel
+        formulas.replicated_activation_bytes(shape, width, kept) / shards
+        + formulas.attention_activation_bytes(shape, width, kept) / model.tensor_parallel
     )
-    dense = formulas.mlp_activation_bytes(shape.feed_forward, width) / model.tensor_parallel
-    shared = formulas.mlp_activation_bytes(shape.shared_feed_forward, width) / model.tensor_parallel
-    routed = formulas.routed_activation_bytes(shape, model.expert_tensor_parallel, width) / shards
+    dense = formulas.mlp_activation_bytes(shape.feed_forward, width, kept) / model.tensor_parallel
+    shared = formulas.mlp_activation_bytes(shape.shared_feed_forward, width, kept) / model.tensor_parallel
+    routed = formulas.routed_activation_bytes(shape, model.expert_tensor_parallel, width, kept) / shards
     return attention, dense, shared + routed
 
 

@@ -115,6 +115,8 @@ class Shape:
             "num_query_groups": self.groups,
             "ffn_hidden_size": self.feed_forward,
             "num_layers": self.layers,
+            "hidden_size": self.hidden,
+            "kv_channels": self.head_dim,
         }
         if self.experts:
             sizes |= {"num_moe_experts": self.experts, "moe_ffn_hidden_size": self.expert_feed_forward}

@@ -48,10 +48,12 @@ def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assum
     # Stages pass on micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
     tokens = (packed.rank_tokens if stages == 1 else packed.largest * microbatches) / model.context_parallel
     attention, recompute = formulas.attention_flop(shape, packed.positions), recipe.learner.recompute
-    layers = formulas.BACKWARD * (formulas.layer_flop(shape) + attention) + formulas.forward_again(recompute, shape)
-    layers += attention if recompute == "full" else 0.0
-    head = formulas.HEAD_BACKWARD * formulas.head_flop(shape)
-    per_token = (layers / stages + head) / model.tensor_parallel / (gpu.bf16 * assumed.training_efficiency)
+    bf16 = gpu.bf16 * assumed.training_efficiency
+    linear = formulas.BACKWARD * formulas.layer_flop(shape) + formulas.forward_again(recompute, shape)
+    linear_seconds = linear / (bf16 if model.fp8 == "none" else gpu.fp8 * assumed.fp8_efficiency)
+    attention_seconds = (formulas.BACKWARD + (recompute == "full")) * attention / bf16
+    head_seconds = formulas.HEAD_BACKWARD * formulas.head_flop(shape) / bf16
+    per_token = ((linear_seconds + attention_seconds) / stages + head_seconds) / model.tensor_parallel
     links = _layer_link_seconds(recipe, shape, tokens, gpu, assumed) / stages
     slowest = tokens * per_token + links
     pipeline = slowest * formulas.bubble(stages, model.virtual_pipeline_parallel, microbatches)

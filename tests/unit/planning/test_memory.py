@@ -47,10 +47,21 @@ def test_activations_of_a_gpt_are_those_of_the_paper() -> None:
     (16 of the 34), and with both ends of a norm kept: what is left must agree."""
     h = 12288
     shape = shapes.Shape(1, h, 96, 96, 128, 4 * h, 50257, False)
-    ours = formulas.replicated_activation_bytes(shape, 2) + formulas.attention_activation_bytes(shape, 2)
+    ours = formulas.replicated_activation_bytes(shape, 2, 2) + formulas.attention_activation_bytes(shape, 2, 2)
     paper = (4 + 2 + 2) * h + (2 + 2 + 2 + 2) * h  # norms' inputs and outputs; q, k, v and attention's output
     assert ours == paper + 4 * 96
-    assert formulas.mlp_activation_bytes(4 * h, 2) == 24 * h  # gate, up, product; a GELU MLP keeps 8 h + 8 h
+    assert formulas.mlp_activation_bytes(4 * h, 2, 2) == 24 * h  # gate, up, product; a GELU MLP keeps 8 h + 8 h
+
+
+def test_fp8_halves_what_linear_maps_keep_and_adds_two_copies_of_the_layers() -> None:
+    """A token's of a layer: two norms' inputs and q, k, v and attention's output in bf16; in FP8 the inputs of the four maps."""
+    bf16 = memory.learner(recipe(), EIGHT, 1000, 8)
+    fp8 = memory.learner(recipe(model__fp8="blockwise"), EIGHT, 1000, 8)
+    less = 2 * EIGHT.hidden + EIGHT.feed_forward - EIGHT.query  # attention's output is kept twice
+    assert bf16.activations - fp8.activations == pytest.approx(32 * 1000 * less / 4)
+    layers = EIGHT.parameters - 2 * EIGHT.embedding_parameters
+    assert fp8.state - bf16.state == pytest.approx(2 * layers / 4, rel=1e-3)
+    assert fp8.head == bf16.head
 
 
 def test_parallelism_divides_what_it_should() -> None:
@@ -67,7 +78,7 @@ def test_parallelism_divides_what_it_should() -> None:
 def test_without_sequence_parallelism_norms_are_held_by_every_rank() -> None:
     with_it = memory.learner(recipe(), EIGHT, 1000, 8).activations
     without = memory.learner(recipe(model__sequence_parallel=False), EIGHT, 1000, 8).activations
-    assert without - with_it == pytest.approx(32 * 1000 * formulas.replicated_activation_bytes(EIGHT, 2) * 3 / 4)
+    assert without - with_it == pytest.approx(32 * 1000 * formulas.replicated_activation_bytes(EIGHT, 2, 2) * 3 / 4)
 
 
 def test_the_first_stage_of_a_pipeline_has_as_much_in_flight_as_a_single_one() -> None:

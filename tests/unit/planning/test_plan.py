@@ -184,6 +184,25 @@ def test_recomputation_is_a_further_forward_pass_of_the_layers() -> None:
     assert full - selective == pytest.approx(attention / (989e12 * 0.5))
 
 
+def test_fp8_quickens_the_linear_maps_and_nothing_else() -> None:
+    """6 x parameters of the layers at the FP8 rate; attention, head and AdamW as before."""
+    layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
+    shape, gpu = shapes.read("llama-3.1-8b"), gpu_named("h100")
+    packed = speed.packing([1000] * 160, 16384, 1, formulas.sequence_cost(shape))
+    bf16, fp8 = (
+        speed.train_seconds(load("scalerl-8b", [*layout, f"model.fp8={x}"]), shape, packed, gpu, assumed())
+        for x in ("none", "blockwise")
+    )
+    flop = 160_000 * 6 * shape.body_parameters
+    rate = 1979e12 * assumed().fp8_efficiency
+    assert bf16 - fp8 == pytest.approx(flop / (989e12 * 0.5) - flop / rate)
+
+
+def test_fp8_is_refused_where_there_is_none() -> None:
+    refused = as_written(problem("scalerl-8b", "llama-3.1-8b", "a100", 80, 8000, "model.fp8=tensorwise"))
+    assert refused == "model.fp8: a100 has no FP8 products"
+
+
 def test_an_offloaded_optimiser_is_as_slow_as_the_host() -> None:
     """8B parameters on one rank: 4 bytes each way over PCIe, 30 through the host's memory."""
     layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
