@@ -54,7 +54,7 @@ def test_activations_of_a_gpt_are_those_of_the_paper() -> None:
 
 
 def test_fp8_halves_what_linear_maps_keep_and_adds_two_copies_of_the_layers() -> None:
-    """A token's of a layer: two norms' inputs and q, k, v and attention's output in bf16; in FP8 the inputs of the four maps."""
+    """A token's of a layer: two norms' inputs and q, k, v and what attention gives in bf16; inputs of the four maps in FP8."""
     bf16 = memory.learner(recipe(), EIGHT, 1000, 8)
     fp8 = memory.learner(recipe(model__fp8="blockwise"), EIGHT, 1000, 8)
     less = 2 * EIGHT.hidden + EIGHT.feed_forward - EIGHT.query  # attention's output is kept twice
