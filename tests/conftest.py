@@ -1,5 +1,6 @@
 """For all tests: property tests have no deadline, for the machine may be busy; and the policy that real runs begin with."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ from tests.e2e.runs import megarl
 
 settings.register_profile("megarl", deadline=None)
 settings.load_profile("megarl")
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # Begun in the background by a shell without job control: whoever is started from here would never hear Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
