@@ -92,6 +92,37 @@ def test_a_killed_role_is_restarted(start: Start, workplace: Path, role: str) ->
                 assert len(first_leg) <= (30 if due[group.ticket] < 8 else 48) + (0 if r.interrupted else 8)
 
 
+VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {
+    "serve": lambda process: process.name().startswith("sglang::sched"),
+    "rollout": lambda process: True,
+    "learn": lambda process: process.environ().get("RANK") == "0",
+}
+"""Which process of the role it is."""
+
+
+@pytest.mark.parametrize("role", VICTIMS)
+def test_a_stopped_role_is_replaced(start: Start, role: str, record_property: Any) -> None:
+    """SIGSTOP: it keeps its memory, ports and links, and does nothing."""
+    run = start(f"stop-{role}")
+    run.wait_for(lambda: run.steps() >= 5, "step 5", runs.RUN_LIMIT_S)
+    family, ports = run.family(), run.ports()
+    leader = run.roles()[role]
+    victim = next(process for process in (leader, *leader.children(recursive=True)) if VICTIMS[role](process))
+    victim.send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    run.wait_for(lambda: not victim.is_running(), "the end of the stopped process", 120)
+    record_property("seconds until it was killed", round(time.monotonic() - stopped, 1))
+    run.wait_for(lambda: role in run.roles(), f"a new {role}")
+    family += run.family()
+    trained = run.steps()
+    run.wait_for(lambda: run.steps() > trained or run.process.poll() == 0, "a step", runs.RUN_LIMIT_S)
+    record_property("seconds until a new step", round(time.monotonic() - stopped, 1))
+    assert run.finish() == 0, run.tail()
+    assert runs.summary(run.rundir)["restarts"] == 1
+    check_whole(run)
+    check_nothing_left(family, ports)
+
+
 def test_a_killed_supervisor_takes_everything_with_it_and_the_run_is_resumed(start: Start) -> None:
     run = start("kill-train")
     run.wait_for(lambda: run.steps() >= 6, "step 6", runs.RUN_LIMIT_S)
