@@ -115,6 +115,15 @@ class RunDir:
         for folder in (self.path, self.rollouts, self.logs, self.checkpoints, self.tensorboard):
             folder.mkdir(parents=True, exist_ok=True)
 
+    def stop(self, signal: int = 0) -> None:
+        """Ask the run to save and end; because of this signal, if of any."""
+        self.stop_file.write_text(str(signal or ""))
+
+    def stop_signal(self) -> int:
+        """The signal for which the run was asked to end; 0 if for none, or if nobody has asked."""
+        said = self.stop_file.read_text().strip() if self.stop_file.exists() else ""
+        return int(said) if said.isdecimal() else 0
+
     def endpoints(self) -> Endpoints:
         if not self.endpoints_file.exists():
             raise MegarlError(

@@ -5,8 +5,8 @@
 #   step …        `python -m …` on one node, for what is not `megarl train`
 #   until_done …  a command that saves when it is told to; the job goes into the queue again if it did not get done
 #
-# Signals reach this shell alone (#SBATCH --signal=B:USR1@600) and are passed on: `megarl train` then saves and leaves, for
-# which it has 600 s.
+# USR1 reaches this shell alone (#SBATCH --signal=B:USR1@600) and is passed on: `megarl train` then saves and leaves, for
+# which it has 540 s. TERM of a preemption reaches the roles first; they tell `megarl train`.
 set -euo pipefail
 
 CONTAINER=${CONTAINER:-none}                      # none | pyxis | apptainer
@@ -57,6 +57,7 @@ passing_signals_on() {
     local child="" heard status code
     trap 'heard=yes; kill -USR1 "$child" 2> /dev/null || true' USR1
     trap 'heard=yes; kill -TERM "$child" 2> /dev/null || true' TERM
+    trap 'heard=yes; kill -INT "$child" 2> /dev/null || true' INT
     "$@" &
     child=$!
     while true; do
@@ -65,12 +66,12 @@ passing_signals_on() {
         if [ "$code" != 127 ]; then status=$code; fi # 127: waited for already, as the signal came when it had ended
         if [ -z "$heard" ]; then break; fi           # else `wait` was interrupted
     done
-    trap - USR1 TERM
+    trap - USR1 TERM INT
     return "$status"
 }
 
 # 138: told to stop by SIGUSR1, ahead of the time limit. 143: by SIGTERM; a job that is still running was preempted, one that is
-# not was cancelled. 75: a node is lost that the run cannot spare.
+# not was cancelled. 75: a node is lost that the run cannot spare. 130: by SIGINT, for good.
 until_done() {
     local status=0
     passing_signals_on "$@" || status=$?

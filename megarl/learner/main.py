@@ -260,3 +260,4 @@ class Learner:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self.signalled = f"signal {signal.Signals(number).name}"
+        self.rundir.stop(number)

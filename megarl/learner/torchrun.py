@@ -1,9 +1,52 @@
-"""torchrun, whose store listens on --master-addr alone: `python -m megarl.learner.torchrun` with torchrun's arguments."""
+"""torchrun as megarl wants it: `python -m megarl.learner.torchrun` with torchrun's arguments.
 
+Its store listens on --master-addr alone. SIGTERM and SIGINT come from outside, to all processes of a Slurm job: the ranks save
+then, so torchrun goes on. When a rank dies it kills the others at once, which wait for that one and have nothing to save. It
+ends with the status of the rank that ended first; torchrun itself says 1 for all.
+"""
+
+import signal
+import sys
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
 from megarl import stores
 
-if __name__ == "__main__":
+FOR_RANKS = (signal.SIGTERM, signal.SIGINT)
+OURS = "SIGHUP,SIGQUIT"
+
+
+def run(arguments: list[str]) -> int:
+    """The exit status; 128 and the signal that killed the rank which ended first."""
     stores.bind_all()
-    main()
+    _kill_ranks()
+    for number in FOR_RANKS:
+        signal.signal(number, _pass)
+    try:
+        main([f"--signals-to-handle={OURS}", *arguments])
+    except ChildFailedError as error:
+        status = error.get_first_failure()[1].exitcode
+        return status if status > 0 else 128 - status
+    return 0
+
+
+def _kill_ranks() -> None:
+    """Instead of SIGTERM, and SIGKILL 30 s later."""
+    close: Any = SubprocessContext._close
+
+    def killing(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
+        del death_sig
+        close(self, signal.SIGKILL, timeout)
+
+    SubprocessContext._close = killing
+
+
+def _pass(_number: int, _frame: object) -> None:
+    """A handler, not SIG_IGN, which the ranks would inherit."""
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

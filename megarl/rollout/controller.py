@@ -128,7 +128,7 @@ class Controller:
         """All of it, until the end; the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, f"signal {number.name}")
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -284,6 +284,12 @@ class Controller:
             self.failure = reason
             write_atomically(self.rundir.failure_file, reason.encode())
         self._stop(reason)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """Not the supervisor's, unless the run is over: Slurm tells all processes of a job to make room."""
+        if not self._ending():
+            self.rundir.stop(number)
+        self._stop(f"signal {number.name}")
 
     def _stop(self, reason: str) -> None:
         """Sample no more; go on answering the learner until it has left."""

@@ -20,6 +20,7 @@ from megarl.errors import MegarlError
 from megarl.monitor import wandb_writer
 from megarl.recipe import Recipe, load
 from megarl.rundir import RunDir
+from megarl.supervisor import devices
 from megarl.supervisor.launcher import LocalLauncher
 from megarl.supervisor.placement import Place, place
 from megarl.supervisor.restart import Role
@@ -115,6 +116,12 @@ def check_sft(recipe: Recipe) -> None:
             raise MegarlError(f"data.decontaminate: {wrong}")
     if not recipe.sft.output:
         raise MegarlError("sft.output: say where the trained model is to be written")
+    ranks, here = recipe.resources.learner_ranks, len(devices.gpus())
+    if 0 < here < ranks:
+        raise MegarlError(
+            f"resources.learner_ranks: {ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs; set "
+            f"resources.learner_ranks={here}"
+        )
 
 
 def check_placed(recipe: Recipe, placed: Mapping[Role, Place]) -> None:

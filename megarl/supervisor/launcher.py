@@ -130,7 +130,7 @@ class LocalLauncher:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return LocalProcess(process)
+        return LocalProcess(process, whole=task.role.kind == "learner")
 
     def sweep(self, running: Sequence[Running]) -> None:
         """Catches what left its role's session: orphans are our children (`megarl.process.adopt_orphans`)."""
@@ -145,10 +145,11 @@ class LocalLauncher:
 
 
 class LocalProcess:
-    """A session leader and what it has started."""
+    """A session leader and what it has started. whole: all of that works for it, also in sessions of its own (torchrun's ranks;
+    what a grader runs does not)."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[bytes], whole: bool) -> None:
+        self._process, self._whole = process, whole
         self.pid = process.pid
         self.started = time.monotonic()
 
@@ -168,12 +169,12 @@ class LocalProcess:
             self._process.wait(KILL_LIMIT_S)
 
     def still(self) -> Still | None:
-        """A process of its session is stopped."""
+        """One of its processes is stopped."""
         with suppress(psutil.NoSuchProcess):
             leader = psutil.Process(self.pid)
             for process in (leader, *_descendants(leader)):
                 with suppress(psutil.NoSuchProcess, ProcessLookupError):
-                    if process.status() in STOPPED and os.getsid(process.pid) == self.pid:
+                    if process.status() in STOPPED and (self._whole or os.getsid(process.pid) == self.pid):
                         return "stopped"
         return None
 

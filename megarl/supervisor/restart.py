@@ -5,12 +5,13 @@
     learner died     ──► all its ranks again        it loads its checkpoint and replays what came after
     learner left (0) ──► the run ends
     learner or controller left RUN/failure (train.py) ──► the run ends as failed
-    too often        ──► the run ends as failed
+    too often        ──► the run ends as failed     within some minutes, or without a step made between the deaths
+    a message twice  ──► as failed; a server is dropped while there are others
     node is down     ──► its servers are dropped, and the run goes on with the others; the last server, the learner and the
                          controller cannot be spared: the run ends, to be started again on other nodes
 
 A role's exit statuses: 0 it left in order; 2 one error message for the user (`MegarlError`); anything else is a crash.
-A message is worth a second try only when the run has made a step since the last one: a wait that ran out may not run
+A role's message is worth a second try only when the run has made a step since its last one: a wait that ran out may not run
 out again, but bad input stays bad.
 """
 
@@ -21,7 +22,8 @@ MESSAGE_STATUS = 2
 """Exit status of a role that ended with a `MegarlError`."""
 MOST_DEATHS = 5
 WINDOW_S = 900.0
-"""More than `MOST_DEATHS` deaths of one role within this time end the run: it would not get better."""
+"""More than `MOST_DEATHS` deaths of one role within this time, or however far apart since the last step that the run has made
+(a large model takes minutes to die in), end the run: it would not get better."""
 LONGEST_DELAY_S = 30.0
 
 NodeState = Literal["up", "silent", "down"]
@@ -59,9 +61,10 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Drop:
-    """Go on without this server."""
+    """Go on without this server; `reason` says why, without its name."""
 
     role: Role
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,8 @@ class RestartPolicy:
         self.servers = servers
         self.most_deaths = most_deaths
         self.window_s = window_s
-        self._deaths: dict[Role, list[float]] = {}
-        self._steps_at_message = 0
+        self._deaths: dict[Role, list[tuple[float, int]]] = {}  # when, and after how many steps
+        self._steps_at_message: dict[Role, int] = {}
 
     def died(self, role: Role, status: int, at: float, steps: int, node: NodeState = "up") -> Decision:
         """`role` ended with `status` (negative: by that signal) at `at` seconds, after `steps` steps since the start."""
@@ -102,22 +105,32 @@ class RestartPolicy:
         if status == 0 and role.kind == "controller":
             return Nothing()
         if node == "down":
-            return self._without(role)
-        if status == MESSAGE_STATUS and steps == self._steps_at_message:
-            return GiveUp(role, f"{role.name} could not go on" if steps else f"{role.name} could not start")
+            return self._without_node(role)
         if status == MESSAGE_STATUS:
-            self._steps_at_message = steps
-        recent = [t for t in self._deaths.get(role, []) if at - t < self.window_s] + [at]
-        self._deaths[role] = recent
-        if len(recent) > self.most_deaths and node == "silent":
-            return self._without(role)
-        if len(recent) > self.most_deaths:
-            return GiveUp(role, f"{role.name} died {len(recent)} times within {self.window_s / 60:g} minutes")
-        return Restart(role, 0.0 if len(recent) == 1 else min(2.0 ** (len(recent) - 1), LONGEST_DELAY_S))
+            again = self._steps_at_message.get(role, 0) == steps
+            self._steps_at_message[role] = steps
+            if again and steps and self._can_drop(role):
+                return Drop(role, "could not go on")
+            if again:
+                return GiveUp(role, f"{role.name} could not go on" if steps else f"{role.name} could not start")
+        earlier = [(t, s) for t, s in self._deaths.get(role, []) if at - t < self.window_s or s == steps]
+        self._deaths[role] = [*earlier, (at, steps)]
+        count = len(earlier) + 1
+        if count > self.most_deaths and node == "silent":
+            return self._without_node(role)
+        if count > self.most_deaths:
+            return GiveUp(role, f"{role.name} died {count} times within {(at - earlier[0][0]) / 60:.0f} minutes")
+        return Restart(role, 0.0 if count == 1 else min(2.0 ** (count - 1), LONGEST_DELAY_S))
 
-    def _without(self, role: Role) -> Drop | Elsewhere:
+    def _can_drop(self, role: Role) -> bool:
+        """And counts it as dropped, if so."""
+        if role.kind != "server" or self.servers == 1:
+            return False
+        self.servers -= 1
+        return True
+
+    def _without_node(self, role: Role) -> Drop | Elsewhere:
         """Its node is of no use any more."""
-        if role.kind == "server" and self.servers > 1:
-            self.servers -= 1
-            return Drop(role)
+        if self._can_drop(role):
+            return Drop(role, "its node is lost")
         return Elsewhere(role, f"the node of {role.name} is lost")

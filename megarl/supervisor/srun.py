@@ -27,7 +27,7 @@ from megarl.recipe import Recipe
 from megarl.rundir import RunDir
 from megarl.supervisor.launcher import Launcher, LocalLauncher, Running, Still, Task
 from megarl.supervisor.nodes import OF_SLURM, Node, parse
-from megarl.supervisor.restart import NodeState
+from megarl.supervisor.restart import MESSAGE_STATUS, NodeState
 from megarl.supervisor.step import BEAT_S, TERMINATE, Order, Report
 
 STEP_OPTIONS, STEP_COMMAND = "MEGARL_STEP_OPTIONS", "MEGARL_STEP_COMMAND"
@@ -148,6 +148,8 @@ class SrunStep:
             return None
         self._reader.join(1.0)
         reported = [r.status for _, r in self._reports.values() if r.status is not None]
+        if MESSAGE_STATUS in reported:
+            return MESSAGE_STATUS  # the others died of that one's end
         if any(reported) or len(reported) == len(self.names):
             return next((status for status in reported if status), 0)
         return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code or UNKNOWN_STATUS

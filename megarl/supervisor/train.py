@@ -4,10 +4,13 @@
            ─► every tick: who died? (restart.py)  who hangs? (watch.py)  what do the files say? (observe.py ─► view.py)
            ─► the learner has left: controller and servers are ended, summary and report written
 
-Ctrl-C or SIGTERM writes RUN/stop: the learner saves and leaves. A second one kills. Every role dies with this process.
+Ctrl-C or SIGTERM, also of controller or learner, writes RUN/stop: the learner saves and leaves. A second one kills. Every role
+dies with this process.
 """
 
+import os
 import secrets
+import signal
 import time
 import uuid
 from collections.abc import Mapping
@@ -34,8 +37,10 @@ from megarl.supervisor.wishes import Wish, wishes
 TICK_S = 0.1
 LOOK_S = 0.5
 WATCH_S = 5.0
-SAVE_LIMIT_S = 600.0
-"""From the wish to stop to the learner's end: the step under way, and a checkpoint."""
+SAVE_LIMIT_S = 540.0
+"""From the wish to stop to the learner's end: the step under way, and a checkpoint. Slurm ends a job 600 s after SIGUSR1."""
+MAKE_ROOM = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals to a job that has to end and goes on later."""
 LEAVE_LIMIT_S = 10.0
 """For the controller, when all else has ended."""
 PORTS_A_ROLE = 2
@@ -43,6 +48,8 @@ PORTS_A_ROLE = 2
 will be given: nodes that are one machine may have found the same."""
 START_ELSEWHERE = 75
 """Exit status (EX_TEMPFAIL) of a run that can go on, though not on these nodes."""
+MOST_FRUITLESS_STARTS = 5
+"""Of a job that was queued again so often and loses a node before it has made a step: it is not the node's fault."""
 
 
 def main(recipe: Recipe) -> int:
@@ -69,7 +76,8 @@ def main(recipe: Recipe) -> int:
                 outcome = supervisor.run(screen)
         closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - began)
     if outcome.kind == "stopped":
-        return 128 + wish.signal if wish.count else 0
+        asked = wish.signal or rundir.stop_signal()
+        return 128 + asked if asked else 0
     return {"finished": 0, "elsewhere": START_ELSEWHERE, "failed": 1}[outcome.kind]
 
 
@@ -183,6 +191,8 @@ class Supervisor:
             self._looked = now
             self.observer.look()
             self.screen.show(self.frame())
+            if self.stopping_since is None and (self.wish.count or self.rundir.stop_file.exists()):
+                self._begin_stopping(now)
         if now - self._watched >= WATCH_S and self.stopping_since is None:
             self._watched = now
             self._end_hung(now)
@@ -222,7 +232,7 @@ class Supervisor:
         if self.stopping_since is not None and not (role.kind == "learner" and status == 0):
             if role.kind != "learner":
                 return None  # no longer needed: the learner saves by itself
-            return Outcome("failed", f"{role.name} {how(status)} before it had saved", role)
+            return self._unsaved(f"{role.name} {how(status)} before it had saved", role)
         if status or role.kind == "server":
             log = log_of(self.rundir, role)
             problem = last_problem(log) if log is not None else ""
@@ -238,13 +248,18 @@ class Supervisor:
             case GiveUp(culprit, reason):
                 return Outcome("failed", reason, culprit)
             case Elsewhere(culprit, reason):
+                starts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+                if starts >= MOST_FRUITLESS_STARTS and not self.observer.steps_made:
+                    return Outcome(
+                        "failed", f"{reason}, and no step was made; the job was restarted {starts} times", culprit
+                    )
                 return Outcome("elsewhere", reason, culprit)
-            case Drop(culprit):
+            case Drop(culprit, reason):
                 self.dropped.add(culprit)
                 self._note("dropped", culprit, nodes=self._nodes(culprit))
                 self.screen.say(
-                    f"{culprit.name} {how(status)}; its node {', '.join(self._nodes(culprit))} is lost: the run goes on with "
-                    f"the other {self.policy.servers} servers"
+                    f"{culprit.name} on {', '.join(self._nodes(culprit))} {how(status)}; {reason}: the run goes on with the "
+                    f"other {self.policy.servers} servers"
                 )
             case Restart(culprit, delay):
                 self.restarts[culprit] += 1
@@ -259,7 +274,7 @@ class Supervisor:
         """Controller or learner has ended the run, which is over once the learner, if it lives, has saved and left."""
         if role.kind == "controller" and Role("learner") in self.running:
             self.stopping_since = self.stopping_since or now
-            self.rundir.stop_file.touch()
+            self.rundir.stop()
             return None
         culprit = role if Role("controller") in self.running else Role("controller")
         return Outcome("failed", self.rundir.failure_file.read_text(), culprit)
@@ -270,18 +285,28 @@ class Supervisor:
             return f"at the asymptote: {enough(newest)}"
         return "all steps done"
 
+    def _begin_stopping(self, now: float) -> None:
+        self.stopping_since = now
+        if self.wish.count:
+            self.rundir.stop(self.wish.signal)
+        self._note("stopping", None, signal=self.rundir.stop_signal())
+
     def _wishes(self, now: float) -> Outcome | None:
-        if self.wish.count and self.stopping_since is None:
-            self.stopping_since = now
-            self.rundir.stop_file.touch()
-            self._note("stopping", None, signal=self.wish.signal)
-            if Role("learner") not in self.running:
-                return Outcome("stopped", "stopped while the learner was not running; its last checkpoint stands")
         if self.wish.count > 1:
             return Outcome("stopped", "killed as asked; the last checkpoint stands")
-        if self.stopping_since is not None and now - self.stopping_since > SAVE_LIMIT_S:
-            return Outcome("failed", f"the learner did not save and leave within {SAVE_LIMIT_S:g} s", Role("learner"))
+        if self.stopping_since is None:
+            return None
+        if Role("learner") not in self.running:
+            return Outcome("stopped", "stopped while the learner was not running; its last checkpoint stands")
+        if now - self.stopping_since > SAVE_LIMIT_S:
+            return self._unsaved(f"the learner did not save and leave within {SAVE_LIMIT_S:g} s", Role("learner"))
         return None
+
+    def _unsaved(self, why: str, role: Role) -> Outcome:
+        """What was to be saved is lost. A job that has to make room goes on from the checkpoint before."""
+        if self.rundir.stop_signal() in MAKE_ROOM:
+            return Outcome("stopped", f"{why}; the last checkpoint stands", role)
+        return Outcome("failed", why, role)
 
     def _end_hung(self, now: float) -> None:
         """Kill what does not move; the next tick sees it dead."""

@@ -1,6 +1,6 @@
 """Roles that live and do not move: what is asked of each, and for how long it may go unanswered.
 
-    any process of a role is stopped (SIGSTOP, a debugger)        STOPPED_S
+    a process of a role is stopped (SIGSTOP, a debugger)          STOPPED_S
     the node of a role does not report any more                   STOPPED_S
     the controller's status.json grows old                        SILENT_S
     the controller says a server is lost and its process lives    LOST_S

@@ -67,11 +67,13 @@ def test_told_to_save_it_is_queued_again_and_goes_on(stand_in_jobs: Jobs) -> Non
     assert len(job.events("stopping")) == 1
 
 
-def test_sigterm_of_a_job_that_stays_is_preemption(stand_in_jobs: Jobs) -> None:
-    """Sent to the script and to all processes, as Slurm does ahead of a preemption."""
+@pytest.mark.parametrize("reached", [(), ("--full",)], ids=["steps", "steps-and-script"])
+def test_sigterm_of_a_job_that_stays_is_preemption(stand_in_jobs: Jobs, reached: tuple[str, ...]) -> None:
+    """Slurm sends it to the steps at first, and to the script as well at the end of the grace time."""
     job = begun(stand_in_jobs, "evicted")
-    job.cluster.says("scancel", "--full", "--signal=TERM", job.number)
+    job.cluster.says("scancel", *reached, "--signal=TERM", job.number)
     job.wait_for(lambda: job.cluster.field(job.number, "Restarts") == "1", "requeue")
+    assert summary(job.rundir)["reason"] == "stopped as asked"
     before = job.steps()
     job.wait_for(lambda: job.steps() > before, "a step more")
     finish(job)
@@ -113,7 +115,7 @@ def test_a_lost_node_costs_its_servers(stand_in_jobs: Jobs, down: list[str]) -> 
     job.wait_for(lambda: job.steps() > before, "a step more")
     finish(job)
     assert [(event["role"], event["nodes"]) for event in job.events("dropped")] == [("server-1", ["node2"])]
-    assert "its node node2 is lost: the run goes on with the other 1 servers" in job.output.read_text()
+    assert "its node is lost: the run goes on with the other 1 servers" in job.output.read_text()
 
 
 def test_a_lost_learner_node_sends_the_job_back_to_the_queue(stand_in_jobs: Jobs, down: list[str]) -> None:
@@ -126,6 +128,15 @@ def test_a_lost_learner_node_sends_the_job_back_to_the_queue(stand_in_jobs: Jobs
     job.wait_for(lambda: job.steps() > before, "a step more")
     assert job.events("started")[-1]["nodes"] != [node]
     finish(job)
+
+
+def test_sigint_to_the_script_saves_and_ends_it(stand_in_jobs: Jobs) -> None:
+    job = begun(stand_in_jobs, "enough-of-it")
+    job.cluster.says("scancel", "--batch", "--signal=INT", job.number)
+    job.wait_for_state("FAILED", fails=True)
+    assert summary(job.rundir)["reason"] == "stopped as asked"
+    assert job.cluster.field(job.number, "Restarts") == "0"
+    wait_until_gone(job, everyone(job))
 
 
 def test_scancel_ends_it_all(stand_in_jobs: Jobs) -> None:
@@ -143,7 +154,7 @@ def test_steps_end_with_the_supervisor(stand_in_jobs: Jobs) -> None:
     job.wait_for_state("FAILED", fails=True)
 
 
-def test_a_role_that_dies_again_and_again_ends_the_job_with_its_causes(stand_in_jobs: Jobs) -> None:
+def test_a_role_that_cannot_start_ends_the_job_with_its_causes(stand_in_jobs: Jobs) -> None:
     """The model is broken from the start: told in a table, with the node, before the end of the log."""
     (stand_in_jobs.cwd / "runs" / "broken").mkdir(parents=True)
     (stand_in_jobs.cwd / "runs" / "broken" / "broken").touch()

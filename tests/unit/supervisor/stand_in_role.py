@@ -1,11 +1,12 @@
 """A small process in the place of a role: `stand_in_role.py KIND INDEX RUN STEPS`. Tells its process id in RUN/KIND-INDEX.pids.
 
 server: starts a process that leaves its session, as a stray would; controller: writes status.json; learner: makes rows, to
-the last step or until RUN/enough exists.
+the last step or until RUN/enough exists. Both do on SIGTERM as the real ones do.
 """
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -53,6 +54,8 @@ def learner(rundir: RunDir, index: int, steps: int) -> int:
     if (rundir.path / "broken").exists():
         print("megarl: the model is broken", flush=True)
         return 2
+    if (rundir.path / "dies").exists():
+        return 1
     if (rundir.path / "hopeless").exists():
         append_jsonl(rundir.metrics, {"step": 0, "time": time.time(), "compute_hours": 0.1, "compute_unit": "core"})
         rundir.failure_file.write_text("three steps were skipped")
@@ -63,7 +66,7 @@ def learner(rundir: RunDir, index: int, steps: int) -> int:
             rundir.metrics, {"step": step, "time": time.time(), "compute_hours": step / 100, "compute_unit": "core"}
         )
         if rundir.stop_file.exists() or (rundir.path / "enough").exists():
-            return 0
+            return int((rundir.path / "unsaved").exists())
         time.sleep(0.1)
     return 0
 
@@ -73,5 +76,7 @@ if __name__ == "__main__":
     kind, index, run, steps = sys.argv[1:]
     Path(run).mkdir(parents=True, exist_ok=True)
     append_jsonl(Path(run) / f"{kind}-{index}.pids", {"pid": os.getpid()})
+    if kind != "server":
+        signal.signal(signal.SIGTERM, lambda number, _: RunDir(Path(run)).stop(number))
     roles = {"server": server, "controller": controller, "learner": learner}
     sys.exit(roles[kind](RunDir(Path(run)), int(index), int(steps)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl import recipe as recipes
 from megarl.rundir import RunDir
-from megarl.supervisor import closing, train
+from megarl.supervisor import closing, restart, train
 from megarl.supervisor.launcher import LocalLauncher, LocalProcess, Task
 from megarl.supervisor.watch import Watch
 
@@ -30,6 +30,7 @@ if __name__ == "__main__":
     train.chosen = lambda recipe, rundir: StandInLauncher(RunDir.of(loaded).path, sys.argv[2])
     train.Watch = lambda: Watch(stopped_s=1.0)
     train.WATCH_S = 0.2
+    restart.LONGEST_DELAY_S = 0.1
     if sys.argv[3:] != ["report"]:
         closing.report = lambda rundir: None  # seconds of matplotlib, seen once
     sys.exit(train.main(loaded))

@@ -15,7 +15,7 @@ from megarl.rundir import RunDir
 from megarl.supervisor.launcher import LocalLauncher, LocalProcess, Task, task
 from megarl.supervisor.nodes import here
 from megarl.supervisor.placement import Place
-from megarl.supervisor.restart import Role
+from megarl.supervisor.restart import Kind, Role
 
 SLEEP = "import time; time.sleep(600)"
 PARENT = f"import subprocess, sys; print('child', subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True)"
@@ -25,8 +25,8 @@ ROLE = "import os; from megarl.process import die_with_supervisor; die_with_supe
 HERE = Place((here(0, ""),))
 
 
-def start(code: str, folder: Path, **environment: str | None) -> LocalProcess:
-    return LocalLauncher().start(Task(Role("server"), ("-c", code), environment, HERE, RunDir(folder)))
+def start(code: str, folder: Path, kind: Kind = "server", **environment: str | None) -> LocalProcess:
+    return LocalLauncher().start(Task(Role(kind), ("-c", code), environment, HERE, RunDir(folder)))
 
 
 def log_in(folder: Path) -> Path:
@@ -135,6 +135,31 @@ def test_task_of_a_server(recipe: Recipe, tmp_path: Path) -> None:
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert made.environment["PYTHONDONTWRITEBYTECODE"] is None
     assert made.log() == tmp_path / "logs" / "server" / f"{HERE.nodes[0].name}.1.log"
+
+
+@pytest.mark.parametrize(("kind", "seen"), [("learner", "stopped"), ("controller", None)])
+def test_a_stopped_rank_is_seen_and_a_stopped_program_is_not(tmp_path: Path, kind: Kind, seen: str | None) -> None:
+    """torchrun's ranks lead sessions of their own, and so do the programs that a grader runs."""
+    child = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True); {SLEEP}"
+    )
+    process = start(child, tmp_path, kind)
+    try:
+        limit = time.monotonic() + 60
+        while not (children := psutil.Process(process.pid).children()):
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        assert process.still() is None
+        children[0].suspend()
+        while children[0].status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        assert process.still() == seen
+    finally:
+        for child_process in children:
+            child_process.kill()
+        process.kill()
+        process.wait_gone()
 
 
 def test_stopped_process_is_seen(tmp_path: Path) -> None:

@@ -51,13 +51,37 @@ def test_gives_up_exactly_when_one_role_dies_too_often(deaths: list[tuple[Role, 
 
 @given(roles, st.lists(st.integers(0, 5), min_size=1, max_size=20))
 def test_a_message_is_tried_again_only_after_progress(role: Role, made: list[int]) -> None:
-    policy, steps = RestartPolicy(2, most_deaths=100), 0
+    policy, steps = RestartPolicy(1, most_deaths=100), 0
     for i, more in enumerate(made):
         steps += more
         decision = policy.died(role, MESSAGE_STATUS, 1000.0 * i, steps)
         assert isinstance(decision, GiveUp if more == 0 else Restart)
         if more == 0:
             return
+
+
+def test_messages_of_two_roles_are_not_one_role_twice() -> None:
+    policy = RestartPolicy(2)
+    for role in (Role("server", 0), Role("server", 1), Role("learner")):
+        assert isinstance(policy.died(role, MESSAGE_STATUS, 5.0, 7), Restart)
+    assert policy.died(Role("learner"), MESSAGE_STATUS, 9.0, 7) == GiveUp(Role("learner"), "learner-0 could not go on")
+
+
+def test_a_server_that_cannot_go_on_is_dropped_while_there_are_others() -> None:
+    policy, (one, other) = RestartPolicy(2), (Role("server", 0), Role("server", 1))
+    assert isinstance(policy.died(one, MESSAGE_STATUS, 5.0, 7), Restart)
+    assert policy.died(one, MESSAGE_STATUS, 9.0, 7) == Drop(one, "could not go on")
+    assert isinstance(policy.died(other, MESSAGE_STATUS, 9.0, 7), Restart)
+    assert isinstance(policy.died(other, MESSAGE_STATUS, 12.0, 7), GiveUp)
+
+
+def test_a_role_that_takes_long_to_die_is_given_up_when_nothing_is_made_meanwhile() -> None:
+    policy, role = RestartPolicy(2, most_deaths=3, window_s=600), Role("learner")
+    for n in range(10):
+        assert isinstance(policy.died(role, 1, 1000.0 * n, steps=n), Restart)
+    for n in range(10, 12):
+        assert isinstance(policy.died(role, 1, 1000.0 * n, steps=9), Restart)
+    assert policy.died(role, 1, 12_000.0, steps=9) == GiveUp(role, "learner-0 died 4 times within 50 minutes")
 
 
 def test_bad_input_is_not_tried_twice() -> None:
@@ -67,7 +91,7 @@ def test_bad_input_is_not_tried_twice() -> None:
 
 def test_a_lost_node_costs_its_servers_while_there_are_others() -> None:
     policy = RestartPolicy(2)
-    assert policy.died(Role("server", 1), -9, 5.0, 1, "down") == Drop(Role("server", 1))
+    assert policy.died(Role("server", 1), -9, 5.0, 1, "down") == Drop(Role("server", 1), "its node is lost")
     assert policy.died(Role("server", 0), -9, 6.0, 1, "down") == Elsewhere(
         Role("server", 0), "the node of server-0 is lost"
     )

@@ -167,6 +167,47 @@ def test_stop_file_is_obeyed(live: Callable[..., Life]) -> None:
     assert json.loads(life.rundir.summary.read_text())["outcome"] == "stopped"
 
 
+@pytest.mark.parametrize("role", ["controller-0", "learner-0"])
+def test_a_role_that_is_told_to_end_ends_the_run(live: Callable[..., Life], role: str) -> None:
+    """As Slurm tells all processes of a job that has to make room, but not its script."""
+    life = live()
+    life.wait_for_steps(2)
+    os.kill(life.newest(role), signal.SIGTERM)
+    status, output = life.end()
+    assert status == 128 + signal.SIGTERM, output
+    summary = json.loads(life.rundir.summary.read_text())
+    assert (summary["outcome"], summary["reason"]) == ("stopped", "stopped as asked")
+    assert life.events("restart") == []
+    assert nobody(life.all_pids())
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGUSR1, 128 + signal.SIGUSR1), (signal.SIGINT, 1)])
+def test_a_learner_that_does_not_save(live: Callable[..., Life], number: int, expected: int) -> None:
+    """A job that has to make room goes on later all the same; whoever pressed Ctrl-C is told."""
+    life = live()
+    life.wait_for_steps(2)
+    (life.rundir.path / "unsaved").touch()
+    life.process.send_signal(number)
+    status, output = life.end()
+    assert status == expected, output
+    assert "learner-0 ended with status 1 before it had saved" in output
+
+
+def test_a_role_that_dies_again_and_again_ends_the_run_with_its_causes(
+    live: Callable[..., Life], recipe: Recipe
+) -> None:
+    rundir = RunDir.of(recipe)
+    rundir.path.mkdir(parents=True)
+    (rundir.path / "dies").touch()
+    life = live()
+    status, output = life.end()
+    assert status == 1
+    assert "learner-0 died 6 times within 0 minutes" in output
+    assert output[output.index("what died") :].count("ended with status 1") == 6
+    assert life.events("restart") == ["learner-0"] * 5
+    assert nobody(life.all_pids())
+
+
 def test_second_signal_kills(live: Callable[..., Life]) -> None:
     life = live()
     life.wait_for_steps(2)

@@ -1,0 +1,76 @@
+"""torchrun over two small ranks: how it ends the others when one dies, its status, and that SIGTERM is the ranks'."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.rundir import free_ports
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+signal.signal(signal.SIGTERM, lambda *_: (folder / f"told-{rank}").touch())
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+if rank == "0":
+    time.sleep(600)
+while not (folder / "end").exists():
+    time.sleep(0.01)
+code = int((folder / "end").read_text())
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+LIMIT_S = 60.0
+
+
+def appears(path: Path, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert process.poll() is None
+        assert time.monotonic() < until, f"no {path}"
+        time.sleep(0.02)
+
+
+def end(folder: Path, status: int) -> None:
+    (folder / "end.new").write_text(str(status))
+    os.replace(folder / "end.new", folder / "end")
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    (tmp_path / "rank.py").write_text(RANK)
+    words = [sys.executable, "-m", "megarl.learner.torchrun", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    words += [f"--master-port={free_ports(1)[0]}", str(tmp_path / "rank.py"), str(tmp_path)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for rank in (0, 1):
+        appears(tmp_path / f"pid-{rank}", process)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize(("status", "expected"), [(2, 2), (-signal.SIGKILL, 137)])
+def test_status_of_the_rank_that_ended_first(
+    torchrun: subprocess.Popen[bytes], tmp_path: Path, status: int, expected: int
+) -> None:
+    end(tmp_path, status)
+    assert torchrun.wait(LIMIT_S) == expected
+    assert not (tmp_path / "told-0").exists(), "a SIGTERM that comes from torchrun would be taken for one from outside"
+
+
+def test_sigterm_is_for_the_ranks(torchrun: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """It is told, and one of them: that one hears it, and nobody ends."""
+    torchrun.send_signal(signal.SIGTERM)
+    time.sleep(1.0)
+    os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGTERM)
+    appears(tmp_path / "told-1", torchrun)
+    assert not (tmp_path / "told-0").exists()
+    end(tmp_path, 3)
+    assert torchrun.wait(LIMIT_S) == 3
