@@ -95,7 +95,7 @@ def test_a_killed_role_is_restarted(start: Start, workplace: Path, role: str) ->
 VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {
     "serve": lambda process: process.name().startswith("sglang::sched"),
     "rollout": lambda process: True,
-    "learn": lambda process: process.environ().get("RANK") == "0",
+    "learn": lambda process: process.environ().get("RANK") == "1",
 }
 """Which process of the role it is."""
 
@@ -103,7 +103,7 @@ VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {
 @pytest.mark.parametrize("role", VICTIMS)
 def test_a_stopped_role_is_replaced(start: Start, role: str, record_property: Any) -> None:
     """SIGSTOP: it keeps its memory, ports and links, and does nothing."""
-    run = start(f"stop-{role}")
+    run = start(f"stop-{role}", f"resources.learner_ranks={2 if role == 'learn' else 1}")
     run.wait_for(lambda: run.steps() >= 5, "step 5", runs.RUN_LIMIT_S)
     family, ports = run.family(), run.ports()
     leader = run.roles()[role]
