@@ -45,8 +45,7 @@ RUN apt-get update \
     && python3.12 -m venv "$VIRTUAL_ENV" \
     && pip install --no-cache-dir uv==0.13.8
 COPY requirements/gpu.txt /tmp/gpu.txt
-RUN uv pip install --no-cache --compile-bytecode setuptools wheel pybind11 \
-    && uv pip install --no-cache --compile-bytecode --requirements /tmp/gpu.txt
+RUN uv pip install --no-cache --no-deps --compile-bytecode --requirements /tmp/gpu.txt
 
 # Both are compiled against the torch above. PyPI's `apex` is another project: NVIDIA's comes from its source.
 FROM cuda AS compiled

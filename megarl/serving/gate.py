@@ -12,11 +12,14 @@ its arguments, and its other calls unpickle what they are sent or write files. T
 handles to memory of this machine, which nobody elsewhere could have.
 """
 
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from megarl.rundir import Endpoints
+
+log = logging.getLogger(__name__)
 
 OPEN = frozenset({("GET", "/health")})
 USER = frozenset({("POST", "/generate"), ("GET", "/model_info")})
@@ -61,16 +64,18 @@ def status(method: str, path: str, authorization: bytes, endpoints: Endpoints, h
 
 
 class Gate:
-    """ASGI middleware around SGLang's app."""
+    """ASGI middleware around SGLang's app. refused: requests that it did not let through, which the server's log counts."""
 
     def __init__(self, app: App, endpoints: Endpoints, handles: bool) -> None:
         """handles: whether the learner of this machine hands over its memory."""
         self._app, self._endpoints, self._handles = app, endpoints, handles
+        self.refused = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
+            self._refuse("a websocket", scope)
             return await send({"type": "websocket.close", "code": 1008})
         authorization = dict(scope["headers"]).get(b"authorization", b"")
         # Who asks at an address of this machine from that same address is on it.
@@ -78,6 +83,14 @@ class Gate:
         code = status(scope["method"], scope["path"], authorization, self._endpoints, handles)
         if code == 200:
             return await self._app(scope, receive, send)
+        self._refuse(f"{scope['method']} {scope['path']!r:.100}: {code}", scope)
         await send({"type": "http.response.start", "status": code, "headers": [(b"content-type", b"application/json")]})
         said = b"Unauthorized" if code == 401 else b"Not Found"
         await send({"type": "http.response.body", "body": b'{"error":"' + said + b'"}'})
+
+    def _refuse(self, what: str, scope: Message) -> None:
+        self.refused += 1
+        if self.refused & (self.refused - 1) == 0:  # somebody who tries on and on must not fill the log
+            log.warning(
+                "requests refused so far: %d, this one from %s: %s", self.refused, (scope.get("client") or "?")[0], what
+            )

@@ -11,8 +11,10 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 
 import msgspec
 import psutil
@@ -76,10 +78,11 @@ def secrets_of(run: LiveRun) -> list[str]:
 def keys_in_files(run: LiveRun) -> list[Path]:
     """Files of the run, and what it printed, that have one of its keys in them; its files of keys not counted."""
     keys = [key.encode() for key in secrets_of(run)]
-    files = [p for p in run.rundir.path.rglob("*") if p.is_file()]
+    # Files on their way to their place come and go.
+    files = [p for p in run.rundir.path.rglob("*") if p.is_file() and not p.name.startswith(".")]
     files = [p for p in files if p not in (run.rundir.endpoints_file, run.rundir.prometheus / "key")]
     assert len(files) > 20
-    return [p for p in (*files, run.output) if any(key in p.read_bytes() for key in keys)]
+    return [p for p in (*files, run.output) if p.exists() and any(key in p.read_bytes() for key in keys)]
 
 
 def test_all_sockets_listen_on_loopback(live: LiveRun) -> None:
@@ -175,6 +178,24 @@ def test_websockets_are_closed(live: LiveRun) -> None:
         403,
         404,
     )
+
+
+def test_strangers_at_a_server_are_counted_and_the_run_goes_on(live: LiveRun) -> None:
+    host, _, port = live.rundir.endpoints().servers[0].removeprefix("http://").partition(":")
+    steps, random = live.steps(), Random(0)
+    for size in (1, 100, 100_000):
+        # It may hang up before it has read all.
+        with suppress(ConnectionError), socket.create_connection((host, int(port)), timeout=30) as raw:
+            raw.sendall(random.randbytes(size))
+            raw.shutdown(socket.SHUT_WR)
+            assert not raw.recv(4096).startswith(b"HTTP/1.1 2")
+    for _ in range(8):
+        assert ask(live, "POST", "/generate", "nonsense") == 401
+    (file,) = (live.rundir.logs / "server").glob("*.log")
+    counted = [int(n) for n in re.findall(r"requests refused so far: (\d+), this one from 127.0.0.1", file.read_text())]
+    assert counted == [2**n for n in range(len(counted))]
+    assert counted[-1] >= 8
+    live.wait_for(lambda: live.steps() >= steps + 2, "two more steps")
 
 
 def test_strangers_at_the_controller_are_counted_and_the_run_goes_on(live: LiveRun) -> None:

@@ -20,6 +20,25 @@ def test_hadolint() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def pinned(name: str) -> dict[str, str]:
+    """Versions by package of a lock."""
+    lines = [line for line in (ROOT / "requirements" / name).read_text().splitlines() if not line.startswith("#")]
+    return dict(re.fullmatch(r"([a-z0-9._-]+)==(\S+)", line).groups() for line in lines)  # type: ignore[union-attr, misc]
+
+
+def test_both_stacks_are_pinned_and_agree() -> None:
+    cpu, gpu = pinned("cpu.txt"), pinned("gpu.txt")
+    setup = (ROOT / "setup.py").read_text()
+    asked = re.findall(
+        r'^        "([a-z0-9-]+)', setup.split("install_requires=[")[1].split("]")[0], flags=re.MULTILINE
+    )
+    assert "msgspec" in asked
+    assert [name for name in asked if name not in gpu or name not in cpu] == []
+    extras = dict(re.findall(r'"([a-z-]+)==([0-9.]+)"', setup))
+    assert extras.keys() == {"sglang", "torch", "megatron-core", "transformers"}
+    assert {name: (cpu[name], gpu[name]) for name in extras} == {name: (v, v) for name, v in extras.items()}
+
+
 def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
     """The steps of the stage `wheel`, and the installation from it, in a scratch root."""
     stage = DOCKERFILE.read_text().split(" AS wheel\n")[1].split("\nFROM ")[0]

@@ -114,8 +114,10 @@ def test_handles_are_taken_from_this_machine_where_a_learner_shares_it(
         "type": "http", "method": call[0], "path": call[1], "headers": [(b"authorization", KEYS[key])],
         "client": (client, 50000), "server": (server, 30000),
     }  # fmt: skip
-    asyncio.run(gate.Gate(sglang, ENDPOINTS, handles=shares)(scope, receive, send))
+    guard = gate.Gate(sglang, ENDPOINTS, handles=shares)
+    asyncio.run(guard(scope, receive, send))
     assert said == [404 if not shares or client != server else 200 if key == "admin" else 401]
+    assert guard.refused == (said != [200])
 
 
 # Where the keys lie.

@@ -95,6 +95,13 @@ def test_missing_data(tree: Tree) -> None:
         checks.check_sft(changed(tree, sft={"data": "gone"}))
 
 
+def test_a_warm_start_on_more_ranks_than_the_machine_has_gpus(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    checks.check_sft(changed(tree, resources={"learner_ranks": 2}))
+    with pytest.raises(MegarlError, match=r"resources\.learner_ranks: 4 ranks, and this machine, .* has 2 GPUs; set"):
+        checks.check_sft(changed(tree, resources={"learner_ranks": 4}))
+
+
 def test_port_in_use(tree: Tree) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
