@@ -232,7 +232,7 @@ def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> Asy
 
 
 def _check_share(path: Path) -> None:
-    """This rank's part of the files: ranks write as many each, so in turn they read about as much."""
+    """This rank's part of the files, in turn: each rank wrote as many, so that each reads about as much."""
     files = read_meta(path).files
     share = sorted(files)[dist.get_rank() :: dist.get_world_size()]
     check(path, {name: files[name] for name in share})
