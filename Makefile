@@ -19,13 +19,13 @@ quickstart-moe: setup ## the same with a tiny Llama 4 of experts
 quickstart-tools: setup ## the same with products and a calculator to call
 	@launch/quickstart.sh quickstart-tools $(ARGS)
 
-test: setup lint test-unit ## everything CI runs: lint, unit, parallel layouts, the real roles together
-	$(PYTEST) tests --ignore=tests/unit -m "not faults and not slow"
+test: setup lint test-unit ## everything CI runs: lint, unit, parallel layouts, the real roles together, the quicker faults
+	$(PYTEST) tests --ignore=tests/unit -m "not slow"
 
 test-unit: setup ## no server and no process group: minutes
 	$(PYTEST) tests/unit -n 2 -m "not slow"
 
-test-faults: setup ## kill -9 of every role, real runs on a real Slurm, and what a run does about it
+test-faults: setup ## every fault of docs/reliability.md, those of "make test" too, and real runs on a real Slurm
 	$(PYTEST) tests -m faults
 
 soak: setup      ## two hours of the quickstart with a random fault every few minutes (ARGS="--seconds 900")

@@ -20,7 +20,7 @@ from torch import Tensor
 from checkpoints_tools import card
 from checkpoints_tools.layout import WHOLE, Layout, Part, parts
 from checkpoints_tools.mapping import Group, box_of, check_keys, groups, stored_value, value_of, views
-from checkpoints_tools.partial import Partial, fingerprint, refuse_existing, writing
+from checkpoints_tools.partial import PROGRESS, Partial, fingerprint, refuse_existing, writing
 from checkpoints_tools.region import Region
 from checkpoints_tools.safetensors_files import Directory, File, Shape, index_of
 from checkpoints_tools.shards import OPTIMIZER, Shards, Writer, no_objects, plan_files
@@ -28,8 +28,8 @@ from checkpoints_tools.stored import Dtype, checked, stored
 from megarl.errors import MegarlError
 from megarl.models import Family, checkpoint, family_of
 from megarl.models.build import DTYPES
+from megarl.models.checksums import checksums
 from megarl.models.hf import INDEX, copy_description
-from megarl.rundir import write_atomically
 
 FILE_BYTES = 4 << 30
 """Of a file: what a kill costs at most. All ranks' files that are open at once have as much together."""
@@ -162,7 +162,8 @@ def _write_checkpoint(
 
 def _finish_checkpoint(partial: Partial, description: Path, meta: checkpoint.Meta) -> None:
     copy_description(description, partial.path / "hf", DTYPES[meta.model["dtype"]])
-    write_atomically(partial.path / checkpoint.META, msgspec.json.encode(meta))
+    found = checksums(partial.path)
+    checkpoint.seal(partial.path, meta, {name: value for name, value in found.items() if name != PROGRESS})
 
 
 def _untouched(base: Path, family: Family) -> dict[str, Region]:

@@ -3,7 +3,8 @@
     .metadata           torch.distributed.checkpoint.Metadata: the shards of every tensor, and where each lies
     __RANK_N.distcp     shards one after another, each as torch.save wrote it
 
-Reading finds the values of a shard within its file and maps them; writing appends, and makes .metadata of what was noted.
+Reading finds the values of a shard within its file, checks them against the CRC in torch's archive, and maps them; writing
+appends, and makes .metadata of what was noted.
 """
 
 import io
@@ -16,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor
@@ -41,6 +43,7 @@ from megarl.models.unpickling import METADATA, safely
 
 COMMON = "common_state/shard_0_1"  # where megatron puts what is no tensor; it must be there
 OPTIMIZER = "optimizer."
+DISTCP = ".distcp"
 ALIGNMENT = 64  # of torch's archives, within which values are so aligned: then they can be mapped
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
@@ -78,12 +81,13 @@ class Shards:
             for index, info in metadata.storage_data.items()
         }
         self._fake = FakeTensorMode()
+        self._checked: set[tuple[str, int]] = set()
         self._check_files()
 
     def objects(self) -> dict[str, bytes]:
         """Everything that is no tensor."""
         return {
-            key: self._bytes(info)
+            key: self._bytes(key, info)
             for (key, offset), info in self._places.items()
             if key not in self.tensors and not key.startswith(CRITIC)
         }
@@ -122,14 +126,34 @@ class Shards:
                 fake = torch.load(_create_file_view(file, info.offset, info.length), weights_only=True)
         except Exception as error:  # a damaged archive can fail in any way
             raise MegarlError(f"{path}: {key} is unreadable: {error}") from None
+        self._check(key, info)
         if tuple(fake.shape) != sizes or not fake.is_contiguous() or fake.storage_offset():
             raise MegarlError(f"{path}: {key} is stored as {tuple(fake.shape)} {fake.stride()} instead of {sizes}")
         return Region(path, info.offset + fake.untyped_storage()._checkpoint_offset, sizes, fake.dtype).tensor()
 
-    def _bytes(self, info: Any) -> bytes:
+    def _bytes(self, key: str, info: Any) -> bytes:
+        self._check(key, info)
         with (self.path / info.relative_path).open("rb") as file:
             file.seek(info.offset)
             return file.read(info.length)
+
+    def _check(self, key: str, info: Any) -> None:
+        """Read an archive against its CRCs, which torch writes and does not look at; once, however many boxes lie in it."""
+        place = (info.relative_path, info.offset)
+        if place in self._checked:
+            return
+        path = self.path / info.relative_path
+        with path.open("rb") as file:
+            try:
+                with ZipFile(_Part(file, info.offset, info.length)) as archive:
+                    damaged = archive.testzip()
+            except Exception as error:  # a damaged archive can fail in any way
+                raise MegarlError(f"{path}: {key} is unreadable: {error}") from None
+        if damaged:
+            raise MegarlError(
+                f"{path}: {key} is not as it was written ({damaged}); the checkpoint is damaged, use another"
+            )
+        self._checked.add(place)
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
@@ -140,6 +164,30 @@ class Shards:
             size = file.stat().st_size if file.is_file() else 0
             if size < end:
                 raise MegarlError(f"{file}: {size} of {end} bytes are there; the checkpoint is damaged, use another")
+
+
+class _Part(io.RawIOBase):
+    """`length` bytes of a file from `begin` on, as a file. (torch's own view of that kind goes astray from the end.)"""
+
+    def __init__(self, file: io.BufferedReader, begin: int, length: int) -> None:
+        self._file, self._begin, self._length = file, begin, length
+        self.seek(0)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell() - self._begin
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
+        return self._file.seek(self._begin + origin + offset) - self._begin
+
+    def readinto(self, buffer: Any) -> int:
+        return self._file.readinto(memoryview(buffer)[: max(0, self._length - self.tell())])
 
 
 class Writer:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from checkpoints_tools.mapping import Group, check_keys, check_names_and_shapes, groups, stored_value, views
 from checkpoints_tools.safetensors_files import Directory
-from checkpoints_tools.shards import Shards
+from checkpoints_tools.shards import DISTCP, Shards
 from megarl.errors import MegarlError
 from megarl.models import Family, checkpoint, family_of
+from megarl.models.checksums import check
 from megarl.models.family import read_config
 from megarl.models.hf import check_names
 
@@ -46,11 +47,16 @@ class Stored:
 
 
 def stored(path: Path) -> Stored:
-    """A Hugging Face directory if it has a config.json, else a checkpoint or a run."""
+    """A Hugging Face directory if it has a config.json, else a checkpoint or a run.
+
+    MegarlError if a file is not as it was written. Files of shards are not read for that: `Shards` checks what is asked for.
+    """
     if (path / "config.json").is_file():
         return Stored(path, path, None)
     found = checkpoint.find(path)
-    return Stored(found, found / "hf", checkpoint.read_meta(found))
+    meta = checkpoint.read_meta(found)
+    check(found, {name: value for name, value in meta.files.items() if not name.endswith(DISTCP)})
+    return Stored(found, found / "hf", meta)
 
 
 class HuggingFaceTensors(Mapping[str, Tensor]):

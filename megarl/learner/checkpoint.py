@@ -1,7 +1,7 @@
 """The learner's checkpoints: model, optimiser, next step and counts, written while training goes on, loaded at any layout.
 A critic's model and optimiser are in the same one, so both are always of the same step.
 
-    save()   plan and copy (the step stops for this) ──► a thread of each rank writes
+    save()   plan and copy (the step stops for this) ──► a thread of each rank writes, and reads back for the checksums
     poll()   all ranks have written? ──► the directory appears, old ones go
 
 megatron's own background writers are a forked or spawned process a rank. A forked one needs a manager process that

@@ -3,18 +3,23 @@
     RUN/checkpoints/step-0000020/
         *.distcp, .metadata, metadata.json    megatron's torch_dist format, keyed by the whole model's names
         hf/                                   configuration and tokenizer: it can be converted without anything else
-        megarl.json                           Meta; written last
+        megarl.json                           Meta, with a checksum of each file; written last
     RUN/checkpoints/.step-0000020.partial/    being written; renamed when whole
 
 The state is whatever sharded state dict the caller gives; `model_state` is the part every checkpoint has.
+
+A rank reads what it wrote once more for its checksums, in the thread that wrote it. Before anything of a checkpoint is used all
+its files are read against them, each by one of the ranks.
 """
 
 import os
 import queue as queues
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +27,18 @@ import msgspec
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
 from megarl.errors import MegarlError
+from megarl.models.checksums import check, checksum, checksums
 from megarl.models.family import read_config
 from megarl.models.hf import copy_description, everywhere
 from megarl.models.unpickling import safely
 from megarl.rundir import CHECKPOINT, META, complete, write_atomically
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 CRITIC = "critic."
 """How the names of a critic's tensors start. What only wants the policy asks for none of them."""
 _PARTIAL = re.compile(r"\.step-\d+\.partial")
@@ -40,7 +46,8 @@ _PARTIAL = re.compile(r"\.step-\d+\.partial")
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint is. `version` of the weights; `hf_source`: where configuration and tokenizer came from; `model`: the
-    recipe's section, so the layout and precision it was written at; `critic`: whether there is one beside the policy."""
+    recipe's section, so the layout and precision it was written at; `critic`: whether there is one beside the policy; `files`:
+    the checksum of each but this one; `checksum`: of the rest of this one. `seal` fills in the last two."""
 
     step: int
     version: int
@@ -48,6 +55,8 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     model: dict[str, Any]
     critic: bool = False
     schema: int = SCHEMA_VERSION
+    files: dict[str, int] = {}
+    checksum: int = 0
 
 
 def metadata() -> dict[str, Any]:
@@ -83,23 +92,32 @@ def save(path: Path, state: dict[str, Any], meta: Meta, queue: AsyncCallsQueue |
     """
     partial = _partial(path)
     everywhere(lambda: _start(path, partial, meta) if dist.get_rank() == 0 else None)
+    own: Future[dict[str, int]] = Future()
 
     def finish() -> None:
+        written = everywhere(own.result)
         if dist.get_rank() == 0:
             copy_description(Path(meta.hf_source), partial / "hf")
-            write_atomically(partial / META, msgspec.json.encode(meta))
+            known = {name: value for of_rank in written for name, value in of_rank.items()}
+            seal(partial, meta, checksums(partial, known))
             os.replace(partial, path)
 
-    with whole_or_gone(path):
-        if queue is None:
-            with _results_in_this_process():
-                dist_checkpointing.save(state, str(partial))
-            finish()
-            dist.barrier()
-            return
+    with whole_or_gone(path), _results_in_this_process() if queue is None else nullcontext():
         request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
+        request = _with_checksums(request, own)
         request.add_finalize_fn(finish)
-        queue.schedule_async_request(request)
+        if queue is None:
+            request.execute_sync()
+            dist.barrier()
+        else:
+            queue.schedule_async_request(request)
+
+
+def seal(path: Path, meta: Meta, files: Mapping[str, int]) -> None:
+    """Write megarl.json: from here on the files in directory `path` are a checkpoint. files: the checksum of each, by name."""
+    sealed = msgspec.structs.replace(meta, files=dict(files))
+    sealed = msgspec.structs.replace(sealed, checksum=_own_checksum(sealed))
+    write_atomically(path / META, msgspec.json.encode(sealed))
 
 
 @contextmanager
@@ -116,8 +134,11 @@ def whole_or_gone(path: Path) -> Iterator[None]:
 
 
 def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """The values of sharded state dict `state` from the checkpoint at `path`, written at any layout. COLLECTIVE."""
-    read_meta(path)
+    """The values of sharded state dict `state` from the checkpoint at `path`, written at any layout. COLLECTIVE.
+
+    MegarlError on all ranks if a file is not as it was written.
+    """
+    everywhere(lambda: _check_share(path))
     try:
         with safely(path):
             return dist_checkpointing.load(state, str(path))
@@ -146,6 +167,8 @@ def read_meta(path: Path) -> Meta:
         raise MegarlError(f"{path / META}: unreadable: {error}") from None
     if meta.schema != SCHEMA_VERSION:
         raise MegarlError(f"{path / META}: schema {meta.schema}, this megarl reads {SCHEMA_VERSION}")
+    if meta.checksum != _own_checksum(meta):
+        raise MegarlError(f"{path / META}: not as it was written; the checkpoint is damaged, use an older one")
     return meta
 
 
@@ -189,6 +212,34 @@ def _start(path: Path, partial: Path, meta: Meta) -> None:
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     read_config(Path(meta.hf_source))
     partial.mkdir(parents=True)
+
+
+def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> AsyncRequest:
+    """A request that, when this rank's files are written, also reads them back; `own` gets their checksums by name."""
+    write = request.async_fn
+    if write is None:  # nothing to write on this rank
+        own.set_result({})
+        return request
+
+    def write_and_sum(rank: int, buckets: list[Any], results: Any) -> None:
+        write(rank, buckets, results)
+        try:
+            own.set_result({name: checksum(Path(file)) for file, name, _ in buckets})
+        except OSError as error:  # also if it was not written, of which megatron tells
+            own.set_exception(error)
+
+    return request._replace(async_fn=write_and_sum)
+
+
+def _check_share(path: Path) -> None:
+    """This rank's part of the files, in turn: each rank wrote as many, so that each reads about as much."""
+    files = read_meta(path).files
+    share = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+    check(path, {name: files[name] for name in share})
+
+
+def _own_checksum(meta: Meta) -> int:
+    return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(meta, checksum=0)))
 
 
 @contextmanager

@@ -100,6 +100,7 @@ VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {
 """Which process of the role it is."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", VICTIMS)
 def test_a_stopped_role_is_replaced(start: Start, role: str, record_property: Any) -> None:
     """SIGSTOP: it keeps its memory, ports and links, and does nothing."""
@@ -123,6 +124,7 @@ def test_a_stopped_role_is_replaced(start: Start, role: str, record_property: An
     check_nothing_left(family, ports)
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_takes_everything_with_it_and_the_run_is_resumed(start: Start) -> None:
     run = start("kill-train")
     run.wait_for(lambda: run.steps() >= 6, "step 6", runs.RUN_LIMIT_S)
@@ -135,6 +137,7 @@ def test_a_killed_supervisor_takes_everything_with_it_and_the_run_is_resumed(sta
     check_whole(again)
 
 
+@pytest.mark.slow
 def test_interrupt_saves_and_leaves_nothing(start: Start) -> None:
     run = start("interrupt")
     run.wait_for(lambda: run.steps() >= 3, "step 3", runs.RUN_LIMIT_S)
@@ -184,6 +187,7 @@ def grade(submission):
 """
 
 
+@pytest.mark.slow
 def test_the_clock_jumps_and_the_grader_hangs(
     start: Start, workplace: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:

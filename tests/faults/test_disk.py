@@ -14,7 +14,7 @@ from tests.parallel.test_learner_loop import LIMIT_S, Run, trained
 from tests.tiny import tiny_llama
 from tests.unit.supervisor.test_train import Life, nobody
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 Mount = Callable[[Path, int], Disk]
 

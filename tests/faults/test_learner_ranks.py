@@ -12,7 +12,7 @@ from tests.faults.injection import signal_at, with_faults
 from tests.parallel.test_learner_loop import LIMIT_S, Run, trained
 from tests.tiny import tiny_llama
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 STEPS = 5
 PLACES = {

@@ -3,13 +3,20 @@
 Each model is loaded from a checkpoint converted at another layout, exported and compared; then saved by megatron.
 """
 
+import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from megarl.errors import MegarlError
 from megarl.models import build, checkpoint, family_of, hf, parallel
 from megarl.recipe import Model
+from tests.damage import flip_a_bit
 
 # isort: split
 from safetensors.torch import load_file
@@ -37,7 +44,21 @@ def main(directory: Path) -> None:
             assert torch.equal(tensor, stored[name]), (path.name, name)
         meta = checkpoint.Meta(step=1, version=1, hf_source=str(path / "hf"), model=model.model_dump())
         checkpoint.save(path / "real", checkpoint.model_state(chunks), meta)
+        check_that_all_ranks_refuse_it_damaged(path / "real", chunks)
     parallel.stop()
+
+
+def check_that_all_ranks_refuse_it_damaged(path: Path, chunks: list[Any]) -> None:
+    """Only one rank reads the file that is damaged. Then it is put right."""
+    file = path / f"__{dist.get_world_size() - 1}_0.distcp"
+    for damaged in (True, False):
+        if dist.get_rank() == 0:
+            flip_a_bit(file)
+        dist.barrier()
+        said = re.escape(f"{file}: its checksum is ")
+        with pytest.raises(MegarlError, match=said) if damaged else nullcontext():
+            checkpoint.load_model(path, chunks)
+        dist.barrier()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The controller is scripted: a real one has nothing to train without servers (tes
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from megarl.monitor.spans import read
 from megarl.process import die_with_parent
 from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports, latest_rows, read_jsonl
 from megarl.types import Batch
+from tests.damage import cut_in_half, flip_a_bit
 from tests.parallel.test_learner_layouts import make_batch
 from tests.tiny import tiny_llama
 
@@ -176,6 +178,7 @@ def trained(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [tuple(row[n] for n in names) for row in rows]
 
 
+@pytest.mark.faults
 def test_a_learner_that_lost_its_steps_replays_them_bit_for_bit(tmp_path: Path, model: Path, runs: list[Run]) -> None:
     running = {"advantage": "running", "running_decay": 0.5}
     straight, killed = (Run(tmp_path / name, model, 5, batch=running) for name in ("straight", "killed"))
@@ -205,13 +208,18 @@ def test_a_learner_that_lost_its_steps_replays_them_bit_for_bit(tmp_path: Path, 
     assert killed.controller.asked[before] in (2, 4)
     assert trained(killed.rows()) == trained(rows)
 
-    for file in (killed.rundir.checkpoints / "step-0000005").glob("*.distcp"):
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    assert killed.learn().wait(LIMIT_S) == 0, killed.log()
-    assert "step-0000005: unreadable, or not of this model" in killed.log()
-    assert (killed.rundir.checkpoints / "step-0000005.unreadable").exists()
-    assert killed.controller.asked[-2:] == [5, 5]
-    assert trained(killed.rows()) == trained(rows)
+    for damage in (cut_in_half, flip_a_bit):
+        (file,) = (killed.rundir.checkpoints / "step-0000005").glob("*.distcp")
+        damage(file)
+        before = len(killed.controller.asked)
+        assert killed.learn().wait(LIMIT_S) == 0, killed.log()
+        assert f"{file}: its checksum is " in killed.log()
+        aside = killed.rundir.checkpoints / "step-0000005.unreadable"
+        assert aside.exists()
+        assert killed.controller.asked[before] == 4
+        assert killed.controller.asked[-2:] == [5, 5]
+        assert trained(killed.rows()) == trained(rows)
+        shutil.rmtree(aside)
 
 
 def test_two_ranks_save_when_told_to_stop_and_go_on(tmp_path: Path, model: Path, runs: list[Run]) -> None:
@@ -233,6 +241,7 @@ def test_two_ranks_save_when_told_to_stop_and_go_on(tmp_path: Path, model: Path,
     assert [s.args["step"] for s in spans if s.name.startswith("step")] == [0, 1, 2, 3], "rank 0's, of both lives"
 
 
+@pytest.mark.faults
 def test_the_third_step_in_a_row_without_a_finite_loss_ends_the_run(
     tmp_path: Path, model: Path, runs: list[Run]
 ) -> None:

@@ -7,7 +7,7 @@ from megarl.rundir import read_jsonl
 from tests.e2e.runs import check_history
 from tests.slurm.jobs import END_LIMIT_S, START_LIMIT_S, Jobs
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_learner_over_two_nodes(jobs: Jobs) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.slurm.jobs import SMALL, Job, Jobs
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ONE = ("--nodes=1",)
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.slurm.jobs import RUN_LIMIT_S, SMALL, Jobs
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_array_fills_the_table(jobs: Jobs) -> None:

@@ -24,6 +24,7 @@ from tests.stack.test_server_faults import LIMIT_S, PROMPT, Pair, before
 pytestmark = [
     pytest.mark.stack,
     pytest.mark.faults,
+    pytest.mark.slow,
     pytest.mark.anyio,
     pytest.mark.timeout(900),
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="only root can make network namespaces"),

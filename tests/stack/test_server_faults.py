@@ -1,10 +1,10 @@
 """Servers that die or stand still: nothing waits for ever, nothing that arrived is lost, the other server goes on."""
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,17 +19,21 @@ from megarl.rollout.client import ServerLost
 from megarl.rundir import Endpoints
 from megarl.weights.admin import Server
 from megarl.weights.publisher import Publisher
-from tests.stack.conftest import Network, Running, client_of, stack_recipe, start_servers
+from tests.stack.conftest import POSITIONS, Network, Running, client_of, stack_recipe, start_servers, two_models
+from tests.tiny import tiny_llama
 from tests.tiny_scores import scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.faults, pytest.mark.anyio]
 
 PROMPT = np.arange(5, 25, dtype=np.int32)
 LIMIT_S = 8.0
+BUCKET_MB = 1
+IN_THE_MIDDLE = 2
+"""The bucket before which a victim is hit: both servers have one, and another follows."""
 
 
 class Pair:
-    """Two servers, and a publisher to both. Buckets are small, so that a publication has many."""
+    """Two servers, and a publisher to both."""
 
     def __init__(
         self,
@@ -39,7 +43,7 @@ class Pair:
         networks: Sequence[Network] = (Network(), Network()),
     ) -> None:
         self.models, self._learner = models, learner
-        weights = {"timeout_s": LIMIT_S, "bucket_mb": 1}
+        weights = {"timeout_s": LIMIT_S, "bucket_mb": BUCKET_MB}
         self.recipe = stack_recipe(directory, run={"name": "pair", "dir": str(directory)}, weights=weights)
         self.endpoints: Endpoints
         self.servers: list[Running]
@@ -53,6 +57,14 @@ class Pair:
         published = self.publisher.publish(command, "test", lambda sequences: scores(self.models[name], sequences))
         assert published is not None
         return published
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Of 2.4 MB, so that a publication has three buckets."""
+    directory = tmp_path_factory.mktemp("buckets")
+    sizes = {"max_position_embeddings": POSITIONS, "eos_token_id": None, "intermediate_size": 640}
+    return directory, two_models(directory, tiny_llama, **sizes)
 
 
 @pytest.fixture
@@ -70,12 +82,12 @@ def family_tree(server: Running) -> list[psutil.Process]:
     return [main, *main.children(recursive=True)]
 
 
-def before(monkeypatch: pytest.MonkeyPatch, call: str, victim: int, action: Callable[[], Any]) -> None:
-    """Do it just before the victim is first called so."""
-    real, once = vars(Server)[call], threading.Lock()
+def before(monkeypatch: pytest.MonkeyPatch, call: str, victim: int, action: Callable[[], Any], number: int = 1) -> None:
+    """Do it just before the victim is called so for the `number`th time; what it was called for before, it has answered."""
+    real, calls = vars(Server)[call], itertools.count(1)
 
     def act_then_call(self: Server, *args: Any) -> Any:
-        if self.address.id == victim and once.acquire(blocking=False):
+        if self.address.id == victim and next(calls) == number:
             action()
         return real(self, *args)
 
@@ -119,8 +131,8 @@ async def test_killed_while_generating(pair: Pair) -> None:
 
 def test_killed_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one has the new weights, runs, and takes the next version too."""
-    pair.publish("a", 1)
-    before(monkeypatch, "receive", 1, pair.servers[1].process.kill)
+    assert pair.publish("a", 1).bytes_sent > 2 * BUCKET_MB << 20
+    before(monkeypatch, "receive", 1, pair.servers[1].process.kill, IN_THE_MIDDLE)
     start = time.monotonic()
     good, bad = pair.publish("b", 2).results
     assert time.monotonic() - start < 4 * LIMIT_S
@@ -133,9 +145,9 @@ def test_killed_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_standing_still_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair.publish("a", 1)
+    assert pair.publish("a", 1).bytes_sent > 2 * BUCKET_MB << 20
     tree: list[psutil.Process] = []
-    before(monkeypatch, "receive", 1, lambda: tree.extend(freeze(pair.servers[1])))
+    before(monkeypatch, "receive", 1, lambda: tree.extend(freeze(pair.servers[1])), IN_THE_MIDDLE)
     start = time.monotonic()
     good, bad = pair.publish("b", 2).results
     assert time.monotonic() - start < 8 * LIMIT_S

@@ -17,6 +17,7 @@ from checkpoints_tools.partial import PROGRESS, Partial
 from checkpoints_tools.safetensors_files import Directory
 from megarl.errors import MegarlError
 from megarl.models import checkpoint
+from tests.damage import flip_a_bit
 from tests.full_disk import files_no_larger_than
 from tests.tiny import tiny_llama, tiny_qwen3_moe
 
@@ -139,7 +140,10 @@ def test_source_that_is_no_checkpoint(directory: Path, tmp_path: Path, capsys: p
     assert nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["no marker", "cut off", "no file", "no metadata", "another model"])
+DAMAGES = ["no marker", "cut off", "no file", "no metadata", "other description", "another model"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoint(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     step = tmp_path / "step"
     main(["convert", "hf-to-megatron", str(directory), str(step)])
@@ -154,9 +158,13 @@ def test_damaged_checkpoint(directory: Path, tmp_path: Path, capsys: pytest.Capt
             (step / "__0_0.distcp").unlink()
         case "no metadata":
             (step / ".metadata").write_bytes(b"junk")
-            expected = ".metadata: unreadable"
+            expected = ".metadata: its checksum is "
+        case "other description":
+            edit_config(step / "hf", num_hidden_layers=6)
+            expected = "config.json: its checksum is "
         case "another model":
             edit_config(step / "hf", num_hidden_layers=6, intermediate_size=80)
+            checkpoint.seal(step, checkpoint.read_meta(step), {})
             expected = "decoder.layers.mlp.linear_fc2.weight is [4, 64, 96] instead of [6, 64, 80]"
     for command in (("convert", "megatron-to-hf"), ("reshard",)):
         message = refused(capsys, *command, step, tmp_path / "out")
@@ -173,6 +181,25 @@ def test_values_that_are_no_tensor(directory: Path, tmp_path: Path, capsys: pyte
     message = refused(capsys, "convert", "megatron-to-hf", step, tmp_path / "out")
     assert "__0_0.distcp: " in message
     assert "is unreadable" in message
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("tool", ["megatron-to-hf", "reshard", "verify"])
+def test_a_bit_that_is_not_as_it_was_written(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str
+) -> None:
+    """In the values of a tensor, which torch reads without a look at their CRC."""
+    step, out = tmp_path / "step", tmp_path / "out"
+    main(["convert", "hf-to-megatron", str(directory), str(step)])
+    norm = load_file(directory / "model.safetensors")["model.norm.weight"]
+    flip_a_bit(step / "__0_0.distcp", within=norm.view(torch.uint8).numpy().tobytes())
+    commands = {
+        "megatron-to-hf": ("convert", "megatron-to-hf", step, out),
+        "reshard": ("reshard", step, out, "--tp", "2"),
+        "verify": ("verify", step, directory),
+    }
+    message = refused(capsys, *commands[tool])
+    assert "__0_0.distcp: decoder.final_layernorm.weight is not as it was written" in message
     assert nothing_left(tmp_path)
 
 
@@ -238,10 +265,12 @@ def test_a_killed_conversion_goes_on(
 
     Path("out").rename("resumed")
     exec(COMMANDS[command], {"convert": convert, "Path": Path, "Layout": Layout})
-    written = {p.name: p.read_bytes() for p in Path("out").iterdir() if p.is_file() and p.name != ".metadata"}
-    assert written == {
-        p.name: p.read_bytes() for p in Path("resumed").iterdir() if p.is_file() and p.name != ".metadata"
-    }
+    in_any_order = {".metadata", checkpoint.META}
+    written, resumed = (
+        {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file() and p.name not in in_any_order}
+        for folder in ("out", "resumed")
+    )
+    assert written == resumed
     if command != "megatron-to-hf":
         convert.megatron_to_hf(Path("resumed"), Path("back"))
     else:

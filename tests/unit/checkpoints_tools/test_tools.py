@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import yaml
@@ -105,8 +106,9 @@ def test_model_card_of_a_run(directory: Path, tmp_path: Path, capsys: pytest.Cap
     """What the run's own files say up to the checkpoint's step, and nothing that comes after it."""
     run = RunDir(tmp_path / "run")
     main(["convert", "hf-to-megatron", str(directory), str(run.checkpoints / "step-0000003")])
-    meta = json.loads((run.checkpoints / "step-0000003" / checkpoint.META).read_text())
-    (run.checkpoints / "step-0000003" / checkpoint.META).write_text(json.dumps(meta | {"step": 3, "version": 3}))
+    step = run.checkpoints / "step-0000003"
+    meta = checkpoint.read_meta(step)
+    checkpoint.seal(step, msgspec.structs.replace(meta, step=3, version=3), meta.files)
     run.recipe.write_text(yaml.safe_dump({"description": "Sums", "model": {"path": "meta-llama/Llama-3.1-8B"}}))
     for step in range(5):
         append_jsonl(

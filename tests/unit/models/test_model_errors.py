@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from megarl.errors import MegarlError
 from megarl.models import build, checkpoint, family_of, hf, parallel
 from megarl.recipe import Model
+from tests.damage import flip_a_bit
 from tests.full_disk import files_no_larger_than
 from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3_moe
 
@@ -161,6 +163,45 @@ def test_save_refuses_what_exists_and_cleans_up_when_it_fails(one_rank: None, di
     with files_no_larger_than(20_000), pytest.raises(MegarlError):
         hf.save(chunks, family, directory, directory.parent / "copy")
     assert sorted(directory.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "metadata.json", "hf/config.json", checkpoint.META])
+def test_checkpoint_of_which_one_bit_has_changed(one_rank: None, directory: Path, name: str) -> None:
+    """Nothing of it is loaded; with the bit as it was, all is."""
+    chunks = build.build(Model(dtype="fp32"), directory)
+    hf.load(chunks, family_of(directory), directory)
+    meta = checkpoint.Meta(step=1, version=1, hf_source=str(directory), model=Model().model_dump())
+    path = directory.parent / "step-1"
+    checkpoint.save(path, checkpoint.model_state(chunks), meta)
+    assert checkpoint.read_meta(path).files.keys() == {
+        file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()
+    } - {checkpoint.META}
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    before = [p.detach().clone() for p in parameters]
+    for p in parameters:
+        p.data.zero_()
+    flip_a_bit(path / name)
+    with pytest.raises(MegarlError, match=rf"step-1/{name}: .*(damaged|unreadable)"):
+        checkpoint.load_model(path, chunks)
+    assert not any(p.any() for p in parameters)
+    flip_a_bit(path / name)
+    checkpoint.load_model(path, chunks)
+    assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+
+
+def test_checkpoint_of_which_a_file_is_gone_or_that_is_of_another_schema(one_rank: None, directory: Path) -> None:
+    chunks = build.build(Model(dtype="fp32"), directory)
+    hf.load(chunks, family_of(directory), directory)
+    meta = checkpoint.Meta(step=1, version=1, hf_source=str(directory), model=Model().model_dump())
+    path = directory.parent / "step-1"
+    checkpoint.save(path, checkpoint.model_state(chunks), meta)
+    (path / "hf" / "config.json").unlink()
+    with pytest.raises(MegarlError, match=r"step-1/hf/config.json: missing; the checkpoint is damaged"):
+        checkpoint.load_model(path, chunks)
+    without_checksums = {"step": 1, "version": 1, "hf_source": "", "model": {}, "critic": False, "schema": 3}
+    (path / checkpoint.META).write_text(json.dumps(without_checksums))
+    with pytest.raises(MegarlError, match=r"megarl.json: schema 3, this megarl reads 4"):
+        checkpoint.load_model(path, chunks)
 
 
 def test_checkpoint_cleans_up_when_it_fails(one_rank: None, directory: Path) -> None:

@@ -16,6 +16,7 @@ from checkpoints_tools.__main__ import main
 from megarl.errors import MegarlError
 from megarl.models import build, checkpoint, family_of, hf, parallel
 from megarl.models.checkpoint import Meta
+from megarl.models.checksums import checksums
 from megarl.models.unpickling import FORCE, METADATA
 from megarl.recipe import from_tree
 from tests.tiny import tiny_llama
@@ -55,6 +56,14 @@ def objects(path: Path) -> list[Any]:
     """Where what is no tensor lies, by torch's own reader."""
     places = FileSystemReader(path).read_metadata().storage_data
     return [info for index, info in places.items() if "common_state" in index.fqn]
+
+
+def attacked(place: Callable[[Path, Attack], None], path: Path, mark: Path) -> None:
+    """With checksums that fit: they are made against accidents, and keep nobody out."""
+    place(path, Attack(mark))
+    meta = checkpoint.read_meta(path)
+    (path / checkpoint.META).unlink()
+    checkpoint.seal(path, meta, checksums(path))
 
 
 def in_metadata(path: Path, attack: Attack) -> None:
@@ -104,7 +113,7 @@ def test_a_checkpoint_runs_nothing(
     place: Callable[[Path, Attack], None], saved: Path, chunks: list[Any], tmp_path: Path
 ) -> None:
     mark = tmp_path / "mark"
-    place(saved, Attack(mark))
+    attacked(place, saved, mark)
     with pytest.raises(MegarlError, match="step-0000001"):
         checkpoint.load_model(saved, chunks)
     assert not mark.exists()
@@ -121,7 +130,7 @@ def test_the_attacks_are_real(
     """Where nothing guards, each of them makes its file (the others, torch guards against by itself)."""
     monkeypatch.setattr(checkpoint, "safely", nullcontext)
     mark = tmp_path / "mark"
-    place(saved, Attack(mark))
+    attacked(place, saved, mark)
     with suppress(MegarlError):
         checkpoint.load_model(saved, chunks)
     assert mark.exists()
@@ -132,7 +141,7 @@ def test_nor_do_the_tools_run_it(
     place: Callable[[Path, Attack], None], saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mark = tmp_path / "mark"
-    place(saved, Attack(mark))
+    attacked(place, saved, mark)
     parallel.stop()  # the tools have their own
     for command in (["inspect", saved], ["convert", "megatron-to-hf", saved, tmp_path / "out"]):
         main([str(word) for word in command])
@@ -143,7 +152,7 @@ def test_nor_do_the_tools_run_it(
 
 
 def test_the_message_names_what_it_wanted(saved: Path, chunks: list[Any], tmp_path: Path) -> None:
-    in_metadata(saved, Attack(tmp_path / "mark"))
+    attacked(in_metadata, saved, tmp_path / "mark")
     with pytest.raises(MegarlError, match=r"\.metadata: .* wants to load _?io\.open, .* do not trust"):
         checkpoint.load_model(saved, chunks)
 

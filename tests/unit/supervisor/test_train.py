@@ -258,6 +258,7 @@ def test_broken_from_the_start_ends_the_run_with_its_log(live: Callable[..., Lif
     assert nobody(life.all_pids())
 
 
+@pytest.mark.faults
 def test_a_learner_that_says_the_run_has_failed_is_not_started_again(live: Callable[..., Life], recipe: Recipe) -> None:
     rundir = RunDir.of(recipe)
     rundir.path.mkdir(parents=True)
@@ -273,6 +274,7 @@ def test_a_learner_that_says_the_run_has_failed_is_not_started_again(live: Calla
     assert status == 0, output
 
 
+@pytest.mark.faults
 def test_a_controller_that_says_the_run_has_failed_is_not_started_again(live: Callable[..., Life]) -> None:
     """The learner saves and leaves; nobody is started again."""
     life = live()
