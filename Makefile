@@ -42,8 +42,8 @@ bench: setup     ## benchmarks/end_to_end.py: megarl against TRL and against its
 bench-gpu:       ## measure a GPU in ten minutes, also where there is no network (ARGS="--wheels DIR"; benchmarks/gpu/README.md)
 	@benchmarks/gpu/run.sh $(ARGS)
 
-lock: setup      ## resolve requirements/cpu.in into requirements/cpu.txt
-	launch/lock.sh
+lock: setup      ## pin what requirements/cpu.in and gpu.in ask for (ARGS=--upgrade: the newest of all)
+	launch/lock.sh $(ARGS)
 
 clean:           ## remove runs/ (keeps .venv)
 	rm -rf runs
