@@ -154,6 +154,25 @@ def test_interrupt_saves_and_leaves_nothing(start: Start) -> None:
     check_whole(again)
 
 
+@pytest.mark.slow
+def test_a_learner_of_two_ranks_that_is_told_to_make_room_saves(start: Start) -> None:
+    """SIGTERM to torchrun and its ranks, as Slurm sends it ahead of a preemption: not to the supervisor."""
+    run = start("make-room", "resources.learner_ranks=2")
+    run.wait_for(lambda: run.steps() >= 5, "step 5", runs.RUN_LIMIT_S)
+    family, ports = run.family(), run.ports()
+    torchrun = run.roles()["learn"]
+    told = [torchrun, *torchrun.children(recursive=True)]
+    assert len([process for process in told if "RANK" in process.environ()]) == 2
+    for process in told:
+        process.terminate()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.tail()
+    check_nothing_left(family, ports)
+    summary = runs.summary(run.rundir)
+    assert (summary["outcome"], summary["reason"], summary["restarts"]) == ("stopped", "stopped as asked", 0)
+    saved = max(int(p.name.removeprefix("step-")) for p in run.rundir.checkpoints.iterdir())
+    assert saved == run.steps()
+
+
 def test_no_process_is_left_when_a_role_cannot_start(start: Start) -> None:
     """The model cannot be read: the run ends by itself, and says which role failed and why."""
     run = start("broken", "serving.kv_tokens=1")

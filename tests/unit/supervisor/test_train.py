@@ -97,6 +97,14 @@ def alive(pid: int, ended: float = math.inf) -> bool:
         return False
 
 
+def marked(recipe: Recipe, what: str) -> RunDir:
+    """Its run, whose learner will find itself to be so."""
+    rundir = RunDir.of(recipe)
+    rundir.path.mkdir(parents=True)
+    (rundir.path / what).touch()
+    return rundir
+
+
 def test_all_steps_then_nothing_left(live: Callable[..., Life]) -> None:
     life = live(steps=5, report=True)
     status, output = life.end()
@@ -196,9 +204,7 @@ def test_a_learner_that_does_not_save(live: Callable[..., Life], number: int, ex
 def test_a_role_that_dies_again_and_again_ends_the_run_with_its_causes(
     live: Callable[..., Life], recipe: Recipe
 ) -> None:
-    rundir = RunDir.of(recipe)
-    rundir.path.mkdir(parents=True)
-    (rundir.path / "dies").touch()
+    marked(recipe, "dies")
     life = live()
     status, output = life.end()
     assert status == 1
@@ -246,9 +252,7 @@ def test_nothing_survives_the_supervisor_and_the_run_goes_on(live: Callable[...,
 
 
 def test_broken_from_the_start_ends_the_run_with_its_log(live: Callable[..., Life], recipe: Recipe) -> None:
-    rundir = RunDir.of(recipe)
-    rundir.path.mkdir(parents=True)
-    (rundir.path / "broken").touch()
+    rundir = marked(recipe, "broken")
     life = live()
     status, output = life.end()
     assert status == 1
@@ -260,9 +264,7 @@ def test_broken_from_the_start_ends_the_run_with_its_log(live: Callable[..., Lif
 
 @pytest.mark.faults
 def test_a_learner_that_says_the_run_has_failed_is_not_started_again(live: Callable[..., Life], recipe: Recipe) -> None:
-    rundir = RunDir.of(recipe)
-    rundir.path.mkdir(parents=True)
-    (rundir.path / "hopeless").touch()
+    rundir = marked(recipe, "hopeless")
     life = live()
     status, output = life.end()
     assert status == 1
