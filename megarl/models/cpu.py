@@ -125,7 +125,7 @@ def _state_before_first_step(optimizer_class: Any) -> None:
                 for group in part.param_groups:
                     for parameter in group["params"]:
                         part.state[parameter] = {
-                            "step": torch.zeros((), device=parameter.device if group["fused"] else CPU),
+                            "step": torch.zeros((), device=parameter.device if group.get("fused") else CPU),
                             "exp_avg": torch.zeros_like(parameter),
                             "exp_avg_sq": torch.zeros_like(parameter),
                         }
