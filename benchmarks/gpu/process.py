@@ -24,7 +24,8 @@ def run(part: str, module: str, limit_s: float, tiny: bool) -> Outcome:
         file, log, scratch = Path(folder) / "rows.jsonl", Path(folder) / "log", Path(folder) / "scratch"
         scratch.mkdir()
         compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "megarl-inductor")}  # for all parts
-        environment = compiled | os.environ | {"PYTHONPATH": _python_path(), "TMPDIR": str(scratch)}
+        exact = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}  # some containers set it, and FP32 would have 10 bits
+        environment = compiled | os.environ | exact | {"PYTHONPATH": _python_path(), "TMPDIR": str(scratch)}
         if tiny:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         words = [sys.executable, "-m", "benchmarks.gpu.part", module, str(file), *(["--tiny"] if tiny else [])]

@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megarl.advantages import Moments
 from megarl.collective import from_rank_0
 from megarl.errors import MegarlError
+from megarl.learner.out_of_memory import out_of_memory_in_checkpoint_named
 from megarl.learner.trained import TrainedNetwork
 from megarl.learner.trainer import Trainer
 from megarl.models import checkpoint
@@ -65,7 +66,9 @@ class Checkpoints:
             critic=trainer.critic is not None,
         )
         self._writing = path
-        checkpoint.save(path, _state(trainer, is_loading=False), meta, self._calls)
+        with out_of_memory_in_checkpoint_named():
+            state = _state(trainer, is_loading=False)
+        checkpoint.save(path, state, meta, self._calls)
         log.info("checkpoint %s: the step stopped for %.2f s", path.name, time.monotonic() - begin)
 
     def poll(self) -> None:

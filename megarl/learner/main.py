@@ -124,9 +124,15 @@ class Learner:
         if recipe.run.resume == "auto":
             self.checkpoints.load_latest()
         longest, batch = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
-        microbatch_size.settle(self.trainer, longest, longest * batch, rundir.microbatch)
-        self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
         self.lending = Lending(recipe, endpoints)
+        microbatch_size.settle(
+            self.trainer,
+            longest,
+            longest * batch,
+            rundir.microbatch,
+            within=self.lending.borrowed(self.trainer.step),  # as in training
+        )
+        self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
         self.spans = Spans(rundir.trace / "learner.jsonl" if self.leader else None)
         self.clock = StepClock(self.spans)
         self.trainer.within = self.clock.within

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,11 +62,17 @@ class GpuMemory:
 
 
 def settle(
-    trainer: Trainer, longest: int, batch_tokens: int, record: Path | None, memory: Memory | None = None
+    trainer: Trainer,
+    longest: int,
+    batch_tokens: int,
+    record: Path | None,
+    memory: Memory | None = None,
+    within: AbstractContextManager[None] | None = None,
 ) -> None:
     """Give the trainer's networks their micro-batch size, if the recipe leaves it open. COLLECTIVE over all ranks.
 
-    longest: tokens of the longest sequence; batch_tokens: of a step at most; record: where the size is kept.
+    longest: tokens of the longest sequence; batch_tokens: of a step at most; record: where the size is kept; within: what is
+    entered around the trials, if there are any.
     """
     if trainer.recipe.learner.microbatch_tokens != "auto":
         return
@@ -74,7 +81,8 @@ def settle(
     of = _valid_for(trainer, longest)
     tokens = from_rank_0(_recorded(record, of))
     if tokens is None:
-        tokens = _found(trainer, longest, batch_tokens, memory or GpuMemory())
+        with within or nullcontext():
+            tokens = _found(trainer, longest, batch_tokens, memory or GpuMemory())
         if record is not None and dist.get_rank() == 0:
             write_atomically(record, json.dumps({"microbatch_tokens": tokens, "of": of}, indent=2).encode() + b"\n")
     for network in trainer.networks:

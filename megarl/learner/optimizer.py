@@ -13,6 +13,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from torch.optim import AdamW
 
 from megarl.errors import MegarlError
 from megarl.recipe import Optimizer, Recipe
@@ -85,4 +86,16 @@ def with_optimizer(
         bf16
     ):  # a critic's head is FP32: megatron mixes up a parameter group that has both (its order and that of its state)
         groups[ParamKey(predicate=ParamPredicate("fp32", lambda p: p.dtype == torch.float32))] = {"wd_mult": 1.0}
-    return ddp, get_megatron_optimizer(adam, ddp, groups)
+    optimizer = get_megatron_optimizer(adam, ddp, groups)
+    if torch.cuda.is_available():
+        _in_one_kernel(optimizer)
+    return ddp, optimizer
+
+
+def _in_one_kernel(optimizer: MegatronOptimizer) -> None:
+    """torch's AdamW, where no fused one is installed: else it makes a square root of all second moments at once on a GPU, 4
+    bytes a parameter. megatron passes it no such choice."""
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, AdamW):
+            for group in part.optimizer.param_groups:
+                group["fused"] = True

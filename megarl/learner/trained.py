@@ -110,6 +110,8 @@ class TrainedNetwork(Network):
             )
         with out_of_memory_named(self.microbatch_tokens):
             self.optimizer.step_with_ready_grads()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # or its time would be counted as that of whatever waits next
 
 
 def _reduced(sums: Tensor, maxima: Tensor, names: Sequence[str]) -> dict[str, float]:

@@ -42,6 +42,8 @@ SCHEMA_VERSION = 4
 CRITIC = "critic."
 """How the names of a critic's tensors start. What only wants the policy asks for none of them."""
 _PARTIAL = re.compile(r"\.step-\d+\.partial")
+_EXTRA_STATE = re.compile(r"(.*\.)?_extra_state\d*")
+"""Transformer Engine's FP8 scales, of a layer or of one of its experts; megarl trains without, and other layers have none."""
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,10 +62,16 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def metadata() -> dict[str, Any]:
-    """`metadata` argument of megatron's sharded_state_dict, of models and optimisers: shards that fit any layout."""
+    """`metadata` argument of megatron's sharded_state_dict, of models and optimisers: shards that fit any layout.
+
+    A rank alone in its data-parallel group has its optimiser in one bucket, of which a gather over the GPU would take two
+    copies more, 8 bytes a parameter: it gathers in the host's memory. Others have small buckets, and share the writing.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return {
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "dp_cp_group": group,
         "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": group.size() == 1,
     }
 
 
@@ -72,8 +80,7 @@ def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
     state = {}
     for key, chunk in zip(_keys(chunks), chunks, strict=True):
         sharded = chunk.sharded_state_dict(metadata=metadata())
-        # Transformer Engine's FP8 scales; megarl trains without, and other layers have none.
-        state[key] = {name: value for name, value in sharded.items() if not name.endswith("_extra_state")}
+        state[key] = {name: value for name, value in sharded.items() if not _EXTRA_STATE.fullmatch(name)}
     return state
 
 

@@ -42,6 +42,7 @@ def after_megatron_import() -> None:
     from megatron.core import utils
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, clip_grads, optimizer
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import mappings
@@ -52,6 +53,7 @@ def after_megatron_import() -> None:
         return
     _own_step_for_each_parameter(DistributedOptimizer)
     _state_before_first_step(DistributedOptimizer)
+    HybridDeviceOptimizer._move_new_state_to_right_device = _to_their_parameters
     if cuda:
         return
     # These build tensors with device="cuda". Only they see factories that know better: transformers, which tells torch's
@@ -110,20 +112,37 @@ def _own_step_for_each_parameter(optimizer_class: Any) -> None:
 
 
 def _state_before_first_step(optimizer_class: Any) -> None:
-    """Without it loading into a new optimiser fails (AssertionError): torch's Adam has no state before its first step."""
+    """Without it loading into a new optimiser fails (AssertionError): torch's Adam has no state before its first step.
+
+    An offloaded optimiser is several of torch's, and keeps what it has of theirs with the FP32 weights in it.
+    """
     original = optimizer_class.state_dict
 
     def state_dict(self: Any) -> dict[str, Any]:
         if not self.is_stub_optimizer and not self.optimizer.state:
-            for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+            parts = getattr(self.optimizer, "sub_optimizers", None)
+            for part in parts or [self.optimizer]:
+                for group in part.param_groups:
+                    for parameter in group["params"]:
+                        part.state[parameter] = {
+                            "step": torch.zeros((), device=parameter.device if group.get("fused") else CPU),
+                            "exp_avg": torch.zeros_like(parameter),
+                            "exp_avg_sq": torch.zeros_like(parameter),
+                        }
+            if parts:
+                self.optimizer._sync_sub_optimizers_state_to_hdo()
         return original(self)
 
     optimizer_class.state_dict = state_dict
+
+
+def _to_their_parameters(hybrid: Any) -> None:
+    """For HybridDeviceOptimizer._move_new_state_to_right_device. Without: where a share of AdamW is offloaded, the moments of
+    the rest are loaded into the host's memory, and its step fails: megatron tells the two by their class, and both are torch's.
+    """
+    for optimizer in hybrid.sub_optimizers:
+        for parameter, state in optimizer.state.items():
+            state.update({k: v.to(parameter.device) for k, v in state.items() if isinstance(v, torch.Tensor)})
 
 
 def _already_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -7,8 +7,10 @@ What depends on the lengths alone is made once a micro-batch and serves all laye
 Under context parallelism keys and values come gathered from all ranks, in their order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -41,11 +43,20 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Tensor:
-    """torch's varlen_attn. Importing it imports torch's compiler: seconds that a process on a CPU has no use for."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    """torch's varlen_attn. Before torch 2.12 it took grouped queries unsaid; since then it wants to be told."""
+    varlen_attn, wants_to_be_told = _varlen_attn()
+    if wants_to_be_told:
+        where["enable_gqa"] = q.shape[1] != k.shape[1]
     out: Tensor = varlen_attn(q, k, v, **where)
     return out
+
+
+@cache
+def _varlen_attn() -> tuple[Callable[..., Tensor], bool]:
+    """And whether it knows `enable_gqa`. It imports torch's compiler: seconds that a process on a CPU has no use for."""
+    from torch.nn.attention import varlen
+
+    return varlen.varlen_attn, "enable_gqa" in signature(varlen.varlen_attn).parameters
 
 
 class Flash:
@@ -69,7 +80,7 @@ class Flash:
         """[tokens, heads, head_dim] of queries in and out."""
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
-        return flash(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **self.where)
+        return flash(q, k, v, scale=scale, **self.where)
 
 
 class Buckets:

@@ -24,6 +24,7 @@ def start(model: Model, seed: int, timeout_s: float) -> None:
     timeout_s: limit of the rendezvous and of every later collective.
     """
     after_megatron_import()
+    torch.set_float32_matmul_precision("highest")  # where the environment allows TF32, as some containers do
     world = int(os.environ.get("WORLD_SIZE", "1"))
     expert_size = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
     for size, what in ((model.model_parallel_size, "TP x PP x CP"), (expert_size, "expert: EP x ETP x PP")):

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from benchmarks.gpu import __main__ as benchmark
-from benchmarks.gpu import machine, process, report
-from benchmarks.gpu.parts import Part
-from benchmarks.gpu.rows import Outcome, Row
+from benchmarks.gpu import machine, networks, process, report
+from benchmarks.gpu.parts import Part, learner, marked_tests
+from benchmarks.gpu.rows import Absent, Outcome, Row
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "benchmarks" / "gpu" / "run.sh"
@@ -86,6 +86,27 @@ def test_over_its_limit(modules: Path) -> None:
     assert len(outcome.rows) == 1
     child = int(outcome.log)
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_files_of_tests_are_reported_as_they_pass() -> None:
+    """Of one that hangs nothing more comes; all files before it have been said by then."""
+    lines = [
+        "collecting ... collected 4 items\n",
+        "tests/unit/test_a.py::test_x[one] PASSED [ 25%]\n",
+        "tests/unit/test_a.py::test_y FAILED [ 50%]\n",
+        "tests/unit/test_b.py::test_z[a b] SKIPPED (no NVIDIA GPU) [ 75%]\n",
+        "FAILED tests/unit/test_a.py::test_y - assert 0\n",
+    ]
+    said = marked_tests.passed_by_file(iter(lines))
+    assert list(said) == ["tests/unit/test_a.py: 1 of 2 passed", "tests/unit/test_b.py: 0 of 1 passed"]
+
+
+def test_a_gpu_too_small_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(networks, "memory", lambda: 80 << 30)
+    assert learner.layers() == 4
+    monkeypatch.setattr(networks, "memory", lambda: 24 << 30)
+    with pytest.raises(Absent, match=r"one layer, embedding and head take 23 GB .* more than half of the GPU's 26 GB"):
+        learner.layers()
 
 
 def test_without_time_left(modules: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.gpu import networks
-from benchmarks.gpu.rows import Row, Said
+from benchmarks.gpu.rows import Absent, Row, Said
 from megarl.learner.trainer import Trainer
 from megarl.planning import formulas, memory, shapes
 
@@ -59,6 +59,10 @@ def layers() -> int:
     """As many as leave room for activations."""
     for count in (8, 4, 2, 1):
         shape = shapes.of(networks.llama_8b(num_hidden_layers=count), "8B")
-        if formulas.state_bytes(shape.parameters, bf16=True, shards=1) <= STATE_SHARE * networks.memory():
+        state = formulas.state_bytes(shape.parameters, bf16=True, shards=1)
+        if state <= STATE_SHARE * networks.memory():
             return count
-    return 1
+    raise Absent(
+        f"one layer, embedding and head take {state / 1e9:.0f} GB with their gradients and AdamW, more than half of the "
+        f"GPU's {networks.memory() / 1e9:.0f} GB"
+    )

@@ -1,15 +1,21 @@
-"""The project's tests that need a GPU. Only files that have some are read, for others need more than is installed here."""
+"""The project's tests that need a GPU. Only files that have some are read, for others need more than is installed here.
 
+What has passed is said file by file: if one hangs, the others are known.
+"""
+
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 from benchmarks.gpu.rows import Absent, Row, Said
 
 ROOT = Path(__file__).parents[3]
+ENDED = re.compile(r"(\S+\.py)::.* (PASSED|FAILED|ERROR|SKIPPED)\b")
+"""A line of `pytest -v`."""
 
 
 def rows(tiny: bool) -> Iterator[Said]:
@@ -21,16 +27,19 @@ def rows(tiny: bool) -> Iterator[Said]:
         options = [
             "-m",
             "gpu",
-            "-q",
+            "-v",
             "-p",
             "no:cacheprovider",
             "--continue-on-collection-errors",
             f"--rootdir={ROOT}",
             f"--junitxml={report}",
         ]
-        status = subprocess.run([sys.executable, "-m", "pytest", *options, *map(str, files)], cwd=ROOT).returncode
+        words = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+        with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pytest:
+            assert pytest.stdout is not None
+            yield from passed_by_file(pytest.stdout)
         if not report.exists():
-            raise RuntimeError(f"pytest ended with status {status} and no report")
+            raise RuntimeError(f"pytest ended with status {pytest.returncode} and no report")
         cases = list(ElementTree.parse(report).iter("testcase"))
     ended = {
         case: next((child for child in case if child.tag in ("failure", "error", "skipped")), None) for case in cases
@@ -45,5 +54,23 @@ def rows(tiny: bool) -> Iterator[Said]:
         yield f"{case.get('name')}: {(end.get('message') or end.tag).splitlines()[0]}"
     if bad:
         raise RuntimeError(f"{len(bad)} of {len(cases)} tests failed")
-    if status not in (0, 5):
-        raise RuntimeError(f"pytest ended with status {status}")
+    if pytest.returncode not in (0, 5):
+        raise RuntimeError(f"pytest ended with status {pytest.returncode}")
+
+
+def passed_by_file(lines: Iterable[str]) -> Iterator[str]:
+    """A remark when a file of tests is through, of what pytest prints; all of it is printed again."""
+    file, passed, ended = "", 0, 0
+    for line in lines:
+        print(line, end="", flush=True)
+        match = ENDED.match(line)
+        if match is None:
+            continue
+        if match[1] != file and ended:
+            yield f"{file}: {passed} of {ended} passed"
+        if match[1] != file:
+            file, passed, ended = match[1], 0, 0
+        ended += 1
+        passed += match[2] == "PASSED"
+    if ended:
+        yield f"{file}: {passed} of {ended} passed"

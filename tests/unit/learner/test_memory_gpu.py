@@ -127,6 +127,24 @@ def test_what_runs_out_of_memory_names_the_keys_and_can_be_tried_smaller(
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def test_an_update_and_a_checkpoint_hold_nothing_of_the_models_size(model: Path, tmp_path: Path) -> None:
+    """Not a byte a parameter more than is held anyhow, where one number of each would be four."""
+    trainer = trainer_of(model)
+    batch = sequences(4, 1024)
+    trainer.train_step(batch)
+    trainer.forward_backward(batch)
+    norm = trainer.policy.gradient_norm()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2, trainer, model)
+    parameters = sum(p.numel() for chunk in trainer.policy.chunks for p in chunk.parameters())
+    held = torch.cuda.memory_allocated()
+    for work in (lambda: trainer.policy.update(1e-4, norm), checkpoints.save):
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - held < parameters
+    checkpoints.finish()
+
+
 def test_an_offloaded_optimiser_makes_the_same_steps_and_is_resumed(model: Path, tmp_path: Path) -> None:
     batch = sequences(4, 1024)
     plain = trainer_of(model)

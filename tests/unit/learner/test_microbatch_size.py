@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,28 @@ def test_trials_leave_nothing_and_a_resumed_run_has_none(trainer: Trainer, tmp_p
     assert (trainer.policy.microbatch_tokens, again.tried) == (150, [])
     settle(trainer, 40, 600, record, FakeMemory(trainer, 0.25, 0.0049))  # another longest sequence: tried anew
     assert trainer.policy.microbatch_tokens == 140
+
+
+def test_only_trials_are_within_what_is_lent(trainer: Trainer, tmp_path: Path) -> None:
+    record = tmp_path / "microbatch.json"
+    seen: list[str] = []
+
+    @contextmanager
+    def borrowed() -> Iterator[None]:
+        seen.append("borrowed")
+        yield
+        seen.append("given back")
+
+    class Watched(FakeMemory):
+        def used(self, trial: Callable[[], None]) -> float:
+            seen.append("trial")
+            return super().used(trial)
+
+    settle(trainer, 60, 60, record, Watched(trainer, 0.25, 0.0049), borrowed())
+    assert (seen[0], set(seen[1:-1]), seen[-1]) == ("borrowed", {"trial"}, "given back")
+    seen.clear()
+    settle(trainer, 60, 60, record, Watched(trainer, 0.25, 0.0049), borrowed())
+    assert seen == []
 
 
 def test_a_trial_fills_micro_batches_and_running_out_steps_down(trainer: Trainer) -> None:

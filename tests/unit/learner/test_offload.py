@@ -1,4 +1,4 @@
-"""An offloaded AdamW: refused without a GPU; and through a fake one, megatron's hybrid optimiser in the learner's own steps.
+"""AdamW on a GPU that is a fake: offloaded, by megatron's hybrid optimiser in the learner's own steps; or in one kernel.
 
 The fake has no memory of its own: it shows that gradients are clipped and read where that optimiser looks for them, and that
 its state is saved and resumed. Copies between two memories are for a GPU to show (test_memory_gpu.py).
@@ -6,18 +6,21 @@ its state is saved and resumed. Copies between two memories are for a GPU to sho
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl import recipe as recipes
 from megarl.batch import TrainSequence
 from megarl.errors import MegarlError
 from megarl.learner import optimizer
 from megarl.learner.checkpoint import Checkpoints
+from megarl.learner.out_of_memory import OutOfMemory
 from megarl.learner.trainer import Trainer
 from tests.tiny import tiny_llama
 
@@ -79,7 +82,6 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(optimizer, "torch", FakeTorch())
     monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", all_on_the_gpu)
-    monkeypatch.setattr(HybridDeviceOptimizer, "_move_new_state_to_right_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: FakeStream())
@@ -95,8 +97,80 @@ def test_the_hybrid_optimiser_makes_the_same_steps_and_is_resumed(model: Path, t
     found += [trainer.train_step(sequences()) for _ in range(2)]
     checkpoints.finish()
     assert found == expected
-    again = trainer_of(model, 0.5)
-    (part,) = again.policy.optimizer.chained_optimizers
-    part.optimizer.dummy_step()  # megatron's loading makes it; the learner's for CPUs (models/cpu.py) comes before
+    for share in (0.5, 0.0):
+        again = trainer_of(model, share)
+        assert Checkpoints(tmp_path / "checkpoints", 2, again, model).load_latest()
+        assert [again.train_step(sequences()) for _ in range(2)] == expected[2:]
+    back = Checkpoints(tmp_path / "without", 2, again, model)
+    back.save()
+    back.finish()
+    offloaded = trainer_of(model, 0.5)
+    assert Checkpoints(tmp_path / "without", 2, offloaded, model).load_latest()
+    assert offloaded.train_step(sequences()) == again.train_step(sequences())
+
+
+def test_what_is_loaded_lies_where_its_parameter_does() -> None:
+    """Both parts are torch's AdamW; the one on the GPU, here torch's device without contents, keeps its moments there."""
+    parts = {device: torch.optim.AdamW([torch.zeros(2, device=device)]) for device in ("cpu", "meta")}
+    for part in parts.values():
+        (parameter,) = part.param_groups[0]["params"]
+        part.state[parameter] = {"exp_avg": torch.zeros(2), "master_param": parameter}
+    HybridDeviceOptimizer._move_new_state_to_right_device(SimpleNamespace(sub_optimizers=list(parts.values())))
+    for device, part in parts.items():
+        assert {value.device.type for state in part.state.values() for value in state.values()} == {device}
+
+
+def test_adamw_in_one_kernel_makes_the_same_steps_and_is_resumed(model: Path, tmp_path: Path, fake_gpu: None) -> None:
+    trainer = trainer_of(model, 0.0)
+    groups = [group for part in trainer.policy.optimizer.chained_optimizers for group in part.optimizer.param_groups]
+    assert [group["fused"] for group in groups] == [True] * len(groups)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2, trainer, model)
+    found = [trainer.train_step(sequences()) for _ in range(2)]
+    checkpoints.save()
+    found += [trainer.train_step(sequences()) for _ in range(2)]
+    checkpoints.finish()
+    again = trainer_of(model, 0.0)
     assert Checkpoints(tmp_path / "checkpoints", 2, again, model).load_latest()
-    assert [again.train_step(sequences()) for _ in range(2)] == expected[2:]
+    assert [again.train_step(sequences()) for _ in range(2)] == found[2:]
+    by_default = trainer_of(model, 0.0)
+    for part in by_default.policy.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            group["fused"] = None
+    for mine, plain in zip(found, [by_default.train_step(sequences()) for _ in range(4)], strict=True):
+        assert mine["loss"] == pytest.approx(plain["loss"], abs=1e-3)
+        assert mine["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
+
+
+def test_memory_that_runs_out_in_a_checkpoint_names_the_key(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    trainer = trainer_of(model, 0.0)
+    trainer.step = 1
+    monkeypatch.setattr(DistributedOptimizer, "get_parameter_state_dp_zero", full)
+    with pytest.raises(
+        OutOfMemory, match=r"learner\.optimizer_offload: rank 0 ran out .* checkpoint; set it, .* 2\.00 GiB"
+    ):
+        Checkpoints(tmp_path / "checkpoints", 2, trainer, model).save()
+
+
+def test_a_lone_rank_gathers_its_optimiser_in_the_hosts_memory(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not over the GPU, which would hold 8 bytes a parameter more."""
+    asked: list[bool] = []
+    gather = DistributedOptimizer.get_parameter_state_dp_zero
+
+    def watched(self: DistributedOptimizer, use_gloo_comm: bool = True, **how: Any) -> Any:
+        asked.append(use_gloo_comm)
+        return gather(self, use_gloo_comm=use_gloo_comm, **how)
+
+    monkeypatch.setattr(DistributedOptimizer, "get_parameter_state_dp_zero", watched)
+    trainer = trainer_of(model, 0.0)
+    trainer.train_step(sequences())
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2, trainer, model)
+    checkpoints.save()
+    checkpoints.finish()
+    assert asked == [True]

@@ -8,13 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megarl.models import build, family_of, hf
+from megarl.models import build, checkpoint, family_of, hf, parallel
 from megarl.models.family import read_config, write_config
 from megarl.models.rope import inverse_frequencies
 from megarl.recipe import Model, Moe
 from tests.tiny import LLAMA3_ROPE, tiny_llama, tiny_llama4_multimodal, tiny_qwen3_moe
 
 # isort: split
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file
 
 
@@ -102,6 +103,39 @@ def test_frozen_router_has_no_gradient(one_rank: None, tmp_path: Path) -> None:
     chunk(torch.arange(48)[None], None, None).logsumexp(-1).sum().backward()
     without = {name for name, parameter in chunk.named_parameters() if parameter.grad is None}
     assert without == {f"decoder.layers.{i}.mlp.router.weight" for i in range(2)}
+
+
+def test_scales_of_experts_are_no_part_of_a_checkpoint(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformer Engine's layers of four experts have four objects; megatron saves no three of them."""
+    tiny_qwen3_moe(tmp_path / "hf")
+    (chunk,) = build.build(Model(dtype="fp32"), tmp_path / "hf")
+    hf.load([chunk], family_of(tmp_path / "hf"), tmp_path / "hf")
+    plain = chunk.sharded_state_dict
+
+    def with_scales(**how: Any) -> dict[str, Any]:
+        layer = "decoder.layers.0.mlp.experts.linear_fc1._extra_state"
+        scales = {f"{layer}{i or ''}": ShardedObject(layer, b"", (4,), (i,)) for i in range(4)}
+        return plain(**how) | scales | {"decoder._extra_state": ShardedObject("decoder._extra_state", b"", (1,), (0,))}
+
+    monkeypatch.setattr(chunk, "sharded_state_dict", with_scales)
+    state = checkpoint.model_state([chunk])
+    assert not [name for name in state["model"] if "_extra_state" in name]
+    meta = checkpoint.Meta(step=1, version=1, hf_source=str(tmp_path / "hf"), model=Model().model_dump())
+    checkpoint.save(tmp_path / "step-1", state, meta)
+    checkpoint.load_model(tmp_path / "step-1", [chunk])
+
+
+def test_fp32_products_are_fp32() -> None:
+    """Also where the environment has asked for TF32."""
+    torch.set_float32_matmul_precision("high")
+    try:
+        parallel.start(Model(), seed=0, timeout_s=60)
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        parallel.stop()
 
 
 def test_router_computes_in_float32(one_rank: None, tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen as varlen_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.models import build, family_of, hf, packed_attention
-from megarl.models.packed_attention import Buckets, Flash, attention_of, flash_takes
+from megarl.models.packed_attention import Buckets, Flash, attention_of, flash, flash_takes
 from megarl.models.segments import segments
 from megarl.recipe import Model
 from tests.dense_attention import exact, largest_difference, on_ranks, row, values_and_gradients
@@ -27,7 +28,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 def varlen(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Tensor:
     """torch's varlen_attn in its stead: of each pair of sequences it is told, causal attention aligned to their ends."""
     assert where.pop("window_size") == (-1, 0)
-    assert where.pop("enable_gqa") == (q.shape[1] != k.shape[1])
     assert where.pop("scale") is None
     assert all(where[name].dtype == torch.int32 for name in ("cu_seq_q", "cu_seq_k"))
     (q_ends, k_ends) = (where.pop(name).tolist() for name in ("cu_seq_q", "cu_seq_k"))
@@ -136,6 +136,27 @@ def test_torch_takes_what_its_kernel_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert out.shape == q.shape
     assert q.grad is not None
     assert k.grad is not None
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_torch_is_told_of_grouped_queries_where_it_asks(monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
+    """As varlen_attn was before torch 2.12, which takes them unsaid, and as it is."""
+    q, k = torch.zeros(3, 4, 8), torch.zeros(3, groups, 8)
+    told: list[Any] = []
+
+    def older(q: Tensor, k: Tensor, v: Tensor, *, window_size: Any) -> Tensor:
+        return q
+
+    def newer(q: Tensor, k: Tensor, v: Tensor, *, window_size: Any, enable_gqa: bool = False) -> Tensor:
+        told.append(enable_gqa)
+        return q
+
+    for function in (older, newer):
+        monkeypatch.setattr(varlen_module, "varlen_attn", function)
+        packed_attention._varlen_attn.cache_clear()
+        assert flash(q, k, k, window_size=(-1, 0)) is q
+    packed_attention._varlen_attn.cache_clear()
+    assert told == [groups != 4]
 
 
 def test_flash_is_for_half_precision_on_a_gpu() -> None:
