@@ -10,7 +10,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SUPERVISOR, NODE = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE"
-"""Environment variables of a role that `megarl train` started: who watches it, and the name of its node."""
+"""Environment variables of a process that megarl started: who watches it, and, of a role, the name of its node."""
 
 
 def die_with_parent(sig: int = signal.SIGKILL) -> None:
@@ -25,8 +25,9 @@ def die_with_parent(sig: int = signal.SIGKILL) -> None:
 
 
 def die_with_supervisor() -> None:
-    """In a role that `megarl train` started, before anything slow: die with it, also if it is dead already."""
-    supervisor = os.environ.pop(SUPERVISOR, None)  # not for the role's own children: their parent is the role
+    """In a role that `megarl train` started, or a rank that torchrun did, before anything slow: die with it, also if it is dead
+    already."""
+    supervisor = os.environ.pop(SUPERVISOR, None)  # not for its own children: their parent is this process
     if supervisor is not None:
         die_with_parent()
         if os.getppid() != int(supervisor):

@@ -32,7 +32,7 @@ from megarl.monitor.metrics import MetricsWriter
 from megarl.monitor.profiler import Profiler
 from megarl.monitor.spans import Spans
 from megarl.monitor.warnings import flags
-from megarl.process import NODE, die_with_parent, log_to, start_logging
+from megarl.process import NODE, log_to, start_logging
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir, append_jsonl, write_atomically
 from megarl.types import decode, encode
@@ -60,10 +60,8 @@ def main(recipe: Recipe) -> int:
             endpoints.rendezvous_host,
             endpoints.learner_nodes,
         )
-    if is_rank():
-        die_with_parent()
-        if NODE in os.environ:
-            log_to(rundir.log("learner", os.environ[NODE], int(os.environ["RANK"])))
+    if is_rank() and NODE in os.environ:
+        log_to(rundir.log("learner", os.environ[NODE], int(os.environ["RANK"])))
     start_logging(f"learner {os.environ.get('RANK', '0')}")
     torch.set_num_threads(recipe.resources.threads)
     if recipe.resources.colocate:

@@ -22,7 +22,6 @@ from megarl.learner.losses import supervised_loss
 from megarl.learner.ranks import become_torchrun, is_rank
 from megarl.learner.trainer import Trainer
 from megarl.models import hf, parallel
-from megarl.process import die_with_parent
 from megarl.recipe import Recipe
 from megarl.rundir import free_ports
 
@@ -36,8 +35,6 @@ def main(recipe: Recipe) -> int:
         raise MegarlError(f"sft.output: {recipe.sft.output} exists already; remove it, or name another directory")
     if recipe.resources.learner_ranks > 1 and not is_rank():
         become_torchrun(recipe.resources.learner_ranks, free_ports(1)[0])
-    if is_rank():
-        die_with_parent()
     # Nothing else of the run is alive yet: all cores are the learner's.
     torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)

@@ -1,10 +1,11 @@
 """torchrun as megarl wants it: `python -m megarl.learner.torchrun` with torchrun's arguments.
 
 Its store listens on --master-addr alone. SIGTERM and SIGINT come from outside, to all processes of a Slurm job: the ranks save
-then, so torchrun goes on. When a rank dies it kills the others at once, which wait for that one and have nothing to save. It
-ends with the status of the rank that ended first; torchrun itself says 1 for all.
+then, so torchrun goes on. When a rank dies it kills the others at once, which wait for that one and have nothing to save, and
+ranks die with it. It ends with the status of the rank that ended first; torchrun itself says 1 for all.
 """
 
+import os
 import signal
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
 from megarl import stores
+from megarl.process import SUPERVISOR
 
 FOR_RANKS = (signal.SIGTERM, signal.SIGINT)
 OURS = "SIGHUP,SIGQUIT"
@@ -23,6 +25,7 @@ def run(arguments: list[str]) -> int:
     """The exit status; 128 and the signal that killed the rank which ended first."""
     stores.bind_all()
     _kill_ranks()
+    os.environ[SUPERVISOR] = str(os.getpid())  # of the ranks, which are `megarl` again
     for number in FOR_RANKS:
         signal.signal(number, _pass)
     try:

@@ -1,4 +1,5 @@
-"""torchrun over two small ranks: how it ends the others when one dies, its status, and that SIGTERM is the ranks'."""
+"""torchrun over two small ranks: how it ends the others when one dies, and with what status; that ranks die with it, and that
+SIGTERM is theirs."""
 
 import os
 import signal
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.rundir import free_ports
@@ -15,6 +17,8 @@ from megarl.rundir import free_ports
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
+from megarl.process import die_with_supervisor
+die_with_supervisor()
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 signal.signal(signal.SIGTERM, lambda *_: (folder / f"told-{rank}").touch())
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -63,6 +67,13 @@ def test_status_of_the_rank_that_ended_first(
     end(tmp_path, status)
     assert torchrun.wait(LIMIT_S) == expected
     assert not (tmp_path / "told-0").exists(), "a SIGTERM that comes from torchrun would be taken for one from outside"
+
+
+def test_ranks_die_with_it(torchrun: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    ranks = [psutil.Process(int((tmp_path / f"pid-{rank}").read_text())) for rank in (0, 1)]
+    torchrun.kill()
+    _, alive = psutil.wait_procs(ranks, LIMIT_S)
+    assert alive == []
 
 
 def test_sigterm_is_for_the_ranks(torchrun: subprocess.Popen[bytes], tmp_path: Path) -> None:
