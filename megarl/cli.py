@@ -57,6 +57,11 @@ def parser() -> argparse.ArgumentParser:
 
     train = _recipe_command(commands, "train", _train, "train a policy: start, watch and restart all roles")
     train.add_argument("--dry-run", action="store_true", help="print the resolved recipe and start nothing")
+    train.add_argument(
+        "--plan",
+        metavar="GPU",
+        help="divide this machine's GPUs as `megarl plan --gpu GPU` does best: servers, learner, layout",
+    )
     sft = _recipe_command(commands, "sft", _sft, "supervised warm start with the same learner")
     sft.add_argument("--dry-run", action="store_true", help="print the resolved recipe and start nothing")
 
@@ -168,7 +173,12 @@ def _dry_run(recipe: "Recipe", problem: Callable[["Recipe"], None]) -> int:
 def _train(options: argparse.Namespace) -> int:
     from megarl.supervisor import checks
 
-    recipe = _load(options)
+    if options.plan is None:
+        recipe = _load(options)
+    else:
+        from megarl.supervisor.planned import planned
+
+        recipe = planned(options.recipe, options.overrides, options.plan)
     if options.dry_run:
         return _dry_run(recipe, checks.check_all)
     from megarl.supervisor.train import main as train
