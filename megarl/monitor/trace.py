@@ -111,9 +111,8 @@ def _draw_groups(trace: ChromeTrace, seen: Sequence[Group], learner: Sequence[Sp
     for group, unit in zip(seen, units, strict=True):
         step = next((s for s in training if s.args["step"] == group.step and s.end > group.end), None)
         if group.taken is not None and step is not None:
-            trace.arrow(
-                f"step {group.step}", (where[id(unit[0])], group.end - MARGIN_S), (LEARNER, step.begin + MARGIN_S)
-            )
+            into = min(step.begin + MARGIN_S, step.end)  # it may have begun just now
+            trace.arrow(f"step {group.step}", (where[id(unit[0])], group.end - MARGIN_S), (LEARNER, into))
 
 
 def _count(trace: ChromeTrace, places: Mapping[str, Sequence[Span]], all_groups: Sequence[Group], since: float) -> None:

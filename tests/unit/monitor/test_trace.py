@@ -137,6 +137,14 @@ def test_a_trace_keeps_the_formats_rules_and_the_runs_times(
     assert waiting[-1][1] == 0
 
 
+def test_an_arrow_leads_into_a_training_that_begins_just_now(tmp_path: Path) -> None:
+    parts = {"step": (100, 103), "wait": (100.5, 101), "train": (101, 101), "publish": (102, 103)}
+    step = {name: [(float(begin), float(end))] for name, (begin, end) in parts.items()}
+    trace = trace_of(recorded(tmp_path / "run", [step | {"server 0": [], "server 1": []}]), 1)
+    trace_format.check(trace)
+    assert [e["name"] for e in trace["traceEvents"] if e["ph"] == "f"] == ["step 0"]
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = {"step": [(0.0, 5.0)], "wait": [(1.0, 2.0)], "train": [(2.0, 3.0)], "publish": [(3.5, 4.0)]}
     rundir = recorded(tmp_path / "run", [part | {"server 0": [(0.0, 9.0)], "server 1": [(1.0, 2.0)]}])
