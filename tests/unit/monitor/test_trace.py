@@ -138,11 +138,13 @@ def test_a_trace_keeps_the_formats_rules_and_the_runs_times(
 
 
 def test_an_arrow_leads_into_a_training_that_begins_just_now(tmp_path: Path) -> None:
-    parts = {"step": (100, 103), "wait": (100.5, 101), "train": (101, 101), "publish": (102, 103)}
+    parts = {"step": (100, 103), "wait": (100.5, 100.75), "train": (101, 101), "publish": (102, 103)}
     step = {name: [(float(begin), float(end))] for name, (begin, end) in parts.items()}
     trace = trace_of(recorded(tmp_path / "run", [step | {"server 0": [], "server 1": []}]), 1)
     trace_format.check(trace)
-    assert [e["name"] for e in trace["traceEvents"] if e["ph"] == "f"] == ["step 0"]
+    (arrow,) = [e for e in trace["traceEvents"] if e["ph"] == "f"]
+    (train,) = [e for e in trace["traceEvents"] if e["name"] == "train"]
+    assert (arrow["name"], arrow["ts"]) == ("step 0", train["ts"])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
