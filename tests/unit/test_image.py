@@ -40,7 +40,7 @@ def test_both_stacks_are_pinned_and_agree() -> None:
 
 
 def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
-    """The steps of the stage `wheel`, and the installation from it, in a scratch root."""
+    """The steps of the stage `wheel`, the installation from it in a scratch root, and the check that ends the CPU image."""
     stage = DOCKERFILE.read_text().split(" AS wheel\n")[1].split("\nFROM ")[0]
     source, root = tmp_path / "src", tmp_path / "root"
     source.mkdir()
@@ -62,10 +62,18 @@ def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
     subprocess.run(
         [*uv, "pip", "install", "--python", sys.executable, "--no-deps", "--target", root, wheel], check=True
     )
-    words = [sys.executable, "-m", "megarl", "recipes"]
     environment = os.environ | {"PYTHONPATH": str(root), "COLUMNS": "120"}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert [name for name in shipped() if name not in done.stdout] == []
+
+    def megarl(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "megarl", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    listed = megarl("recipes")
+    assert [name for name in shipped() if name not in listed] == []
+    assert "&& megarl doctor" in DOCKERFILE.read_text()
+    assert "megatron-core" in megarl("doctor")
     made = {path.relative_to(root) for path in root.glob("megarl/**/*") if path.suffix in (".yaml", ".html", ".json")}
     assert made == {p.relative_to(ROOT) for p in ROOT.glob("megarl/**/*") if p.suffix in (".yaml", ".html", ".json")}
