@@ -117,7 +117,8 @@ class RunDir:
 
     def stop(self, signal: int = 0) -> None:
         """Ask the run to save and end; because of this signal, if of any."""
-        self.stop_file.write_text(str(signal or ""))
+        with writing(self.stop_file):
+            self.stop_file.write_text(str(int(signal) or ""))
 
     def stop_signal(self) -> int:
         """The signal for which the run was asked to end; 0 if for none, or if nobody has asked."""

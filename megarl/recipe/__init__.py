@@ -2,7 +2,7 @@
 
     load("quickstart", ["run.seed=3"])  ──►  Recipe      (name of a shipped recipe, or a path)
 
-    sections.py       the tree, its defaults and what each key means
+    sections.py       the tree, its defaults and what each key means (data_section.py: those of `data`)
     combinations.py   what cannot go together                      files.py     YAML, bases, overrides ──► Recipe
     problems.py       one clear line for each thing that is wrong  text.py      Recipe ──► YAML
     shipped.py        recipes and suites that come with megarl
@@ -11,14 +11,13 @@ Unknown keys, wrong types and impossible combinations end in one `MegarlError` t
 misspelt key, the nearest known one.
 """
 
+from megarl.recipe.data_section import Columns, Curriculum, Data, Reward, Rows, Service, Suite, Task
 from megarl.recipe.files import from_tree, load, load_suite
+from megarl.recipe.section import Section
 from megarl.recipe.sections import (
     BatchSection,
     Checkpoint,
-    Columns,
     Critic,
-    Curriculum,
-    Data,
     Evaluation,
     Journal,
     Learner,
@@ -33,17 +32,11 @@ from megarl.recipe.sections import (
     Recipe,
     Reference,
     Resources,
-    Reward,
-    Rows,
     Run,
     Sampling,
-    Section,
-    Service,
     Serving,
     Sft,
     Stage,
-    Suite,
-    Task,
     Wandb,
     Weights,
 )

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.recipe.sections import Length, Model, Recipe, Rows
+    from megarl.recipe.data_section import Rows
+    from megarl.recipe.sections import Length, Model, Recipe
 
 GRADERS = ("math", "exact", "code", "format")
 """That have a name of their own; others are services and functions."""
