@@ -2,7 +2,7 @@
 
     srun --nodelist=node3 … python -m megarl.supervisor.step ORDER        step.py, which starts the role on the node
       stdin   the supervisor's end of it: closed when it dies, however it dies, and then the step ends
-      stdout  reports                                       stderr  what srun says: into the role's log
+      stdout  reports, each of which is acknowledged        stderr  what srun says: into the role's log
 
 MEGARL_STEP_OPTIONS are more options of srun (`--container-image=…`), MEGARL_STEP_COMMAND the words before `-m` (`apptainer
 exec … python`; this Python if there are none). launch/slurm/common.sh sets both.
@@ -28,7 +28,7 @@ from megarl.rundir import RunDir
 from megarl.supervisor.launcher import Launcher, LocalLauncher, Running, Still, Task
 from megarl.supervisor.nodes import OF_SLURM, Node, parse
 from megarl.supervisor.restart import MESSAGE_STATUS, NodeState
-from megarl.supervisor.step import BEAT_S, TERMINATE, Order, Report
+from megarl.supervisor.step import BEAT_S, HEARD, TERMINATE, Order, Report
 
 STEP_OPTIONS, STEP_COMMAND = "MEGARL_STEP_OPTIONS", "MEGARL_STEP_COMMAND"
 SURVEY_LIMIT_S = 900.0
@@ -135,6 +135,7 @@ class SrunStep:
             with suppress(msgspec.MsgspecError):  # a site's prologue may print there
                 report = msgspec.json.decode(line, type=Report)
                 self._reports[report.node] = (time.monotonic(), report)
+                self._tell(HEARD)
 
     @property
     def answered(self) -> bool:
@@ -164,9 +165,13 @@ class SrunStep:
         return "unheard" if late or any(now - at > SILENT_S for at, _ in alive) else None
 
     def terminate(self) -> None:
+        self._tell(TERMINATE)
+
+    def _tell(self, word: bytes) -> None:
+        """To all its nodes, if srun still lives and has not been given up."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(TERMINATE)
+        with suppress(BrokenPipeError, ValueError):
+            self._process.stdin.write(word + b"\n")
             self._process.stdin.flush()
 
     def kill(self) -> None:
@@ -190,8 +195,8 @@ class SrunStep:
         meanwhile, but it is no longer ours."""
         held = _output(["squeue", "-h", "-j", os.environ["SLURM_JOB_ID"], "-o", "%N"]).strip()
         ours = hosts(held) if held else self.names
-        broken = any(is_broken(_output(["sinfo", "-h", "-n", name, "-o", "%T"])) for name in self.names)
-        if broken or not set(self.names) <= set(ours):
+        states = _output(["sinfo", "-h", "-n", ",".join(self.names), "-o", "%T"]).splitlines()
+        if any(map(is_broken, states)) or not set(self.names) <= set(ours):
             return "down"
         return "up" if self.answered else "silent"
 

@@ -1,7 +1,11 @@
 """In a step of a Slurm job, on its node: starts the role as the local launcher does, and is the supervisor's hand there.
 
-    supervisor ── stdin ──► srun ──► "terminate"; its end (the supervisor is gone) ──► the role's SIGTERM; SIGKILL for all of it
+    supervisor ── stdin ──► srun ──► "terminate" ──► the role's SIGTERM; "heard" ──► its report has arrived
     supervisor ◄─ stdout ── srun ◄── Report, a line of JSON: each BEAT_S, and when the role has ended
+
+All of the role gets SIGKILL when that stdin ends (the supervisor has died) and when UNANSWERED reports in a row were not
+heard: srun, slurmd or the network between is gone, and Slurm may not be able to end the step. The supervisor gives such a
+step up a little later (watch.py), so that there are never two of a role.
 
 Slurm carries both, so there is no port to open and nobody else to listen. The role's own output goes to its log.
 """
@@ -24,8 +28,10 @@ from megarl.supervisor.restart import Role
 
 BEAT_S = 5.0
 TICK_S = 0.2
+UNANSWERED = 8
+"""Counted and not timed: a step that Slurm suspends has old answers and a living supervisor."""
 STDIN = 0
-TERMINATE = b"terminate\n"
+TERMINATE, HEARD = b"terminate", b"heard"
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -62,18 +68,27 @@ class Order(msgspec.Struct, kw_only=True):
 
 
 class Orders(threading.Thread):
-    """What the supervisor says: `gone` is set when there is none any more."""
+    """What the supervisor says."""
 
     def __init__(self, process: LocalProcess) -> None:
         super().__init__(daemon=True)
         self._process = process
-        self.gone = threading.Event()
+        self._ended = False
+        self.unanswered = 0
+
+    @property
+    def gone(self) -> bool:
+        """Whether there is nobody any more who does."""
+        return self._ended or self.unanswered > UNANSWERED
 
     def run(self) -> None:
+        rest = b""
         while said := os.read(STDIN, 1024):  # no file object: a thread that waits in one keeps Python from ending
-            if said == TERMINATE:
+            *words, rest = (rest + said).split(b"\n")
+            self.unanswered = 0
+            if TERMINATE in words:
                 self._process.terminate()
-        self.gone.set()
+        self._ended = True
 
 
 def main(argument: str) -> int:
@@ -89,9 +104,10 @@ def main(argument: str) -> int:
     orders = Orders(process)
     orders.start()
     due = 0.0
-    while (status := process.status()) is None and not orders.gone.is_set():
+    while (status := process.status()) is None and not orders.gone:
         if time.monotonic() >= due:
             due = time.monotonic() + BEAT_S
+            orders.unanswered += 1
             _say(Report(node=node.name, stopped=process.still() is not None))
         time.sleep(TICK_S)
     process.kill()

@@ -49,6 +49,10 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
+class DaemonDied(AssertionError):
+    """Not by our hand: Debian's slurmd 22.05.8 can corrupt its heap when it launches several steps at once, and crash."""
+
+
 class Cluster:
     """Running from `start` to `stop`."""
 
@@ -56,6 +60,7 @@ class Cluster:
         self.folder = folder
         self.nodes = [f"node{i + 1}" for i in range(nodes)]
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self._killed: set[str] = set()
 
     def start(self) -> None:
         """MegarlError is none of its: what does not start is an assertion with the logs."""
@@ -82,10 +87,43 @@ class Cluster:
                 *(f"--{k}={folder}/{v}" for k, v in files.items()),
             ]
         )
-        self._run(["slurmctld"])
-        for name in self.nodes:
-            self._run(["slurmd", "-N", name])
+        for name in self._daemons():
+            self._start(name)
         self.wait_for_idle()
+
+    def revive(self) -> None:
+        """Start the daemons that have died; slurmd ends what is left of the jobs it knew."""
+        dead = [name for name in self._daemons() if not self._lives(name)]
+        for name in dead:
+            self._start(name)
+        self._killed.clear()
+        for name in dead:
+            self.says("scontrol", "update", f"nodename={name}", "state=resume")  # if it was found out
+        names = ",".join(name for name in dead if name in self.nodes)
+        self.wait_for(lambda: not names or self._up(names), f"start of {names}")
+
+    def kill(self, node: str) -> None:
+        """Its slurmd: its steps live on, and Slurm can no longer end them."""
+        self._killed.add(node)
+        psutil.Process(int((self.folder / f"{node}.pid").read_text())).kill()
+
+    def _up(self, names: str) -> bool:
+        states = self.says("sinfo", "-h", "-n", names, "-o", "%t").split()
+        return bool(states) and not any(state.startswith(("down", "unk")) or "*" in state for state in states)
+
+    def _daemons(self) -> list[str]:
+        return ["slurmctld", *self.nodes]
+
+    def _start(self, name: str) -> None:
+        (self.folder / f"{name}.pid").unlink(missing_ok=True)
+        self._run(["slurmctld"] if name == "slurmctld" else ["slurmd", "-N", name])
+
+    def _lives(self, name: str) -> bool:
+        """Its file is written a moment after it has been started."""
+        try:
+            return alive(int((self.folder / f"{name}.pid").read_text()))
+        except (FileNotFoundError, ValueError):
+            return True
 
     def wait_for_idle(self) -> None:
         """All nodes up and empty."""
@@ -95,10 +133,11 @@ class Cluster:
     def stop(self) -> None:
         """Jobs, then daemons, which end whatever has become of the jobs."""
         try:
+            self.revive()
             self._run(["scancel", "--full", f"--user={getpass.getuser()}"])
             self.wait_for(lambda: not self.says("squeue", "-h"), "empty queue")
         finally:
-            for name in (*self.nodes, "slurmctld", "munged"):
+            for name in (*reversed(self._daemons()), "munged"):
                 with suppress(FileNotFoundError, psutil.NoSuchProcess):
                     process = psutil.Process(int((self.folder / f"{name}.pid").read_text()))
                     process.terminate()
@@ -136,6 +175,8 @@ class Cluster:
     ) -> None:
         end = time.monotonic() + limit_s
         while not condition():
+            if dead := [name for name in self._daemons() if not self._lives(name) and name not in self._killed]:
+                raise DaemonDied(f"{', '.join(dead)} died while {what} was waited for; see {self.folder}")
             if time.monotonic() > end:
                 shown = [
                     f"== {log}\n{log.read_text(errors='replace')[-4000:]}"
@@ -148,3 +189,7 @@ class Cluster:
     def _run(self, words: Sequence[str]) -> None:
         done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, f"{words[0]}: {done.stderr}"
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

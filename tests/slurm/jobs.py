@@ -50,6 +50,7 @@ class Jobs:
         return job
 
     def cancel(self) -> None:
+        self.cluster.revive()
         for number in self.numbers:
             self.cluster.says("scancel", "--full", number)
         self.cluster.wait_for(lambda: not self.cluster.says("squeue", "-h"), "empty queue", END_LIMIT_S)

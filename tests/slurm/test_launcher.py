@@ -9,9 +9,10 @@ import pytest
 
 from megarl.rundir import latest_rows, read_jsonl
 from tests.e2e.runs import summary
+from tests.slurm.cluster import alive
 from tests.slurm.jobs import Job, Jobs
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 
 def pids(job: Job, role: str, children: bool = True) -> list[int]:
@@ -26,10 +27,6 @@ def newest(job: Job, role: str) -> int:
 
 def everyone(job: Job) -> list[int]:
     return [pid for path in job.rundir.path.glob("*.pids") for pid in pids(job, path.stem)]
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def wait_until_gone(job: Job, processes: list[int]) -> None:
@@ -116,6 +113,20 @@ def test_a_lost_node_costs_its_servers(stand_in_jobs: Jobs, down: list[str]) -> 
     finish(job)
     assert [(event["role"], event["nodes"]) for event in job.events("dropped")] == [("server-1", ["node2"])]
     assert "its node is lost: the run goes on with the other 1 servers" in job.output.read_text()
+
+
+@pytest.mark.slow
+def test_what_slurm_cannot_end_ends_itself(stand_in_jobs: Jobs, down: list[str]) -> None:
+    """The server's node has lost its slurmd; the server lives there until it finds that nobody hears it."""
+    job = begun(stand_in_jobs, "lost-slurmd", "resources.threads=2", nodes=3)
+    family = pids(job, "server-1")
+    job.cluster.kill("node2")
+    job.take_down("node2", down)
+    job.wait_for(lambda: bool(job.events("dropped")), "dropped server")
+    assert any(map(alive, family))
+    wait_until_gone(job, family)
+    job.cluster.revive()
+    finish(job)
 
 
 def test_a_lost_learner_node_sends_the_job_back_to_the_queue(stand_in_jobs: Jobs, down: list[str]) -> None:

@@ -1,0 +1,93 @@
+"""The supervisor's hand on a node: what it does when it is spoken to, and when it no longer is. No Slurm is needed."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megarl.rundir import RunDir
+from megarl.supervisor.launcher import Task
+from megarl.supervisor.nodes import Node
+from megarl.supervisor.placement import Place
+from megarl.supervisor.restart import Role
+from megarl.supervisor.srun import SrunStep
+from megarl.supervisor.step import UNANSWERED, Order, Report
+
+QUICK = "import sys; from megarl.supervisor import step; step.BEAT_S = 0.05; sys.exit(step.main(sys.argv[1]))"
+NODE = Node("n1", "vm", "127.0.0.1", "lo", (), 2, ())
+LIMIT_S = 60.0
+Start = Callable[[], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """A step as srun would start it, of a role that sleeps."""
+    place = Place((NODE,), (), 1)
+    task = Task(Role("learner"), ("-c", "import time; time.sleep(600)"), {}, place, RunDir(tmp_path / "run"))
+    order = msgspec.json.encode(Order.of(task)).decode()
+
+    def started() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-c", QUICK, order],
+            env=os.environ | {"SLURM_PROCID": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    return started
+
+
+def reports(process: subprocess.Popen[bytes]) -> list[Report]:
+    assert process.stdout is not None
+    return [msgspec.json.decode(line, type=Report) for line in process.stdout]
+
+
+def test_ends_the_role_when_nobody_hears_it(start: Start) -> None:
+    """stdin stays open: an srun that was killed, or whose slurmd was, says nothing of it to the step."""
+    process = start()
+    said = reports(process)
+    assert process.wait(LIMIT_S) == 137
+    assert [report.status for report in said] == [None] * (UNANSWERED + 1) + [-9]
+
+
+def test_ends_the_role_with_its_supervisor(start: Start) -> None:
+    process = start()
+    assert process.stdin is not None
+    process.stdin.close()
+    assert reports(process)[-1].status == -9
+    assert process.wait(LIMIT_S) == 137
+
+
+def test_words_come_in_pieces(start: Start) -> None:
+    process = start()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdout.readline()
+    for piece in (b"heard\nterm", b"inate", b"\nheard\n"):
+        process.stdin.write(piece)
+        process.stdin.flush()
+        time.sleep(0.1)
+    assert reports(process)[-1].status == -15
+    assert process.wait(LIMIT_S) == 143
+
+
+def test_lives_as_long_as_it_is_heard(start: Start) -> None:
+    step = SrunStep(start(), ["n1"])
+    end = time.monotonic() + LIMIT_S
+    while not step.answered:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    time.sleep(3 * UNANSWERED * 0.05)
+    assert step.status() is None
+    step.terminate()
+    while step.status() is None:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert step.status() == -15
+    step.wait_gone()
+    step.terminate()  # nobody listens any more
