@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rundir import append_jsonl, latest_rows, read_jsonl, write_atomically
+from megarl.errors import MegarlError
+from megarl.rundir import RunDir, append_jsonl, latest_rows, read_jsonl, write_atomically
 
 
 def test_rows_supersede_by_step(tmp_path: Path) -> None:
@@ -41,3 +42,13 @@ def test_an_atomic_write_leaves_the_old_file_when_it_fails(tmp_path: Path) -> No
         write_atomically(path, "not bytes")  # type: ignore[arg-type]
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_wish_to_stop_that_does_not_fit_on_the_disk_is_one_message(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    rundir.stop(15)
+    assert rundir.stop_signal() == 15
+    rundir.stop_file.unlink()
+    rundir.stop_file.symlink_to("/dev/full")
+    with pytest.raises(MegarlError, match=r"stop: cannot be written: No space left on device"):
+        rundir.stop()

@@ -22,7 +22,9 @@ class StandInLauncher(LocalLauncher):
 
     def start(self, task: Task, n: int = 0) -> LocalProcess:
         command = (str(ROLE), task.role.kind, str(task.role.index), str(self.run), self.steps)
-        return super().start(dataclasses.replace(task, arguments=command), n)
+        process = super().start(dataclasses.replace(task, arguments=command), n)
+        process.node_state = lambda: "down" if (self.run / "lost").exists() else "up"
+        return process
 
 
 if __name__ == "__main__":

@@ -251,6 +251,18 @@ def test_nothing_survives_the_supervisor_and_the_run_goes_on(live: Callable[...,
     assert len(latest_rows(again.rundir.metrics)) == steps
 
 
+@pytest.mark.parametrize(("starts", "expected"), [("4", 75), ("5", 1)])
+def test_a_job_that_loses_node_after_node_ends(
+    live: Callable[..., Life], recipe: Recipe, monkeypatch: pytest.MonkeyPatch, starts: str, expected: int
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", starts)
+    (marked(recipe, "dies").path / "lost").touch()
+    status, output = live().end()
+    assert status == expected, output
+    assert "the node of learner-0 is lost" in output
+    assert ("no step was made; the job was restarted 5 times" in output) == (expected == 1)
+
+
 def test_broken_from_the_start_ends_the_run_with_its_log(live: Callable[..., Life], recipe: Recipe) -> None:
     rundir = marked(recipe, "broken")
     life = live()
