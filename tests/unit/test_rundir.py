@@ -51,4 +51,4 @@ def test_a_wish_to_stop_that_does_not_fit_on_the_disk_is_one_message(tmp_path: P
     rundir.stop_file.unlink()
     rundir.stop_file.symlink_to("/dev/full")
     with pytest.raises(MegarlError, match=r"stop: cannot be written: No space left on device"):
-        rundir.stop()
+        rundir.stop(15)
