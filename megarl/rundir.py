@@ -141,6 +141,11 @@ def step_folder(parent: Path, step: int) -> Path:
     return parent / f"step-{step:07}"
 
 
+def step_of(folder: Path) -> int:
+    """What `step_folder` was made of."""
+    return int(folder.name.removeprefix("step-"))
+
+
 def complete(checkpoints: Path) -> list[Path]:
     """The complete checkpoints in RUN/checkpoints, oldest first."""
     if not checkpoints.is_dir():

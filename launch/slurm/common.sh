@@ -2,11 +2,11 @@
 # What the scripts of this folder have in common; each sources it. `megarl submit` writes scripts that do, too.
 #
 #   CONTAINER     none | pyxis | apptainer: where the roles run, with IMAGE and MOUNTS; the supervisor runs on the host
-#   step …        `python -m …` on one node, for what is not `megarl train`
+#   step …        the script's last command: `python -m …` on one node, for what is not `megarl train`
 #   until_done …  a command that saves when it is told to; the job goes into the queue again if it did not get done
 #
 # USR1 reaches this shell alone (#SBATCH --signal=B:USR1@600) and is passed on: `megarl train` then saves and leaves, for
-# which it has 540 s. TERM of a preemption reaches the roles first; they tell `megarl train`.
+# which it has 540 s; `megarl sft` hears it through srun. TERM of a preemption reaches the roles first; they tell `megarl train`.
 set -euo pipefail
 
 CONTAINER=${CONTAINER:-none}                      # none | pyxis | apptainer
@@ -48,7 +48,7 @@ esac
 # `python -m …` on the first node, with all of its GPUs.
 step() {
     # shellcheck disable=SC2086  # words
-    srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --mem=0 --cpu-bind=none --export=ALL \
+    exec srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --mem=0 --cpu-bind=none --export=ALL \
         ${MEGARL_STEP_OPTIONS:-} ${MEGARL_STEP_COMMAND:-$PYTHON} -m "$@"
 }
 

@@ -18,7 +18,7 @@ from megarl.data.chat import load_chat
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe, from_tree, load, load_suite, shipped_suites
-from megarl.rundir import RunDir, complete, step_folder
+from megarl.rundir import RunDir, complete, step_folder, step_of
 from megarl.serving.server import text_config
 from megarl.supervisor import devices
 
@@ -67,9 +67,9 @@ def subject_of(model: str) -> Subject:
         )
     chosen = step_folder(rundir.checkpoints, int(step)) if at and step.isdigit() else there[-1]
     if chosen not in there:
-        steps = ", ".join(str(int(p.name.removeprefix("step-"))) for p in there)
+        steps = ", ".join(str(step_of(p)) for p in there)
         raise MegarlError(f"--model: {path} has no checkpoint of step {step}; there are those of {steps}")
-    return Subject(f"{path}@{int(chosen.name.removeprefix('step-'))}", chosen, chosen / "hf", rundir)
+    return Subject(f"{path}@{step_of(chosen)}", chosen, chosen / "hf", rundir)
 
 
 def recipe_of(

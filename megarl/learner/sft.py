@@ -1,11 +1,18 @@
 """`megarl sft`: a supervised warm start with the learner's own step, cross-entropy on what the model is to write.
 
 sft.data ──► traces ──shuffled epochs──► batches of sft.batch_tokens ──► Trainer.train_step ──► sft.output (Hugging Face)
+                                                                              │ ▲
+                                           sft.output.unfinished/  checkpoints, and the settings they were made with
+
+A signal has it finish the step, save and leave with 128 + signal. The same command goes on with the same steps.
 """
 
+import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,44 +21,78 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megarl.batch import TrainSequence
+from megarl.collective import gathered
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.traces import Trace, load_traces
 from megarl.errors import MegarlError
 from megarl.learner import microbatch_size
+from megarl.learner.checkpoint import Checkpoints
 from megarl.learner.losses import supervised_loss
 from megarl.learner.ranks import become_torchrun, is_rank
 from megarl.learner.trainer import Trainer
 from megarl.models import hf, parallel
 from megarl.recipe import Recipe
-from megarl.rundir import free_ports
+from megarl.rundir import free_ports, write_atomically, writing
+from megarl.wishes import Wish, wishes
 
 RANKS_LIMIT_S = 600.0
 """Of a collective; ranks differ by no more than reading the data."""
 
 
 def main(recipe: Recipe) -> int:
-    """Train sft.init on sft.data for sft.steps steps and write sft.output."""
-    if Path(recipe.sft.output).exists():
-        raise MegarlError(f"sft.output: {recipe.sft.output} exists already; remove it, or name another directory")
+    """Train sft.init on sft.data for sft.steps steps and write sft.output. 0, or 128 + the signal for which it has left."""
+    init, output = Path(recipe.sft.init), Path(recipe.sft.output)
+    if output.exists():
+        raise MegarlError(f"sft.output: {output} exists already; remove it, or name another directory")
+    unfinished = output.with_name(f"{output.name}.unfinished")
+    if os.environ.get("RANK", "0") == "0":
+        claim(unfinished, recipe)
     if recipe.resources.learner_ranks > 1 and not is_rank():
         become_torchrun(recipe.resources.learner_ranks, free_ports(1)[0])
     # Nothing else of the run is alive yet: all cores are the learner's.
     torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
-    init = Path(recipe.sft.init)
     trainer = Trainer(
         recipe, init, optimizer=recipe.sft.optimizer, loss=supervised_loss(), temperature=1.0, steps=recipe.sft.steps
     )
+    checkpoints = Checkpoints(unfinished, 1, trainer, init)
+    checkpoints.load_latest()
     microbatch_size.settle(trainer, recipe.sft.max_length, recipe.sft.batch_tokens, record=None)
     traces = load_traces(recipe.sft.data, load_tokenizer(init), recipe.sft.max_length, recipe.data.decontaminate)
-    train(trainer, batches(traces, recipe.sft.batch_tokens, recipe.run.seed), recipe.sft.steps)
-    hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(recipe.sft.output))
+    with wishes() as wish:
+        asked = train(trainer, batches(traces, recipe.sft.batch_tokens, recipe.run.seed), checkpoints, recipe, wish)
+    if not asked:
+        hf.save(trainer.policy.chunks, trainer.policy.family, init, output)
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished)
     parallel.stop()
-    return 0
+    return 128 + asked if asked else 0
 
 
-def train(trainer: Trainer, source: Iterator[list[TrainSequence]], steps: int) -> None:
-    """That many steps, with a progress bar on rank 0."""
+def claim(unfinished: Path, recipe: Recipe) -> None:
+    """The folder of a warm start that is not finished. MegarlError if what it holds was made with other settings."""
+    settings = {
+        "sft": recipe.sft.model_dump(mode="json", exclude={"checkpoint_every"}),
+        "run.seed": recipe.run.seed,
+        "data.decontaminate": recipe.data.model_dump(mode="json")["decontaminate"],
+    }
+    file = unfinished / "settings.json"
+    if not file.exists():
+        with writing(unfinished):
+            unfinished.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(settings, indent=1).encode())
+    elif json.loads(file.read_text()) != settings:
+        raise MegarlError(
+            f"{unfinished}: a warm start with other settings was begun there ({file.name}); remove it to begin anew, or name "
+            "another sft.output"
+        )
+
+
+def train(
+    trainer: Trainer, source: Iterator[list[TrainSequence]], checkpoints: Checkpoints, recipe: Recipe, wish: Wish
+) -> int:
+    """The steps that are left, with a progress bar on rank 0, until the last or until a rank was asked to leave: saved then;
+    the signal, else 0."""
     columns = (
         TextColumn("warm start"),
         BarColumn(),
@@ -59,17 +100,30 @@ def train(trainer: Trainer, source: Iterator[list[TrainSequence]], steps: int) -
         TimeRemainingColumn(),
         TextColumn("{task.fields[now]}"),
     )
+    begun, steps = trainer.step, recipe.sft.steps
     losses: list[float] = []
     with Progress(*columns, disable=dist.get_rank() != 0) as progress:
-        task = progress.add_task("sft", total=steps, now="")
-        for _ in range(steps):
+        task = progress.add_task("sft", total=steps, completed=begun, now="")
+        for batch in islice(source, begun, steps):
             begin = time.monotonic()
-            batch = next(source)
-            metrics = trainer.train_step(batch)
-            losses.append(metrics.get("loss", float("nan")))
+            losses.append(trainer.train_step(batch).get("loss", float("nan")))
             speed = sum(map(len, batch)) / (time.monotonic() - begin)
             progress.update(task, advance=1, now=f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s")
-        progress.console.print(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {steps} steps")
+            checkpoints.poll()
+            asked = max(gathered(wish.signal))
+            if trainer.step < steps and (asked or trainer.step % recipe.sft.checkpoint_every == 0):
+                checkpoints.save()
+            if asked and trainer.step < steps:
+                checkpoints.finish()
+                progress.console.print(
+                    f"warm start: saved after step {trainer.step} of {steps}; the same command goes on"
+                )
+                return asked
+        checkpoints.finish()
+        progress.console.print(
+            f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token in steps {begun + 1} to {steps}"
+        )
+    return 0
 
 
 def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[list[TrainSequence]]:

@@ -1,15 +1,17 @@
 """torchrun as megarl wants it: `python -m megarl.learner.torchrun` with torchrun's arguments.
 
-Its store listens on --master-addr alone. SIGTERM and SIGINT come from outside, to all processes of a Slurm job: the ranks save
-then, so torchrun goes on. When a rank dies it kills the others at once, which wait for that one and have nothing to save, and
-ranks die with it. It ends with the status of the rank that ended first; torchrun itself says 1 for all.
+Its store listens on --master-addr alone. SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks, which have sessions of their
+own: they save then, and torchrun goes on. When a rank dies it kills the others at once, which wait for that one and have nothing
+to save, and ranks die with it. It ends with the status of the rank that ended first; torchrun itself says 1 for all.
 """
 
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
+import psutil
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
@@ -17,8 +19,8 @@ from torch.distributed.run import main
 from megarl import stores
 from megarl.process import SUPERVISOR
 
-FOR_RANKS = (signal.SIGTERM, signal.SIGINT)
-OURS = "SIGHUP,SIGQUIT"
+FOR_RANKS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+OURS = "SIGQUIT"
 
 
 def run(arguments: list[str]) -> int:
@@ -27,7 +29,7 @@ def run(arguments: list[str]) -> int:
     _kill_ranks()
     os.environ[SUPERVISOR] = str(os.getpid())  # of the ranks, which are `megarl` again
     for number in FOR_RANKS:
-        signal.signal(number, _pass)
+        signal.signal(number, _pass_on)
     try:
         main([f"--signals-to-handle={OURS}", *arguments])
     except ChildFailedError as error:
@@ -47,8 +49,10 @@ def _kill_ranks() -> None:
     SubprocessContext._close = killing
 
 
-def _pass(_number: int, _frame: object) -> None:
-    """A handler, not SIG_IGN, which the ranks would inherit."""
+def _pass_on(number: int, _frame: object) -> None:
+    for rank in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            rank.send_signal(number)
 
 
 if __name__ == "__main__":

@@ -338,6 +338,7 @@ class Sft(Section):
     steps: int = Field(1000, ge=1)
     batch_tokens: int = Field(2_000_000, ge=1)
     max_length: int = Field(12_288, ge=1)
+    checkpoint_every: int = Field(250, ge=1, description="steps; with the one at a signal, kept until the end")
     optimizer: Optimizer = Optimizer(lr=3e-5)
 
 

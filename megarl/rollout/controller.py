@@ -50,7 +50,7 @@ from megarl.rollout.state import State
 from megarl.rollout.status import Meter
 from megarl.rollout.task_metrics import task_statistics
 from megarl.rollout.tickets import Tickets
-from megarl.rundir import Endpoints, RunDir, write_atomically
+from megarl.rundir import Endpoints, RunDir, complete, step_of, write_atomically
 from megarl.types import Batch
 
 log = logging.getLogger(__name__)
@@ -264,9 +264,8 @@ class Controller:
         """Now and then: forget what no kept checkpoint replays, if the recipe says so."""
         while self.recipe.journal.keep == "checkpoints":
             await asyncio.sleep(DROP_S)
-            steps = [int(path.name.removeprefix("step-")) for path in self.rundir.checkpoints.glob("step-*")]
-            if steps:
-                await self.ledger.drop_before(min(steps))
+            if kept := complete(self.rundir.checkpoints):
+                await self.ledger.drop_before(step_of(kept[0]))
 
     def _leave_if_overdue(self) -> None:
         limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S

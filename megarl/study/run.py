@@ -21,7 +21,7 @@ from megarl.process import SUPERVISOR
 from megarl.rundir import latest_rows
 from megarl.study.plan import Study, Task
 from megarl.supervisor.view import sparkline
-from megarl.supervisor.wishes import Wish, wishes
+from megarl.wishes import Wish, wishes
 
 LOOK_S = 2.0
 LINE_S = 60.0

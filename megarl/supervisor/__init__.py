@@ -10,6 +10,6 @@ restart.py    what to do when a role dies: a pure state machine
 watch.py      roles that live and do not move
 observe.py    what the run's files say now
 view.py       the live view of that, and the plain line for logs; screen.py puts them where they go
-wishes.py     signals that ask for the end; closing.py is the end
+closing.py    the end of a run, seen
 status.py     `megarl status`, logs.py `megarl logs`, submit.py `megarl submit`
 """

@@ -8,6 +8,7 @@ MEGARL_STEP_OPTIONS are more options of srun (`--container-image=…`), MEGARL_S
 exec … python`; this Python if there are none). launch/slurm/common.sh sets both.
 """
 
+import math
 import os
 import shlex
 import shutil
@@ -24,11 +25,11 @@ import msgspec
 
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe
-from megarl.rundir import RunDir
+from megarl.rundir import RunDir, writing
 from megarl.supervisor.launcher import Launcher, LocalLauncher, Running, Still, Task
 from megarl.supervisor.nodes import OF_SLURM, Node, parse
 from megarl.supervisor.restart import MESSAGE_STATUS, NodeState
-from megarl.supervisor.step import BEAT_S, HEARD, TERMINATE, Order, Report
+from megarl.supervisor.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Order, Report
 
 STEP_OPTIONS, STEP_COMMAND = "MEGARL_STEP_OPTIONS", "MEGARL_STEP_COMMAND"
 SURVEY_LIMIT_S = 900.0
@@ -40,6 +41,8 @@ SRUN_LIMIT_S = 10.0
 """From its SIGTERM to its end. It is killed then; Slurm goes on ending the step."""
 ASK_LIMIT_S = 30.0
 UNKNOWN_STATUS = 1
+DESERTED_S = UNANSWERED * BEAT_S + 5.0
+"""A step may outlive its srun for so long, until it finds that nobody hears it."""
 BROKEN_STATES = ("down", "fail", "unknown", "future", "power")
 """Beginnings of Slurm's words for nodes that run nothing."""
 
@@ -103,7 +106,7 @@ class SrunLauncher:
         order = msgspec.json.encode(Order.of(task)).decode()
         names = [node.name for node in task.place.nodes]
         task.log().parent.mkdir(parents=True, exist_ok=True)
-        with task.log().open("ab") as log:
+        with writing(task.log()), task.log().open("ab") as log:
             process = subprocess.Popen(
                 command(names, task.role.name, ("-m", "megarl.supervisor.step", order)),
                 stdin=subprocess.PIPE,
@@ -125,6 +128,7 @@ class SrunStep:
         self.names = names
         self.pid = process.pid
         self.started = time.monotonic()
+        self._over = self._killed = math.inf
         self._reports: dict[str, tuple[float, Report]] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -143,22 +147,31 @@ class SrunStep:
         return set(self._reports) >= set(self.names)
 
     def status(self) -> int | None:
-        """What the nodes report. Where one did not, srun's: 137 of a killed step, but 0 of one whose node is lost."""
+        """What the nodes report. Where one did not, srun's: 137 of a killed step, but 0 of one whose node is lost.
+
+        An srun that was killed, or has not brought the step up, may have left it behind. Until it must have ended by itself,
+        it counts as running: there are not to be two.
+        """
         code = self._process.poll()
         if code is None:
             return None
         self._reader.join(1.0)
-        reported = [r.status for _, r in self._reports.values() if r.status is not None]
+        self._over = min(self._over, time.monotonic())
+        reported = [r.status for _, r in list(self._reports.values()) if r.status is not None]
         if MESSAGE_STATUS in reported:
             return MESSAGE_STATUS  # the others died of that one's end
         if any(reported) or len(reported) == len(self.names):
             return next((status for status in reported if status), 0)
+        if (code < 0 or not self.answered) and time.monotonic() - self._over < DESERTED_S:
+            return None
         return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code or UNKNOWN_STATUS
 
     def still(self) -> Still | None:
         """Stopped somewhere, or not heard of for too long."""
         now = time.monotonic()
-        alive = [(at, report) for at, report in self._reports.values() if report.status is None]
+        if self._process.poll() is not None:
+            return None  # and `status` waits for its end
+        alive = [(at, report) for at, report in list(self._reports.values()) if report.status is None]
         if any(report.stopped for _, report in alive):
             return "stopped"
         late = not self.answered and now - self.started > START_LIMIT_S
@@ -176,13 +189,14 @@ class SrunStep:
 
     def kill(self) -> None:
         """srun's SIGTERM has Slurm kill all of the step."""
+        self._killed = min(self._killed, time.monotonic())
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def wait_gone(self) -> None:
         """A step on a node that is gone does not end: srun then does not either."""
         try:
-            self._process.wait(SRUN_LIMIT_S)
+            self._process.wait(max(0.0, self._killed + SRUN_LIMIT_S - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

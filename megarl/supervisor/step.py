@@ -79,7 +79,7 @@ class Orders(threading.Thread):
     @property
     def gone(self) -> bool:
         """Whether there is nobody any more who does."""
-        return self._ended or self.unanswered > UNANSWERED
+        return self._ended or self.unanswered >= UNANSWERED
 
     def run(self) -> None:
         rest = b""

@@ -32,7 +32,7 @@ from megarl.supervisor.screen import Screen
 from megarl.supervisor.srun import chosen
 from megarl.supervisor.view import Frame, RoleView
 from megarl.supervisor.watch import Watch
-from megarl.supervisor.wishes import Wish, wishes
+from megarl.wishes import Wish, wishes
 
 TICK_S = 0.1
 LOOK_S = 0.5
@@ -141,7 +141,6 @@ class Supervisor:
         launcher: Launcher,
         placed: Mapping[Role, Place],
         wish: Wish,
-        watch: Watch | None = None,
     ) -> None:
         self.recipe, self.rundir, self.endpoints = recipe, rundir, endpoints
         self.launcher, self.placed, self.wish = launcher, placed, wish
@@ -149,7 +148,7 @@ class Supervisor:
             Role("controller"),
             Role("learner"),
         ]
-        self.policy, self.watch = RestartPolicy(recipe.resources.servers), watch or Watch()
+        self.policy, self.watch = RestartPolicy(recipe.resources.servers), Watch(recipe.serving.start_timeout_s)
         self.observer = Observer(rundir)
         self.deaths: list[Death] = []
         self.dropped: set[Role] = set()
@@ -204,7 +203,7 @@ class Supervisor:
     def _start(self, role: Role) -> None:
         if role.kind == "controller":
             self.observer.forget_status()
-        self.watch.forget(role)
+        self.watch.forget(role, time.monotonic())
         url = self.endpoints.servers[role.index] if role.kind == "server" else ""
         port = int(url.rpartition(":")[2]) if url else 0
         self.running[role] = self.launcher.start(task(self.recipe, self.rundir, role, port, self.placed[role]))
@@ -276,6 +275,9 @@ class Supervisor:
             self.stopping_since = self.stopping_since or now
             self.rundir.stop()
             return None
+        return self._failed(role)
+
+    def _failed(self, role: Role) -> Outcome:
         culprit = role if Role("controller") in self.running else Role("controller")
         return Outcome("failed", self.rundir.failure_file.read_text(), culprit)
 
@@ -304,6 +306,8 @@ class Supervisor:
 
     def _unsaved(self, why: str, role: Role) -> Outcome:
         """What was to be saved is lost. A job that has to make room goes on from the checkpoint before."""
+        if self.rundir.failure_file.exists():
+            return self._failed(role)
         if self.rundir.stop_signal() in MAKE_ROOM:
             return Outcome("stopped", f"{why}; the last checkpoint stands", role)
         return Outcome("failed", why, role)
@@ -316,6 +320,7 @@ class Supervisor:
             self.screen.say(f"{role.name} {why}; killing it")
             self._note("hung", role, why=why)
             self.running[role].kill()
+        for role in hung:
             self.running[role].wait_gone()
 
     def _end_all(self) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megarl import recipe as recipes
-from megarl.rundir import latest_rows
+from megarl.rundir import latest_rows, step_of
 from tests.e2e import runs
 from tests.e2e.runs import SMALL, LiveRun, check_history, check_nothing_left
 from tests.faults.injection import with_faults
@@ -146,7 +146,7 @@ def test_interrupt_saves_and_leaves_nothing(start: Start) -> None:
     assert run.finish(120) == 130
     check_nothing_left(family, ports)
     assert runs.summary(run.rundir)["outcome"] == "stopped"
-    saved = max(int(p.name.removeprefix("step-")) for p in run.rundir.checkpoints.iterdir())
+    saved = max(step_of(p) for p in run.rundir.checkpoints.iterdir())
     assert saved == run.steps()
     again = start("interrupt", "run.resume=auto")
     again.wait_for(lambda: bool(again.roles()), "roles")
@@ -169,7 +169,7 @@ def test_a_learner_of_two_ranks_that_is_told_to_make_room_saves(start: Start) ->
     check_nothing_left(family, ports)
     summary = runs.summary(run.rundir)
     assert (summary["outcome"], summary["reason"], summary["restarts"]) == ("stopped", "stopped as asked", 0)
-    saved = max(int(p.name.removeprefix("step-")) for p in run.rundir.checkpoints.iterdir())
+    saved = max(step_of(p) for p in run.rundir.checkpoints.iterdir())
     assert saved == run.steps()
 
 

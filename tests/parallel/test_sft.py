@@ -1,17 +1,24 @@
 """`megarl sft` as a process: what it writes is a Hugging Face model that has learnt the traces, judged by transformers."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl import recipe as recipes
 from megarl.data import arithmetic
-from tests.parallel.worlds import run_world
+from megarl.rundir import complete, step_of
+from tests.parallel.worlds import ROOT, run_world
 
 STEPS = 40
+LIMIT_S = 240.0
 
 
 def loss_by_transformers(folder: Path, rows: list[dict[str, str]]) -> float:
@@ -30,26 +37,72 @@ def loss_by_transformers(folder: Path, rows: list[dict[str, str]]) -> float:
     return total / count
 
 
-def test_the_warm_start_learns_and_is_written_whole(tmp_path: Path) -> None:
-    arithmetic.write(tmp_path / "data", 0)
-    recipe = recipes.from_tree(
-        {
-            "model": {"dtype": "fp32"},
-            "sft": {
-                "init": str(tmp_path / "data" / "init"),
-                "data": str(tmp_path / "data" / "sft.jsonl"),
-                "output": str(tmp_path / "warm"),
-                "steps": STEPS,
-                "batch_tokens": 1024,
-                "max_length": 128,
-                "optimizer": {"lr": 2e-3, "warmup_steps": 5},
-            },
-        }
-    )
-    (tmp_path / "recipe.yaml").write_text(recipes.dump(recipe))
-    run_world(1, "megarl", "sft", str(tmp_path / "recipe.yaml"))
-    rows = [json.loads(line) for line in (tmp_path / "data" / "sft.jsonl").read_text().splitlines()[:40]]
-    before, after = (loss_by_transformers(path, rows) for path in (tmp_path / "data" / "init", tmp_path / "warm"))
+def written(tmp_path: Path, output: str, **more: object) -> Path:
+    """A recipe of a warm start on sums."""
+    if not (tmp_path / "data").exists():
+        arithmetic.write(tmp_path / "data", 0)
+    sft = {
+        "init": str(tmp_path / "data" / "init"),
+        "data": str(tmp_path / "data" / "sft.jsonl"),
+        "output": str(tmp_path / output),
+        "steps": STEPS,
+        "batch_tokens": 1024,
+        "max_length": 128,
+        "optimizer": {"lr": 2e-3, "warmup_steps": 5},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipes.dump(recipes.from_tree({"model": {"dtype": "fp32"}, "sft": sft | more})))
+    return path
+
+
+def sft(recipe: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "megarl", "sft", str(recipe), *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=LIMIT_S)
+    return process.returncode, output
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a warm start that was let run: data/, warm/, recipe.yaml."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_world(1, "megarl", "sft", str(written(folder, "warm")))
+    return folder
+
+
+def test_the_warm_start_learns_and_is_written_whole(whole: Path) -> None:
+    rows = [json.loads(line) for line in (whole / "data" / "sft.jsonl").read_text().splitlines()[:40]]
+    before, after = (loss_by_transformers(path, rows) for path in (whole / "data" / "init", whole / "warm"))
     assert after < 0.7 * before
+    assert not (whole / "warm.unfinished").exists()
     with pytest.raises(AssertionError, match="exists already"):
-        run_world(1, "megarl", "sft", str(tmp_path / "recipe.yaml"))
+        run_world(1, "megarl", "sft", str(whole / "recipe.yaml"))
+
+
+def test_told_to_stop_it_saves_and_the_same_command_goes_on(whole: Path, tmp_path: Path) -> None:
+    """To the same weights as without a stop, bit for bit."""
+    saved = tmp_path / "stopped.unfinished"
+    recipe = written(tmp_path, "stopped", checkpoint_every=4)
+    begun = sft(recipe)
+    end = time.monotonic() + LIMIT_S
+    while not complete(saved):
+        assert time.monotonic() < end
+        assert begun.poll() is None, begun.communicate()[0]
+        time.sleep(0.01)
+    begun.send_signal(signal.SIGUSR1)
+    status, output = ended(begun)
+    assert status == 138, output
+    assert f"saved after step {step_of(complete(saved)[-1])} of {STEPS}; the same command goes on" in output
+    assert not (tmp_path / "stopped").exists()
+
+    status, output = ended(sft(recipe, "sft.optimizer.lr=0.5"))
+    assert status == 2
+    assert f"{saved}: a warm start with other settings was begun there" in " ".join(output.split())
+    status, output = ended(sft(recipe))
+    assert status == 0, output
+    assert not saved.exists()
+    same, other = (load_file(path / "model.safetensors") for path in (whole / "warm", tmp_path / "stopped"))
+    assert all(torch.equal(same[name], other[name]) for name in same)

@@ -1,11 +1,13 @@
 """The other shipped scripts, one after the other as a user has them: warm start, a run of experts, conversion, evaluation."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from megarl.rundir import complete
 from tests.slurm.jobs import SMALL, Job, Jobs
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -19,7 +21,15 @@ def completed(job: Job) -> str:
 
 
 def test_warm_start_experts_conversion_evaluation(jobs: Jobs) -> None:
-    completed(jobs.submit("sft.sbatch", "sft.steps=20", options=ONE, RECIPE="quickstart-moe"))
+    words = ("sft.steps=60", "sft.checkpoint_every=10")
+    job = jobs.submit("sft.sbatch", *words, options=ONE, RECIPE="quickstart-moe")
+    job.wait_for(lambda: bool(complete(jobs.cwd / "runs/quickstart-moe-sft.unfinished")), "a checkpoint")
+    jobs.cluster.says("scancel", "--batch", "--signal=USR1", job.number)
+    output = completed(job)
+    assert jobs.cluster.field(job.number, "Restarts") == "1"
+    saved = re.search(r"saved after step (\d+) of 60", output)
+    assert saved is not None, output
+    assert f"in steps {int(saved[1]) + 1} to 60" in output
     assert (jobs.cwd / "runs/quickstart-moe-sft/config.json").exists()
 
     words = ("run.name=experts", "run.steps=3", *SMALL)

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from megarl.rundir import read_jsonl
+from megarl.rundir import read_jsonl, step_of
 from tests.e2e.runs import check_history, summary
 from tests.slurm.jobs import END_LIMIT_S, START_LIMIT_S, Job, Jobs
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 
 def saved(job: Job) -> int:
-    return max(int(path.name.removeprefix("step-")) for path in job.rundir.checkpoints.iterdir())
+    return max(step_of(path) for path in job.rundir.checkpoints.iterdir())
 
 
 def test_it_trains_saves_when_told_to_is_queued_again_and_goes_on_at_the_same_step(jobs: Jobs) -> None:

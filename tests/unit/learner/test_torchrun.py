@@ -1,5 +1,5 @@
-"""torchrun over two small ranks: how it ends the others when one dies, and with what status; that ranks die with it, and that
-SIGTERM is theirs."""
+"""torchrun over two small ranks: how it ends the others when one dies, and with what status; that ranks die with it; what it
+passes on."""
 
 import os
 import signal
@@ -20,7 +20,8 @@ from pathlib import Path
 from megarl.process import die_with_supervisor
 die_with_supervisor()
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-signal.signal(signal.SIGTERM, lambda *_: (folder / f"told-{rank}").touch())
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: (folder / f"told-{rank}-{number}").touch())
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 if rank == "0":
     time.sleep(600)
@@ -66,7 +67,7 @@ def test_status_of_the_rank_that_ended_first(
 ) -> None:
     end(tmp_path, status)
     assert torchrun.wait(LIMIT_S) == expected
-    assert not (tmp_path / "told-0").exists(), "a SIGTERM that comes from torchrun would be taken for one from outside"
+    assert not list(tmp_path.glob("told-*")), "a SIGTERM that comes from torchrun would be taken for one from outside"
 
 
 def test_ranks_die_with_it(torchrun: subprocess.Popen[bytes], tmp_path: Path) -> None:
@@ -76,12 +77,11 @@ def test_ranks_die_with_it(torchrun: subprocess.Popen[bytes], tmp_path: Path) ->
     assert alive == []
 
 
-def test_sigterm_is_for_the_ranks(torchrun: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """It is told, and one of them: that one hears it, and nobody ends."""
-    torchrun.send_signal(signal.SIGTERM)
-    time.sleep(1.0)
-    os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGTERM)
-    appears(tmp_path / "told-1", torchrun)
-    assert not (tmp_path / "told-0").exists()
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_wish_to_stop_is_passed_on(torchrun: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals) -> None:
+    """Both ranks hear it, which a terminal does not reach, and nobody ends of it."""
+    torchrun.send_signal(number)
+    for rank in (0, 1):
+        appears(tmp_path / f"told-{rank}-{int(number)}", torchrun)
     end(tmp_path, 3)
     assert torchrun.wait(LIMIT_S) == 3

@@ -30,7 +30,7 @@ class StandInLauncher(LocalLauncher):
 if __name__ == "__main__":
     loaded = recipes.load(sys.argv[1])
     train.chosen = lambda recipe, rundir: StandInLauncher(RunDir.of(loaded).path, sys.argv[2])
-    train.Watch = lambda: Watch(stopped_s=1.0)
+    train.Watch = lambda start_s: Watch(start_s, stopped_s=1.0)
     train.WATCH_S = 0.2
     restart.LONGEST_DELAY_S = 0.1
     if sys.argv[3:] != ["report"]:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir
-from megarl.supervisor import nodes
+from megarl.supervisor import nodes, srun
 from megarl.supervisor.launcher import LocalLauncher
 from megarl.supervisor.nodes import Node, here
 from megarl.supervisor.srun import SrunLauncher, SrunStep, checked, chosen, command, is_broken
@@ -98,27 +99,43 @@ def test_states(state: str, broken: bool) -> None:
     assert is_broken(state) is broken
 
 
-def step(lines: list[str], status: int) -> SrunStep:
-    """A stand-in for an srun that says these lines and ends."""
-    code = f"import sys; print({chr(10).join(lines)!r}); sys.exit({status})"
+def step(lines: list[str], ending: str = "") -> SrunStep:
+    """A stand-in for an srun that says these lines, and then ends so or waits."""
+    code = f"import os, sys, time; print({chr(10).join(lines)!r}, flush=True); {ending or 'time.sleep(600)'}"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    process.wait(60)
+    if ending:
+        process.wait(60)
     return SrunStep(process, ["n1", "n2"])
 
 
 def test_what_nodes_report() -> None:
-    ended = step(['{"node": "n1", "status": 0}', "a prologue", '{"node": "n2", "status": -11}'], 139)
+    ended = step(['{"node": "n1", "status": 0}', "a prologue", '{"node": "n2", "status": -11}'], "sys.exit(139)")
     assert ended.status() == -11
     assert ended.answered
-    assert step([], 137).status() == -9
-    assert step([], 255).status() == 255
-    assert step(['{"node": "n1", "status": 0}', '{"node": "n2"}'], 0).status() == 1, "n2 was lost"
-    assert step(['{"node": "n1", "status": 0}', '{"node": "n2", "status": 0}'], 0).status() == 0
-    half = step(['{"node": "n1"}'], 1)
-    assert (half.status(), half.answered, half.still()) == (1, False, None)
-    stopped = step(['{"node": "n1", "stopped": true}'], 1)
-    stopped.status()
-    assert stopped.still() == "stopped"
-    half.terminate()  # nobody listens any more
-    half.kill()
-    half.wait_gone()
+    both = ['{"node": "n1"}', '{"node": "n2"}']
+    assert step(both, "sys.exit(137)").status() == -9
+    assert step(both, "sys.exit(255)").status() == 255
+    assert step(['{"node": "n1", "status": 0}', both[1]], "sys.exit(0)").status() == 1, "n2 was lost"
+    assert step(['{"node": "n1", "status": 0}', '{"node": "n2", "status": 0}'], "sys.exit(0)").status() == 0
+
+
+def test_an_srun_that_ends_alone_may_have_left_its_step_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = ['{"node": "n1"}', '{"node": "n2"}']
+    deserted = [step(both, "os.kill(os.getpid(), 9)"), step(["slurmd died"], "sys.exit(232)")]
+    assert [(s.status(), s.still()) for s in deserted] == [(None, None)] * 2
+    monkeypatch.setattr(srun, "DESERTED_S", 0.0)
+    assert [s.status() for s in deserted] == [-9, 232]
+
+
+def test_a_step_that_does_not_move_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = step(['{"node": "n1", "stopped": true}'])
+    end = time.monotonic() + 60
+    while stopped.still() is None:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert (stopped.status(), stopped.answered, stopped.still()) == (None, False, "stopped")
+    monkeypatch.setattr(srun, "DESERTED_S", 0.0)
+    stopped.kill()
+    stopped.wait_gone()
+    stopped.terminate()  # nobody listens any more
+    assert stopped.status() == -15

@@ -52,7 +52,7 @@ def test_ends_the_role_when_nobody_hears_it(start: Start) -> None:
     process = start()
     said = reports(process)
     assert process.wait(LIMIT_S) == 137
-    assert [report.status for report in said] == [None] * (UNANSWERED + 1) + [-9]
+    assert [report.status for report in said] == [None] * UNANSWERED + [-9]
 
 
 def test_ends_the_role_with_its_supervisor(start: Start) -> None:

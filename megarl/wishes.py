@@ -1,4 +1,4 @@
-"""Signals that ask `megarl train` to end: counted instead of ending us.
+"""Signals that ask a command to save and end: counted instead of ending us.
 
 Slurm sends the same signal to all processes of a job at times, and the batch script passes on what it gets: a repetition within
 `ONE_WISH_S` is the same wish. Not so Ctrl-C, which a person presses.
@@ -33,9 +33,11 @@ class Wish:
 
 @contextmanager
 def wishes() -> Iterator[Wish]:
-    """Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal are counted."""
+    """Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal are counted; not a closed terminal under `nohup`."""
     wish = Wish()
-    before = {number: signal.signal(number, wish.heard) for number in SIGNALS}
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, wish.heard) for number in numbers}
     try:
         yield wish
     finally:
