@@ -1,8 +1,8 @@
 """torchrun as megarl wants it: `python -m megarl.learner.torchrun` with torchrun's arguments.
 
 Its store listens on --master-addr alone. SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks, which have sessions of their
-own: they save then, and torchrun goes on. When a rank dies it kills the others at once, which wait for that one and have nothing
-to save, and ranks die with it. It ends with the status of the rank that ended first; torchrun itself says 1 for all.
+own: they save then, and torchrun goes on. When a rank dies it kills the others at once, which wait for that one and have
+nothing to save, and ranks die with it. It ends with the status of the rank that ended first; torchrun itself says 1 for all.
 """
 
 import os

@@ -165,6 +165,10 @@ def lock(rundir: RunDir, command: str = "megarl train", place: str = "run.name")
             raise MegarlError(
                 f"{rundir.path}: another `{command}` (process {owner}) works there; end it, or give another {place}"
             ) from None
+        except OSError as error:
+            raise MegarlError(
+                f"{rundir.path}: cannot be locked: {error.strerror}; the file system has to have flock (Lustre: mount -o flock)"
+            ) from None
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
         yield

@@ -285,7 +285,8 @@ class Supervisor:
         newest = max(self.observer.evaluations.items(), default=(0, {}))[1]
         if self.recipe.run.stop_at_asymptote and newest.get("enough"):
             return f"at the asymptote: {enough(newest)}"
-        return "all steps done"
+        made, asked = self.observer.latest.get("step", -1) + 1, self.recipe.run.steps
+        return "all steps done" if made >= asked else f"the prompts are used up after {made} of {asked} steps"
 
     def _begin_stopping(self, now: float) -> None:
         self.stopping_since = now
