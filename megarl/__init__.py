@@ -6,7 +6,10 @@ megarl/
   rundir.py      the run directory's form          process.py     what a role process does with itself
   admission.py   tickets and the lag rule, pure    batch.py       groups -> sequences of a step, their weights, pure
   advantages.py  from rewards, pure                packing.py     sequences -> micro-batches, pure
-                                                    gae.py         advantages of tokens, by a critic, pure
+  gae.py         those of tokens, by a critic      collective.py  what ranks agree on
+  stores.py      process groups on one network     whereabouts.py which machine and GPUs a process has
+  wishes.py      signals that ask for the end      errors.py      the one kind of error that users see
+  pages.py       HTML of one file                  pictures.py    colours and settings of all pictures
   supervisor/    `megarl train`: start, watch, restart, live view
   rollout/       `megarl rollout`: the controller  serving/       `megarl serve`: one SGLang server
   learner/       `megarl learn`, `megarl sft`      weights/       publication of weights to the servers
@@ -14,6 +17,7 @@ megarl/
   scaling/       `megarl scaling`: fit, predict    study/         `megarl study`: variants compared
   evaluation/    held-out pass rate                data/          prompt sets, tokenizers, the quickstart's task
   monitor/       metrics, summary, report          doctor.py      what this machine can run
+  planning/      `megarl plan`: layouts, simulator environments/  turns with tools
 """
 
 __version__ = "0.1.0"

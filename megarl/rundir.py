@@ -8,6 +8,7 @@ RUN/evaluations/step-000000N/NAME/         the answers of an evaluation (megarl/
 RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
 RUN/trace/             spans of the roles  RUN/profile/       of torch's profiler       RUN/prometheus/  who can be scraped
 RUN/bad-rollouts.jsonl those of steps that were skipped; RUN/failure: why the run must not be started again by itself
+RUN/weights/           what servers read with weights.transport=disk
 RUN/microbatch.json    the size that learner.microbatch_tokens=auto found
 RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
 """

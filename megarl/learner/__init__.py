@@ -2,6 +2,7 @@
 
 main.py          the collective command loop: Next -> Train | Publish | Wait | Stop
 link.py          rank 0's conversation with the controller
+ranks.py         the learner as several processes, by torchrun.py
 trainer.py       one step: who learns from what, what is counted
 network.py       a model on its ranks: micro-batches through Megatron's schedule
 trained.py       one that learns: gradients of a loss, update
@@ -10,6 +11,8 @@ reference.py     the frozen model of the KL penalty
 microbatch.py    sequences -> tensors of one micro-batch
 microbatch_size.py  how large they are, tried when the learner starts
 cost.py          what a sequence costs, for balance
+clock.py         where the seconds of a step went
+nonfinite.py     whose loss was not finite
 out_of_memory.py  a full GPU, in the words of the recipe
 critic.py        the value network: what each token was worth
 expert_load.py   how evenly tokens fall on experts; the loss that evens it out

@@ -12,7 +12,7 @@
     family.py          what a family is; how a Megatron tensor is made of Hugging Face ones
     families/          one file a family: configuration read, names of tensors;  decoder.py  what they share
     hf.py              load, export, save                  checkpoint.py     distributed checkpoints
-    unpickling.py      reading one without running anything in it
+    unpickling.py      reading one without running anything in it;   checksums.py   whether it is as it was written
 
 Importing any module of this package (or `megarl.models` itself) before megatron makes megatron-core importable on a CPU.
 """

@@ -1,6 +1,6 @@
 """What a run has measured, kept and shown.
 
-names.py     the names of the metrics
+names.py     the names of the metrics;  warnings.py  signs in a row that a run is about to go wrong
 metrics.py   RUN/metrics.jsonl, written by learner rank 0, and to TensorBoard (board.py), W&B (wandb_writer.py), Prometheus
 prometheus.py, families.py, targets.py     GET /metrics of controller and learner; RUN/prometheus
 spans.py     RUN/trace: where the roles' time goes

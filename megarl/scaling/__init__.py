@@ -8,6 +8,6 @@
             forms.py, least_squares.py, profile.py  ┤  the curve, its minimum, how far each parameter can go
                        doubts.py  warnings  ────────┘
 
-`cli.py` is `megarl scaling`, `tables.py` what it prints. A command answers in about a second: matplotlib is imported by
-`plot.py` alone, scipy by nothing.
+`cli.py` is `megarl scaling`, `tables.py` what it prints; `outlook.py` is what a live run says of its rest. A command answers in
+about a second: matplotlib is imported by `plot.py` alone, scipy by nothing.
 """

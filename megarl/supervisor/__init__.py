@@ -11,5 +11,6 @@ watch.py      roles that live and do not move
 observe.py    what the run's files say now
 view.py       the live view of that, and the plain line for logs; screen.py puts them where they go
 closing.py    the end of a run, seen
-status.py     `megarl status`, logs.py `megarl logs`, submit.py `megarl submit`
+planned.py    `megarl train --plan`: the split of a machine by the plan
+cli.py        `megarl status` (status.py), `megarl logs` (logs.py), `megarl submit` (submit.py)
 """

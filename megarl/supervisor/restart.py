@@ -6,13 +6,14 @@
     learner left (0) ──► the run ends
     learner or controller left RUN/failure (train.py) ──► the run ends as failed
     too often        ──► the run ends as failed     within some minutes, or without a step made between the deaths
-    a message twice  ──► as failed; a server is dropped while there are others
+    a message        ──► as failed before the first step, of servers if all of them have one; later the second time; a server
+                         is dropped then while there are others
     node is down     ──► its servers are dropped, and the run goes on with the others; the last server, the learner and the
                          controller cannot be spared: the run ends, to be started again on other nodes
 
 A role's exit statuses: 0 it left in order; 2 one error message for the user (`MegarlError`); anything else is a crash.
 A role's message is worth a second try only when the run has made a step since its last one: a wait that ran out may not run
-out again, but bad input stays bad.
+out again, but bad input stays bad. What one server of several says may be its node's fault (a port, a file, a full GPU).
 """
 
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class RestartPolicy:
         self.window_s = window_s
         self._deaths: dict[Role, list[tuple[float, int]]] = {}  # when, and after how many steps
         self._steps_at_message: dict[Role, int] = {}
+        self._unable: set[Role] = set()  # servers that gave a message before the first step
 
     def died(self, role: Role, status: int, at: float, steps: int, node: NodeState = "up") -> Decision:
         """`role` ended with `status` (negative: by that signal) at `at` seconds, after `steps` steps since the start."""
@@ -106,13 +108,8 @@ class RestartPolicy:
             return Nothing()
         if node == "down":
             return self._without_node(role)
-        if status == MESSAGE_STATUS:
-            again = self._steps_at_message.get(role, 0) == steps
-            self._steps_at_message[role] = steps
-            if again and steps and self._can_drop(role):
-                return Drop(role, "could not go on")
-            if again:
-                return GiveUp(role, f"{role.name} could not go on" if steps else f"{role.name} could not start")
+        if status == MESSAGE_STATUS and (decision := self._message(role, steps)):
+            return decision
         earlier = [(t, s) for t, s in self._deaths.get(role, []) if at - t < self.window_s or s == steps]
         self._deaths[role] = [*earlier, (at, steps)]
         count = len(earlier) + 1
@@ -122,11 +119,26 @@ class RestartPolicy:
             return GiveUp(role, f"{role.name} died {count} times within {(at - earlier[0][0]) / 60:.0f} minutes")
         return Restart(role, 0.0 if count == 1 else min(2.0 ** (count - 1), LONGEST_DELAY_S))
 
+    def _message(self, role: Role, steps: int) -> Decision | None:
+        """None if it is worth a second try."""
+        again = self._steps_at_message.get(role) == steps
+        self._steps_at_message[role] = steps
+        if role.kind == "server" and not steps:
+            self._unable.add(role)
+        if not steps and (role.kind != "server" or len(self._unable) == self.servers):
+            return GiveUp(role, f"{role.name} could not start")
+        if not again:
+            return None
+        if self._can_drop(role):
+            return Drop(role, "could not go on" if steps else "could not start")
+        return GiveUp(role, f"{role.name} could not go on")
+
     def _can_drop(self, role: Role) -> bool:
         """And counts it as dropped, if so."""
         if role.kind != "server" or self.servers == 1:
             return False
         self.servers -= 1
+        self._unable.discard(role)
         return True
 
     def _without_node(self, role: Role) -> Drop | Elsewhere:

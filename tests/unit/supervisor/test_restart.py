@@ -75,6 +75,20 @@ def test_a_server_that_cannot_go_on_is_dropped_while_there_are_others() -> None:
     assert isinstance(policy.died(other, MESSAGE_STATUS, 12.0, 7), GiveUp)
 
 
+def test_bad_input_of_all_servers_ends_the_run_when_the_last_has_told_it() -> None:
+    policy, servers = RestartPolicy(3), [Role("server", i) for i in range(3)]
+    assert all(isinstance(policy.died(s, MESSAGE_STATUS, 5.0, 0), Restart) for s in servers[:2])
+    assert policy.died(servers[2], MESSAGE_STATUS, 5.0, 0) == GiveUp(servers[2], "server-2 could not start")
+
+
+def test_a_server_that_cannot_start_is_dropped_while_others_can() -> None:
+    policy, servers = RestartPolicy(3), [Role("server", i) for i in range(3)]
+    for server in servers[:2]:
+        assert isinstance(policy.died(server, MESSAGE_STATUS, 5.0, 0), Restart)
+        assert policy.died(server, MESSAGE_STATUS, 9.0, 0) == Drop(server, "could not start")
+    assert policy.died(servers[2], MESSAGE_STATUS, 9.0, 0) == GiveUp(servers[2], "server-2 could not start")
+
+
 def test_a_role_that_takes_long_to_die_is_given_up_when_nothing_is_made_meanwhile() -> None:
     policy, role = RestartPolicy(2, most_deaths=3, window_s=600), Role("learner")
     for n in range(10):
