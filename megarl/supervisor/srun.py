@@ -42,7 +42,7 @@ SRUN_LIMIT_S = 10.0
 ASK_LIMIT_S = 30.0
 UNKNOWN_STATUS = 1
 DESERTED_S = UNANSWERED * BEAT_S + 5.0
-"""A step may outlive its srun for so long, until it finds that nobody hears it."""
+"""Behind its last report a step without its srun lives for so long, until it finds that nobody hears it."""
 BROKEN_STATES = ("down", "fail", "unknown", "future", "power")
 """Beginnings of Slurm's words for nodes that run nothing."""
 
@@ -157,12 +157,14 @@ class SrunStep:
             return None
         self._reader.join(1.0)
         self._over = min(self._over, time.monotonic())
-        reported = [r.status for _, r in list(self._reports.values()) if r.status is not None]
+        reports = list(self._reports.values())
+        reported = [r.status for _, r in reports if r.status is not None]
         if MESSAGE_STATUS in reported:
             return MESSAGE_STATUS  # the others died of that one's end
         if any(reported) or len(reported) == len(self.names):
             return next((status for status in reported if status), 0)
-        if (code < 0 or not self.answered) and time.monotonic() - self._over < DESERTED_S:
+        heard = max((at for at, r in reports if r.status is None), default=self._over) if self.answered else self._over
+        if (code < 0 or not self.answered) and time.monotonic() - heard < DESERTED_S:
             return None
         return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code or UNKNOWN_STATUS
 
