@@ -1,4 +1,5 @@
-"""For all tests: property tests have no deadline, for the machine may be busy; and the policy that real runs begin with."""
+"""For all tests: property tests have no deadline, for the machine may be busy, and the same examples each time; and the policy
+that real runs begin with."""
 
 import signal
 from pathlib import Path
@@ -9,7 +10,8 @@ from hypothesis import settings
 
 from tests.e2e.runs import megarl
 
-settings.register_profile("megarl", deadline=None)
+settings.register_profile("megarl", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)  # pytest --hypothesis-profile=explore: other examples each time
 settings.load_profile("megarl")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -216,7 +216,7 @@ def _refuse(
         raise MegarlError(
             f"{name}: only {np.unique(hours).size} different amounts of compute; nothing can be fitted to that"
         )
-    if np.ptp(scores) == 0:
+    if ((scores - scores.mean()) ** 2).sum() == 0:  # also of scores that differ by less than numbers can say
         raise MegarlError(
             f"{name}: all {len(scores)} scores are {scores[0]:g}; a constant has no midpoint and no ceiling"
         )

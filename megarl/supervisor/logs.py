@@ -22,11 +22,12 @@ def main(run: Path, role: str, count: int, follow: bool) -> int:
     files = logs_of(rundir, role)
     if not files and not follow:
         raise MegarlError(f"{rundir.logs}: no log of {role} yet")
+    tails = {file: Tail(file) for file in files}
     for file in files:
-        for line in last_lines(file, count):
+        for line in tails[file].lines()[-count:] if follow else last_lines(file, count):
             print(_marked(file, line, files), flush=True)
     if follow:
-        _follow(rundir, role, files)
+        _follow(rundir, role, tails)
     return 0
 
 
@@ -44,10 +45,8 @@ def logs_of(rundir: RunDir, role: str) -> list[Path]:
     return [file for file in found if file.exists()]
 
 
-def _follow(rundir: RunDir, role: str, shown: list[Path]) -> None:
-    tails = {file: Tail(file) for file in shown}
-    for tail in tails.values():
-        tail.lines()
+def _follow(rundir: RunDir, role: str, tails: dict[Path, Tail]) -> None:
+    """What comes behind what `tails` have given."""
     while True:
         ended = rundir.summary.exists()
         files = logs_of(rundir, role)

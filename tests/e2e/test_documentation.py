@@ -45,7 +45,7 @@ def commands(page: Path) -> list[str]:
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_commands(finished: LiveRun) -> None:
     """In the folder of a finished run, which stands for runs/quickstart."""
     quickstart = finished.cwd / "runs" / "quickstart"

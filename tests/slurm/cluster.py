@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from megarl.rundir import free_ports
+from tests.processes import alive
 
 LIMIT_S = 60.0
 CONFIGURATION = """\
@@ -102,6 +103,10 @@ class Cluster:
         names = ",".join(name for name in dead if name in self.nodes)
         self.wait_for(lambda: not names or self._up(names), f"start of {names}")
 
+    def dead(self) -> list[str]:
+        """Daemons that have ended, not by `kill`."""
+        return [name for name in self._daemons() if not self._lives(name) and name not in self._killed]
+
     def kill(self, node: str) -> None:
         """Its slurmd: its steps live on, and Slurm can no longer end them."""
         self._killed.add(node)
@@ -175,7 +180,7 @@ class Cluster:
     ) -> None:
         end = time.monotonic() + limit_s
         while not condition():
-            if dead := [name for name in self._daemons() if not self._lives(name) and name not in self._killed]:
+            if dead := self.dead():
                 raise DaemonDied(f"{', '.join(dead)} died while {what} was waited for; see {self.folder}")
             if time.monotonic() > end:
                 shown = [
@@ -189,7 +194,3 @@ class Cluster:
     def _run(self, words: Sequence[str]) -> None:
         done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, f"{words[0]}: {done.stderr}"
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

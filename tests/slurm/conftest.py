@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, DaemonDied
 from tests.slurm.jobs import Jobs
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +19,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.flaky(reruns=1, only_rerun="DaemonDied"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Whatever failed, if a daemon has died, that is why."""
+    try:
+        return (yield)
+    except Exception as error:
+        dead = item.funcargs["cluster"].dead() if "cluster" in item.funcargs else []
+        if dead and not isinstance(error, DaemonDied):
+            raise DaemonDied(f"{', '.join(dead)} died meanwhile") from error
+        raise
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.rundir import latest_rows, read_jsonl
 from tests.e2e.runs import summary
-from tests.slurm.cluster import alive
+from tests.processes import alive
 from tests.slurm.jobs import Job, Jobs
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]

@@ -34,7 +34,8 @@ def test_it_trains_saves_when_told_to_is_queued_again_and_goes_on_at_the_same_st
     assert summary(job.rundir)["reason"] == "stopped as asked"
 
     job.wait_for(lambda: job.steps() >= before + 1, "a step more", START_LIMIT_S)
-    assert [row["step"] for row in read_jsonl(job.rundir.metrics)] == list(range(job.steps())), "no step was done twice"
+    steps = [row["step"] for row in read_jsonl(job.rundir.metrics)]
+    assert steps == list(range(len(steps))), "no step was done twice"
     job.wait_for_state("COMPLETED")
     assert job.events("restart") == []
     check_history(job.rundir, job.recipe)

@@ -91,8 +91,8 @@ class Learner:
         self.published: list[int] = []
 
     def go(self, until: int = STEPS + 1) -> Reply:
-        """Do as told until `until` steps are trained or the controller says stop."""
-        end = time.monotonic() + LIMIT_S
+        """Do as told until `until` steps are trained or the controller says stop, for as long as the link waits for a reply."""
+        end = time.monotonic() + self.link.limit_s
         while time.monotonic() < end:
             reply = self.link.ask(Next(incarnation=self.incarnation, step=self.step, version=self.step))
             match reply:
@@ -314,8 +314,8 @@ def test_requests_that_are_lost_go_on_from_what_had_arrived(run: Run) -> None:
     assert all(sum(len(s.tokens) for s in r.segments if s.trained) <= 160 + 20 for r in retried)
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
+def wait_for(what: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    end = time.monotonic() + limit_s
     while not what():
         assert time.monotonic() < end
         time.sleep(0.1)

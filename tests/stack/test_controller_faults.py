@@ -19,7 +19,7 @@ from tests.stack.test_controller import STEPS, B, K, Learner, Run, assert_law, c
 
 pytestmark = [pytest.mark.stack, pytest.mark.faults, pytest.mark.timeout(900)]
 
-WATCHED_S = 8.0
+WATCHED_S, LIMIT_S = 8.0, 400.0
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_a_server_is_killed_while_it_is_held_and_comes_back(pair: tuple[Run, lis
     run, servers = pair
     process = run.start()
     learner = Learner(run, 0)
-    learner.link.limit_s = 400
-    wait_for(lambda: "server 0 at" in run.log() and "server 1 at" in run.log())
+    learner.link.limit_s = LIMIT_S
+    wait_for(lambda: "server 0 at" in run.log() and "server 1 at" in run.log(), LIMIT_S)
     learner.go(until=1)
     held = run.log().split("version 0 is evaluated on servers [")[1][0]
     victim = servers[int(held)]
@@ -53,7 +53,7 @@ def test_a_server_is_killed_while_it_is_held_and_comes_back(pair: tuple[Run, lis
     victim.process.wait()
     learner.go(until=3)
     restart(run, victim)
-    wait_for(lambda: f"server {held} at" in run.log().split(f"server {held} is lost")[-1])
+    wait_for(lambda: f"server {held} at" in run.log().split(f"server {held} is lost")[-1], LIMIT_S)
     assert isinstance(learner.go(), Stop)
     assert process.wait(60) == 0
     groups = assert_law(run, learner)
@@ -72,18 +72,18 @@ def test_a_server_that_comes_back_with_old_weights_is_sent_nothing_before_it_has
     run, servers = pair
     process = run.start()
     learner = Learner(run, 0)
-    learner.link.limit_s = 400
-    wait_for(lambda: "server 0 at" in run.log() and "server 1 at" in run.log())
+    learner.link.limit_s = LIMIT_S
+    wait_for(lambda: "server 0 at" in run.log() and "server 1 at" in run.log(), LIMIT_S)
     learner.go(until=2)
     victim = next(s for s in servers if not status(run)[s.address.id]["pinned"])
     number = victim.address.id
     os.killpg(victim.process.pid, signal.SIGKILL)
     victim.process.wait()
     killed = time.monotonic()
-    wait_for(lambda: status(run)[number]["state"] == "lost")
+    wait_for(lambda: status(run)[number]["state"] == "lost", LIMIT_S)
     record_property("until it was known to be lost, seconds", round(time.monotonic() - killed, 1))
     restart(run, victim)
-    wait_for(lambda: status(run)[number]["state"] == "unknown")
+    wait_for(lambda: status(run)[number]["state"] == "unknown", LIMIT_S)
     end = time.monotonic() + WATCHED_S
     while time.monotonic() < end:
         now = status(run)[number]

@@ -10,7 +10,7 @@ from tests.stack.conftest import Stack
 from tests.stack.publish_world import publish_from
 from tests.tiny_scores import scores
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 LAYOUTS = [
     ["model.tensor_parallel=2", "model.sequence_parallel=true"],

@@ -19,7 +19,7 @@ from tests.stack.publish_world import publish_from
 from tests.tiny import tiny_llama4, tiny_llama4_multimodal, tiny_qwen3, tiny_qwen3_moe
 from tests.tiny_scores import scores
 
-pytestmark = [pytest.mark.stack, pytest.mark.anyio]
+pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
 
 VOCABULARY = 130
 

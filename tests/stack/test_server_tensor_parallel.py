@@ -11,7 +11,7 @@ from tests.stack.publish_world import publish_from
 from tests.stack.test_server_families import ENDLESS, LLAMA4, VOCABULARY, assert_serves
 from tests.tiny import tiny_llama4
 
-pytestmark = [pytest.mark.stack, pytest.mark.anyio]
+pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

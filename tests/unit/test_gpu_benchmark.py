@@ -8,13 +8,13 @@ import time
 import zipfile
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks.gpu import __main__ as benchmark
 from benchmarks.gpu import machine, networks, process, report
 from benchmarks.gpu.parts import Part, learner, marked_tests
 from benchmarks.gpu.rows import Absent, Outcome, Row
+from tests.processes import wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "benchmarks" / "gpu" / "run.sh"
@@ -84,8 +84,7 @@ def test_over_its_limit(modules: Path) -> None:
     outcome = process.run("hangs", "part_hangs", 2.0, tiny=True)
     assert (outcome.ending, outcome.why) == ("over its limit", "not done after 2 s")
     assert len(outcome.rows) == 1
-    child = int(outcome.log)
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    wait_until_gone([int(outcome.log)])
 
 
 def test_files_of_tests_are_reported_as_they_pass() -> None:

@@ -22,7 +22,8 @@ die_with_supervisor()
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, lambda number, _: (folder / f"told-{rank}-{number}").touch())
-(folder / f"pid-{rank}").write_text(str(os.getpid()))
+(folder / f"pid-{rank}.new").write_text(str(os.getpid()))
+os.replace(folder / f"pid-{rank}.new", folder / f"pid-{rank}")
 if rank == "0":
     time.sleep(600)
 while not (folder / "end").exists():

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
@@ -270,6 +270,8 @@ class TestRefusals:
     r0=st.one_of(st.none(), st.floats(0, 0.9)),
     form=st.sampled_from(["sigmoid", "logistic", "power"]),
 )
+@example(scores=[0.0, 1e-200, 0.0, 0.0], r0=0.0, form="sigmoid")
+@example(scores=[2.2e-313, 1e-281, 0.0, 0.0, 0.0], r0=None, form="logistic")
 def test_any_scores_give_finite_numbers_or_a_message(scores: list[float], r0: float | None, form: str) -> None:
     try:
         found = fit([Curve("x", 7.0 * 1.4 ** np.arange(len(scores)), np.array(scores), r0)], form=form)

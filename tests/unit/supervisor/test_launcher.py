@@ -16,6 +16,7 @@ from megarl.supervisor.launcher import LocalLauncher, LocalProcess, Task, task
 from megarl.supervisor.nodes import here
 from megarl.supervisor.placement import Place
 from megarl.supervisor.restart import Kind, Role
+from tests.processes import alive, wait_until_gone
 
 SLEEP = "import time; time.sleep(600)"
 PARENT = f"import subprocess, sys; print('child', subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True)"
@@ -40,17 +41,6 @@ def wait_for_line(log: Path, mark: str) -> str:
             if line.startswith(mark):
                 return line.removeprefix(mark).strip()
         assert time.monotonic() < limit, log.read_text()
-        time.sleep(0.02)
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def wait_until_gone(pid: int) -> None:
-    limit = time.monotonic() + 60
-    while not gone(pid):
-        assert time.monotonic() < limit
         time.sleep(0.02)
 
 
@@ -84,7 +74,7 @@ def test_kill_ends_the_whole_group(tmp_path: Path) -> None:
     process.kill()
     process.wait_gone()
     assert process.status() == -9
-    wait_until_gone(child)
+    wait_until_gone([child])
 
 
 def test_kill_ends_what_a_dead_leader_left(tmp_path: Path) -> None:
@@ -95,9 +85,9 @@ def test_kill_ends_what_a_dead_leader_left(tmp_path: Path) -> None:
     process = start(family, tmp_path)
     child = int(wait_for_line(log, "child"))
     assert process._process.wait(60) == 0
-    assert not gone(child)
+    assert alive(child)
     process.kill()
-    wait_until_gone(child)
+    wait_until_gone([child])
 
 
 def test_role_dies_with_its_supervisor(tmp_path: Path) -> None:
@@ -120,7 +110,7 @@ time.sleep(600)
     pid = int(wait_for_line(log, "role"))
     parent.kill()
     parent.wait()
-    wait_until_gone(pid)
+    wait_until_gone([pid])
 
 
 def test_role_whose_supervisor_is_dead_already_ends_at_once(tmp_path: Path) -> None:

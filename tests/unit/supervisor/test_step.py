@@ -18,10 +18,16 @@ from megarl.supervisor.restart import Role
 from megarl.supervisor.srun import SrunStep
 from megarl.supervisor.step import UNANSWERED, Order, Report
 
-QUICK = "import sys; from megarl.supervisor import step; step.BEAT_S = 0.05; sys.exit(step.main(sys.argv[1]))"
+QUICK = """
+import sys
+from megarl.supervisor import step
+step.BEAT_S, step.UNANSWERED = 0.05, int(sys.argv[2])
+sys.exit(step.main(sys.argv[1]))
+"""
 NODE = Node("n1", "vm", "127.0.0.1", "lo", (), 2, ())
 LIMIT_S = 60.0
-Start = Callable[[], subprocess.Popen[bytes]]
+PATIENT = 1000
+Start = Callable[[int], subprocess.Popen[bytes]]
 
 
 @pytest.fixture
@@ -31,9 +37,9 @@ def start(tmp_path: Path) -> Start:
     task = Task(Role("learner"), ("-c", "import time; time.sleep(600)"), {}, place, RunDir(tmp_path / "run"))
     order = msgspec.json.encode(Order.of(task)).decode()
 
-    def started() -> subprocess.Popen[bytes]:
+    def started(unanswered: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-c", QUICK, order],
+            [sys.executable, "-c", QUICK, order, str(unanswered)],
             env=os.environ | {"SLURM_PROCID": "0"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -49,14 +55,14 @@ def reports(process: subprocess.Popen[bytes]) -> list[Report]:
 
 def test_ends_the_role_when_nobody_hears_it(start: Start) -> None:
     """stdin stays open: an srun that was killed, or whose slurmd was, says nothing of it to the step."""
-    process = start()
+    process = start(UNANSWERED)
     said = reports(process)
     assert process.wait(LIMIT_S) == 137
     assert [report.status for report in said] == [None] * UNANSWERED + [-9]
 
 
 def test_ends_the_role_with_its_supervisor(start: Start) -> None:
-    process = start()
+    process = start(PATIENT)
     assert process.stdin is not None
     process.stdin.close()
     assert reports(process)[-1].status == -9
@@ -64,7 +70,7 @@ def test_ends_the_role_with_its_supervisor(start: Start) -> None:
 
 
 def test_words_come_in_pieces(start: Start) -> None:
-    process = start()
+    process = start(PATIENT)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdout.readline()
@@ -77,12 +83,12 @@ def test_words_come_in_pieces(start: Start) -> None:
 
 
 def test_lives_as_long_as_it_is_heard(start: Start) -> None:
-    step = SrunStep(start(), ["n1"])
+    step = SrunStep(start(4 * UNANSWERED), ["n1"])
     end = time.monotonic() + LIMIT_S
     while not step.answered:
         assert time.monotonic() < end
         time.sleep(0.05)
-    time.sleep(3 * UNANSWERED * 0.05)
+    time.sleep(12 * UNANSWERED * 0.05)
     assert step.status() is None
     step.terminate()
     while step.status() is None:
