@@ -163,6 +163,13 @@ def _sequence(group: Group, rollout: Rollout, weight: float) -> TrainSequence:
     )
 
 
+def unrewarded(index: int, tokens: np.ndarray) -> TrainSequence:
+    """Tokens [n] int32 as ticket `index`: all but the first count, with weight 1; behaviour log-probs and advantage are 0."""
+    weight = np.ones(len(tokens), np.float32)
+    weight[0] = 0
+    return TrainSequence(index, 0, tokens, np.zeros_like(weight), weight, 0.0, 1)
+
+
 def batch_statistics(batch: Batch) -> dict[str, float]:
     """What the row of metrics says about the batch of step `batch.step`, groups without variance included.
 

@@ -18,7 +18,7 @@ from megarl.data import sources
 from megarl.data.chat import load_chat
 from megarl.errors import MegarlError
 from megarl.monitor import wandb_writer
-from megarl.recipe import Recipe, load
+from megarl.recipe import Recipe, flat, load
 from megarl.rundir import RunDir
 from megarl.supervisor import devices
 from megarl.supervisor.launcher import LocalLauncher
@@ -205,15 +205,8 @@ def check_history(recipe: Recipe, rundir: RunDir) -> bool:
 
 def differences(before: Recipe, after: Recipe) -> list[tuple[str, Any, Any]]:
     """(dotted key, old, new) of every value that differs."""
-    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    old, new = flat(before.model_dump(mode="json")), flat(after.model_dump(mode="json"))
     return [(key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return out
 
 
 def _no_model(recipe: Recipe) -> str:
