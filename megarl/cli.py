@@ -119,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
     supervisor.add(commands)
 
     report = add_command(commands, "report", _report, "write report.html and reward.png of a run anew")
-    report.add_argument("run", help="run directory")
+    report.add_argument("run", type=Path, help="run directory")
     traced = add_command(
         commands, "trace", _trace, "where the time of a run's last steps went, for Perfetto; also while it runs"
     )
@@ -267,11 +267,9 @@ def _rollouts_show(options: argparse.Namespace) -> int:
     from megarl.data.tokenizer import load_tokenizer
     from megarl.recipe import load
     from megarl.rollout.show import show
+    from megarl.rundir import RunDir
 
-    resolved = options.run / "recipe.yaml"
-    if not resolved.exists():
-        raise MegarlError(f"{options.run}: not a run directory (no recipe.yaml in it)")
-    tokenizer = load_tokenizer(load(str(resolved)).model.path)
+    tokenizer = load_tokenizer(load(str(RunDir.opened(options.run).recipe)).model.path)
     show(options.run, options.ticket, options.step, options.limit, tokenizer, options.json)
     return 0
 

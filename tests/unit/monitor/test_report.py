@@ -89,7 +89,7 @@ def test_first_step_of_a_life_is_no_measure(write_run: Callable[[int], RunDir]) 
 @pytest.mark.parametrize("steps", [0, 1, 2, 50])
 def test_report_of_any_length(recipe: Recipe, write_run: Callable[[int], RunDir], steps: int) -> None:
     rundir = write_run(steps)
-    report.main(str(rundir.path))
+    report.main(rundir.path)
     page = rundir.report.read_text()
     assert f"{steps} of 80 steps" in page
     assert not re.search(r'(src|href)="(?!#)', page.replace("xlink:href", "")), "the report fetches something"
@@ -113,7 +113,7 @@ def test_run_without_any_files(recipe: Recipe, write_run: Callable[[int], RunDir
 
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match="not a run directory"):
-        report.main(str(tmp_path))
+        report.main(tmp_path)
 
 
 def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path) -> None:
