@@ -20,7 +20,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 from megarl import recipe as recipes
-from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.ports import free_ports
 from megarl.recipe import Recipe
@@ -42,6 +41,7 @@ from tests.e2e.runs import (
     publications,
     quiet,
 )
+from tests.prompts import load_prompts
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
