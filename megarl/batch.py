@@ -142,11 +142,6 @@ def with_advantages(
     return [replace(s, advantage=of[s.ticket, s.sample]) for s in sequences], after
 
 
-def training_sequences(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
-    """Both at once, where no batch and no model has to be known beside this batch."""
-    return with_advantages(sequences_in_loss(batch, recipe), batch, recipe)[0]
-
-
 def _sequence(group: Group, rollout: Rollout, weight: float) -> TrainSequence:
     before = np.zeros(len(group.prompt.tokens), np.float32)
     trained = rollout.trained

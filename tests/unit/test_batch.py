@@ -8,15 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.batch import (
-    TrainSequence,
-    advantage_statistics,
-    batch_statistics,
-    token_weights,
-    training_sequences,
-)
+from megarl.batch import TrainSequence, advantage_statistics, batch_statistics, token_weights
 from megarl.recipe import Recipe, from_tree
 from megarl.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from tests.sequences import training_sequences
 
 
 def rollout(sample: int, reward: float, *parts: tuple[int, int, bool], **fields: object) -> Rollout:
