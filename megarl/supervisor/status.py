@@ -22,11 +22,11 @@ DEAD_S = 60.0
 
 def main(run: Path) -> int:
     rundir = RunDir.opened(run)
-    recipe, console = load(str(rundir.recipe)), Console()
+    console = Console()
     if rundir.summary.exists():
-        console.print(summary.render(json.loads(rundir.summary.read_text()), recipe, rundir))
+        console.print(summary.render(json.loads(rundir.summary.read_text()), rundir))
         return 0
-    observer = Observer(rundir)
+    recipe, observer = load(str(rundir.recipe)), Observer(rundir)
     observer.look()
     roles, began = roles_of(rundir)
     now = time.time()

@@ -36,7 +36,7 @@ def test_summary(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     assert 2 <= values["lag_max"] <= 5
     assert values["server_idle_share"] == pytest.approx(0.15)
     assert 0 < values["learner_idle_share"] < 0.5
-    page = words(summary.render(values | {"outcome": "finished", "reason": "all steps done"}, recipe, rundir))
+    page = words(summary.render(values | {"outcome": "finished", "reason": "all steps done"}, rundir))
     for part in ("finished: all steps done", "0.384 (step 0) → 0.933 (step 60)", "1 restarts", "largest"):
         assert part in page, page
 
@@ -47,7 +47,7 @@ def test_summary_and_report_of_several_tasks(write_tasks_run: Callable[[int], tu
     code = values["tasks"]["code"]
     assert (code["pass_rate_before"], code["pass_rate_after"]) == (pytest.approx(0.184), pytest.approx(0.733))
     assert code["pass_rate_train"] == pytest.approx(values["pass_rate_train"] - 0.2)
-    page = words(summary.render(values | {"outcome": "finished", "reason": "x"}, recipe, rundir))
+    page = words(summary.render(values | {"outcome": "finished", "reason": "x"}, rundir))
     assert "0.184 → 0.733 · training" in page
     report.write_report(rundir)
     page = rundir.report.read_text()
@@ -105,9 +105,7 @@ def test_run_without_any_files(recipe: Recipe, write_run: Callable[[int], RunDir
     rundir = write_run(0)
     rundir.eval.unlink()
     report.write_report(rundir)
-    page = words(
-        summary.render(summary.summarise(recipe, rundir) | {"outcome": "failed", "reason": "x"}, recipe, rundir)
-    )
+    page = words(summary.render(summary.summarise(recipe, rundir) | {"outcome": "failed", "reason": "x"}, rundir))
     assert "0 of 80" in page
 
 
