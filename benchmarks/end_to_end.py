@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.workload import EOS, Workload, make_model, prompt_texts
 from megarl import recipe as recipes
-from megarl.data.prompts import load_prompts
+from megarl.data.prompts import load_tasks
 from megarl.data.tokenizer import load_tokenizer
 from megarl.recipe import Recipe
 from megarl.rollout.client import ServerClient
@@ -132,9 +132,7 @@ def server_alone(recipe: Recipe, work: Workload) -> float:
     process, endpoints = start(recipe.model_copy(update={"run": run}))
     try:
         wait_ready(endpoints.servers[0], recipe.serving.start_timeout_s, process.poll)
-        prompts = load_prompts(
-            recipe.data.tasks["bench"].train, load_tokenizer(recipe.model.path), work.prompt_tokens, "bench"
-        )
+        prompts = load_tasks(recipe, load_tokenizer(recipe.model.path))["bench"].train
 
         async def rounds() -> list[float]:
             places = asyncio.Semaphore(recipe.serving.max_running_requests)

@@ -85,7 +85,6 @@ def sequences(work: Workload) -> list[TrainSequence]:
                 behaviour_logprobs=np.where(mask, np.float32(-6.9), np.float32(0)),
                 loss_weight=np.where(mask, np.float32(1 / lengths.sum()), np.float32(0)),
                 advantage=float(draw.choice((-1.0, 1.0))),
-                prompt_length=work.prompt_tokens,
             )
         )
     return out
@@ -110,7 +109,7 @@ def transformers_step(path: Path, microbatch_tokens: int) -> Callable[[list[Trai
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
 
     def step(batch: list[TrainSequence]) -> float:
-        longest, prompt = max(map(len, batch)), batch[0].prompt_length
+        longest, prompt = max(map(len, batch)), int(np.flatnonzero(batch[0].loss_weight)[0])
         total = 0.0
         optimizer.zero_grad()
         for part in torch.arange(len(batch)).split(max(1, microbatch_tokens // longest)):

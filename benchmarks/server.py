@@ -27,10 +27,11 @@ import psutil
 
 from megarl import recipe as recipes
 from megarl.models.family import read_config
+from megarl.ports import free_ports
 from megarl.process import die_with_parent
 from megarl.recipe import Recipe
 from megarl.rollout.client import ServerClient
-from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports
+from megarl.rundir import Endpoints, LinkKeys, RunDir
 from megarl.serving.health import wait_ready
 
 CONCURRENCY = (1, 8, 32, 128)

@@ -113,10 +113,6 @@ class Shards:
             raise MegarlError(f"{self.path}: {found} of {math.prod(wanted)} values of {key} at {offsets} are stored")
         return out
 
-    def file_of(self, key: str, box: Box) -> str:
-        """The file a shard lies in: `__RANK_N.distcp`, of the rank that wrote it."""
-        return str(self._places[key, box[0]].relative_path)
-
     def _shard(self, key: str, box: Box) -> Tensor:
         offsets, sizes = box
         info = self._places[key, offsets]

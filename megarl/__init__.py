@@ -2,6 +2,7 @@
 
 megarl/
   cli.py         every subcommand, thin            recipe/        the typed recipe; recipes/*.yaml by name
+  commands.py    how one is declared               ports.py       free ones, and whether one is
   types.py       prompt, segment, rollout, group   messages.py    what learner and controller say to each other
   rundir.py      the run directory's form          process.py     what a role process does with itself
   admission.py   tickets and the lag rule, pure    batch.py       groups -> sequences of a step, their weights, pure

@@ -49,7 +49,6 @@ class TrainSequence:
     behaviour_logprobs: np.ndarray
     loss_weight: np.ndarray
     advantage: PerToken
-    prompt_length: int
     experts: np.ndarray | None = None
     reward: float = 0.0
     value: PerToken = 0.0
@@ -142,11 +141,6 @@ def with_advantages(
     return [replace(s, advantage=of[s.ticket, s.sample]) for s in sequences], after
 
 
-def training_sequences(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
-    """Both at once, where no batch and no model has to be known beside this batch."""
-    return with_advantages(sequences_in_loss(batch, recipe), batch, recipe)[0]
-
-
 def _sequence(group: Group, rollout: Rollout, weight: float) -> TrainSequence:
     before = np.zeros(len(group.prompt.tokens), np.float32)
     trained = rollout.trained
@@ -157,10 +151,16 @@ def _sequence(group: Group, rollout: Rollout, weight: float) -> TrainSequence:
         behaviour_logprobs=np.concatenate([before, np.where(trained, rollout.logprobs, np.float32(0))]),
         loss_weight=np.concatenate([before, trained * np.float32(weight)]),
         advantage=0.0,
-        prompt_length=len(before),
         reward=rollout.reward,
         experts=None if rollout.routing is None else rollout.routing.table,
     )
+
+
+def unrewarded(index: int, tokens: np.ndarray) -> TrainSequence:
+    """Tokens [n] int32 as ticket `index`: all but the first count, with weight 1; behaviour log-probs and advantage are 0."""
+    weight = np.ones(len(tokens), np.float32)
+    weight[0] = 0
+    return TrainSequence(index, 0, tokens, np.zeros_like(weight), weight, 0.0)
 
 
 def batch_statistics(batch: Batch) -> dict[str, float]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.commands import add_command, add_group, add_recipe_command
 from megarl.data import cli as data
 from megarl.errors import MegarlError
 from megarl.evaluation import cli as evaluation
@@ -16,7 +17,6 @@ from megarl.scaling import cli as scaling
 from megarl.supervisor import cli as supervisor
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
     from megarl.recipe import Recipe
     from megarl.study.main import Options as StudyOptions
 
@@ -55,41 +55,41 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning with Megatron-Core and SGLang.")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    train = _recipe_command(commands, "train", _train, "train a policy: start, watch and restart all roles")
+    train = add_recipe_command(commands, "train", _train, "train a policy: start, watch and restart all roles")
     train.add_argument("--dry-run", action="store_true", help="print the resolved recipe and start nothing")
     train.add_argument(
         "--plan",
         metavar="GPU",
         help="divide this machine's GPUs as `megarl plan --gpu GPU` does best: servers, learner, layout",
     )
-    sft = _recipe_command(commands, "sft", _sft, "supervised warm start with the same learner")
+    sft = add_recipe_command(commands, "sft", _sft, "supervised warm start with the same learner")
     sft.add_argument("--dry-run", action="store_true", help="print the resolved recipe and start nothing")
 
-    serve = _recipe_command(commands, "serve", _serve, "role: one SGLang server")
+    serve = add_recipe_command(commands, "serve", _serve, "role: one SGLang server")
     serve.add_argument("--index", type=int, required=True, help="which of the recipe's servers this is, from 0")
     serve.add_argument("--port", type=int, required=True)
-    _recipe_command(commands, "rollout", _rollout, "role: the controller")
-    _recipe_command(commands, "learn", _learn, "role: the learner")
+    add_recipe_command(commands, "rollout", _rollout, "role: the controller")
+    add_recipe_command(commands, "learn", _learn, "role: the learner")
 
-    recipes = _command(commands, "recipes", _recipes, "the recipes that come with megarl")
+    recipes = add_command(commands, "recipes", _recipes, "the recipes that come with megarl")
     shown = recipes.add_subparsers(metavar="show NAME")
-    show = _command(shown, "show", _recipes_show, "a recipe, resolved, with what each key means")
+    show = add_command(shown, "show", _recipes_show, "a recipe, resolved, with what each key means")
     show.add_argument("recipe", help="name or file")
     show.add_argument("overrides", nargs="*", metavar="key=value")
-    suggest = _command(shown, "suggest", _recipes_suggest, "a recipe for a model of yours, with numbers for its size")
+    suggest = add_command(
+        shown, "suggest", _recipes_suggest, "a recipe for a model of yours, with numbers for its size"
+    )
     suggest.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory with weights")
     suggest.add_argument(
         "--preset", choices=("scalerl", "ppo"), default="scalerl", help="whose numbers (default: scalerl)"
     )
 
-    study = commands.add_parser(
-        "study", help="variants of a recipe, several seeds each, compared by their scaling curves"
-    )
-    studies = study.add_subparsers(metavar="loo | compare | results", required=True)
-    loo = _command(studies, "loo", _study_loo, "a recipe and its variants with one part of ScaleRL taken back each")
+    about = "variants of a recipe, several seeds each, compared by their scaling curves"
+    studies = add_group(commands, "study", about, "loo | compare | results")
+    loo = add_command(studies, "loo", _study_loo, "a recipe and its variants with one part of ScaleRL taken back each")
     loo.add_argument("recipe", help="name of a recipe or a YAML file")
     loo.add_argument("--with", dest="beside", default="", metavar="A,B", help="more recipes to run beside the variants")
-    compare = _command(studies, "compare", _study_compare, "several recipes")
+    compare = add_command(studies, "compare", _study_compare, "several recipes")
     compare.add_argument(
         "recipes", nargs="+", metavar="recipe", help="names or YAML files; then key=value for all of them"
     )
@@ -100,14 +100,13 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--task", type=int, help="run this one alone, such as $SLURM_ARRAY_TASK_ID, and make no table")
         one.add_argument("--dry-run", action="store_true", help="show the variants and start nothing")
     loo.add_argument("overrides", nargs="*", metavar="key=value", help="for all runs, such as run.steps=80")
-    of_study = _command(
+    of_study = add_command(
         studies, "results", _study_results, "table, plots and CSVs of a study, also of an unfinished one"
     )
     of_study.add_argument("directory", type=Path)
 
-    rollouts = commands.add_parser("rollouts", help="the journal of a run")
-    looked = rollouts.add_subparsers(metavar="show RUN", required=True)
-    from_journal = _command(looked, "show", _rollouts_show, "what the policy wrote, also while the run lives")
+    looked = add_group(commands, "rollouts", "the journal of a run", "show RUN")
+    from_journal = add_command(looked, "show", _rollouts_show, "what the policy wrote, also while the run lives")
     from_journal.add_argument("run", type=Path, help="run directory")
     from_journal.add_argument("--ticket", type=int, help="all rollouts of this ticket, token by token")
     from_journal.add_argument("--step", type=int, help="the groups that this step trains")
@@ -119,9 +118,9 @@ def parser() -> argparse.ArgumentParser:
     scaling.add(commands)
     supervisor.add(commands)
 
-    report = _command(commands, "report", _report, "write report.html and reward.png of a run anew")
-    report.add_argument("run", help="run directory")
-    traced = _command(
+    report = add_command(commands, "report", _report, "write report.html and reward.png of a run anew")
+    report.add_argument("run", type=Path, help="run directory")
+    traced = add_command(
         commands, "trace", _trace, "where the time of a run's last steps went, for Perfetto; also while it runs"
     )
     traced.add_argument("run", type=Path, help="run directory")
@@ -129,27 +128,10 @@ def parser() -> argparse.ArgumentParser:
     traced.add_argument(
         "--output", type=Path, metavar="FILE", help="JSON, compressed if it ends in .gz (RUN/trace.json.gz)"
     )
-    plan = _recipe_command(commands, "plan", _plan, "what a recipe needs on N GPUs, and how fast it will be")
+    plan = add_recipe_command(commands, "plan", _plan, "what a recipe needs on N GPUs, and how fast it will be")
     planning.add_arguments(plan)
-    _command(commands, "doctor", _doctor, "what this machine can run, and what to do about what it cannot")
+    add_command(commands, "doctor", _doctor, "what this machine can run, and what to do about what it cannot")
     return top
-
-
-def _command(
-    commands: "Commands", name: str, function: Callable[[argparse.Namespace], int], about: str
-) -> argparse.ArgumentParser:
-    made = commands.add_parser(name, help=about, description=about)
-    made.set_defaults(command=function)
-    return made
-
-
-def _recipe_command(
-    commands: "Commands", name: str, function: Callable[[argparse.Namespace], int], about: str
-) -> argparse.ArgumentParser:
-    made = _command(commands, name, function, about)
-    made.add_argument("recipe", help="name of a recipe (`megarl recipes`) or a YAML file")
-    made.add_argument("overrides", nargs="*", metavar="key=value", help="such as model.tensor_parallel=2")
-    return made
 
 
 def _load(options: argparse.Namespace) -> "Recipe":
@@ -285,11 +267,9 @@ def _rollouts_show(options: argparse.Namespace) -> int:
     from megarl.data.tokenizer import load_tokenizer
     from megarl.recipe import load
     from megarl.rollout.show import show
+    from megarl.rundir import RunDir
 
-    resolved = options.run / "recipe.yaml"
-    if not resolved.exists():
-        raise MegarlError(f"{options.run}: not a run directory (no recipe.yaml in it)")
-    tokenizer = load_tokenizer(load(str(resolved)).model.path)
+    tokenizer = load_tokenizer(load(str(RunDir.opened(options.run).recipe)).model.path)
     show(options.run, options.ticket, options.step, options.limit, tokenizer, options.json)
     return 0
 

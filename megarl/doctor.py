@@ -22,7 +22,7 @@ from rich.text import Text
 
 from megarl.errors import MegarlError
 from megarl.grading.sandbox import Sandbox
-from megarl.rundir import free_ports
+from megarl.ports import free_ports
 from megarl.supervisor.devices import gpus
 
 GIB = 1 << 30

@@ -13,15 +13,15 @@ SUPERVISOR, NODE = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE"
 """Environment variables of a process that megarl started: who watches it, and, of a role, the name of its node."""
 
 
-def die_with_parent(sig: int = signal.SIGKILL) -> None:
-    """The kernel sends `sig` when the parent dies, however it dies: no role outlives its supervisor. Linux only.
+def die_with_parent() -> None:
+    """The kernel kills this process when the parent dies, however it dies: no role outlives its supervisor. Linux only.
 
     The parent is the *thread* that forked: call this from processes started by a thread that lives as long as the role.
     """
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sig, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the call
-        os.kill(os.getpid(), sig)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_with_supervisor() -> None:

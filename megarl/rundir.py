@@ -16,12 +16,10 @@ RUN/stop               asks for an orderly end; polled by learner and controller
 import json
 import math
 import os
-import random
 import re
-import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ from megarl.recipe import Recipe
 META = "megarl.json"
 """In a checkpoint, written last: without it it is not complete."""
 CHECKPOINT = re.compile(r"step-(\d+)")
-LOWEST_PORT, PORTS_WANTED = 10_000, 5_000
 
 
 class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +104,14 @@ class RunDir:
     @staticmethod
     def of(recipe: Recipe) -> "RunDir":
         return RunDir(recipe.run.path)
+
+    @staticmethod
+    def opened(path: Path) -> "RunDir":
+        """Of a run that has begun. MegarlError if none has there."""
+        rundir = RunDir(path)
+        if not rundir.recipe.exists():
+            raise MegarlError(f"{path}: not a run directory (no recipe.yaml in it)")
+        return rundir
 
     def log(self, role: str, host: str, rank: int) -> Path:
         """Of one process. role: server, controller or learner; rank: which server, or which rank of the learner."""
@@ -224,21 +229,3 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 def latest_rows(path: Path) -> list[dict[str, Any]]:
     """Rows by step, a later row of the same step superseding the earlier one (replay after a crash)."""
     return [row for _, row in sorted({row["step"]: row for row in read_jsonl(path)}.items())]
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """That many different ports of `host`, an address of this machine, that nobody listens on now.
-
-    They lie below those that the kernel gives to outgoing connections, so that none takes one before it is used, and are
-    drawn at random, so that runs which look at the same moment find others.
-    """
-    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    last = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
-    found: list[int] = []
-    for port in random.SystemRandom().sample(range(LOWEST_PORT, last), last - LOWEST_PORT):
-        if len(found) == count:
-            return found
-        with socket.socket() as s, suppress(OSError):
-            s.bind((host, port))
-            found.append(port)
-    raise MegarlError(f"{host}: of the ports {LOWEST_PORT} to {last} only {len(found)} are free; {count} are needed")

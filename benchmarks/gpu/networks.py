@@ -108,7 +108,6 @@ def sequences(lengths: Sequence[int], vocabulary: int) -> list[TrainSequence]:
             behaviour_logprobs=np.where(mask, np.float32(-np.log(vocabulary)), np.float32(0)),
             loss_weight=np.where(mask, np.float32(1 / trained), np.float32(0)),
             advantage=(-1.0, 1.0)[i % 2],
-            prompt_length=_prompt(n),
         )
         found.append(sequence)
     return found

@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megarl.commands import Commands, add_command, add_group
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -20,13 +21,11 @@ MAPPING_HELP = (
 )
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add(commands: Commands) -> None:
     """The subcommand `data` and its own."""
-    about = "look at prompt sets, prepare them, make the quickstart's"
-    top = commands.add_parser("data", help=about, description=about)
-    inner = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    inner = add_group(commands, "data", "look at prompt sets, prepare them, make the quickstart's")
 
-    look = _command(inner, "inspect", _inspect, "lengths, difficulties, answer types and samples")
+    look = add_command(inner, "inspect", _inspect, "lengths, difficulties, answer types and samples")
     look.add_argument(
         "what", metavar="SOURCE_OR_RECIPE", help="a file of prompts or traces, hub:…, or a recipe: all it has"
     )
@@ -35,7 +34,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     look.add_argument("--tokenizer", type=Path, metavar="DIR", help="count tokens with that of this model directory")
     look.add_argument("--samples", type=int, default=3, help="rows shown of each set (default 3)")
 
-    make = _command(inner, "prepare", _prepare, "clean, split and decontaminate a source into the project's own rows")
+    make = add_command(
+        inner, "prepare", _prepare, "clean, split and decontaminate a source into the project's own rows"
+    )
     make.add_argument("source", metavar="SOURCE", help="JSONL, JSON, Parquet or Arrow, or hub:ORG/NAME:CONFIG:SPLIT")
     make.add_argument("out", type=Path, metavar="DIR", help="gets train, heldout, report.json, removed.jsonl")
     _columns(make)
@@ -46,15 +47,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )  # fmt: skip
     make.add_argument("--format", choices=("jsonl", "parquet", "arrow"), default="jsonl")
 
-    sums = _command(inner, "arithmetic", _arithmetic, "the quickstart's task, tokenizer and untrained model")
+    sums = add_command(inner, "arithmetic", _arithmetic, "the quickstart's task, tokenizer and untrained model")
     sums.add_argument("directory", type=Path)
     sums.add_argument("--seed", type=int, default=0)
-
-
-def _command(inner: Any, name: str, function: Any, about: str) -> argparse.ArgumentParser:
-    made: argparse.ArgumentParser = inner.add_parser(name, help=about, description=about)
-    made.set_defaults(command=function)
-    return made
 
 
 def _columns(command: argparse.ArgumentParser) -> None:

@@ -15,7 +15,6 @@ import logging
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import batched
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,12 +68,6 @@ def load_tasks(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, TaskPrompts]:
         for _, heldout in found.values():
             check_disjoint(train, heldout)
     return {name: TaskPrompts(train.prompts, heldout.prompts) for name, (train, heldout) in found.items()}
-
-
-def load_prompts(path: Path | str, tokenizer: Tokenizer, max_tokens: int, task: str) -> list[Prompt]:
-    """The prompts of a source in the project's own form that are at most `max_tokens` long, in the source's order."""
-    found = load_set(survey_of(str(path), own), lambda text: text, tokenizer, max_tokens, task, str(path))[0]
-    return list(found.prompts)
 
 
 def renderer(task: Rows, tokenizer: Tokenizer) -> Render:

@@ -2,12 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+
+from megarl.commands import Commands, add_command, add_group
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add(commands: Commands) -> None:
     """The subcommands `eval` and `answers`."""
-    ask = _command(commands, "eval", _eval, "score a model or a run's checkpoint on suites, on servers of its own")
+    ask = add_command(commands, "eval", _eval, "score a model or a run's checkpoint on suites, on servers of its own")
     ask.add_argument(
         "--model",
         required=True,
@@ -28,27 +29,19 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "overrides", nargs="*", metavar="key=value", help="of the recipe, such as evaluation.temperature=0.6"
     )
 
-    about = "answers of evaluations: best-of-n curves, comparisons"
-    top = commands.add_parser("answers", help=about, description=about)
-    inner = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    curve = _command(inner, "curve", _curve, "score against tokens generated: best of n by majority, reward, oracle")
+    inner = add_group(commands, "answers", "answers of evaluations: best-of-n curves, comparisons")
+    curve = add_command(inner, "curve", _curve, "score against tokens generated: best of n by majority, reward, oracle")
     curve.add_argument(
         "out", nargs="+", type=Path, metavar="OUT", help="of megarl eval, or RUN/evaluations/step-N; or RUN"
     )
     curve.add_argument("--suite", metavar="NAME", help="of those that all have (default: all)")
     curve.add_argument("--picture", type=Path, metavar="PNG", help="default: curve-SUITE.png in the first OUT")
     about = "two models on the same prompts: a table, and a page to read their answers side by side"
-    compare = _command(inner, "compare", _compare, about)
+    compare = add_command(inner, "compare", _compare, about)
     for name in ("out_a", "out_b"):
         compare.add_argument(name, type=Path, metavar=name.upper(), help="of megarl eval, or RUN/evaluations/step-N")
     compare.add_argument("--suite", metavar="NAME", help="of those that both have (default: all)")
     compare.add_argument("-o", "--page", type=Path, metavar="HTML", help="default: compare-SUITE.html in OUT_B")
-
-
-def _command(inner: Any, name: str, function: Any, about: str) -> argparse.ArgumentParser:
-    made: argparse.ArgumentParser = inner.add_parser(name, help=about, description=about)
-    made.set_defaults(command=function)
-    return made
 
 
 def _eval(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -20,6 +20,7 @@ from megarl.evaluation.answers import Answer, Result, SuiteDir, suites_in
 from megarl.evaluation.estimators import Interval, over_prompts
 from megarl.evaluation.metrics import Choice, Outcome, choices
 from megarl.evaluation.paired import paired_difference
+from megarl.recipe import flat
 
 METHOD = (
     "Intervals are of 95 %, over prompts. The difference is paired, prompt by prompt: Student's t, with Bonett and Price's two "
@@ -192,21 +193,13 @@ def _settings(a: Side, b: Side) -> list[str]:
     if a.result is None or b.result is None:
         return []
     ours, theirs = (
-        _flat({k: v for k, v in side.result.settings.items() if k != "model"}) for side in (a, b) if side.result
+        flat({k: v for k, v in side.result.settings.items() if k != "model"}) for side in (a, b) if side.result
     )
     return [
         f"{key}: {ours.get(key)} of {a.name}, {theirs.get(key)} of {b.name}."
         for key in sorted(ours.keys() | theirs.keys())
         if ours.get(key) != theirs.get(key)
     ]
-
-
-def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Keys of keys joined by dots."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        found |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
-    return found
 
 
 def show(comparison: Comparison, console: Console) -> None:

@@ -56,9 +56,9 @@ def answer_of(text: str, end_of_thinking: str) -> str:
     return text.partition(end_of_thinking)[2].strip()
 
 
-def judged(correct: bool, timeout: bool = False, error: str = "") -> Verdict:
+def judged(correct: bool, timeout: bool = False) -> Verdict:
     """The verdict of a grader that knows right and wrong alone."""
-    return Verdict(RIGHT if correct else WRONG, timeout, error)
+    return Verdict(RIGHT if correct else WRONG, timeout)
 
 
 def graded(answer: str, main: Verdict, others: Mapping[str, Verdict], weights: Mapping[str, float]) -> Grade:

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 """Between looks at `interrupted` while waiting."""
+LAST_WORD_S = 5.0
 
 
 class Interrupted(Exception):
@@ -66,12 +67,12 @@ class Link:
             self._socket.close()
             self._socket = self._connect()
 
-    def tell(self, request: Request, limit_s: float = 5.0) -> None:
+    def tell(self, request: Request) -> None:
         """Send a last word; whether it is heard does not matter."""
         self._socket.close()
         self._socket = self._connect()
         self._socket.send_multipart(to_frames(request))
-        self._socket.poll(int(1000 * limit_s))
+        self._socket.poll(int(1000 * LAST_WORD_S))
 
     def close(self) -> None:
         self._context.destroy()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.batch import TrainSequence
+from megarl.batch import TrainSequence, unrewarded
 from megarl.collective import from_rank_0
 from megarl.errors import MegarlError
 from megarl.learner.out_of_memory import OutOfMemory
@@ -168,14 +168,7 @@ def _full(trainer: Trainer, tokens: int, longest: int) -> list[TrainSequence]:
     pieces = [longest] * (tokens // longest) + [tokens % longest] * bool(tokens % longest)
     random = np.random.default_rng(0)  # tokens of one kind would all choose the same experts
     ids = [random.integers(0, trainer.policy.family.vocabulary, n).astype(np.int32) for n in pieces * count]
-    return [_worth_nothing(i, tokens) for i, tokens in enumerate(ids)]
-
-
-def _worth_nothing(index: int, ids: np.ndarray) -> TrainSequence:
-    """All of it but the first token is trained, on an advantage of 0."""
-    weight = np.ones(len(ids), np.float32)
-    weight[0] = 0
-    return TrainSequence(index, 0, ids, np.zeros_like(weight), weight, 0.0, 1)
+    return [unrewarded(i, tokens) for i, tokens in enumerate(ids)]
 
 
 def _valid_for(trainer: Trainer, longest: int) -> dict[str, Any]:

@@ -31,8 +31,9 @@ from megarl.learner.losses import supervised_loss
 from megarl.learner.ranks import become_torchrun, is_rank
 from megarl.learner.trainer import Trainer
 from megarl.models import hf, parallel
+from megarl.ports import free_ports
 from megarl.recipe import Recipe
-from megarl.rundir import free_ports, write_atomically, writing
+from megarl.rundir import write_atomically, writing
 from megarl.wishes import Wish, wishes
 
 RANKS_LIMIT_S = 600.0
@@ -157,7 +158,6 @@ def _sequences(traces: Sequence[Trace]) -> list[TrainSequence]:
             behaviour_logprobs=np.zeros(len(trace.tokens), np.float32),
             loss_weight=trace.learnt * weight,
             advantage=0.0,
-            prompt_length=trace.prompt_tokens,
         )
         for i, trace in enumerate(traces)
     ]

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.advantages import NOTHING_SEEN
-from megarl.batch import TrainSequence, advantage_statistics, sequences_in_loss, with_advantages
+from megarl.batch import TrainSequence, advantage_statistics, sequences_in_loss, unrewarded, with_advantages
 from megarl.learner.critic import Critic
 from megarl.learner.losses import Loss, policy_loss
 from megarl.learner.losses.tokens import Tokens
@@ -146,7 +146,7 @@ class Trainer:
 
     def logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Log-prob, at temperature 1, of each token of each sequence but its first. [len - 1] float32 each, on all ranks."""
-        tokens = [_scored(i, ids) for i, ids in enumerate(sequences)]
+        tokens = [unrewarded(i, ids) for i, ids in enumerate(sequences)]
         return [
             values[1:] for values in self.policy.ask(tokens, self.policy.lm_head(1.0), pick=lambda output: output[0])
         ]
@@ -204,10 +204,3 @@ def _epoch(
             for each in learning:
                 each.network.update(each.lr, metrics[each.norm_name])
     return metrics, broken
-
-
-def _scored(index: int, ids: np.ndarray) -> TrainSequence:
-    """A sequence of which every token but the first is asked for."""
-    wanted = np.ones(len(ids), np.float32)
-    wanted[0] = 0
-    return TrainSequence(index, 0, ids, np.zeros_like(wanted), wanted, 0.0, 1)

@@ -182,10 +182,10 @@ def interval(evaluation: Row) -> float:
     return 1.96 * math.sqrt(p * (1 - p) / evaluation["n_prompts"])
 
 
-def svg(draw: Callable[[Any], bool | None], title: str, size: tuple[float, float] = (5.6, 2.9)) -> str:
+def svg(draw: Callable[[Any], bool | None], title: str) -> str:
     """One picture as an inline SVG element; empty if there was nothing to draw."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=(5.6, 2.9), layout="constrained")
         axes = figure.subplots()
         axes.set_title(title)
         if draw(axes) is False:

@@ -10,7 +10,6 @@ from typing import Any
 
 from megarl import pages
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.errors import MegarlError
 from megarl.monitor import charts, summary
 from megarl.recipe import Recipe, dump, load
 from megarl.rollout.journal import JournalReader
@@ -23,11 +22,9 @@ SAMPLES = 4
 MOST_CHARACTERS = 6000
 
 
-def main(run: str) -> int:
+def main(run: Path) -> int:
     """Write the report of a run directory and say where it is."""
-    rundir = RunDir(Path(run))
-    if not rundir.recipe.exists():
-        raise MegarlError(f"{run}: not a run directory (no recipe.yaml in it)")
+    rundir = RunDir.opened(run)
     write_report(rundir)
     print(f"{rundir.report}\n{rundir.picture}")
     return 0

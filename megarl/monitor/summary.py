@@ -87,7 +87,7 @@ def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
     return [row for row in rows if not row.get("replay") and row["time"] not in first]
 
 
-def render(values: Row, recipe: Recipe, rundir: RunDir) -> RenderableType:
+def render(values: Row, rundir: RunDir) -> RenderableType:
     """The closing summary."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)

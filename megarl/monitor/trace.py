@@ -31,9 +31,7 @@ MARGIN_S = 1e-6
 
 def main(run: Path, steps: int, output: Path | None) -> int:
     """Write the trace, and say where it lies."""
-    rundir = RunDir(run)
-    if not rundir.recipe.exists():
-        raise MegarlError(f"{run}: not a run directory (no recipe.yaml in it)")
+    rundir = RunDir.opened(run)
     if steps < 1:
         raise MegarlError(f"--steps: {steps}: at least 1")
     trace = trace_of(rundir, steps)

@@ -57,7 +57,7 @@ class LearnerChoice:
 class Plan:
     """One division of the GPUs, with what it is expected to do.
 
-    running: requests a server works on at once; decode_seconds: one step of these. rates in completion tokens/s.
+    running: requests a server works on at once; tokens_per_second: completion tokens.
     """
 
     recipe: Recipe
@@ -68,7 +68,6 @@ class Plan:
     decoder: Decoder
     publication: Publication
     running: float
-    decode_seconds: float
     train_seconds: float
     generate_seconds: float
     step_seconds: float
@@ -308,7 +307,6 @@ def evaluate(
         decoder=decoder,
         publication=published,
         running=running,
-        decode_seconds=seconds,
         train_seconds=learner.train_seconds,
         generate_seconds=generate,
         step_seconds=step,

@@ -31,7 +31,7 @@ class _Request:
 class SimulatedServer:
     """`busy_seconds`: with any request and not paused; `tokens`: decoded so far."""
 
-    def __init__(self, step_seconds: StepSeconds, version: int = 0) -> None:
+    def __init__(self, step_seconds: StepSeconds) -> None:
         self._step_seconds = step_seconds
         self._running: list[_Request] = []
         self._order = itertools.count()
@@ -41,7 +41,7 @@ class SimulatedServer:
         self._starts = 0.0  # sum over running requests of (began - context)
         self._paused = False
         self._timer: asyncio.TimerHandle | None = None
-        self._versions = [(0.0, version)]  # from this step on, these weights
+        self._versions = [(0.0, 0)]  # from this step on, these weights
         self.busy_seconds = self.running_seconds = 0.0
         self.tokens = 0.0
 

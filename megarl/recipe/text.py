@@ -1,4 +1,7 @@
-"""A resolved recipe as YAML: to be read back, or to be read."""
+"""A resolved recipe as YAML, to be read back or to be read; and any tree, flat."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import yaml
 from pydantic import BaseModel
@@ -15,6 +18,14 @@ def dump(recipe: Recipe) -> str:
 def describe(recipe: Recipe) -> str:
     """YAML of the whole resolved tree with each key's meaning and limits beside it."""
     return "\n".join(_described(recipe, 0)) + "\n"
+
+
+def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """The values in a tree of mappings, by the keys that lead to them, joined by dots. before: what keys begin with."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return found
 
 
 def _described(section: BaseModel, depth: int) -> list[str]:

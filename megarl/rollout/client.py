@@ -28,7 +28,7 @@ from megarl.types import float32, int32
 from megarl.weights import scoring
 
 CONNECT_LIMIT_S = 10.0
-ADMIN_LIMIT_S = 30.0
+HEALTH_LIMIT_S, ABORT_LIMIT_S = 5.0, 30.0
 KEEP_ALIVE_S = 2.0
 """Idle connections are not used again after this; the server closes them after 5 s, and a request on a closed one is lost."""
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
@@ -176,15 +176,14 @@ class ServerClient:
         top_p: float = 1.0,
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
-        stream: bool = True,
         ignore_eos: bool = False,
         routing_from: int | None = None,
     ) -> Generation:
         """Sample until a stop token, the model's own end token, or `max_new_tokens`.
 
-        cache_salt: requests with different ones never share cached prefixes. stream=False gives the same result in one
-        piece, but nothing can be salvaged. ignore_eos: go on to `max_new_tokens` whatever is sampled (benchmarks).
-        routing_from: ask for the experts chosen for all tokens but the last, from this one of `input_ids` on.
+        cache_salt: requests with different ones never share cached prefixes. ignore_eos: go on to `max_new_tokens` whatever
+        is sampled (benchmarks). routing_from: ask for the experts chosen for all tokens but the last, from this one of
+        `input_ids` on.
         Raises ServerLost or ServerRefused. Cancelling it aborts the request on the server.
         """
         body: dict[str, Any] = {
@@ -198,7 +197,7 @@ class ServerClient:
             },
             "return_logprob": True,
             "cache_salt": cache_salt,
-            "stream": stream,
+            "stream": True,
         }
         if routing_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routing_from}
@@ -210,8 +209,6 @@ class ServerClient:
             async with self._post("/generate", body, self._api, self._timeout) as reply:
                 if reply.status != 200:
                     raise self._refusal_or_loss(reply.status, await reply.text(), received)
-                if not stream:
-                    return self._finished(_decode_chunk(await reply.read()), received)
                 async for event in events(reply.content.iter_any()):
                     chunk = _decode_chunk(event)
                     if chunk.error is not None:
@@ -273,48 +270,29 @@ class ServerClient:
             return ServerRefused(f"{self.url} refused a request ({status}): {text[:500]}")
         return ServerLost(f"{self.url} answered with status {status}: {text[:500]}", *received.joined())
 
-    async def health(self, limit_s: float = 5.0) -> bool:
-        """Whether it says within `limit_s` that it takes requests."""
+    async def health(self) -> bool:
+        """Whether it says within HEALTH_LIMIT_S that it takes requests."""
         try:
             async with self._connected().get(
-                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=limit_s)
+                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_LIMIT_S)
             ) as reply:
                 return reply.status == 200
         except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
             return False
 
-    async def abort_all(self, limit_s: float = ADMIN_LIMIT_S) -> None:
-        """Abort every request on the server; each raises ServerLost at its caller."""
-        await self._call("post", "/abort_request", {"abort_all": True}, self._admin, limit_s)
-
-    async def continue_generation(self, limit_s: float = ADMIN_LIMIT_S) -> None:
-        """End a pause that a lost learner left behind."""
-        await self._call("post", "/continue_generation", {"torch_empty_cache": False}, self._admin, limit_s)
-
-    async def flush_cache(self, limit_s: float = ADMIN_LIMIT_S) -> None:
-        """Drop all cached prefixes; the server refuses while requests run."""
-        await self._call("post", "/flush_cache", None, self._admin, limit_s)
-
-    async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None, headers: dict[str, str], limit_s: float
-    ) -> Any:
-        empty = _Received().joined()
+    async def abort_all(self) -> None:
+        """Abort every request on the server; each raises ServerLost at its caller. Raises ServerLost or ServerRefused."""
+        url, nothing = f"{self.url}/abort_request", _Received().joined()
+        limit = aiohttp.ClientTimeout(total=ABORT_LIMIT_S)
         try:
-            async with self._connected().request(
-                method,
-                f"{self.url}{path}",
-                json=body,
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=limit_s),
-            ) as reply:
+            async with self._post("/abort_request", {"abort_all": True}, self._admin, limit) as reply:
                 text = await reply.text()
                 if reply.status != 200:
-                    raise ServerRefused(f"{self.url}{path} refused ({reply.status}): {text[:500]}")
-                return msgspec.json.decode(text) if text.startswith(("{", "[")) else text
+                    raise ServerRefused(f"{url} refused ({reply.status}): {text[:500]}")
         except TimeoutError:
-            raise ServerLost(f"{self.url}{path} did not answer within {limit_s:g} s", *empty) from None
+            raise ServerLost(f"{url} did not answer within {ABORT_LIMIT_S:g} s", *nothing) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerLost(f"{self.url}{path}: {type(error).__name__}: {error}", *empty) from None
+            raise ServerLost(f"{url}: {type(error).__name__}: {error}", *nothing) from None
 
     def _post(self, path: str, body: dict[str, Any], headers: dict[str, str], timeout: aiohttp.ClientTimeout) -> Any:
         data = msgspec.json.encode(body)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.commands import Commands, add_command, add_group
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -18,33 +19,31 @@ if TYPE_CHECKING:
 FORM_NAMES = ("sigmoid", "logistic", "power")
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add(commands: Commands) -> None:
     """The subcommand `scaling` and its own."""
-    about = "what a run will reach, from its evaluations"
-    top = commands.add_parser("scaling", help=about, description=about)
-    inner = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    inner = add_group(commands, "scaling", "what a run will reach, from its evaluations")
 
-    found = _command(inner, "fit", _fit, "A, B and C_mid of a run, with 95 %% intervals")
+    found = add_command(inner, "fit", _fit, "A, B and C_mid of a run, with 95 %% intervals")
     _points(found, "a run directory, or a CSV or JSONL of points")
     found.add_argument("--json", action="store_true", help="the fit as one JSON object")
 
-    beyond = _command(inner, "extrapolate", _extrapolate, "the score at some compute, or the compute of a score")
+    beyond = add_command(inner, "extrapolate", _extrapolate, "the score at some compute, or the compute of a score")
     _points(beyond, "a run directory, or a CSV or JSONL of points")
     asked = beyond.add_mutually_exclusive_group(required=True)
     asked.add_argument("--to", type=float, metavar="H", help="predict the pass rate at this many hours")
     asked.add_argument("--reach", type=float, metavar="R", help="predict the hours at which this pass rate is reached")
     beyond.add_argument("--json", action="store_true")
 
-    against = _command(inner, "compare", _compare, "which run has the higher ceiling, which is quicker")
+    against = add_command(inner, "compare", _compare, "which run has the higher ceiling, which is quicker")
     _points(against, "two or more run directories or files of points; the first is the reference", several=True)
     against.add_argument("--json", action="store_true")
     _picture(against, None, "also draw BASE.png, .svg, .html, and the efficiency plot beside them")
 
-    picture = _command(inner, "plot", _plot, "points, fits and what they predict, as PNG, SVG and interactive HTML")
+    picture = add_command(inner, "plot", _plot, "points, fits and what they predict, as PNG, SVG and interactive HTML")
     _points(picture, "run directories or files of points", several=True)
     _picture(picture, Path("scaling"), "draw BASE.png, BASE.svg, BASE.html (default: scaling)")
 
-    paper = _command(inner, "published", _published, "the fits of ScaleRL's paper")
+    paper = add_command(inner, "published", _published, "the fits of ScaleRL's paper")
     paper.add_argument("--json", action="store_true")
     paper.add_argument(
         "--synthetic",
@@ -54,12 +53,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     paper.add_argument("--hours", type=float, default=16_000, help="compute of the synthetic run")
     paper.add_argument("--evaluations", type=int, default=32, help="of the synthetic run")
     paper.add_argument("--seeds", type=int, default=1, help="synthetic runs")
-
-
-def _command(inner: Any, name: str, function: Any, about: str) -> argparse.ArgumentParser:
-    made: argparse.ArgumentParser = inner.add_parser(name, help=about, description=about)
-    made.set_defaults(command=function)
-    return made
 
 
 def _picture(command: argparse.ArgumentParser, base: Path | None, about: str) -> None:

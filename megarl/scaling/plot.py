@@ -34,9 +34,8 @@ def plot_fits(
     title: str = "",
     until: float | None = None,
     laws: Sequence[Law] = (),
-    formats: Sequence[str] = ("png", "svg"),
 ) -> list[Path]:
-    """Write the picture in each format. until: hours to which curves are drawn; laws: published fits under them."""
+    """Write the picture as PNG and SVG. until: hours to which curves are drawn; laws: published fits under them."""
     if not any(len(curve.hours) for curves, _ in series.values() for curve in curves):
         raise MegarlError("nothing to draw: no run has a point after its training began")
     with matplotlib.rc_context(STYLE):
@@ -61,12 +60,10 @@ def plot_fits(
         log.set_title("logarithm of compute")
         linear.set_title("compute")
         _explain(linear)
-        return _save(figure, path_without_suffix, formats)
+        return _save(figure, path_without_suffix)
 
 
-def plot_efficiency(
-    fits: Mapping[str, Fit], path_without_suffix: Path, formats: Sequence[str] = ("png", "svg")
-) -> list[Path]:
+def plot_efficiency(fits: Mapping[str, Fit], path_without_suffix: Path) -> list[Path]:
     """log F against log C: points on a line of slope B, if the law holds."""
     from megarl.scaling.compare import efficiency
 
@@ -83,7 +80,7 @@ def plot_efficiency(
         axes.set_ylabel("log10 F(R) = B · log10 C")
         axes.set_title("Efficiency")
         axes.legend(loc="upper left")
-        return _save(figure, path_without_suffix, formats)
+        return _save(figure, path_without_suffix)
 
 
 def first_point(series: Series) -> float:
@@ -169,11 +166,11 @@ def _colors(count: int) -> list[str]:
     return [COLORS[n % len(COLORS)] for n in range(count)]
 
 
-def _save(figure: Figure, path: Path, formats: Sequence[str]) -> list[Path]:
+def _save(figure: Figure, path: Path) -> list[Path]:
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # laid out once, not again for each format
     written = []
-    for kind in formats:
+    for kind in ("png", "svg"):
         data = io.BytesIO()
         figure.savefig(data, format=kind, dpi=130, metadata={"Date": None} if kind == "svg" else None)
         target = path.with_name(f"{path.name}.{kind}")

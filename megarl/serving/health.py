@@ -8,12 +8,13 @@ from collections.abc import Callable
 from megarl.errors import MegarlError
 
 POLL_S = 0.1
+HEALTH_LIMIT_S = 5.0
 
 
-def is_healthy(url: str, limit_s: float = 5.0) -> bool:
-    """Whether the server at `url` says within `limit_s` that it takes requests. Needs no key."""
+def is_healthy(url: str) -> bool:
+    """Whether the server at `url` says within HEALTH_LIMIT_S that it takes requests. Needs no key."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=limit_s) as reply:
+        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_LIMIT_S) as reply:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False

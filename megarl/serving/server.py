@@ -8,7 +8,6 @@ Only token ids cross its boundary. Its keys come from RUN/endpoints.json, and on
 import json
 import logging
 import os
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 
 from megarl import whereabouts
 from megarl.errors import MegarlError
+from megarl.ports import check_free
 from megarl.process import die_with_parent, start_logging
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir
@@ -132,14 +132,7 @@ def check(recipe: Recipe, host: str, port: int, cuda: bool) -> None:
             "serving.release_memory: needs the package torch_memory_saver, which is not installed; install it "
             "(pip install torch_memory_saver), or set it to false"
         )
-    with socket.socket() as s:
-        s.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # connections of the last life in TIME_WAIT do not matter
-        try:
-            s.bind((host, port))
-        except OSError as error:
-            raise MegarlError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from None
+    check_free("--port", host, port)
 
 
 def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, Any]:

@@ -8,7 +8,6 @@ check_history(recipe, rundir)   a run that is there may go on, and goes on as it
 
 import fcntl
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,8 @@ from megarl.data import sources
 from megarl.data.chat import load_chat
 from megarl.errors import MegarlError
 from megarl.monitor import wandb_writer
-from megarl.recipe import Recipe, load
+from megarl.ports import check_free
+from megarl.recipe import Recipe, flat, load
 from megarl.rundir import RunDir
 from megarl.supervisor import devices
 from megarl.supervisor.launcher import LocalLauncher
@@ -143,10 +143,10 @@ def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
         if of.nodes[0].name != name:
             continue
         if role.kind == "server" and recipe.serving.port is not None:
-            _check_port("serving.port", of.nodes[0].address, recipe.serving.port + role.index)
+            check_free("serving.port", of.nodes[0].address, recipe.serving.port + role.index)
         if role.kind != "server" and recipe.monitor.prometheus and recipe.monitor.prometheus_port is not None:
             second = int(role.kind == "learner")
-            _check_port("monitor.prometheus_port", of.nodes[0].address, recipe.monitor.prometheus_port + second)
+            check_free("monitor.prometheus_port", of.nodes[0].address, recipe.monitor.prometheus_port + second)
 
 
 @contextmanager
@@ -205,15 +205,8 @@ def check_history(recipe: Recipe, rundir: RunDir) -> bool:
 
 def differences(before: Recipe, after: Recipe) -> list[tuple[str, Any, Any]]:
     """(dotted key, old, new) of every value that differs."""
-    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    old, new = flat(before.model_dump(mode="json")), flat(after.model_dump(mode="json"))
     return [(key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return out
 
 
 def _no_model(recipe: Recipe) -> str:
@@ -222,12 +215,3 @@ def _no_model(recipe: Recipe) -> str:
     if path and path == recipe.sft.output:
         return f"{text}; it is what the warm start writes: run `megarl sft` with this recipe first (`make quickstart` does)"
     return f"{text}; download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one you have"
-
-
-def _check_port(key: str, host: str, port: int) -> None:
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, port))
-        except OSError as error:
-            raise MegarlError(f"{key}: cannot listen on {host}:{port}: {error.strerror}; choose another") from None

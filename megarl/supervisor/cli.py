@@ -1,19 +1,14 @@
 """Arguments of `megarl submit`, `megarl status` and `megarl logs`; what they do is imported when they run."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from megarl.commands import Commands, add_command, add_recipe_command
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """The three."""
-    submit = _command(commands, "submit", _submit, "write a Slurm batch script for a recipe, and submit it")
-    submit.add_argument("recipe", help="name of a recipe (`megarl recipes`) or a YAML file")
-    submit.add_argument("overrides", nargs="*", metavar="key=value", help="such as model.tensor_parallel=2")
+    submit = add_recipe_command(commands, "submit", _submit, "write a Slurm batch script for a recipe, and submit it")
     submit.add_argument("--nodes", type=int, required=True)
     submit.add_argument("--gpus-per-node", type=int, default=8, help="default 8; 0: nodes without GPUs")
     submit.add_argument(
@@ -29,24 +24,16 @@ def add(commands: "Commands") -> None:
     submit.add_argument("--out", type=Path, metavar="FILE", help="the script (default run.dir/run.name.sbatch)")
     submit.add_argument("--yes", action="store_true", help="submit it")
 
-    status = _command(commands, "status", _status, "how a run stands, from any terminal, also after its end")
+    status = add_command(commands, "status", _status, "how a run stands, from any terminal, also after its end")
     status.add_argument("run", type=Path, help="run directory")
 
-    logs = _command(commands, "logs", _logs, "what the processes of a run wrote")
+    logs = add_command(commands, "logs", _logs, "what the processes of a run wrote")
     logs.add_argument("run", type=Path, help="run directory")
     logs.add_argument(
         "--role", default="supervisor", help="server, server-3, learner, controller or supervisor (default)"
     )
     logs.add_argument("-n", type=int, default=20, metavar="LINES", help="of each file (default 20)")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
-
-
-def _command(
-    commands: "Commands", name: str, function: Callable[[argparse.Namespace], int], about: str
-) -> argparse.ArgumentParser:
-    made = commands.add_parser(name, help=about, description=about)
-    made.set_defaults(command=function)
-    return made
 
 
 def _submit(options: argparse.Namespace) -> int:

@@ -54,7 +54,7 @@ def closing(
     }
     write_atomically(rundir.summary, json.dumps(values, indent=2).encode())
     report(rundir)
-    console.print(summary.render(values, recipe, rundir))
+    console.print(summary.render(values, rundir))
     if deaths and outcome.kind in ("failed", "elsewhere"):
         console.print(causes(deaths))
     log = log_of(rundir, outcome.role) if outcome.role is not None else None

@@ -10,7 +10,6 @@ from megarl.errors import MegarlError
 from megarl.monitor.tail import Tail
 from megarl.rundir import RunDir
 from megarl.supervisor.observe import last_lines
-from megarl.supervisor.status import opened
 
 LOOK_S = 0.5
 KINDS = ("server", "learner", "controller")
@@ -18,7 +17,7 @@ KINDS = ("server", "learner", "controller")
 
 def main(run: Path, role: str, count: int, follow: bool) -> int:
     """Print the last `count` lines of each file; with `follow` go on until the run has ended."""
-    _, rundir = opened(run)
+    rundir = RunDir.opened(run)
     files = logs_of(rundir, role)
     if not files and not follow:
         raise MegarlError(f"{rundir.logs}: no log of {role} yet")

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from megarl.errors import MegarlError
-from megarl.rundir import free_ports
+from megarl.ports import free_ports
 from megarl.supervisor import devices
 
 LOOPBACK = "127.0.0.1"

@@ -20,6 +20,8 @@ from megarl.supervisor.restart import Role
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
 OF_SLURM = re.compile(r"^(srun|slurmstepd\S*): error")
+TAIL_BYTES = 64 << 10
+"""The end of a log is looked for in no more of it."""
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):
@@ -124,10 +126,10 @@ def last_problem(log: Path) -> str:
     return found[0].strip() if found else ""
 
 
-def last_lines(log: Path, count: int = 25, most_bytes: int = 64 << 10) -> list[str]:
+def last_lines(log: Path, count: int = 25) -> list[str]:
     """The end of a log."""
     if not log.exists():
         return []
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - most_bytes))
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
         return file.read().decode(errors="replace").splitlines()[-count:]

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megarl.errors import MegarlError
 from megarl.monitor import summary
-from megarl.recipe import Recipe, load
+from megarl.recipe import load
 from megarl.rundir import RunDir, read_jsonl
 from megarl.supervisor.observe import Observer
 from megarl.supervisor.restart import Kind, Role
@@ -21,21 +20,13 @@ DEAD_S = 60.0
 """A live controller writes its status each second; its restart takes less than this."""
 
 
-def opened(run: Path) -> tuple[Recipe, RunDir]:
-    """The run in a directory. MegarlError if there is none."""
-    rundir = RunDir(run)
-    if not rundir.recipe.exists():
-        raise MegarlError(f"{run}: not a run directory (no recipe.yaml in it)")
-    return load(str(rundir.recipe)), rundir
-
-
 def main(run: Path) -> int:
-    recipe, rundir = opened(run)
+    rundir = RunDir.opened(run)
     console = Console()
     if rundir.summary.exists():
-        console.print(summary.render(json.loads(rundir.summary.read_text()), recipe, rundir))
+        console.print(summary.render(json.loads(rundir.summary.read_text()), rundir))
         return 0
-    observer = Observer(rundir)
+    recipe, observer = load(str(rundir.recipe)), Observer(rundir)
     observer.look()
     roles, began = roles_of(rundir)
     now = time.time()

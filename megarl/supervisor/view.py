@@ -136,13 +136,13 @@ def recent(observer: Observer, name: str) -> float | None:
     return sum(finite) / len(finite) if finite else None
 
 
-def sparkline(values: Sequence[float], width: int, lowest: float = 0.0, highest: float = 1.0) -> str:
-    """`values` as bars, averaged into at most `width` of them, on a fixed scale."""
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values` as bars, averaged into at most `width` of them, on a scale from 0 to 1."""
     count = min(width, len(values))
     bars = []
     for i in range(count):
         part = values[i * len(values) // count : (i + 1) * len(values) // count]
-        share = (sum(part) / len(part) - lowest) / (highest - lowest)
+        share = sum(part) / len(part)
         bars.append(BARS[max(0, min(len(BARS) - 1, int(share * len(BARS))))])
     return "".join(bars)
 

@@ -17,7 +17,7 @@ import psutil
 from megarl import recipe as recipes
 from megarl.admission import Admission
 from megarl.batch import batch_statistics
-from megarl.data.prompts import TaskPrompts, load_prompts
+from megarl.data.prompts import TaskPrompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.recipe import Recipe
 from megarl.rollout.drawing import mixture_of
@@ -26,6 +26,7 @@ from megarl.rollout.records import Admitted, Finished, PublishedVersion, Removed
 from megarl.rollout.state import State
 from megarl.rundir import RunDir, latest_rows, read_jsonl
 from megarl.types import Batch, Group
+from tests.prompts import load_prompts
 
 START_LIMIT_S = 240.0
 RUN_LIMIT_S = 420.0

@@ -20,13 +20,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 from megarl import recipe as recipes
-from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
+from megarl.ports import free_ports
 from megarl.recipe import Recipe
 from megarl.rollout.client import ServerClient
 from megarl.rollout.journal import JournalReader
 from megarl.rollout.records import Finished
-from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports, latest_rows
+from megarl.rundir import Endpoints, LinkKeys, RunDir, latest_rows
 from megarl.serving.health import wait_ready
 from tests import trace_format
 from tests.e2e import runs
@@ -41,6 +41,7 @@ from tests.e2e.runs import (
     publications,
     quiet,
 )
+from tests.prompts import load_prompts
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 

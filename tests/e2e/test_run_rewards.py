@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import MegarlError
 from megarl.grading.sandbox import Sandbox
-from megarl.rundir import free_ports
+from megarl.ports import free_ports
 from megarl.types import Group, Rollout
 from tests.e2e import runs
 from tests.e2e.runs import LiveRun, batches, check_nothing_left

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from megarl import recipe as recipes
-from megarl.batch import training_sequences
 from megarl.learner.checkpoint import Checkpoints
 from megarl.learner.trainer import Trainer
 from megarl.models import parallel
 from megarl.recipe import Recipe
 from megarl.types import Batch, decode
 from tests.parallel.learner_world import difference, full_gradients, say
+from tests.sequences import training_sequences
 
 # isort: split
 from megatron.core import parallel_state

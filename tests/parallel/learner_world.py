@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from megarl import recipe as recipes
 from megarl.advantages import Moments
-from megarl.batch import training_sequences
 from megarl.learner.checkpoint import Checkpoints
 from megarl.learner.trained import TrainedNetwork
 from megarl.learner.trainer import Trainer
 from megarl.models import family_of, hf, parallel
 from megarl.recipe import Recipe
 from megarl.types import Batch, decode
+from tests.sequences import training_sequences
 
 # isort: split
 from megatron.core import parallel_state

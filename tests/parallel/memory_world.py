@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl import recipe as recipes
-from megarl.batch import TrainSequence, training_sequences
+from megarl.batch import TrainSequence
 from megarl.learner import optimizer
 from megarl.learner.microbatch_size import settle
 from megarl.learner.trainer import Trainer
@@ -25,6 +25,7 @@ from megarl.packing import sizes_to_try
 from megarl.recipe import Recipe
 from megarl.types import Batch, decode
 from tests.parallel.learner_world import full_gradients, recipe_of, say
+from tests.sequences import training_sequences
 
 SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
 VPP2 = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "overlap_p2p": True}

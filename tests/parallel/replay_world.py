@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megarl import recipe as recipes
-from megarl.batch import TrainSequence, training_sequences
+from megarl.batch import TrainSequence
 from megarl.learner.trainer import Trainer
 from megarl.models import parallel
 from megarl.recipe import Recipe
 from megarl.types import Batch, decode
 from tests.parallel.learner_world import difference, full_gradients, recipe_of, say
+from tests.sequences import training_sequences
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],

@@ -1,11 +1,14 @@
 """A world of ranks loads what one process converted; and what that world saves is, shard for shard, what one process writes."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from checkpoints_tools.__main__ import main
-from checkpoints_tools.shards import Shards
+from checkpoints_tools.shards import Box, Shards
 from tests.parallel.worlds import run_world
 from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen3_moe
 
@@ -27,12 +30,13 @@ def test_real_worlds_read_and_write_the_same_shards(tmp_path: Path) -> None:
         folder = tmp_path / name
         run("convert", "hf-to-megatron", folder / "hf", folder / "like-it", "--tp", 2, "--pp", 2, *experts)
         real, ours = Shards(folder / "real"), Shards(folder / "like-it")
+        real_files, our_files = (FileSystemReader(shards.path).read_metadata().storage_data for shards in (real, ours))
         assert real.tensors.keys() == ours.tensors.keys()
         for key, tensor in real.tensors.items():
             assert sorted(tensor.boxes) == sorted(ours.tensors[key].boxes), key
             assert (tensor.shape, tensor.dtype) == (ours.tensors[key].shape, ours.tensors[key].dtype)
-            assert {box: owner(real, key, box) for box in tensor.boxes} == {
-                box: owner(ours, key, box) for box in tensor.boxes
+            assert {box: owner(real_files, key, box) for box in tensor.boxes} == {
+                box: owner(our_files, key, box) for box in tensor.boxes
             }
             for box in tensor.boxes:
                 assert torch.equal(real.read(key, box), ours.read(key, box)), (key, box)
@@ -40,6 +44,6 @@ def test_real_worlds_read_and_write_the_same_shards(tmp_path: Path) -> None:
         run("verify", folder / "hf", folder / "back")
 
 
-def owner(shards: Shards, key: str, box: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
-    """The rank that wrote it, as its file's name says."""
-    return shards.file_of(key, box).split("_")[2]
+def owner(files: Any, key: str, box: Box) -> str:
+    """The rank that wrote it, as its file's name says: `__RANK_N.distcp`."""
+    return str(files[MetadataIndex(key, torch.Size(box[0]))].relative_path).split("_")[2]

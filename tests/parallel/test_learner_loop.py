@@ -22,8 +22,9 @@ import zmq
 from megarl import recipe as recipes
 from megarl.messages import Ack, Next, Reply, Request, Stop, Stopped, Train, Wait, from_frames, to_frames
 from megarl.monitor.spans import read
+from megarl.ports import free_ports
 from megarl.process import die_with_parent
-from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports, latest_rows, read_jsonl
+from megarl.rundir import Endpoints, LinkKeys, RunDir, latest_rows, read_jsonl
 from megarl.types import Batch
 from tests.damage import cut_in_half, flip_a_bit
 from tests.parallel.test_learner_layouts import make_batch

@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from megarl.ports import free_ports
 from megarl.process import die_with_parent
-from megarl.rundir import free_ports
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,10 +18,11 @@ import torch
 
 from megarl import recipe as recipes
 from megarl.messages import ServerAddress
+from megarl.ports import free_ports
 from megarl.process import die_with_parent
 from megarl.recipe import Recipe
 from megarl.rollout.client import ServerClient
-from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports
+from megarl.rundir import Endpoints, LinkKeys, RunDir
 from megarl.serving.health import wait_ready
 from megarl.weights.admin import Server
 from tests.tiny import tiny_llama

@@ -25,11 +25,12 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.learner.link import Link
 from megarl.messages import Next, Publish, Published, Refused, Reply, ServerResult, Stop, Stopped, Train, Wait
+from megarl.ports import free_ports
 from megarl.process import die_with_parent
 from megarl.recipe import Recipe, dump
 from megarl.rollout.journal import JournalReader
 from megarl.rollout.records import Admitted
-from megarl.rundir import RunDir, free_ports, read_jsonl
+from megarl.rundir import RunDir, read_jsonl
 from megarl.types import Group, encode
 from tests.stack.conftest import ROOT, Stack, stack_recipe
 

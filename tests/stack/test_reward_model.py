@@ -20,9 +20,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 
 from megarl.grading import Submission
 from megarl.grading.remote import Remote
+from megarl.ports import free_ports
 from megarl.process import die_with_parent
 from megarl.recipe import Service
-from megarl.rundir import free_ports
 from tests.stack.conftest import ROOT, START_LIMIT_S
 from tests.tiny import COMMON
 

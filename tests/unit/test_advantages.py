@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.advantages import NOTHING_SEEN, Moments, advantages
-from megarl.batch import TrainSequence, sequences_in_loss, training_sequences, with_advantages
+from megarl.batch import TrainSequence, sequences_in_loss, with_advantages
 from megarl.recipe import Recipe, from_tree
 from megarl.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from tests.sequences import training_sequences
 
 
 def group(ticket: int, *rewards: float) -> Group:

@@ -8,15 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.batch import (
-    TrainSequence,
-    advantage_statistics,
-    batch_statistics,
-    token_weights,
-    training_sequences,
-)
+from megarl.batch import TrainSequence, advantage_statistics, batch_statistics, token_weights
 from megarl.recipe import Recipe, from_tree
 from megarl.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from tests.sequences import training_sequences
 
 
 def rollout(sample: int, reward: float, *parts: tuple[int, int, bool], **fields: object) -> Rollout:
@@ -119,7 +114,6 @@ def test_sequences_hold_the_rollout_as_sampled():
     s = sequences[1]
     assert isinstance(s, TrainSequence)
     assert len(s) == 9
-    assert s.prompt_length == 3
     assert s.tokens.tolist() == [1, 2, 3, 100, 101, 102, 100, 101, 100]
     trained = [0, 0, 0, 1, 1, 1, 0, 0, 1]  # prompt and the masked segment in the middle are not
     np.testing.assert_array_equal(s.loss_weight, np.float32(1 / (2 * 8)) * np.array(trained, np.float32))

@@ -118,4 +118,4 @@ def test_explained_variance() -> None:
 def rollout(trained: list[int], reward: float = 1.0) -> TrainSequence:
     weight = np.array(trained, np.float32)
     zeros = np.zeros_like(weight)
-    return TrainSequence(0, 0, zeros.astype(np.int32), zeros, weight / 7, 0.0, 1, reward=reward)
+    return TrainSequence(0, 0, zeros.astype(np.int32), zeros, weight / 7, 0.0, reward=reward)

@@ -9,12 +9,13 @@ import pytest
 
 from megarl.data import arithmetic_models
 from megarl.data.mappings import own
-from megarl.data.prompts import check_disjoint, load_prompts, load_set, load_tasks
+from megarl.data.prompts import check_disjoint, load_set, load_tasks
 from megarl.data.survey import survey_of
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.traces import load_traces
 from megarl.errors import MegarlError
 from megarl.recipe import from_tree
+from tests.prompts import load_prompts
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def batch() -> list[TrainSequence]:
         behaviour = np.where(trained, -5.0, 0).astype(np.float32)
         reward = 1.0 if i % 3 else -1.0
         tokens = draw.integers(0, 128, n).astype(np.int32)
-        out.append(TrainSequence(i, 0, tokens, behaviour, weight.astype(np.float32), reward, 3, reward=reward))
+        out.append(TrainSequence(i, 0, tokens, behaviour, weight.astype(np.float32), reward, reward=reward))
     return out
 
 

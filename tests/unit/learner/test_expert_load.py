@@ -68,4 +68,4 @@ def test_balancing_gradient_is_that_of_the_switch_transformer(tmp_path: Path) ->
 
 def _untrained(index: int, tokens: np.ndarray) -> TrainSequence:
     ones: Any = np.ones(len(tokens), np.float32)
-    return TrainSequence(index, 0, tokens, -ones, np.append(0.0, ones[1:]).astype(np.float32), 0.0, 1)
+    return TrainSequence(index, 0, tokens, -ones, np.append(0.0, ones[1:]).astype(np.float32), 0.0)

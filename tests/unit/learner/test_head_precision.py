@@ -34,7 +34,7 @@ def test_which_side_has_an_fp32_head(one_rank: None, tmp_path: Path, dtype: str,
     chunk.decoder.register_forward_hook(lambda _module, _inputs, output: hidden.append(output[:, 0]))
     wanted = np.ones(len(TOKENS), np.float32)
     wanted[0] = 0
-    sequence = TrainSequence(0, 0, TOKENS, np.zeros_like(wanted), wanted, 0.0, 1)
+    sequence = TrainSequence(0, 0, TOKENS, np.zeros_like(wanted), wanted, 0.0)
     (logprobs,) = network.ask([sequence], network.lm_head(1.0), pick=lambda output: output[0])
     assert hidden[0].dtype == types[dtype]
     log_p = (hidden[0].double() @ chunk.output_layer.weight.double().T).log_softmax(-1)

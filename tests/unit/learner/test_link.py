@@ -9,7 +9,8 @@ import zmq
 from megarl.errors import MegarlError
 from megarl.learner.link import Interrupted, Link
 from megarl.messages import Ack, Next, Request, Wait, from_frames, to_frames
-from megarl.rundir import LinkKeys, free_ports
+from megarl.ports import free_ports
+from megarl.rundir import LinkKeys
 
 KEYS = LinkKeys.new()
 NEXT = Next(incarnation="a", step=3, version=3)

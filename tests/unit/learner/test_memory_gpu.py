@@ -49,7 +49,7 @@ def sequences(count: int, tokens: int) -> list[TrainSequence]:
     weight[0] = 0
     ids = [draw.integers(0, 128, tokens).astype(np.int32) for _ in range(count)]
     behaviour = np.full(tokens, -4.8, np.float32)
-    return [TrainSequence(i, 0, t, behaviour, weight, 1.0 - 2.0 * (i % 2), 1) for i, t in enumerate(ids)]
+    return [TrainSequence(i, 0, t, behaviour, weight, 1.0 - 2.0 * (i % 2)) for i, t in enumerate(ids)]
 
 
 def peak_of_a_pass(trainer: Trainer, batch: list[TrainSequence]) -> int:

@@ -17,7 +17,7 @@ def sequences(lengths: list[int]) -> list[TrainSequence]:
         tokens = np.arange(n, dtype=np.int32) + 100 * i
         mask = np.arange(n) >= max(1, n // 2)
         value = (tokens * mask).astype(np.float32)
-        out.append(TrainSequence(i, 0, tokens, -value, value, float(i), max(1, n // 2), reference_logprobs=-2 * value))
+        out.append(TrainSequence(i, 0, tokens, -value, value, float(i), reference_logprobs=-2 * value))
     return out
 
 

@@ -44,7 +44,7 @@ def sequences() -> list[TrainSequence]:
     weight[0] = 0
     ids = [draw.integers(0, 128, 40).astype(np.int32) for _ in range(4)]
     behaviour = np.full(40, -4.8, np.float32)
-    return [TrainSequence(i, 0, t, behaviour, weight, 1.0 - 2.0 * (i % 2), 1) for i, t in enumerate(ids)]
+    return [TrainSequence(i, 0, t, behaviour, weight, 1.0 - 2.0 * (i % 2)) for i, t in enumerate(ids)]
 
 
 def test_without_a_gpu_it_is_refused(model: Path) -> None:

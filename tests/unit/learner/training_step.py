@@ -29,7 +29,7 @@ def sequences(experts: bool) -> list[TrainSequence]:
         tokens = draw.integers(0, 128, n).astype(np.int32)
         behaviour = np.full(n, -5.0, np.float32)
         chosen = draw.permuted(np.tile(np.arange(4, dtype=np.uint8), (n, 4, 1)), axis=-1)[..., :2] if experts else None
-        found.append(TrainSequence(i, 0, tokens, behaviour, weight, 1.0 - 2.0 * (i % 2), 1, chosen))
+        found.append(TrainSequence(i, 0, tokens, behaviour, weight, 1.0 - 2.0 * (i % 2), chosen))
     return found
 
 

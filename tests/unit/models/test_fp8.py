@@ -98,7 +98,7 @@ def test_rows_are_padded_for_every_rank(context: int, shards: int) -> None:
 def test_the_learner_pads_its_rows(one_rank: None) -> None:
     """Packed rows and unpacked ones; what fills them up is padding."""
     sequences = [
-        TrainSequence(i, 0, np.arange(n, dtype=np.int32), np.zeros(n, np.float32), np.ones(n, np.float32), 1.0, 1)
+        TrainSequence(i, 0, np.arange(n, dtype=np.int32), np.zeros(n, np.float32), np.ones(n, np.float32), 1.0)
         for i, n in enumerate([7, 2, 12])
     ]
     for packing in (True, False):

@@ -15,8 +15,9 @@ from megarl.errors import MegarlError
 from megarl.monitor import targets
 from megarl.monitor.families import LearnerMetrics, of_controller
 from megarl.monitor.prometheus import Exporter
+from megarl.ports import free_ports
 from megarl.recipe import Recipe, from_tree
-from megarl.rundir import Endpoints, LinkKeys, RunDir, free_ports, latest_rows
+from megarl.rundir import Endpoints, LinkKeys, RunDir, latest_rows
 
 CONVENTION = re.compile(r"megarl_[a-z0-9_]+")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -36,7 +36,7 @@ def test_summary(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     assert 2 <= values["lag_max"] <= 5
     assert values["server_idle_share"] == pytest.approx(0.15)
     assert 0 < values["learner_idle_share"] < 0.5
-    page = words(summary.render(values | {"outcome": "finished", "reason": "all steps done"}, recipe, rundir))
+    page = words(summary.render(values | {"outcome": "finished", "reason": "all steps done"}, rundir))
     for part in ("finished: all steps done", "0.384 (step 0) → 0.933 (step 60)", "1 restarts", "largest"):
         assert part in page, page
 
@@ -47,7 +47,7 @@ def test_summary_and_report_of_several_tasks(write_tasks_run: Callable[[int], tu
     code = values["tasks"]["code"]
     assert (code["pass_rate_before"], code["pass_rate_after"]) == (pytest.approx(0.184), pytest.approx(0.733))
     assert code["pass_rate_train"] == pytest.approx(values["pass_rate_train"] - 0.2)
-    page = words(summary.render(values | {"outcome": "finished", "reason": "x"}, recipe, rundir))
+    page = words(summary.render(values | {"outcome": "finished", "reason": "x"}, rundir))
     assert "0.184 → 0.733 · training" in page
     report.write_report(rundir)
     page = rundir.report.read_text()
@@ -89,7 +89,7 @@ def test_first_step_of_a_life_is_no_measure(write_run: Callable[[int], RunDir]) 
 @pytest.mark.parametrize("steps", [0, 1, 2, 50])
 def test_report_of_any_length(recipe: Recipe, write_run: Callable[[int], RunDir], steps: int) -> None:
     rundir = write_run(steps)
-    report.main(str(rundir.path))
+    report.main(rundir.path)
     page = rundir.report.read_text()
     assert f"{steps} of 80 steps" in page
     assert not re.search(r'(src|href)="(?!#)', page.replace("xlink:href", "")), "the report fetches something"
@@ -105,15 +105,13 @@ def test_run_without_any_files(recipe: Recipe, write_run: Callable[[int], RunDir
     rundir = write_run(0)
     rundir.eval.unlink()
     report.write_report(rundir)
-    page = words(
-        summary.render(summary.summarise(recipe, rundir) | {"outcome": "failed", "reason": "x"}, recipe, rundir)
-    )
+    page = words(summary.render(summary.summarise(recipe, rundir) | {"outcome": "failed", "reason": "x"}, rundir))
     assert "0 of 80" in page
 
 
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match="not a run directory"):
-        report.main(str(tmp_path))
+        report.main(tmp_path)
 
 
 def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from megarl.errors import MegarlError
 from megarl.learner.link import Link as LearnerLink
 from megarl.messages import LARGEST_REQUEST, Ack, Next, Request, Stopped, from_frames, to_frames
+from megarl.ports import free_ports
 from megarl.rollout.link import Link
-from megarl.rundir import LinkKeys, free_ports
+from megarl.rundir import LinkKeys
 
 LIMIT_S = 20.0
 KEYS = LinkKeys.new()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.errors import MegarlError
+from megarl.ports import free_ports
 from megarl.recipe import Recipe, from_tree
-from megarl.rundir import free_ports
 from megarl.serving import server
 from megarl.serving.server import check, engine_arguments, environment, memory_arguments
 

@@ -1,0 +1,15 @@
+"""A file of prompts, without the recipe that names it."""
+
+from pathlib import Path
+
+from megarl.data.mappings import own
+from megarl.data.prompts import load_set
+from megarl.data.survey import survey_of
+from megarl.data.tokenizer import Tokenizer
+from megarl.types import Prompt
+
+
+def load_prompts(path: Path | str, tokenizer: Tokenizer, max_tokens: int, task: str) -> list[Prompt]:
+    """The prompts of a source in the project's own form that are at most `max_tokens` long, in the source's order."""
+    found = load_set(survey_of(str(path), own), lambda text: text, tokenizer, max_tokens, task, str(path))[0]
+    return list(found.prompts)
