@@ -92,7 +92,7 @@ class Train(Record, frozen=True, tag="train"):
 
 
 class Publish(Record, frozen=True, tag="publish"):
-    """Bring these servers to `version`, the learner's weights now. They are dirty from here on."""
+    """Bring these servers to `version`, the learner's weights now. They are `publishing` from here on."""
 
     version: int
     servers: tuple[ServerAddress, ...]

@@ -6,7 +6,8 @@
 #   until_done …  a command that saves when it is told to; the job goes into the queue again if it did not get done
 #
 # USR1 reaches this shell alone (#SBATCH --signal=B:USR1@600) and is passed on: `megarl train` then saves and leaves, for
-# which it has 540 s; `megarl sft` hears it through srun. TERM of a preemption reaches the roles first; they tell `megarl train`.
+# which it has 540 s. TERM of a preemption reaches the roles first; they tell `megarl train`. A `step` is told through Slurm, for
+# its srun would kill it at TERM.
 set -euo pipefail
 
 CONTAINER=${CONTAINER:-none}                      # none | pyxis | apptainer
@@ -52,12 +53,17 @@ step() {
         ${MEGARL_STEP_OPTIONS:-} ${MEGARL_STEP_COMMAND:-$PYTHON} -m "$@"
 }
 
+# SIGNAL COMMAND PID
+tell() {
+    if [ "$2" = step ]; then scancel --signal="$1" "$SLURM_JOB_ID"; else kill -"$1" "$3"; fi 2> /dev/null || true
+}
+
 # A command of the host, in the background, so that this shell hears signals while it runs; its status.
 passing_signals_on() {
-    local child="" heard status code
-    trap 'heard=yes; kill -USR1 "$child" 2> /dev/null || true' USR1
-    trap 'heard=yes; kill -TERM "$child" 2> /dev/null || true' TERM
-    trap 'heard=yes; kill -INT "$child" 2> /dev/null || true' INT
+    local child="" heard status code command=$1
+    trap 'heard=yes; tell USR1 "$command" "$child"' USR1
+    trap 'heard=yes; tell TERM "$command" "$child"' TERM
+    trap 'heard=yes; tell INT "$command" "$child"' INT
     "$@" &
     child=$!
     while true; do

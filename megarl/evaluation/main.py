@@ -34,9 +34,9 @@ from megarl.evaluation.servers import OwnServers, own_servers
 from megarl.evaluation.show import Progress, table
 from megarl.evaluation.subject import Subject, recipe_of, subject_of
 from megarl.grading import GraderDown, Graders
+from megarl.lock import lock
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir, write_atomically
-from megarl.supervisor import checks
 
 
 def main(options: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
     )
     tokenizer = load_tokenizer(subject.hf)
     loaded = [_loaded(name, recipe, tokenizer, console) for name in names]
-    with checks.lock(RunDir.of(recipe), "megarl eval", "--out"):
+    with lock(RunDir.of(recipe).path, "megarl eval", "--out"):
         settings = {
             of.name: {"model": subject.identity, "prompts": digest} | settings_of(recipe, of.rows)
             for of, digest in loaded

@@ -103,8 +103,8 @@ class Checkpoints:
             return True
         if unreadable:
             raise MegarlError(
-                f"{self.folder}: none of the {len(unreadable)} checkpoints can be loaded; start with another run.name, "
-                "or move them away to train this run again from its beginning"
+                f"{self.folder}: none of the {len(unreadable)} checkpoints can be loaded; move them away to "
+                "train again from the beginning"
             )
         return False
 

@@ -12,8 +12,10 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,61 +32,71 @@ from megarl.learner.checkpoint import Checkpoints
 from megarl.learner.losses import supervised_loss
 from megarl.learner.ranks import become_torchrun, is_rank
 from megarl.learner.trainer import Trainer
+from megarl.lock import lock
 from megarl.models import hf, parallel
 from megarl.ports import free_ports
 from megarl.recipe import Recipe
-from megarl.rundir import write_atomically, writing
+from megarl.rundir import complete, write_atomically
 from megarl.wishes import Wish, wishes
 
+SETTINGS = "settings.json"
 RANKS_LIMIT_S = 600.0
 """Of a collective; ranks differ by no more than reading the data."""
 
 
 def main(recipe: Recipe) -> int:
     """Train sft.init on sft.data for sft.steps steps and write sft.output. 0, or 128 + the signal for which it has left."""
-    init, output = Path(recipe.sft.init), Path(recipe.sft.output)
+    output = Path(recipe.sft.output)
     if output.exists():
         raise MegarlError(f"sft.output: {output} exists already; remove it, or name another directory")
     unfinished = output.with_name(f"{output.name}.unfinished")
-    if os.environ.get("RANK", "0") == "0":
-        claim(unfinished, recipe)
+    check_settings(unfinished, recipe)
     if recipe.resources.learner_ranks > 1 and not is_rank():
         become_torchrun(recipe.resources.learner_ranks, free_ports(1)[0])
+    leader = os.environ.get("RANK", "0") == "0"
+    with lock(unfinished, "megarl sft", "sft.output") if leader else nullcontext():
+        if leader:
+            write_atomically(unfinished / SETTINGS, json.dumps(settings_of(recipe), indent=1).encode())
+        return run(recipe, unfinished)
+
+
+def run(recipe: Recipe, unfinished: Path) -> int:
+    """What is left of it."""
     # Nothing else of the run is alive yet: all cores are the learner's.
     torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
+    init = Path(recipe.sft.init)
     trainer = Trainer(
         recipe, init, optimizer=recipe.sft.optimizer, loss=supervised_loss(), temperature=1.0, steps=recipe.sft.steps
     )
     checkpoints = Checkpoints(unfinished, 1, trainer, init)
     checkpoints.load_latest()
-    microbatch_size.settle(trainer, recipe.sft.max_length, recipe.sft.batch_tokens, record=None)
+    microbatch_size.settle(trainer, recipe.sft.max_length, recipe.sft.batch_tokens, unfinished / "microbatch.json")
     traces = load_traces(recipe.sft.data, load_tokenizer(init), recipe.sft.max_length, recipe.data.decontaminate)
     with wishes() as wish:
         asked = train(trainer, batches(traces, recipe.sft.batch_tokens, recipe.run.seed), checkpoints, recipe, wish)
-    if not asked:
-        hf.save(trainer.policy.chunks, trainer.policy.family, init, output)
-        if dist.get_rank() == 0:
-            shutil.rmtree(unfinished)
+        if not asked:
+            hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(recipe.sft.output))
+            if dist.get_rank() == 0:
+                shutil.rmtree(unfinished)
     parallel.stop()
     return 128 + asked if asked else 0
 
 
-def claim(unfinished: Path, recipe: Recipe) -> None:
-    """The folder of a warm start that is not finished. MegarlError if what it holds was made with other settings."""
-    settings = {
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """What a warm start keeps to its end."""
+    return {
         "sft": recipe.sft.model_dump(mode="json", exclude={"checkpoint_every"}),
         "run.seed": recipe.run.seed,
         "data.decontaminate": recipe.data.model_dump(mode="json")["decontaminate"],
     }
-    file = unfinished / "settings.json"
-    if not file.exists():
-        with writing(unfinished):
-            unfinished.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(settings, indent=1).encode())
-    elif json.loads(file.read_text()) != settings:
+
+
+def check_settings(unfinished: Path, recipe: Recipe) -> None:
+    """MegarlError if what was saved there was made with others."""
+    if complete(unfinished) and json.loads((unfinished / SETTINGS).read_text()) != settings_of(recipe):
         raise MegarlError(
-            f"{unfinished}: a warm start with other settings was begun there ({file.name}); remove it to begin anew, or name "
+            f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); remove it to begin anew, or name "
             "another sft.output"
         )
 

@@ -1,7 +1,7 @@
 """torchrun as megarl wants it: `python -m megarl.learner.torchrun` with torchrun's arguments.
 
-Its store listens on --master-addr alone. SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks, which have sessions of their
-own: they save then, and torchrun goes on. When a rank dies it kills the others at once, which wait for that one and have
+Its store listens on --master-addr alone. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the ranks, which have sessions of
+their own: they save then, and torchrun goes on. When a rank dies it kills the others at once, which wait for that one and have
 nothing to save, and ranks die with it. It ends with the status of the rank that ended first; torchrun itself says 1 for all.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.run import main
 from megarl import stores
 from megarl.process import SUPERVISOR
 
-FOR_RANKS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+FOR_RANKS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 OURS = "SIGQUIT"
 
 
@@ -29,7 +29,8 @@ def run(arguments: list[str]) -> int:
     _kill_ranks()
     os.environ[SUPERVISOR] = str(os.getpid())  # of the ranks, which are `megarl` again
     for number in FOR_RANKS:
-        signal.signal(number, _pass_on)
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, _pass_on)
     try:
         main([f"--signals-to-handle={OURS}", *arguments])
     except ChildFailedError as error:

@@ -2,14 +2,10 @@
 
 check_inputs(recipe)            the model directory, data files, graders
 check_all(recipe)               the same, what is there of the run, and that the roles fit
-lock(rundir)                    no other supervisor works there
 check_history(recipe, rundir)   a run that is there may go on, and goes on as it began
 """
 
-import fcntl
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,33 +143,6 @@ def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
         if role.kind != "server" and recipe.monitor.prometheus and recipe.monitor.prometheus_port is not None:
             second = int(role.kind == "learner")
             check_free("monitor.prometheus_port", of.nodes[0].address, recipe.monitor.prometheus_port + second)
-
-
-@contextmanager
-def lock(rundir: RunDir, command: str = "megarl train", place: str = "run.name") -> Iterator[None]:
-    """Be the only one who works in this directory; the kernel lets go of it when we die. place: the key that names another."""
-    try:
-        rundir.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(rundir.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise MegarlError(f"{place}: cannot write in {rundir.path}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(descriptor, 100).decode()
-            raise MegarlError(
-                f"{rundir.path}: another `{command}` (process {owner}) works there; end it, or give another {place}"
-            ) from None
-        except OSError as error:
-            raise MegarlError(
-                f"{rundir.path}: cannot be locked: {error.strerror}; the file system has to have flock (Lustre: mount -o flock)"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def check_history(recipe: Recipe, rundir: RunDir) -> bool:

@@ -157,8 +157,11 @@ class LocalProcess:
         return self._process.poll()
 
     def terminate(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
+        self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        """To its leader, if it lives."""
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):

@@ -94,13 +94,16 @@ class Orders(threading.Thread):
 def main(argument: str) -> int:
     """Until the role has ended, or the supervisor has; the role's status as a shell gives it."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, _pass)  # Slurm sends them to all of a step; the role hears them itself
+        signal.signal(number, _pass)
     order = msgspec.json.decode(argument, type=Order)
     n = int(os.environ["SLURM_PROCID"])
     node = order.place.nodes[n]
     adopt_orphans()
     launcher = LocalLauncher()
     process = launcher.start(order.task(node), n)
+    if order.role.kind != "server":  # learner and controller save
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: process.signal(number))
     orders = Orders(process)
     orders.start()
     due = 0.0
@@ -119,7 +122,8 @@ def main(argument: str) -> int:
 
 
 def _pass(_number: int, _frame: object) -> None:
-    """A handler, not SIG_IGN, which the role would inherit."""
+    """A handler, not SIG_IGN, which the role would inherit. Slurm's own signals reach all of a step, or this process alone
+    (proctrack/cgroup)."""
 
 
 def _say(report: Report) -> None:

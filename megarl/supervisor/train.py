@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
+from megarl.lock import lock
 from megarl.monitor import targets
 from megarl.process import adopt_orphans
 from megarl.recipe import Recipe, dump
@@ -56,7 +57,7 @@ def main(recipe: Recipe) -> int:
     """Run to the end. 0 all steps done; 1 failed; 75 to be started again elsewhere; 128 + signal when asked to stop."""
     rundir = RunDir.of(recipe)
     checks.check_inputs(recipe)
-    with checks.lock(rundir):
+    with lock(rundir.path, "megarl train", "run.name"):
         resumed = checks.check_history(recipe, rundir)
         launcher = chosen(recipe, rundir)
         nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers))

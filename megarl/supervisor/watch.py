@@ -20,7 +20,7 @@ STOPPED_S = 30.0
 SILENT_S = 120.0
 LOST_S = 120.0
 MISSED_S = 30.0
-"""By then the controller has missed a server that has died."""
+"""By then the controller has missed a server that has died, if it is not being published to."""
 OLD_S = 10.0
 """A status.json older than this is old: it is written each second. Counted from when we saw it old, not from its time:
 a machine that slept has old files and no hung controller."""
@@ -84,7 +84,9 @@ class Watch:
             if server.state.startswith(AWAY):
                 away.append(role)
                 self._seen.setdefault(role, "away")
-            elif role in self._seen or at - self._started.get(role, at) > MISSED_S:
+            elif role in self._seen or (
+                server.state.startswith("clean") and at - self._started.get(role, at) > MISSED_S
+            ):
                 self._seen[role] = "there"
         return away
 

@@ -153,9 +153,10 @@ def check_busy(trace: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Between two batches the server was busy for the share that the row says."""
     taken = [e["ts"] for e in trace["traceEvents"] if e["ph"] == "i" and e["name"].startswith("batch")]
     busy = trace_format.threads(trace)["server 0/busy"]
-    for row, (begin, end) in zip(rows[1:], pairwise(taken), strict=True):
-        if end - begin < LONG_ENOUGH_US:
-            continue
+    steps = [(row, *ends) for row, ends in zip(rows[1:], pairwise(taken), strict=True)]
+    steps = [(row, begin, end) for row, begin, end in steps if end - begin > LONG_ENOUGH_US]
+    assert steps
+    for row, begin, end in steps:
         both = sum(max(0, min(e["ts"] + e["dur"], end) - max(e["ts"], begin)) for e in busy)
         assert both / (end - begin) == pytest.approx(row["server_busy_share"], abs=0.1)
 

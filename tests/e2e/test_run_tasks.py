@@ -91,5 +91,6 @@ def test_two_tasks_until_their_prompts_are_used_up(workplace: Path) -> None:
         check_suite(score, SuiteDir(step_folder(run.rundir.evaluations, int(score["step"])), "sums"))
     summary = runs.summary(run.rundir)
     assert summary["outcome"] == "finished"
+    assert summary["reason"] == f"the prompts are used up after {len(rows)} of 60 steps"
     assert summary["tasks"]["addition"]["pass_rate_after"] == scores[-1]["pass_rate/addition"]
     assert "Pass rate, by task" in run.rundir.report.read_text()

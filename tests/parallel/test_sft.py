@@ -65,6 +65,14 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
+def wait_for_a_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not complete(folder):
+        assert time.monotonic() < end
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a warm start that was let run: data/, warm/, recipe.yaml."""
@@ -88,11 +96,7 @@ def test_told_to_stop_it_saves_and_the_same_command_goes_on(whole: Path, tmp_pat
     saved = tmp_path / "stopped.unfinished"
     recipe = written(tmp_path, "stopped", checkpoint_every=4)
     begun = sft(recipe)
-    end = time.monotonic() + LIMIT_S
-    while not complete(saved):
-        assert time.monotonic() < end
-        assert begun.poll() is None, begun.communicate()[0]
-        time.sleep(0.01)
+    wait_for_a_checkpoint(saved, begun)
     begun.send_signal(signal.SIGUSR1)
     status, output = ended(begun)
     assert status == 138, output
@@ -107,3 +111,22 @@ def test_told_to_stop_it_saves_and_the_same_command_goes_on(whole: Path, tmp_pat
     assert not saved.exists()
     same, other = (load_file(path / "model.safetensors") for path in (whole / "warm", tmp_path / "stopped"))
     assert all(torch.equal(same[name], other[name]) for name in same)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_two_ranks_of_which_only_torchrun_is_told(tmp_path: Path) -> None:
+    saved, recipe, ranks = tmp_path / "stopped.unfinished", written(tmp_path, "stopped"), "resources.learner_ranks=2"
+    begun = sft(recipe, ranks, "sft.checkpoint_every=4")
+    wait_for_a_checkpoint(saved, begun)
+    begun.terminate()
+    status, output = ended(begun)
+    assert status == 143, output
+    step = step_of(complete(saved)[-1])
+    assert f"saved after step {step} of {STEPS}" in output
+    other = sft(recipe)
+    second = sft(recipe)
+    (status, output), (refused, message) = ended(other), ended(second)
+    assert sorted([status, refused]) == [0, 2], output + message
+    assert "another `megarl sft`" in " ".join((output + message).split())
+    assert f"in steps {step + 1} to {STEPS}" in output + message

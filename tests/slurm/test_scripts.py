@@ -2,12 +2,13 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from megarl.rundir import complete
+from megarl.rundir import complete, step_of
 from tests.slurm.jobs import SMALL, Job, Jobs
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -21,15 +22,22 @@ def completed(job: Job) -> str:
 
 
 def test_warm_start_experts_conversion_evaluation(jobs: Jobs) -> None:
-    words = ("sft.steps=60", "sft.checkpoint_every=10")
+    for name in ("runs/quickstart-moe-sft", "runs/quickstart-moe-sft.unfinished", "runs/experts", "exported", "scored"):
+        shutil.rmtree(jobs.cwd / name, ignore_errors=True)  # of a first try
+    words = ("sft.steps=100", "sft.checkpoint_every=10")
     job = jobs.submit("sft.sbatch", *words, options=ONE, RECIPE="quickstart-moe")
-    job.wait_for(lambda: bool(complete(jobs.cwd / "runs/quickstart-moe-sft.unfinished")), "a checkpoint")
-    jobs.cluster.says("scancel", "--batch", "--signal=USR1", job.number)
-    output = completed(job)
-    assert jobs.cluster.field(job.number, "Restarts") == "1"
-    saved = re.search(r"saved after step (\d+) of 60", output)
-    assert saved is not None, output
-    assert f"in steps {int(saved[1]) + 1} to 60" in output
+    saved = [0]
+    for told in (("--batch", "--signal=USR1"), ("--full", "--signal=TERM")):
+        kept = jobs.cwd / "runs/quickstart-moe-sft.unfinished"
+        job.wait_for(lambda: [step_of(p) for p in complete(kept)][-1:] > saved[-1:], "a checkpoint")  # noqa: B023
+        jobs.cluster.says("scancel", *told, job.number)
+        restarts = str(len(saved))
+        job.wait_for(lambda: jobs.cluster.field(job.number, "Restarts") == restarts, "requeue")  # noqa: B023
+        found = re.findall(r"saved after step (\d+) of 100", job.output.read_text())
+        assert len(found) == len(saved), job.output.read_text()
+        saved.append(int(found[-1]))
+    assert saved[0] < saved[1] < saved[2]
+    assert f"in steps {saved[2] + 1} to 100" in completed(job)
     assert (jobs.cwd / "runs/quickstart-moe-sft/config.json").exists()
 
     words = ("run.name=experts", "run.steps=3", *SMALL)

@@ -1,5 +1,7 @@
 """The shipped 8B script with a tiny recipe: two servers on one node, the learner on the other."""
 
+import shutil
+
 import psutil
 import pytest
 
@@ -15,6 +17,7 @@ def saved(job: Job) -> int:
 
 
 def test_it_trains_saves_when_told_to_is_queued_again_and_goes_on_at_the_same_step(jobs: Jobs) -> None:
+    shutil.rmtree(jobs.cwd / "runs" / "preempted", ignore_errors=True)  # of a first try
     job = jobs.train("preempted", "run.steps=14")
     job.wait_for(lambda: job.steps() >= 2, "step 2", START_LIMIT_S)
     one, other = (line.split(":")[0] for line in job.output.read_text().splitlines()[:2])

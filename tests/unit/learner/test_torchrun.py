@@ -20,7 +20,7 @@ from pathlib import Path
 from megarl.process import die_with_supervisor
 die_with_supervisor()
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, lambda number, _: (folder / f"told-{rank}-{number}").touch())
 (folder / f"pid-{rank}.new").write_text(str(os.getpid()))
 os.replace(folder / f"pid-{rank}.new", folder / f"pid-{rank}")
@@ -78,7 +78,7 @@ def test_ranks_die_with_it(torchrun: subprocess.Popen[bytes], tmp_path: Path) ->
     assert alive == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_wish_to_stop_is_passed_on(torchrun: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals) -> None:
     """Both ranks hear it, which a terminal does not reach, and nobody ends of it."""
     torchrun.send_signal(number)

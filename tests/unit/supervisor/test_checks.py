@@ -203,25 +203,6 @@ def test_recipe_of_another_version(tree: Tree, write_run: Callable[[int], RunDir
         checks.check_history(from_tree(tree), rundir)
 
 
-def test_one_supervisor_at_a_time(recipe: Recipe) -> None:
-    rundir = RunDir.of(recipe)
-    with (
-        checks.lock(rundir),
-        pytest.raises(MegarlError, match=r"another `megarl train` \(process \d+\) works there"),
-        checks.lock(rundir),
-    ):
-        pass
-    with checks.lock(rundir):
-        pass
-
-
-def test_run_directory_cannot_be_made(tree: Tree, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    recipe = changed(tree, run={"dir": str(tmp_path / "file")})
-    with pytest.raises(MegarlError, match=r"run\.name: cannot write in"), checks.lock(RunDir.of(recipe)):
-        pass
-
-
 def test_differences_are_dotted(tree: Tree) -> None:
     other = changed(tree, learner={"optimizer": {"lr": 1e-3}})
     assert checks.differences(from_tree(tree), other) == [("learner.optimizer.lr", 5e-7, 1e-3)]

@@ -1,6 +1,7 @@
 """The supervisor's hand on a node: what it does when it is spoken to, and when it no longer is. No Slurm is needed."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -27,17 +28,18 @@ sys.exit(step.main(sys.argv[1]))
 NODE = Node("n1", "vm", "127.0.0.1", "lo", (), 2, ())
 LIMIT_S = 60.0
 PATIENT = 1000
-Start = Callable[[int], subprocess.Popen[bytes]]
+LEARNER = Role("learner")
+Start = Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
     """A step as srun would start it, of a role that sleeps."""
     place = Place((NODE,), (), 1)
-    task = Task(Role("learner"), ("-c", "import time; time.sleep(600)"), {}, place, RunDir(tmp_path / "run"))
-    order = msgspec.json.encode(Order.of(task)).decode()
 
-    def started(unanswered: int) -> subprocess.Popen[bytes]:
+    def started(unanswered: int, role: Role = LEARNER) -> subprocess.Popen[bytes]:
+        task = Task(role, ("-c", "import time; time.sleep(600)"), {}, place, RunDir(tmp_path / "run"))
+        order = msgspec.json.encode(Order.of(task)).decode()
         return subprocess.Popen(
             [sys.executable, "-c", QUICK, order, str(unanswered)],
             env=os.environ | {"SLURM_PROCID": "0"},
@@ -97,3 +99,26 @@ def test_lives_as_long_as_it_is_heard(start: Start) -> None:
     assert step.status() == -15
     step.wait_gone()
     step.terminate()  # nobody listens any more
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("role", [LEARNER, Role("controller")])
+def test_a_signal_to_the_step_alone_is_the_roles(start: Start, role: Role, number: signal.Signals) -> None:
+    process = start(PATIENT, role)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(number)
+    assert reports(process)[-1].status == -number
+    process.wait(LIMIT_S)
+
+
+def test_a_server_does_not_end_of_one(start: Start) -> None:
+    process = start(PATIENT, Role("server"))
+    assert process.stdout is not None
+    assert process.stdin is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    for _ in range(5):
+        assert msgspec.json.decode(process.stdout.readline(), type=Report).status is None
+    process.stdin.close()
+    assert reports(process)[-1].status == -9
