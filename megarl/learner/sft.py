@@ -94,7 +94,9 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 def check_settings(unfinished: Path, recipe: Recipe) -> None:
     """MegarlError if what was saved there was made with others."""
-    if complete(unfinished) and json.loads((unfinished / SETTINGS).read_text()) != settings_of(recipe):
+    file = unfinished / SETTINGS
+    begun_with = json.loads(file.read_text()) if file.exists() else None
+    if complete(unfinished) and begun_with != settings_of(recipe):
         raise MegarlError(
             f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); remove it to begin anew, or name "
             "another sft.output"
