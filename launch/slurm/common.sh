@@ -89,7 +89,7 @@ until_done() {
 }
 
 requeue() {
-    say "job $SLURM_JOB_ID goes into the queue again; it goes on from its checkpoint"
+    say "job $SLURM_JOB_ID goes into the queue again; it goes on from what it saved"
     scontrol requeue "$SLURM_JOB_ID"
     sleep 60 # Slurm ends us
     exit 1

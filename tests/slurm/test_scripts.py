@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megarl.rundir import complete, step_of
+from megarl.rundir import complete, read_jsonl, step_of
 from tests.slurm.jobs import SMALL, Job, Jobs
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -50,7 +50,14 @@ def test_warm_start_experts_conversion_evaluation(jobs: Jobs) -> None:
     same = subprocess.run(verify, cwd=jobs.cwd, capture_output=True, text=True, timeout=300)
     assert same.returncode == 0, same.stdout + same.stderr
 
-    more = ("--out", "scored", "--samples", "2", "--limit", "10")
-    completed(jobs.submit("eval.sbatch", *more, options=ONE, MODEL="runs/experts", SUITE="arithmetic"))
-    answers = (jobs.cwd / "scored" / "arithmetic" / "answers.jsonl").read_text().splitlines()
-    assert len(answers) == 20
+    more = ("--out", "scored", "--samples", "16", "--limit", "100")
+    answers = jobs.cwd / "scored" / "arithmetic" / "answers.jsonl"
+    job = jobs.submit("eval.sbatch", *more, options=ONE, MODEL="runs/experts", SUITE="arithmetic")
+    job.wait_for(lambda: answers.exists() and bool(answers.read_text()), "an answer")
+    jobs.cluster.says("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait_for(lambda: jobs.cluster.field(job.number, "Restarts") == "1", "requeue")
+    kept = [(row["id"], row["sample"]) for row in read_jsonl(answers)]
+    completed(job)
+    found = [(row["id"], row["sample"]) for row in read_jsonl(answers)]
+    assert 0 < len(kept) < len(found) == len(set(found)) == 1600
+    assert found[: len(kept)] == kept
