@@ -35,9 +35,11 @@ def run(tmp_path: Path, model: Path) -> Iterator[Run]:
 def test_full_during_a_checkpoint(run: Run, disk: Mount) -> None:
     """Steps 2 and 4 are saved, and the end. The disk is filled by somebody else after the first."""
     full = disk(run.rundir.checkpoints, 64)
+    run.controller.held = 3
     learner = run.learn()
-    run.wait_for_step(3)
+    run.wait_for_checkpoint(2)
     full.fill()
+    run.controller.held = None
     assert learner.wait(LIMIT_S) == 2, run.log()
     assert "the checkpoint could not be written (is the disk full?)" in run.log()
     assert "No space left on device" in run.log()
@@ -54,9 +56,11 @@ def test_full_during_metrics(run: Run, disk: Mount) -> None:
     full = disk(run.rundir.path / "small", 1)
     (full.path / "metrics.jsonl").touch()
     run.rundir.metrics.symlink_to(full.path / "metrics.jsonl")
+    run.controller.held = 2
     learner = run.learn()
     run.wait_for_step(2)
     full.fill()
+    run.controller.held = None
     assert learner.wait(LIMIT_S) == 2, run.log()
     assert "metrics.jsonl: cannot be written: No space left on device; make room and resume" in run.log()
     before = run.rows()

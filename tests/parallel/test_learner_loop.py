@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from megarl.messages import Ack, Next, Reply, Request, Stop, Stopped, Train, Wai
 from megarl.monitor.spans import read
 from megarl.ports import free_ports
 from megarl.process import die_with_parent
-from megarl.rundir import Endpoints, LinkKeys, RunDir, latest_rows, read_jsonl
+from megarl.rundir import Endpoints, LinkKeys, RunDir, complete, latest_rows, read_jsonl, step_of
 from megarl.types import Batch
 from tests.damage import cut_in_half, flip_a_bit
 from tests.parallel.test_learner_layouts import make_batch
@@ -44,6 +44,7 @@ class ScriptedController(threading.Thread):
         self.stopped: list[int] = []
         self.end = threading.Event()
         self.broken: set[int] = set()  # steps whose batch has a log-prob that is no number
+        self.held: int | None = None  # the step whose batch is not complete until this is None again
 
     def run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -60,7 +61,7 @@ class ScriptedController(threading.Thread):
             return Ack()
         assert isinstance(request, Next)
         self.asked.append(request.step)
-        if self.asked.count(request.step) % 2:
+        if self.asked.count(request.step) % 2 or request.step == self.held:
             return Wait(reason="batch not complete")
         if request.step == self.steps:
             return Stop(reason="the last step is done")
@@ -144,8 +145,14 @@ class Run:
         return latest_rows(self.rundir.metrics)
 
     def wait_for_step(self, step: int) -> None:
+        self._wait_for(lambda: step in self.controller.asked)
+
+    def wait_for_checkpoint(self, step: int) -> None:
+        self._wait_for(lambda: step in map(step_of, complete(self.rundir.checkpoints)))
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
         until = time.monotonic() + LIMIT_S
-        while step not in self.controller.asked:
+        while not condition():
             assert time.monotonic() < until, self.log()
             assert self.process is not None
             assert self.process.poll() is None, self.log()
