@@ -72,7 +72,7 @@ class Calibration:
     decode: tuple[float, float]
     train: tuple[float, float]
     transfer: float
-    probe: float
+    parity: float
     trained_share: float
 
 
@@ -193,7 +193,7 @@ def calibrate(recipe: Recipe, rows: list[dict[str, Any]], decode: tuple[float, f
         # Its steps are too alike to tell a constant from a rate: all of it is a rate.
         train=(0.0, sum(r["train_seconds"] for r in used) / sum(tokens)),
         transfer=transfer,
-        probe=float(np.median([r["publish_seconds"] for r in used])) - transfer,
+        parity=float(np.median([r["publish_seconds"] for r in used])) - transfer,
         trained_share=float(np.mean([r["groups_in_loss"] / recipe.batch.prompts for r in used])),
     )
 
@@ -231,7 +231,7 @@ def prediction(recipe: Recipe, known: Calibration, lengths: Lengths) -> Figures:
         step_seconds=step_seconds,
         train_seconds=lambda sequences: known.train[0] + known.train[1] * sum(sequences),
         transfer=known.transfer,
-        probe=known.probe,
+        parity=known.parity,
         limit=recipe.serving.max_running_requests,
     )
     window = recipe.pipeline.window_steps

@@ -156,11 +156,11 @@ def _sequence(group: Group, rollout: Rollout, weight: float) -> TrainSequence:
     )
 
 
-def unrewarded(index: int, tokens: np.ndarray) -> TrainSequence:
-    """Tokens [n] int32 as ticket `index`: all but the first count, with weight 1; behaviour log-probs and advantage are 0."""
+def unrewarded(index: int, tokens: np.ndarray, first: int = 1, experts: np.ndarray | None = None) -> TrainSequence:
+    """Tokens [n] int32 as ticket `index`: those from `first` on count, with weight 1; behaviour log-probs, advantage are 0."""
     weight = np.ones(len(tokens), np.float32)
-    weight[0] = 0
-    return TrainSequence(index, 0, tokens, np.zeros_like(weight), weight, 0.0)
+    weight[:first] = 0
+    return TrainSequence(index, 0, tokens, np.zeros_like(weight), weight, 0.0, experts)
 
 
 def batch_statistics(batch: Batch) -> dict[str, float]:

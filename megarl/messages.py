@@ -5,6 +5,8 @@ The learner executes and the controller decides. Rank 0 asks `Next`; the answer 
     learner (rank 0)                          controller
     Next(step=7, version=7)          ───────► Publish(version=7, servers=[a, b])     servers are behind
     Published(version=7, results)    ───────► Ack
+    Next(step=7, version=7)          ───────► Score(version=7, rollouts)              both sides are compared
+    Scored(version=7, logprobs)      ───────► Ack
     Next(step=7, version=7)          ───────► Train(batch 7)                          the B oldest tickets are done
       … trains: version 8 …
     Next(step=8, version=8)          ───────► Wait(reason)                            nothing within wait_s; ask again
@@ -18,8 +20,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
-from megarl.types import SCHEMA_VERSION, Batch, Record, decode, encode
+from megarl.types import SCHEMA_VERSION, Batch, Record, Routing, decode, encode
 
 LARGEST_REQUEST = 16 << 20
 """Bytes of a frame of a learner; the results of 10,000 servers fit. What sends more is cut off."""
@@ -52,7 +55,6 @@ class ServerResult(Record, frozen=True):
     id: Count
     error: str = ""
     checksum: str = ""
-    probe_logprob_diff: float = 0.0
 
 
 class Published(Record, frozen=True, tag="published"):
@@ -64,8 +66,20 @@ class Published(Record, frozen=True, tag="published"):
     pause_seconds: float
     transfer_seconds: float
     resume_seconds: float
-    probe_seconds: float
     bytes_sent: Count
+
+
+class Scored(Record, frozen=True, tag="scored"):
+    """The learner's answer to `Score`, for each rollout: log-probs at temperature 1 of the tokens from `first` on, and of the
+    token `against` in their places, [n - first] float32. choices: (token, layer) choices of experts that were compared with
+    the servers'; differing: those that are another set of experts."""
+
+    incarnation: Incarnation
+    version: Count
+    logprobs: tuple[np.ndarray, ...]
+    against: tuple[np.ndarray, ...]
+    choices: Count = 0
+    differing: Count = 0
 
 
 class Stopped(Record, frozen=True, tag="stopped"):
@@ -75,7 +89,7 @@ class Stopped(Record, frozen=True, tag="stopped"):
     step: Count
 
 
-Request = Next | Published | Stopped
+Request = Next | Published | Scored | Stopped
 
 
 class Train(Record, frozen=True, tag="train"):
@@ -96,6 +110,23 @@ class Publish(Record, frozen=True, tag="publish"):
 
     version: int
     servers: tuple[ServerAddress, ...]
+
+
+class ScoredRollout(Record, frozen=True):
+    """A rollout to be scored: tokens [n] int32 of prompt and completion, of which those from `first` (at least 1) on count.
+    experts: those that a server chose with the same weights, to be compared with the learner's."""
+
+    tokens: np.ndarray
+    first: int
+    experts: Routing | None = None
+
+
+class Score(Record, frozen=True, tag="score"):
+    """Score these rollouts with the weights of `version`, which are the learner's now."""
+
+    version: int
+    rollouts: tuple[ScoredRollout, ...]
+    against: int
 
 
 class Wait(Record, frozen=True, tag="wait"):
@@ -121,7 +152,7 @@ class Refused(Record, frozen=True, tag="refused"):
     error: str
 
 
-Reply = Train | Publish | Wait | Stop | Ack | Refused
+Reply = Train | Publish | Score | Wait | Stop | Ack | Refused
 
 
 _SCHEMA = f"megarl {SCHEMA_VERSION}".encode()

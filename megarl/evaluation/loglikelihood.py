@@ -57,5 +57,5 @@ async def loglikelihoods(client: ServerClient, continuations: Sequence[Continuat
 
     Raises ServerLost or ServerRefused.
     """
-    logprobs = await client.score([c.tokens for c in continuations], [c.first for c in continuations], salt)
-    return [float(np.sum(each, dtype=np.float64)) for each in logprobs]
+    scores = await client.score([c.tokens for c in continuations], [c.first for c in continuations], salt)
+    return [float(np.sum(each.logprobs, dtype=np.float64)) for each in scores]

@@ -1,14 +1,13 @@
 """Where the seconds of a step went, from the end of the step before.
 
-wait (for the controller)  train  publish  checkpoint  ──► next_step() ──► columns of metrics.jsonl
-        └ within: forward_backward, optimizer; pause, transfer, resume, probe ──► spans of RUN/trace/learner.jsonl
+wait (for the controller)  train  publish  parity  checkpoint  ──► next_step() ──► columns of metrics.jsonl
+        └ within: forward_backward, optimizer; pause, transfer, resume ──► spans of RUN/trace/learner.jsonl
 """
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
 from torch.profiler import record_function
 
@@ -16,7 +15,7 @@ from megarl.messages import Published
 from megarl.monitor.spans import UNRECORDED, Spans
 
 PLACE = "learner/rank 0"
-Part = Literal["wait", "train", "publish", "checkpoint"]
+Part = Literal["wait", "train", "publish", "parity", "checkpoint"]
 
 
 class StepClock:
@@ -25,8 +24,8 @@ class StepClock:
     def __init__(self, spans: Spans = UNRECORDED) -> None:
         self._spans = spans
         self._begin = self._part_begin = time.monotonic()
-        self._spent: dict[Part, float] = {"wait": 0.0, "train": 0.0, "publish": 0.0, "checkpoint": 0.0}
-        self._publication = {"probe_logprob_diff": math.nan}
+        self._spent: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
+        self._publication: dict[str, float] = {}
 
     @contextmanager
     def spent(self, part: Part, step: int) -> Iterator[None]:
@@ -52,21 +51,18 @@ class StepClock:
     def published(self, result: Published) -> None:
         """The latest publication, which is the latest part: its columns stay until the next."""
         self._draw(result)
-        differences = [r.probe_logprob_diff for r in result.results if not r.error]
         self._publication = {
             "pause_seconds": result.pause_seconds,
             "transfer_seconds": result.transfer_seconds,
             "resume_seconds": result.resume_seconds,
-            "probe_seconds": result.probe_seconds,
             "publish_bytes": float(result.bytes_sent),
-            "probe_logprob_diff": max(differences, default=math.nan),
         }
 
     def _draw(self, result: Published) -> None:
         """Its phases, and how long it held each server."""
         begin = end = self._part_begin
         held = result.pause_seconds + result.transfer_seconds + result.resume_seconds
-        for name in ("pause", "transfer", "resume", "probe"):
+        for name in ("pause", "transfer", "resume"):
             begin, end = end, end + getattr(result, f"{name}_seconds")
             self._spans.span(PLACE, name, begin, end)
         begin = self._part_begin

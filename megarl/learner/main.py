@@ -26,7 +26,7 @@ from megarl.learner.link import Interrupted, Link
 from megarl.learner.out_of_memory import OutOfMemory
 from megarl.learner.ranks import become_torchrun, is_rank
 from megarl.learner.trainer import Trainer
-from megarl.messages import Next, Publish, Refused, Reply, Request, ServerAddress, Stop, Stopped, Train
+from megarl.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
 from megarl.models import parallel
 from megarl.monitor.metrics import MetricsWriter
 from megarl.monitor.profiler import Profiler
@@ -155,6 +155,8 @@ class Learner:
                 return self._broken()
             case Publish():
                 return self._publish(command)
+            case Score():
+                return self._score(command)
             case Refused():
                 raise MegarlError(f"the controller refused step {self.trainer.step}: {command.error}")
         return None
@@ -241,10 +243,15 @@ class Learner:
                 f"the controller asked for version {command.version}; the weights are {self.trainer.step}"
             )
         with self.clock.spent("publish", command.version):
-            result = self.publisher.publish(command, self.incarnation, self.trainer.logprobs)
+            result = self.publisher.publish(command, self.incarnation)
             reply = self._ask(result)
         if result is not None:
             self.clock.published(result)
+        return reply if isinstance(reply, Stop) else None
+
+    def _score(self, command: Score) -> Stop | None:
+        with self.clock.spent("parity", command.version):
+            reply = self._ask(self.trainer.score(command, self.incarnation))
         return reply if isinstance(reply, Stop) else None
 
     def _stop(self, command: Stop) -> None:

@@ -9,6 +9,7 @@ rank calls them with the same sequences.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ class Network:
     """This rank's chunks of a model whose weights are loaded."""
 
     expert_load: ExpertLoad | None = None
-    replay: Replay | None = None
+    replay: Replay | None = None  # of the routers' choices, where there are any
+    replays = False
+    """Whether training takes the recorded choices (model.moe.routing_replay)."""
 
     def __init__(self, chunks: list[GPTModel], family: Family, recipe: Recipe) -> None:
         self.chunks, self.family = chunks, family
@@ -66,18 +69,33 @@ class Network:
             precision=self.head_precision,
         )
 
+    def scoring_head(self, against: int) -> Head:
+        """[n, 2]: log-probs, at temperature 1, of each counted token and of the token `against` in its place."""
+        head = self.lm_head(1.0)
+
+        def both(*, context: MicroBatch, **given: Any) -> Tensor:
+            other = replace(context, labels=torch.full_like(context.labels, against))
+            return torch.stack([head(context=each, **given)[0] for each in (context, other)], dim=-1)
+
+        return both
+
     def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
         """Which sequences go where."""
         return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)
 
     @torch.no_grad()
     def ask(
-        self, sequences: Sequence[TrainSequence], head: Head, pick: Callable[[Any], Tensor] = lambda output: output
+        self,
+        sequences: Sequence[TrainSequence],
+        head: Head,
+        pick: Callable[[Any], Tensor] = lambda output: output,
+        shape: tuple[int, ...] = (),
     ) -> list[np.ndarray]:
-        """`pick` [n] of what the head makes of each trained token: [len] float32 a sequence, 0 elsewhere, on all ranks."""
+        """`pick` [n, *shape] of what the head makes of each trained token: [len, *shape] float32 a sequence, 0 elsewhere, on
+        all ranks."""
         steps = self.plan(sequences)
         starts = np.cumsum([0] + [len(s) for s in sequences])
-        out = torch.zeros(int(starts[-1]), device=self.device)
+        out = torch.zeros(int(starts[-1]), *shape, device=self.device)
         pending = iter(steps.members[parallel_state.get_data_parallel_rank()])
 
         def collect(micro: MicroBatch, output: Any) -> Tensor:
@@ -108,7 +126,7 @@ class Network:
             assemble([sequences[i] for i in members], steps.rows, steps.length, self.layout, self.device)
             for members in mine
         ]
-        replay = None if forward_only else self.replay
+        replay = self.replay if self.replay and (self.replay.compares or (self.replays and not forward_only)) else None
         expert_load = None if forward_only else self.expert_load
 
         def loss(micro: MicroBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

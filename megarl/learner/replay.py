@@ -6,7 +6,7 @@
     megatron's RouterReplay of each router      forward: these;   recomputation, which runs in backward: the same again
 
 The probabilities are still the learner's own, so gradients reach the router. Where nothing was recorded (the last token of a
-sequence, padding) the router chooses itself.
+sequence, padding) the router chooses itself. For parity a router can also keep to its own choice and count where it differs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,19 +22,33 @@ from torch import Tensor
 
 
 class PartialReplay(RouterReplay):
-    """Targets of -1 are filled with the router's own choice, once; backward replays the filled ones."""
+    """Targets of -1 are filled with the router's own choice, once; backward replays the filled ones.
+
+    compares: take the router's own choice throughout, and count the tokens whose target is another set of experts:
+    counts [2] int64, compared and differing."""
 
     target_topk_idx: Tensor
+    compares = False
+    counts: Tensor | None = None
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Any
     ) -> tuple[Tensor, Tensor]:
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
-            _, own = compute(scores, topk, num_groups, group_topk)
+            probabilities, own = compute(scores, topk, num_groups, group_topk)
             target = self.target_topk_idx.to(scores.device)
+            if self.compares:
+                self._count(own, target)
+                return probabilities, own
             self.target_topk_idx = torch.where(target < 0, own, target)
             self.replay_backward_list[-1] = self.target_topk_idx
         return super().get_replay_topk(scores, topk, num_groups, group_topk, compute)
+
+    def _count(self, own: Tensor, target: Tensor) -> None:
+        known = (target >= 0).all(-1)
+        same = (own.unsqueeze(-1) == target.unsqueeze(-2)).any(-1).all(-1)
+        found = torch.stack([known.sum(), (known & ~same).sum()])
+        self.counts = found if self.counts is None else self.counts + found
 
 
 class Replay:
@@ -42,6 +56,7 @@ class Replay:
 
     def __init__(self, chunks: Sequence[GPTModel]) -> None:
         """Gives every router of the chunks a replay. A router chooses by itself outside of `of`."""
+        self.compares = False
         self._columns: list[list[tuple[int, PartialReplay]]] = []
         self._chosen = chunks[0].config.moe_router_topk
         self._shards = (1, 0)
@@ -83,6 +98,22 @@ class Replay:
             yield
         finally:
             self.end()
+
+    @contextmanager
+    def comparing(self, counts: Tensor) -> Iterator[None]:
+        """Passes within keep to the routers' own choices. Adds to `counts` [2] int64 this rank's (token, layer) choices that
+        were compared with recorded ones, and those that are another set of experts."""
+        routers = [router for column in self._columns for _, router in column]
+        self.compares = True
+        for router in routers:
+            router.compares, router.counts = True, None
+        try:
+            yield
+            counts += sum(router.counts for router in routers if router.counts is not None)
+        finally:
+            self.compares = False
+            for router in routers:
+                router.compares = False
 
     def end(self) -> None:
         """Forget the step's choices."""

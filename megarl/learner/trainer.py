@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from megarl.learner.optimizer import learning_rate
 from megarl.learner.reference import Reference
 from megarl.learner.replay import Replay
 from megarl.learner.trained import TrainedNetwork
+from megarl.messages import Score, Scored
 from megarl.recipe import Optimizer, Recipe
 from megarl.types import Batch
 
@@ -72,7 +74,8 @@ class Trainer:
         self.policy = TrainedNetwork(
             *loaded_chunks(recipe, hf_dir), optimizer or learner.optimizer, recipe, learner.optimizer_offload
         )
-        self.policy.replay = Replay(self.policy.chunks) if recipe.model.moe.routing_replay else None
+        self.policy.replay = Replay(self.policy.chunks) if self.policy.family.experts and not supervised else None
+        self.policy.replays = recipe.model.moe.routing_replay
         self.critic = Critic(recipe, self.policy.family) if recipe.has_critic and not supervised else None
         self.reference = (
             Reference(recipe, self.policy.family) if recipe.reference.coefficient and not supervised else None
@@ -144,12 +147,26 @@ class Trainer:
             found.append(_Learning(network, self.critic.forward_backward, lr, *names))
         return found
 
-    def logprobs(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-prob, at temperature 1, of each token of each sequence but its first. [len - 1] float32 each, on all ranks."""
-        tokens = [unrewarded(i, ids) for i, ids in enumerate(sequences)]
-        return [
-            values[1:] for values in self.policy.ask(tokens, self.policy.lm_head(1.0), pick=lambda output: output[0])
+    def score(self, command: Score, incarnation: str) -> Scored:
+        """The command's rollouts as the policy scores them now, by its own choice of experts. The same on all ranks."""
+        sequences = [
+            unrewarded(i, r.tokens, r.first, None if r.experts is None else r.experts.table)
+            for i, r in enumerate(command.rollouts)
         ]
+        counts = torch.zeros(2, dtype=torch.int64, device=self.policy.device)
+        with self.policy.replay.comparing(counts) if self.policy.replay else nullcontext():
+            scores = self.policy.ask(sequences, self.policy.scoring_head(command.against), shape=(2,))
+        dist.all_reduce(counts)
+        choices, differing = counts.tolist()
+        kept = [values[r.first :] for values, r in zip(scores, command.rollouts, strict=True)]
+        return Scored(
+            incarnation=incarnation,
+            version=self.step,
+            logprobs=tuple(values[:, 0] for values in kept),
+            against=tuple(values[:, 1] for values in kept),
+            choices=choices,
+            differing=differing,
+        )
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Gradients of the policy's loss into its buffers, reduced over ranks; the metrics of that."""

@@ -209,6 +209,19 @@ def reward_png(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> bytes
     return data.getvalue()
 
 
+PARITY = {"kernels": "equal weights", "decode": "decode", "stale_kv": "stale KV", "staleness": "staleness"}
+
+
+def parity(axes: Any, rows: list[Row]) -> bool:
+    """The causes of what servers and learner differ by; those that are 0 throughout are named instead of drawn."""
+    measured = {c: [v for r in rows if (v := r.get(f"parity_mean/{c}")) is not None] for c in PARITY}
+    same = [PARITY[c] for c, values in measured.items() if values and not any(values)]
+    drawn = lines(axes, rows, {f"parity_mean/{c}": PARITY[c] for c, v in measured.items() if any(v)}, log=True)
+    if same:
+        axes.annotate(f"same bits: {', '.join(same)}", (0.02, 0.02), xycoords="axes fraction", fontsize=9)
+    return drawn or bool(same)
+
+
 TITLES = {"completion_tokens_mean": "completion length, tokens", "truncation_rate": "answers cut off, share"}
 
 
@@ -239,10 +252,8 @@ def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: lis
         svg(lambda a: lines(a, rows, {"entropy": "entropy"}), "Entropy of trained tokens, nats"),
         svg(lambda a: lines(a, rows, {"grad_norm": "grad norm"}), "Gradient norm before clipping"),
         svg(lag, "Lag of trained tokens, steps"),
-        svg(
-            lambda a: lines(a, rows, {"probe_logprob_diff": ""}, log=True),
-            "Servers against learner: probe log-prob difference",
-        ),
+        svg(lambda a: parity(a, rows), "Servers against learner: mean |log-prob difference| by cause"),
+        svg(lambda a: lines(a, rows, {"parity_routing": ""}), "Choices of experts that differ: share"),
         svg(lambda a: lines(a, timed, speed), "Tokens a second"),
         svg(lambda a: where_time_goes(a, timed), "Where the learner's step goes, seconds"),
         svg(lambda a: lines(a, rows, rates), "Answers cut off, interrupted, malformed: share"),

@@ -61,7 +61,8 @@ def _tiles(v: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield f"{v['compute_unit'] or 'device'} hours", summary.show(v["compute_hours"], ".3g")
     yield "tokens a second", summary.show(v["tokens_per_second"], ",.0f")
     yield "largest lag", f"{summary.show(v['lag_max'], '.0f')} of {v['lag_limit']}"
-    yield "largest probe difference", summary.show(v["probe_logprob_diff_max"], ".1e")
+    same = v["parity_mean_max"] == 0
+    yield "server − learner log-prob", "same bits" if same else summary.show(v["parity_mean"], ".1e")
 
 
 def _tile(name: str, text: str) -> str:

@@ -51,7 +51,9 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "lag_mean": _mean(rows, "lag_mean"),
         "lag_max": _largest(rows, "lag_max"),
         "lag_limit": recipe.pipeline.lag_limit,
-        "probe_logprob_diff_max": _largest(rows, "probe_logprob_diff"),
+        "parity_mean": _mean(rows, "parity_mean/kernels"),
+        "parity_mean_max": _largest(rows, "parity_mean/kernels"),
+        "parity_publications": sum("parity_mean/kernels" in row for row in rows),
         "versions_per_rollout": _mean(rows, "versions_per_rollout"),
         "truncation_rate": _mean(rows[-20:], "truncation_rate"),
         "interruption_rate": _mean(rows[-20:], "interruption_rate"),
@@ -129,11 +131,21 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
     parts = " · ".join(f"{part} {show(v[f'{part}_seconds'], '.3f')}" for part in ("pause", "transfer", "resume"))
     yield "publication", f"{show(v['publish_seconds'], '.3f')} s a step ({parts})"
     yield "lag", f"largest {show(v['lag_max'], '.0f')} of {v['lag_limit']} · mean {show(v['lag_mean'], '.2f')}"
-    yield "servers vs learner", f"probe log-prob difference at most {show(v['probe_logprob_diff_max'], '.1e')}"
+    yield "servers vs learner", _parity(v)
     rates = (("truncated", "truncation_rate"), ("interrupted", "interruption_rate"), ("malformed", "format_error_rate"))
     yield "answers", " · ".join(f"{word} {show(v[key], '.1%')}" for word, key in rates) + " (last 20 steps)"
     if v["restarts"] or v["void_groups"]:
         yield "mishaps", f"{v['restarts']} restarts of a role · {show(v['void_groups'], '.0f')} void groups"
+
+
+def _parity(v: dict[str, Any]) -> str:
+    """Their difference in words."""
+    if not v["parity_publications"]:
+        return "not compared"
+    if v["parity_mean_max"] == 0:
+        return f"same bits at {v['parity_publications']} publications"
+    differ = f"log-probs differ by {show(v['parity_mean'], '.1e')} on average"
+    return f"{differ}, {show(v['parity_mean_max'], '.1e')} at the worst of {v['parity_publications']} publications"
 
 
 def _places(rundir: RunDir) -> Iterable[tuple[str, str]]:

@@ -39,7 +39,7 @@ class Assumed:
     allreduce_latency_s: float
     hop_latency_s: float
     control_seconds: float
-    probe_seconds: float
+    parity_seconds: float
     call_seconds: float
     host_gb_s: float
     reserved_gb: float

@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def learner_idle(self) -> float:
-        busy = self.train_seconds + self._published_share * (self.publication.transfer + self.publication.probe)
+        busy = self.train_seconds + self._published_share * (self.publication.transfer + self.publication.parity)
         return max(0.0, 1 - busy / self.step_seconds)
 
     @property
@@ -288,7 +288,7 @@ def evaluate(
     tokens = work.rollouts * work.mean_tokens
     transfers = published.transfer / pipeline.phase_steps
     generate = tokens / (count * running / seconds) + transfers
-    busy = learner.train_seconds + transfers + published.probe / pipeline.phase_steps
+    busy = learner.train_seconds + transfers + published.parity / pipeline.phase_steps
     longest = float(work.sample.max()) * seconds
     # Without a window to work ahead in, the halves take turns, and the last rollout of a phase is waited for.
     overlapped = pipeline.max_lag > 0

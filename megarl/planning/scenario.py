@@ -38,7 +38,7 @@ def costs(problem: Problem, plan: Plan) -> Costs:
         step_seconds=plan.decoder.step_seconds,
         train_seconds=train_seconds,
         transfer=plan.publication.transfer,
-        probe=plan.publication.probe,
+        parity=plan.publication.parity,
         limit=max(1, int(limit)),
     )
 

@@ -1,7 +1,7 @@
 """The pipeline in virtual time: megarl's own admission, places, membership and decisions over modelled servers and learner.
 
     tickets   Admission.can_admit ─► admit ─► generations x (Places.take ─► SimulatedServer ─► give back) ─► finish | remove
-    learner   decide(Next) ─► TrainStep: seconds of training this batch │ Publish: servers stand still, then the probe │ Wait
+    learner   decide(Next) ─► TrainStep: seconds of training this batch │ Publish: servers stand still, then parity │ Wait
     scoring   pinned servers, as rollout/controller.py does it
 
 What is modelled: lengths, seconds of a decode step, of training, of a publication. What is not: prefill, grading, the network
@@ -33,12 +33,12 @@ LEARNER = "simulated"
 @dataclass(frozen=True)
 class Costs:
     """Seconds. step_seconds: of a server's decode step; train_seconds: of training sequences of these lengths; transfer:
-    servers stand still; probe: the learner is busy beyond that, and new requests wait. limit: requests of a server at once."""
+    servers stand still; parity: the learner scores rollouts beyond that, and new requests wait. limit: requests of a server at once."""
 
     step_seconds: StepSeconds
     train_seconds: Callable[[Sequence[int]], float]
     transfer: float
-    probe: float
+    parity: float
     limit: int
 
 
@@ -249,7 +249,7 @@ class _Simulation:
         await asyncio.sleep(self.costs.transfer)
         for i in ids:
             self.servers[i].resume(command.version)
-        await asyncio.sleep(self.costs.probe)
+        await asyncio.sleep(self.costs.parity)
         for i in ids:
             self.membership.published(i, command.version, LEARNER, "")
         self.published_version = max(self.published_version, command.version)

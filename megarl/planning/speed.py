@@ -156,10 +156,10 @@ class _Fixed:
 
 @dataclass(frozen=True)
 class Publication:
-    """Seconds that servers stand still, and that the learner is busy beyond that (the probe)."""
+    """Seconds that servers stand still, and that the learner is busy beyond that (scoring for parity)."""
 
     transfer: float
-    probe: float
+    parity: float
     bytes: float
     calls: float  # of transfer, what rank 0's HTTP calls alone would take
 
@@ -175,7 +175,7 @@ def publication(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed, device
     calls = servers * assumed.call_seconds
     return Publication(
         transfer=buckets * max(wire, calls) + CONTROL_CALLS * calls + assumed.control_seconds,
-        probe=assumed.probe_seconds,
+        parity=assumed.parity_seconds,
         bytes=size,
         calls=(buckets + CONTROL_CALLS) * calls,
     )

@@ -255,8 +255,9 @@ class Weights(Section):
     )
     bucket_mb: int = Field(512, ge=1)
     pause: Literal["in_place", "retract"] = "in_place"
-    probe_sequences: int = Field(4, ge=1, description="sequences scored on both sides after each publication")
-    probe_limit: float = Field(0.1, gt=0, description="largest log-prob difference; above it the run stops")
+    parity_rollouts: int = Field(
+        4, ge=1, le=64, description="rollouts of each batch that servers and learner both score after a publication"
+    )
     timeout_s: float = Field(600, gt=0)
 
 

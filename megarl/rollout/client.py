@@ -25,7 +25,6 @@ import numpy as np
 
 from megarl.errors import MegarlError
 from megarl.types import float32, int32
-from megarl.weights import scoring
 
 CONNECT_LIMIT_S = 10.0
 HEALTH_LIMIT_S, ABORT_LIMIT_S = 5.0, 30.0
@@ -52,6 +51,16 @@ class Generation(NamedTuple):
     logprobs: np.ndarray
     spans: tuple[Span, ...]
     finish: Literal["stop", "length"]
+    routing: str = ""
+
+
+class Prefill(NamedTuple):
+    """Scores of given tokens. logprobs, against [n] float32: of the tokens, and of one other token in each place (all nan if
+    none was named); nan where the server had no finite number. version: of the weights. routing: as of Generation."""
+
+    logprobs: np.ndarray
+    against: np.ndarray
+    version: int
     routing: str = ""
 
 
@@ -218,13 +227,32 @@ class ServerClient:
                     received.add(chunk)
         raise ServerLost(f"{self.url} ended a stream before its last token", *received.joined())
 
-    async def score(self, sequences: Sequence[np.ndarray], firsts: Sequence[int], cache_salt: str) -> list[np.ndarray]:
-        """Log-probs of the tokens of each sequence [n] from its position `first` (at least 1) on, [n - first] float32 each.
+    async def score(
+        self,
+        sequences: Sequence[np.ndarray],
+        firsts: Sequence[int],
+        cache_salt: str,
+        against: int | None = None,
+        routing: bool = False,
+    ) -> list[Prefill]:
+        """Log-probs, at temperature 1, of the tokens of each sequence [n] from its position `first` (at least 1) on.
 
-        What stands before may come from cached prefixes of the same salt; what is scored is computed anew.
+        What stands before `first` may come from cached prefixes of the same salt; what is scored is computed anew, for SGLang
+        matches a prefix only up to `logprob_start_len`. The one token that every request must sample is ignored.
+        against: also score this token in each place. routing: ask for the experts chosen for all tokens.
         Raises ServerLost or ServerRefused.
         """
-        body = scoring.request(sequences, firsts, [cache_salt] * len(sequences))
+        body: dict[str, Any] = {
+            "input_ids": [s.tolist() for s in sequences],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": [first - 1 for first in firsts],
+            "cache_salt": [cache_salt] * len(sequences),
+        }
+        if against is not None:
+            body["token_ids_logprob"] = [[against]] * len(sequences)
+        if routing:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": 0}
         nothing = _Received()
         with self._losses(nothing):
             async with self._post("/generate", body, self._api, self._timeout) as reply:
@@ -236,7 +264,7 @@ class ServerClient:
             if finish["type"] == "abort":
                 reason = f"aborted a request: {finish.get('message')}"
                 raise self._refusal_or_loss(finish.get("status_code") or 500, reason, nothing)
-        return scoring.scored(replies)
+        return [_prefill(each["meta_info"]) for each in replies]
 
     @contextmanager
     def _losses(self, received: _Received) -> Iterator[None]:
@@ -305,3 +333,12 @@ class ServerClient:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         return self._session
+
+
+def _prefill(meta: dict[str, Any]) -> Prefill:
+    """From a reply's meta_info. The first entry has no log-prob: nothing that was computed stands before it."""
+    tokens = meta["input_token_logprobs"][1:]
+    others = (meta.get("input_token_ids_logprobs") or [])[1:]
+    logprobs = np.array([entry[0] for entry in tokens], np.float32)  # None becomes nan
+    against = np.array([entry[0][0] for entry in others], np.float32) if others else np.full_like(logprobs, np.nan)
+    return Prefill(logprobs, against, int(meta["weight_version"]), meta.get("routed_experts") or "")

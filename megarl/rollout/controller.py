@@ -4,6 +4,7 @@
                                                               ▲  looks at
                 servers.py      who is up, with whose weights ┤
                 publications.py which version is where ───────┤
+                parity.py       do both sides compute the same ┤
                 tickets.py      admitted, sampled, graded ────┤     every change wakes the one who waits for it
                 evaluations.py  held-out score, server pinned ┘
                 ledger.py       the journal: all of it can be rebuilt from there
@@ -29,7 +30,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import MegarlError
 from megarl.evaluation.score import Questions
 from megarl.grading import Graders
-from megarl.messages import Next, Publish, Published, Refused, Reply, Stop, Train
+from megarl.messages import Next, Publish, Published, Refused, Reply, Scored, Stop, Train
 from megarl.monitor.families import of_controller
 from megarl.monitor.prometheus import Exporter
 from megarl.monitor.spans import Spans
@@ -42,8 +43,10 @@ from megarl.rollout.evaluations import Evaluations, questions_of
 from megarl.rollout.journal import Journal
 from megarl.rollout.ledger import Ledger
 from megarl.rollout.link import Link
+from megarl.rollout.parity import Parity
 from megarl.rollout.places import Places
 from megarl.rollout.publications import Publications
+from megarl.rollout.routing import layers_of
 from megarl.rollout.sampler import Sampler
 from megarl.rollout.servers import Servers
 from megarl.rollout.state import State
@@ -105,13 +108,17 @@ class Controller:
         self.sampler = Sampler(recipe, tokenizer, self.servers.clients, self.places, self.servers, self.spans)
         self.graders = Graders.of(recipe, tokenizer.decode)
         self.ledger = Ledger(journal, self.spans)
+        self.parity = Parity(
+            recipe, tokenizer.end, layers_of(recipe.model.path), self.servers.clients, self.servers.membership,
+            self._on_change, self._fail, salt,
+        )  # fmt: skip
         self.tickets = Tickets(
             recipe, state, prompts, self.servers.membership, self.places, self.sampler, self.graders, self.ledger,
-            self._on_change, salt, self.spans,
+            self.parity, self._on_change, salt, self.spans,
         )  # fmt: skip
         self.compute = ComputeClock(state)
         self.meter = Meter(self.places)
-        self.publications = Publications(recipe, state, self.servers, self.ledger, self.compute, self._fail)
+        self.publications = Publications(state, self.servers, self.ledger, self.compute, self._fail)
         self.evaluations = Evaluations(
             recipe, rundir, state, questions, tokenizer, self.servers.membership, self.places,
             self.sampler, self.graders, self.ledger, self.compute, self._on_change, self._fail,
@@ -158,7 +165,13 @@ class Controller:
     def published(self, result: Published) -> None:
         """A publication is over."""
         if self.publications.over(result):
+            self.parity.published(result.version)
             self._evaluate_if_due(result.version)
+        self._on_change()
+
+    def scored(self, result: Scored) -> None:
+        """The learner has scored the rollouts it was given."""
+        self.parity.scored(result)
         self._on_change()
 
     def left(self, step: int) -> None:
@@ -181,6 +194,7 @@ class Controller:
             score_due=self.evaluations.is_due(asked.version, self._final_step())
             or asked.version in self.evaluations.running,
             membership=self.servers.membership,
+            parity=self.parity.request(asked.version),
             stop=self.stop_reason,
             failure=self.failure,
         )
@@ -231,7 +245,8 @@ class Controller:
             stats=batch_statistics(batch)
             | task_statistics(batch, self.recipe)
             | self.meter.step()
-            | self.tickets.metrics(decision.step),
+            | self.tickets.metrics(decision.step)
+            | self.parity.metrics(),
             replay=decision.replay,
         )
 
@@ -298,6 +313,7 @@ class Controller:
         self.stop_reason, self._stopping_since = reason, time.monotonic()
         self._sampling.cancel()
         self.evaluations.cancel()
+        self.parity.cancel()
         self.conversation.changed()
 
     async def _close(self) -> None:
@@ -333,6 +349,7 @@ class Controller:
             "eval": self.evaluations.latest,
             "evaluating": sorted(self.evaluations.running),
             "rollout_tokens_per_second": sum(use["tokens_per_second"] for use in seconds.values()),
+            "parity": self.parity.warning,
             "malformed_requests": self.link.malformed,
             "refused_connections": self.link.refused(),
         }

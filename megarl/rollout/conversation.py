@@ -1,7 +1,7 @@
 """The conversation with the learner: who it is, what it has asked, when it is answered.
 
     learner ── Next ──────────────► held, at most HOLD_S ── decide, again whenever something has changed ──► the reply
-            ── Published, Stopped ► taken in, acknowledged
+            ── Published, Scored, Stopped ► taken in, acknowledged
 
 Only one learner is listened to, the one that spoke last: a new incarnation supersedes the one before.
 """
@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from megarl.messages import Ack, Next, Published, Refused, Reply, Stop, Stopped, Wait
+from megarl.messages import Ack, Next, Published, Refused, Reply, Scored, Stop, Stopped, Wait
 from megarl.rollout.decision import Decision
 from megarl.rollout.link import Link
 
@@ -35,6 +35,9 @@ class Answers(Protocol):
 
     def published(self, result: Published) -> None:
         """A publication is over."""
+
+    def scored(self, result: Scored) -> None:
+        """The learner has scored the rollouts it was given."""
 
     def left(self, step: int) -> None:
         """The learner has saved and leaves."""
@@ -84,6 +87,9 @@ class Conversation:
                     self._changed.set()
                 case Published():
                     self._answers.published(request)
+                    await self._link.reply(peer, Ack())
+                case Scored():
+                    self._answers.scored(request)
                     await self._link.reply(peer, Ack())
                 case Stopped():
                     log.info("the learner has left at step %d", request.step)

@@ -7,6 +7,7 @@ servers behind, of unknown weights, or another
 learner's ─────────────────────────────────────────► Publish
 these weights are to be scored, and none holds them ► Wait        (a server is held by an earlier evaluation)
 the last step is done ─────────────────────────────► Stop, once its evaluation is there
+rollouts are to be compared at these weights ──────► Score, once the servers have scored them
 all batches of the phase complete ─────────────────► TrainStep
 else ──────────────────────────────────────────────► Wait
 
@@ -17,7 +18,7 @@ within a phase are not published and so not evaluated: the next one that is publ
 
 from dataclasses import dataclass
 
-from megarl.messages import Next, Publish, Refused, Stop, Wait
+from megarl.messages import Next, Publish, Refused, Score, Stop, Wait
 from megarl.rollout.membership import Membership
 
 
@@ -38,6 +39,7 @@ class Standing:
     final_step: the version after which the run is over: run.steps, or fewer when the prompts are used up.
     phase_steps: steps that are trained on what one version has generated.
     score_due: the asking learner's version is to be evaluated, or is being evaluated.
+    parity: what compares both sides at the asking learner's version (megarl/rollout/parity.py); None: nothing does.
     stop, failure: reasons to end, empty if there are none.
     """
 
@@ -47,6 +49,7 @@ class Standing:
     score_due: bool
     membership: Membership
     phase_steps: int = 1
+    parity: Score | Wait | None = None
     stop: str = ""
     failure: str = ""
     waiting_for: str = ""  # what a Wait for a batch should say
@@ -56,7 +59,7 @@ class Standing:
         return min(step - step % self.phase_steps + self.phase_steps, max(self.final_step, step + 1))
 
 
-Decision = TrainStep | Publish | Wait | Stop | Refused
+Decision = TrainStep | Publish | Score | Wait | Stop | Refused
 
 
 def decide(asked: Next, now: Standing) -> Decision:
@@ -81,6 +84,8 @@ def decide(asked: Next, now: Standing) -> Decision:
         if now.score_due:
             return Wait(reason=f"evaluation of version {step}")
         return Stop(reason=f"all {step} steps are done")
+    if now.parity is not None:
+        return now.parity
     if generated:
         return TrainStep(step)
     return Wait(reason=f"batch {step}: {now.waiting_for or 'not complete'}; {_servers(members)}")

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 
 from megarl.messages import Published, ServerResult
-from megarl.recipe import Recipe
 from megarl.rollout.compute import ComputeClock
 from megarl.rollout.ledger import Ledger
 from megarl.rollout.records import PublishedVersion
@@ -23,14 +22,12 @@ class Publications:
 
     def __init__(
         self,
-        recipe: Recipe,
         state: State,
         servers: Servers,
         ledger: Ledger,
         compute: ComputeClock,
         fail: Callable[[str], None],
     ) -> None:
-        self._limit = recipe.weights.probe_limit
         self._servers, self._ledger, self._compute, self._fail = servers, ledger, compute, fail
         self._hours: dict[int, float] = {}  # of the first publication of each version in this life
         self.version = state.published_version
@@ -40,7 +37,7 @@ class Publications:
         return self._hours[version]
 
     def over(self, result: Published) -> bool:
-        """New weights on the servers that worked; whether there are any. A probe that differs too much ends the run."""
+        """New weights on the servers that worked; whether there are any."""
         clean = [r for r in result.results if self._is_clean(r, result)]
         if clean:
             self.version = max(self.version, result.version)
@@ -54,8 +51,6 @@ class Publications:
                     pause_seconds=result.pause_seconds,
                     transfer_seconds=result.transfer_seconds,
                     resume_seconds=result.resume_seconds,
-                    probe_seconds=result.probe_seconds,
-                    probe_logprob_diff=max(r.probe_logprob_diff for r in clean),
                 )
             )
         self._give_up_if_none_works(result)
@@ -63,11 +58,6 @@ class Publications:
 
     def _is_clean(self, r: ServerResult, result: Published) -> bool:
         clean = self._servers.membership.published(r.id, result.version, result.incarnation, r.error)
-        if clean and not r.probe_logprob_diff <= self._limit:  # also when it is not a number
-            self._fail(
-                f"server {r.id} and the learner disagree by {r.probe_logprob_diff:.3g} in log-prob on the probe at "
-                f"version {result.version} (weights.probe_limit is {self._limit:g}): the weights did not arrive as they are"
-            )
         if r.error:
             log.warning("version %d did not reach server %d: %s", result.version, r.id, r.error)
         return clean

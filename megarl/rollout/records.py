@@ -63,8 +63,6 @@ class PublishedVersion(Record, frozen=True, tag="published_version"):
     pause_seconds: float = 0.0
     transfer_seconds: float = 0.0
     resume_seconds: float = 0.0
-    probe_seconds: float = 0.0
-    probe_logprob_diff: float = 0.0
 
 
 class Evaluated(Record, frozen=True, tag="evaluated"):

@@ -18,11 +18,16 @@ from megarl.recipe import Recipe
 from megarl.types import Routing
 
 
+def layers_of(model_path: str) -> "RoutedLayers | None":
+    """Of the model in this directory; None for a dense one."""
+    return RoutedLayers.of(json.loads((Path(model_path) / "config.json").read_text()))
+
+
 def routed_layers(recipe: Recipe) -> "RoutedLayers | None":
     """What to record in a run of this recipe; None if it does not ask for it."""
     if not recipe.model.moe.routing_replay:
         return None
-    routed = RoutedLayers.of(json.loads((Path(recipe.model.path) / "config.json").read_text()))
+    routed = layers_of(recipe.model.path)
     if routed is None:
         raise MegarlError(f"model.moe.routing_replay: {recipe.model.path} has no experts; leave it out")
     return routed

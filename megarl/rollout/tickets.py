@@ -26,6 +26,7 @@ from megarl.rollout.curriculum import Draw
 from megarl.rollout.drawing import draw_metrics, mixture_of
 from megarl.rollout.ledger import Ledger
 from megarl.rollout.membership import Membership
+from megarl.rollout.parity import Parity
 from megarl.rollout.places import Places
 from megarl.rollout.records import Admitted, Finished, Removed
 from megarl.rollout.routing import routed_layers
@@ -59,6 +60,7 @@ class Tickets:
         sampler: Sampler,
         graders: Graders,
         ledger: Ledger,
+        parity: Parity,
         changed: Callable[[], None],
         salt: str,
         spans: Spans = UNRECORDED,
@@ -67,7 +69,7 @@ class Tickets:
         self._prompts = {task: of_task.train for task, of_task in prompts.items()}
         self._at = {task: {p.id: n for n, p in enumerate(of_task)} for task, of_task in self._prompts.items()}
         self._membership, self._places, self._sampler, self._graders = membership, places, sampler, graders
-        self._ledger, self._changed = ledger, changed
+        self._ledger, self._parity, self._changed = ledger, parity, changed
         self.admission: Admission = copy.deepcopy(state.admission)  # the journal's own is its thread's
         self.mixture = mixture_of(recipe, prompts, state)
         self.counts = {"finished": state.finished, "void": state.void, "removed": state.removed}
@@ -207,13 +209,15 @@ class Tickets:
         rollouts: tuple[Rollout, ...] = ()
         try:
             async with asyncio.TaskGroup() as tasks:
-                each = [tasks.create_task(self._rollout(ticket, prompt, home, sample, length)) for sample in samples]
+                each = [tasks.create_task(self._rollout(admitted, prompt, home, sample, length)) for sample in samples]
             rollouts = tuple(task.result() for task in each)
         except* (Void, GraderDown) as reasons:
             void = str(reasons.exceptions[0])
         return Group(ticket=ticket, prompt=prompt.shown, rollouts=rollouts, void=void, epoch=admitted.epoch)
 
-    async def _rollout(self, ticket: int, prompt: Prompt, home: _Home, sample: int, length: Length) -> Rollout:
+    async def _rollout(self, admitted: Admitted, prompt: Prompt, home: _Home, sample: int, length: Length) -> Rollout:
+        ticket = admitted.ticket
+
         def may_use(server: int, version: int) -> bool:
             if server != home.server and self._is_eligible(ticket, home.server):
                 return False
@@ -239,6 +243,9 @@ class Tickets:
                 routed=self._routed,
             )
         )
+        if self._parity.is_chosen(ticket, sample):
+            server = None if done.retries else home.server
+            self._parity.finished(ticket, sample, admitted.due, prompt, tuple(done.segments), server)
         begin = time.monotonic()
         grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
         self._spans.span("controller/grading", f"ticket {ticket}.{sample}", begin, time.monotonic())

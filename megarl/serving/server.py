@@ -21,6 +21,7 @@ from megarl.errors import MegarlError
 from megarl.ports import check_free
 from megarl.process import die_with_parent, start_logging
 from megarl.recipe import Recipe
+from megarl.rollout.routing import RoutedLayers
 from megarl.rundir import RunDir
 from megarl.serving import workers
 from megarl.serving.answers import Answers
@@ -242,8 +243,8 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "random_seed": recipe.run.seed * 1009 + index,
         "weight_version": "-1",  # of the directory; a published version is 0 or more
         "max_total_tokens": serving.kv_tokens,
-        # The probe after a publication must not wait for a slot.
-        "max_running_requests": serving.max_running_requests + weights.probe_sequences,
+        # Scoring for parity must not wait for a slot: as a rollout ends, and after a publication.
+        "max_running_requests": serving.max_running_requests + 2 * weights.parity_rollouts,
         # The overlap schedule computes the first token after an in-place pause with the old weights but labels it with the
         # new version. A retracted request is recomputed, so there it labels right.
         "disable_overlap_schedule": weights.pause == "in_place",
@@ -257,7 +258,8 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         # messages themselves would sleep a second into each request.
         "sleep_on_idle": not cuda and recipe.resources.server_tensor_parallel == 1,
         "enable_metrics": recipe.monitor.prometheus,
-        "enable_return_routed_experts": recipe.model.moe.routing_replay,
+        # For routing replay, and to compare the choices of both sides.
+        "enable_return_routed_experts": RoutedLayers.of(config) is not None,
         "log_level": "info",
         "log_level_http": "warning",
     }

@@ -60,6 +60,7 @@ class Status(msgspec.Struct, kw_only=True):
     eval: dict[str, Any] | None = None
     evaluating: list[int] = []
     rollout_tokens_per_second: float = 0.0
+    parity: str = ""  # what is wrong with it now
 
 
 class Observer:
@@ -107,6 +108,11 @@ class Observer:
     def latest(self) -> dict[str, Any]:
         """Row of the newest step; empty before the first."""
         return self.rows[max(self.rows)] if self.rows else {}
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """Row of the newest step before which servers and learner were compared; empty before the first."""
+        return next((row for _, row in sorted(self.rows.items(), reverse=True) if "parity_rollouts" in row), {})
 
 
 def log_of(rundir: RunDir, role: Role) -> Path | None:

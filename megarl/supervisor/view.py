@@ -4,7 +4,7 @@ Pure: `render` and `line` make text of a `Frame`; nothing is read or remembered 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from megarl.recipe import Recipe
 from megarl.scaling.outlook import enough, words
 from megarl.supervisor.observe import Observer, ServerStatus
 from megarl.supervisor.restart import Role
+from megarl.weights import parity
 
 BARS = "▁▂▃▄▅▆▇█"
 RECENT = 20
@@ -81,7 +82,7 @@ def line(frame: Frame) -> str:
     if observer.rows:
         parts.append(f"{number(recent(observer, 'tokens_per_second'))} tok/s")
         parts.append(f"lag {number(row.get('lag_mean'), 1)}/{number(row.get('lag_max'))}")
-        parts.append(f"probe {number(row.get('probe_logprob_diff'), 1, 'e')}")
+        parts.append(f"parity {parity.shown(observer.compared)}")
     return "  ".join(parts)
 
 
@@ -116,9 +117,8 @@ def warnings(frame: Frame) -> list[str]:
     if newest.get("enough"):
         found.append(f"{enough(newest)}: the run may as well stop (run.stop_at_asymptote ends one by itself)")
     row = frame.observer.latest
-    diff, limit = row.get("probe_logprob_diff"), frame.recipe.weights.probe_limit
-    if diff is not None and diff > limit / 2:
-        found.append(f"servers and learner differ by {diff:.2g} log-prob on the probe (the run stops at {limit:g})")
+    if observer.status is not None and observer.status.parity:
+        found.append(observer.status.parity)
     if row.get("groups_in_loss") == 0:
         found.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
     elif row.get("skipped"):
@@ -209,8 +209,8 @@ def _numbers(frame: Frame) -> RenderableType:
     lag = f"mean {number(row.get('lag_mean'), 2)} · max {number(row.get('lag_max'))} · limit {limit}"
     grid.add_row("lag, steps", lag)
     grid.add_row("learner", " · ".join(shares) or "–")
-    sync = f"{number(row.get('publish_seconds'), 2)} s · probe diff {number(row.get('probe_logprob_diff'), 1, 'e')}"
-    grid.add_row("publication", sync)
+    grid.add_row("publication", f"{number(row.get('publish_seconds'), 2)} s")
+    grid.add_row("server − learner", _parity(observer.compared))
     grid.add_row("entropy · grad norm", f"{number(row.get('entropy'), 3)} · {number(row.get('grad_norm'), 3)}")
     if observer.status is not None:
         t = observer.status.tickets
@@ -218,6 +218,22 @@ def _numbers(frame: Frame) -> RenderableType:
         grid.add_row("tickets", text + (f" · {t.void} void" if t.void else ""))
         grid.add_row("compute", f"{observer.status.compute_hours:.3f} {observer.status.compute_unit} hours")
     return grid
+
+
+def _parity(row: Mapping[str, Any]) -> str:
+    """Mean and 99th percentile of the log-prob difference at equal weights; then the other causes' means."""
+    if row.get("parity_mean/kernels") is None:
+        return "–"
+    tail = f" (99 %: {number(row['parity_p99/kernels'], 1, 'e')})" if row["parity_mean/kernels"] else ""
+    words = {"decode": "decode", "stale_kv": "stale KV", "staleness": "staleness"}
+    others = [
+        f"{word} {number(row[name], 1, 'e')}"
+        for cause, word in words.items()
+        if row.get(name := f"parity_mean/{cause}") is not None
+    ]
+    if row.get("parity_routing") is not None:
+        others.append(f"experts {row['parity_routing']:.1%}")
+    return " · ".join([f"{parity.shown(row)}{tail}", *others])
 
 
 def _task(observer: Observer, task: str) -> str:

@@ -1,6 +1,6 @@
 """Publication of weights to the servers.
 
-publisher.py      pause -> transport -> checksums -> continue -> probe; what failed on which server
+publisher.py      pause -> transport -> checksums -> continue; what failed on which server
 transport.py      what every transport is
 process_group.py  transport: buckets broadcast from each pipeline stage to all servers (NCCL; gloo on CPU)
 cuda_ipc.py       transport: servers read the buckets in the memory of the GPU that they share with the learner
@@ -10,6 +10,5 @@ admin.py          SGLang's calls that replace weights, one server or all at once
 buckets.py        tensors -> buckets of a set size, one flat array each
 served.py         how a server holds Hugging Face tensors
 checksum.py       what a server's checksums must be, from the tensors as they were sent
-scoring.py        how a server is asked for the log-probs of given tokens
-probe.py          fixed sequences, scored by the servers and by the learner
+parity.py         do servers and learner compute the same model? Differences of log-probs by cause, limits, verdicts
 """

@@ -14,11 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import numpy as np
 
 from megarl.errors import MegarlError
 from megarl.messages import ServerAddress
-from megarl.weights import scoring
 from megarl.whereabouts import Whereabouts
 
 CONTROL_LIMIT_S = 30.0
@@ -133,11 +131,6 @@ class Server:
         reply = self._call("checksum", "/weights_checker", {"action": "checksum"}, self._limit_s)
         ranks = reply["ranks"]
         return reply["per_engine_checksum"], ranks[0]["checksums"] if len(ranks) == 1 else None
-
-    def score(self, sequences: Sequence[np.ndarray], salt: str) -> list[np.ndarray]:
-        """Log-prob of each token of each sequence but its first, computed anew: nothing cached has this salt."""
-        body = scoring.request(sequences, [1] * len(sequences), [f"{salt}-{i}" for i in range(len(sequences))])
-        return scoring.scored(self._call("probe", "/generate", body, self._limit_s, self._api_key))
 
     def _call(self, step: str, path: str, body: Any, limit_s: float, key: str = "") -> Any:
         """The reply's JSON (or text). Without a body it is a GET."""

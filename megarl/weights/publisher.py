@@ -1,6 +1,6 @@
 """Publication of the learner's weights to the servers, in flight: requests go on over it.
 
-    pause all ─► transport (process_group.py | cuda_ipc.py | disk.py) ─► checksums ─► continue ─► probe ─► Published
+    pause all ─► transport (process_group.py | cuda_ipc.py | disk.py) ─► checksums ─► continue ─► Published
                  └ a server that fails is left out; its half-replaced weights answer nobody: its requests are aborted
 
 The law of errors: whatever happens to one server, the others end with the new version, running, and the caller gets a result
@@ -9,11 +9,9 @@ for each server within bounded time. A server that did not get the new weights, 
 
 import logging
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch.distributed as dist
 from torch.nn import Module
 
@@ -22,19 +20,15 @@ from megarl.messages import Publish, Published, ServerResult
 from megarl.models.family import Family, read_config
 from megarl.recipe import Recipe
 from megarl.rundir import Endpoints, RunDir
-from megarl.weights.admin import Fleet, Server, collect
+from megarl.weights.admin import Fleet, Server
 from megarl.weights.checksum import differing
 from megarl.weights.cuda_ipc import CudaIpcTransport
 from megarl.weights.disk import DiskTransport
-from megarl.weights.probe import largest_difference, probe_sequences
 from megarl.weights.process_group import ProcessGroupTransport
 from megarl.weights.served import rotary_head_dim
 from megarl.weights.transport import Sent, Transport
 
 log = logging.getLogger(__name__)
-
-Score = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
-"""Log-prob of each token of each sequence but its first, from the learner. COLLECTIVE; every rank gets it."""
 
 
 def transport_of(recipe: Recipe, chunks: Sequence[Module], family: Family) -> Transport:
@@ -58,14 +52,8 @@ class Publisher:
         self._limit_s = recipe.weights.timeout_s
         self._wakes = recipe.serving.release_memory
         self._transport = transport_of(recipe, chunks, family)
-        self._probes = probe_sequences(
-            recipe.weights.probe_sequences,
-            family.vocabulary,
-            recipe.length.context_tokens,
-            recipe.run.seed,
-        )
 
-    def publish(self, command: Publish, incarnation: str, score: Score) -> Published | None:
+    def publish(self, command: Publish, incarnation: str) -> Published | None:
         """Bring the command's servers to the weights this learner has now. COLLECTIVE; only rank 0 gets the result.
 
         Errors of servers are in the result. Raises only for what is wrong on the learner's side.
@@ -77,11 +65,11 @@ class Publisher:
             ]
         )
         try:
-            return self._publish(fleet, command, incarnation, score)
+            return self._publish(fleet, command, incarnation)
         finally:
             fleet.close()
 
-    def _publish(self, fleet: Fleet, command: Publish, incarnation: str, score: Score) -> Published | None:
+    def _publish(self, fleet: Fleet, command: Publish, incarnation: str) -> Published | None:
         leader = dist.get_rank() == 0
         errors: dict[int, str] = {}
         checksums: dict[int, str] = {}
@@ -105,7 +93,6 @@ class Publisher:
                 _, failed = fleet.each(list(fleet.servers), lambda server: server.resume())
                 errors |= {i: errors.get(i, str(error)) for i, error in failed.items()}
         resumed = time.monotonic()
-        differences = self._probe(fleet, errors, leader, score)
         if not leader:
             return None
         for text in errors.values():
@@ -114,18 +101,11 @@ class Publisher:
             incarnation=incarnation,
             version=command.version,
             results=tuple(
-                ServerResult(
-                    id=i,
-                    error=errors.get(i, ""),
-                    checksum=checksums.get(i, ""),
-                    probe_logprob_diff=differences.get(i, 0.0),
-                )
-                for i in fleet.servers
+                ServerResult(id=i, error=errors.get(i, ""), checksum=checksums.get(i, "")) for i in fleet.servers
             ),
             pause_seconds=paused - started,
             transfer_seconds=transferred - paused,
             resume_seconds=resumed - transferred,
-            probe_seconds=time.monotonic() - resumed,
             bytes_sent=sent.bytes,
         )
 
@@ -149,16 +129,3 @@ class Publisher:
             if whole != common:
                 errors[i] = f"publishing version {version} to server {i}: checksum: {whole[:12]}, others {common[:12]}"
         return sums
-
-    def _probe(self, fleet: Fleet, errors: dict[int, str], leader: bool, score: Score) -> dict[int, float]:
-        """Largest log-prob difference of each server from the learner, both scoring at the same time."""
-        salt = uuid.uuid4().hex
-        calls = (
-            fleet.start([i for i in fleet.servers if i not in errors], lambda server: server.score(self._probes, salt))
-            if leader
-            else {}
-        )
-        ours = score(self._probes)
-        scores, failed = collect(calls)
-        errors |= {i: str(error) for i, error in failed.items()}
-        return {i: largest_difference(ours, theirs) for i, theirs in scores.items()}

@@ -36,7 +36,7 @@ def run(
     decode: float | Callable[[float, float], float] = 0.01,
     train: float = 0.0,
     transfer: float = 0.0,
-    probe: float = 0.0,
+    parity: float = 0.0,
     limit: int = 1000,
     share: float = 1.0,
     seed: int = 0,
@@ -46,7 +46,7 @@ def run(
         step_seconds=decode if callable(decode) else lambda running, held: decode,
         train_seconds=lambda sequences: train,
         transfer=transfer,
-        probe=probe,
+        parity=parity,
         limit=limit,
     )
     return simulate(Scenario(made, workload(made, lengths, share, seed), costs, steps, seed, evaluate))
@@ -59,7 +59,7 @@ def seconds(steps: Sequence[Step]) -> float:
 
 def test_synchronous_steps_take_generation_then_publication_then_training() -> None:
     """k = 0: nothing overlaps. 100 tokens at 10 ms, 2 s of training, 0.3 + 0.2 s of publishing."""
-    steps = run(recipe(k=0), 4, Constant(100), train=2.0, transfer=0.3, probe=0.2)
+    steps = run(recipe(k=0), 4, Constant(100), train=2.0, transfer=0.3, parity=0.2)
     assert seconds(steps) == pytest.approx(100 * 0.01 + 2.0 + 0.5)
     assert all(set(step.lags) == {0} for step in steps)
 

@@ -1,0 +1,250 @@
+"""Who scores which rollouts for parity, and when. What the scores mean: megarl/weights/parity.py.
+
+    a chosen rollout ends ──► its server scores it at once (version u) ──► waits until its batch is due
+    version v published   ──► servers score those that are due (version v) ──► Score ──► the learner does ──► Judge
+                              the learner waits for that                                                     └► metrics, end
+
+`weights.parity_rollouts` of each batch are chosen by hash before they are sampled, so that nothing about a rollout decides
+whether it is looked at. Scores that a server could not give at the version it was asked for are left out.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from megarl.messages import Score, Scored, ScoredRollout, Wait
+from megarl.recipe import Recipe
+from megarl.rollout.client import Prefill, ServerClient, ServerLost, ServerRefused
+from megarl.rollout.membership import Membership
+from megarl.rollout.routing import RoutedLayers
+from megarl.types import Prompt, Segment
+from megarl.weights.parity import Judge, Measurement, RolloutScores
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Candidate:
+    """A finished rollout that will be compared. due: the step that trains it. sampled_at: its last version's tokens, scored
+    at that version; None if that failed or has not ended yet."""
+
+    ticket: int
+    sample: int
+    due: int
+    prompt: np.ndarray
+    segments: tuple[Segment, ...]
+    sampled_at: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Prompt and completion, [n] int32."""
+        return np.concatenate([self.prompt, *(s.tokens for s in self.segments)])
+
+    @property
+    def version(self) -> int:
+        return self.segments[-1].weight_version
+
+
+@dataclass
+class _Comparison:
+    """The rollouts of one published version on their way through both sides. served: None until the servers have answered."""
+
+    version: int
+    task: "asyncio.Task[None]"
+    candidates: list[Candidate]
+    served: list[Prefill] | None = None
+
+
+class Parity:
+    """Compares servers and learner at every publication of a run."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        against: int,
+        routed: RoutedLayers | None,
+        clients: Mapping[int, ServerClient],
+        membership: Membership,
+        changed: Callable[[], None],
+        fail: Callable[[str], None],
+        salt: str,
+    ) -> None:
+        """against: a token id that log-probs are compared with (the end token). routed: the model's layers with experts."""
+        self._recipe, self._against, self._routed = recipe, against, routed
+        self._clients, self._membership = clients, membership
+        self._changed, self._fail, self._salt = changed, fail, salt
+        # SGLang scores at temperature 1 and over the whole vocabulary, so other samplings cannot be compared with it.
+        self._comparable = recipe.sampling.temperature == 1 and recipe.sampling.top_p == 1
+        head, model = recipe.model.fp32_head, recipe.model
+        self._judge = Judge(
+            model.dtype,
+            routed is not None,
+            head in ("both", "server"),
+            head in ("both", "learner"),
+            recipe.weights.pause,
+        )
+        self._waiting: list[Candidate] = []
+        self._scoring: set[asyncio.Task[None]] = set()
+        self._comparison: _Comparison | None = None
+        self._latest: dict[str, float] = {}
+        self.warning = ""
+
+    def is_chosen(self, ticket: int, sample: int) -> bool:
+        """Whether this rollout is one of the weights.parity_rollouts of its batch."""
+        recipe, prompts = self._recipe, self._recipe.batch.prompts
+        slot = ticket % prompts * recipe.sampling.generations + sample
+        count = min(recipe.weights.parity_rollouts, prompts * recipe.sampling.generations)
+        return slot in chosen_slots(recipe.run.seed, ticket // prompts, prompts * recipe.sampling.generations, count)
+
+    def finished(
+        self, ticket: int, sample: int, due: int, prompt: Prompt, segments: tuple[Segment, ...], server: int | None
+    ) -> None:
+        """A chosen rollout has ended, its last request on `server`; None: it was lost on the way, so which server sampled
+        what is not known."""
+        candidate = Candidate(ticket, sample, due, prompt.tokens, segments)
+        self._waiting.append(candidate)
+        if server is not None and self._comparable and self._membership.clean_version(server) == candidate.version:
+            task = asyncio.create_task(self._score_again(candidate, server), name=f"parity {ticket}.{sample}")
+            self._scoring.add(task)
+            task.add_done_callback(self._scoring.discard)
+
+    async def _score_again(self, candidate: Candidate, server: int) -> None:
+        found = await self._prefill(candidate, server, "sampled")
+        if found is not None and found.version == candidate.version:
+            candidate.sampled_at = found.logprobs
+
+    def published(self, version: int) -> None:
+        """Every server that could be reached has `version` now: compare the rollouts that are due."""
+        self.cancel()
+        due = [c for c in self._waiting if c.due <= version]
+        self._waiting = [c for c in self._waiting if c.due > version]
+        chosen = due[-self._recipe.weights.parity_rollouts :]
+        if chosen:
+            task = asyncio.create_task(self._serve(), name=f"parity {version}")
+            self._comparison = _Comparison(version, task, chosen)
+
+    async def _serve(self) -> None:
+        """Let clean servers score the comparison's rollouts, a server for each, and tell who waits."""
+        now = self._comparison
+        assert now is not None
+        servers = sorted(s for s, v in self._membership.clean().items() if v == now.version)
+        limit_s = self._recipe.weights.timeout_s
+        found: list[Prefill | None] = []
+        try:
+            async with asyncio.timeout(limit_s):
+                found = await asyncio.gather(
+                    *(
+                        self._prefill(c, servers[(c.ticket + c.sample + now.version) % len(servers)], "served")
+                        for c in now.candidates
+                        if servers
+                    )
+                )
+        except TimeoutError:
+            log.warning("version %d: no server scored within %g s (weights.timeout_s)", now.version, limit_s)
+        scored = [
+            (c, f) for c, f in zip(now.candidates, found, strict=False) if f is not None and f.version == now.version
+        ]
+        if not scored:
+            self._comparison = None
+        else:
+            now.candidates, now.served = [c for c, _ in scored], [f for _, f in scored]
+        self._changed()
+
+    async def _prefill(self, candidate: Candidate, server: int, purpose: str) -> Prefill | None:
+        """The server's scores of the completion; None if it is lost or refuses."""
+        salt = f"{self._salt}/parity/{purpose}/{candidate.ticket}/{candidate.sample}"
+        try:
+            (found,) = await self._clients[server].score(
+                [candidate.tokens],
+                [len(candidate.prompt)],
+                salt,
+                against=self._against,
+                routing=self._routed is not None,
+            )
+        except (ServerLost, ServerRefused) as error:
+            log.warning("parity of ticket %d.%d: %s", candidate.ticket, candidate.sample, error)
+            return None
+        return found
+
+    def request(self, version: int) -> Score | Wait | None:
+        """What the learner, which has `version`, is told before it trains; None: nothing is to be compared."""
+        now = self._comparison
+        if now is None or now.version != version:
+            return None
+        if now.served is None:
+            return Wait(reason=f"servers score rollouts at version {version} (weights.parity_rollouts)")
+        rollouts = tuple(
+            ScoredRollout(
+                tokens=c.tokens,
+                first=len(c.prompt),
+                experts=self._routed.joined([self._routed.decoded(p.routing)]) if self._routed else None,
+            )
+            for c, p in zip(now.candidates, now.served, strict=True)
+        )
+        return Score(version=version, rollouts=rollouts, against=self._against)
+
+    def scored(self, result: Scored) -> None:
+        """The learner's scores: the comparison is complete."""
+        now, self._comparison = self._comparison, None
+        if now is None or now.served is None or now.version != result.version:
+            return
+        each = [
+            rollout_scores(c, result.version, p, learner, against)
+            for c, p, learner, against in zip(now.candidates, now.served, result.logprobs, result.against, strict=True)
+        ]
+        measurement = Measurement.of(result.version, each, result.choices, result.differing)
+        assert measurement is not None
+        self._latest = measurement.metrics()
+        verdict = self._judge.judge(measurement)
+        if verdict.warning and verdict.warning != self.warning:
+            log.warning("%s", verdict.warning)
+        self.warning = verdict.warning
+        if verdict.ends:
+            self._fail(verdict.warning)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the latest comparison, once: for the row of the step that follows it."""
+        found, self._latest = self._latest, {}
+        return found | {"warning_parity": float(bool(self.warning))} if found else found
+
+    def cancel(self) -> None:
+        """Drop the comparison that is under way."""
+        if self._comparison is not None:
+            self._comparison.task.cancel()
+            self._comparison = None
+
+
+@lru_cache(maxsize=64)
+def chosen_slots(seed: int, batch: int, slots: int, count: int) -> frozenset[int]:
+    """`count` of the rollouts 0 … slots-1 of a batch: a hash of seed and batch, the same after a restart."""
+    return frozenset(np.random.default_rng([seed, batch]).choice(slots, count, replace=False).tolist())
+
+
+def rollout_scores(
+    candidate: Candidate, version: int, served: Prefill, learner: np.ndarray, learner_against: np.ndarray
+) -> RolloutScores:
+    """The trained tokens of a rollout with all their scores. learner, learner_against [completion_len] float32."""
+    segments = candidate.segments
+    behaviour = np.concatenate([s.logprobs for s in segments])
+    versions = np.concatenate([np.full(len(s.tokens), s.weight_version) for s in segments])
+    trained = np.concatenate([np.full(len(s.tokens), s.trained) for s in segments])
+    sampled_at = np.full(len(behaviour), np.nan, np.float32)
+    if candidate.sampled_at is not None:
+        # Only tokens of the last version were sampled by the weights that scored them.
+        newest = np.logical_and.accumulate((versions == candidate.version)[::-1])[::-1]
+        sampled_at[newest] = candidate.sampled_at[newest]
+    return RolloutScores(
+        behaviour=behaviour[trained],
+        sampled_at=sampled_at[trained],
+        served=served.logprobs[trained],
+        learner=learner[trained],
+        lag=version - versions[trained],
+        position=(len(candidate.prompt) + np.arange(len(behaviour)))[trained],
+        stale=np.full(int(trained.sum()), len(set(versions.tolist())) > 1),
+        served_gap=(served.logprobs - served.against)[trained],
+        learner_gap=(learner - learner_against)[trained],
+    )

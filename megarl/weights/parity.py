@@ -1,0 +1,311 @@
+"""Parity: do the servers and the learner compute the same model? Pure functions of scores; megarl/rollout/parity.py gets them.
+
+A few finished rollouts of each batch are scored on both sides. Every trained token then has up to four log-probs, and each
+neighbouring pair differs for one cause:
+
+    behaviour     the server sampled the token                           (decode, version u)
+        │  decode; stale_kv where the rollout began before version u: its keys and values are older than its weights
+    sampled_at    the same server, asked about the finished rollout      (prefill, version u)
+        │  staleness: u against v
+    served        a server, asked again once version v was published     (prefill, version v)
+        │  kernels: other kernels, other precision, or a fault
+    learner       the learner, with the weights it has just published    (version v)
+
+`total` is behaviour against learner, which is what the importance ratio sees. Weights that did not arrive are another matter:
+checksums tell that at each publication.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CAUSES = ("kernels", "decode", "stale_kv", "staleness", "total")
+SHARE_ABOVE = 0.1
+LASTING = 3
+"""Publications in a row that must break a limit before the run ends: one unlucky rollout breaks it once."""
+AT_ONCE = 20.0
+"""By this factor over the limit one publication is enough."""
+FEWEST_TOKENS = 32
+"""A mean over fewer tokens is not judged."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest mean |difference| in log-prob that is still rounding, by cause; and the largest share of (token, layer)
+    choices of experts that may differ."""
+
+    kernels: float
+    decode: float
+    routing: float = 1.0
+
+
+LIMITS = {
+    ("fp32", False): Limits(kernels=1e-4, decode=1e-4),
+    ("fp32", True): Limits(kernels=1e-3, decode=1e-3, routing=0.005),
+    ("bf16", False): Limits(kernels=0.04, decode=0.04),
+    ("bf16", True): Limits(kernels=0.08, decode=0.08, routing=0.15),
+    ("fp16", False): Limits(kernels=0.005, decode=0.005),
+    ("fp16", True): Limits(kernels=0.02, decode=0.02, routing=0.05),
+}
+"""By model.dtype, and whether the model has experts. benchmarks/README.md has the distributions they were drawn from."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """|difference| of log-probs over `tokens` tokens. share: above SHARE_ABOVE; k3: estimate of KL(first || second), nats,
+    the mean of exp(d) - 1 - d with d = second - first (http://joschu.net/blog/kl-approx.html)."""
+
+    mean: float
+    p50: float
+    p99: float
+    p999: float
+    max: float
+    share: float
+    k3: float
+    tokens: int
+
+    @classmethod
+    def of(cls, first: np.ndarray, second: np.ndarray) -> "Distribution | None":
+        """first, second [n] log-probs of the same tokens; pairs with a nan are left out, None if nothing is left.
+
+        An infinite log-prob is a difference like any other, and makes mean and maximum infinite."""
+        known = ~(np.isnan(first) | np.isnan(second))
+        if not known.any():
+            return None
+        with np.errstate(invalid="ignore", over="ignore"):
+            d = second[known].astype(np.float64) - first[known].astype(np.float64)
+            size = np.nan_to_num(np.abs(d), nan=np.inf)
+            p50, p99, p999 = np.quantile(size, (0.5, 0.99, 0.999), method="higher")
+            k3 = float(np.mean(np.exp(d) - 1 - d))
+        return cls(
+            float(size.mean()), float(p50), float(p99), float(p999), float(size.max()),
+            float(np.mean(size > SHARE_ABOVE)), k3, len(d),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RolloutScores:
+    """The trained tokens of one rollout, [n] each; nan where a score is not known.
+
+    behaviour, sampled_at, served, learner: log-probs, as at the top of this file. lag: versions between u and v. position:
+    index in the whole sequence. stale: the rollout began before version u. served_gap, learner_gap: the log-prob less that of
+    one fixed token in the same place, which is the difference of two logits.
+    """
+
+    behaviour: np.ndarray
+    sampled_at: np.ndarray
+    served: np.ndarray
+    learner: np.ndarray
+    lag: np.ndarray
+    position: np.ndarray
+    stale: np.ndarray
+    served_gap: np.ndarray
+    learner_gap: np.ndarray
+
+    def pair(self, cause: str) -> tuple[np.ndarray, np.ndarray]:
+        """The two scores that differ for this cause, of the tokens it concerns."""
+        match cause:
+            case "kernels":
+                return self.served, self.learner
+            case "decode":
+                return self.behaviour[~self.stale], self.sampled_at[~self.stale]
+            case "stale_kv":
+                return self.behaviour[self.stale], self.sampled_at[self.stale]
+            case "staleness":
+                return self.sampled_at[self.lag > 0], self.served[self.lag > 0]
+            case _:
+                return self.behaviour, self.learner
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one publication's rollouts say. choices, differing: (token, layer) choices of experts compared, and those whose
+    sets of experts differ."""
+
+    version: int
+    scores: RolloutScores
+    rollouts: int = 1
+    choices: int = 0
+    differing: int = 0
+
+    @classmethod
+    def of(
+        cls, version: int, rollouts: Sequence[RolloutScores], choices: int = 0, differing: int = 0
+    ) -> "Measurement | None":
+        """Of at least one rollout, else None."""
+        if not rollouts:
+            return None
+        return cls(version, _joined(rollouts), len(rollouts), choices, differing)
+
+    def distribution(self, cause: str) -> Distribution | None:
+        return Distribution.of(*self.scores.pair(cause))
+
+    @property
+    def routing(self) -> float | None:
+        """Share of (token, layer) choices that differ; None for a dense model."""
+        return self.differing / self.choices if self.choices else None
+
+    def metrics(self) -> dict[str, float]:
+        """`parity_STATISTIC/CAUSE` of each cause that was measured, for the row of metrics."""
+        found = {"parity_rollouts": float(self.rollouts)}
+        for cause in CAUSES:
+            if (d := self.distribution(cause)) is not None:
+                found |= {f"parity_{name}/{cause}": float(value) for name, value in vars(d).items()}
+        if self.routing is not None:
+            found["parity_routing"] = self.routing
+        return found
+
+
+def _joined(rollouts: Sequence[RolloutScores]) -> RolloutScores:
+    return RolloutScores(*(np.concatenate([vars(r)[name] for r in rollouts]) for name in vars(rollouts[0])))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """warning: what is wrong now, empty if nothing is; ends: it has lasted, so the run must end."""
+
+    warning: str = ""
+    ends: bool = False
+
+
+class Judge:
+    """Decides from one measurement after another whether the two sides still compute the same model."""
+
+    def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool, pause: str) -> None:
+        """dtype: model.dtype. served_head, learner_head: whether that side's LM head is to be FP32. pause: weights.pause."""
+        self.limits = LIMITS[dtype, experts]
+        self._dtype = dtype
+        self._wide = {"server": served_head, "learner": learner_head}
+        self._pause = pause
+        self._suspects: list[Measurement] = []  # in a row, each with something broken
+        self._rows: dict[str, int] = {}  # publications in a row in which this was broken
+
+    def judge(self, measurement: Measurement) -> Verdict:
+        """The verdict on the publications so far, `measurement` being of the latest."""
+        excess = dict(self._excesses(measurement))
+        self._rows = {what: self._rows.get(what, 0) + 1 for what in excess}
+        if not excess:
+            self._suspects.clear()
+            return Verdict()
+        self._suspects = [*self._suspects, measurement][-LASTING:]
+        lasting = [what for what, n in self._rows.items() if n >= LASTING]
+        at_once = [what for what, factor in excess.items() if factor >= AT_ONCE]
+        worst = max(lasting or at_once or excess, key=excess.__getitem__)
+        return Verdict(self._text(worst, measurement), bool(lasting or at_once))
+
+    def _excesses(self, m: Measurement) -> Iterator[tuple[str, float]]:
+        """What is broken, and by which factor over its limit. A head is broken or not: 1."""
+        for cause, limit in (("kernels", self.limits.kernels), ("decode", self.limits.decode)):
+            d = m.distribution(cause)
+            if d is not None and d.tokens >= FEWEST_TOKENS and not d.mean <= limit:
+                yield cause, d.mean / limit
+        if self.limits.routing < 1 and m.routing is not None and m.routing > self.limits.routing:
+            yield "routing", 1.0
+        for side, gap in (("server", m.scores.served_gap), ("learner", m.scores.learner_gap)):
+            if self._dtype != "fp32" and self._wide[side] and grid_share(gap, self._dtype) > GRID_LIMIT:
+                yield f"{side} head", 1.0
+
+    def _text(self, what: str, m: Measurement) -> str:
+        """One sentence: what differs by how much since when, what it probably is, what to do."""
+        heads = [w for w in self._rows if w.endswith("head")]
+        count = f"{self._rows[what]} publications in a row" if self._rows[what] > 1 else "this publication"
+        if heads:
+            side = heads[0].removesuffix(" head")
+            return (
+                f"version {m.version}: the {side}'s logits lie on the grid of {self._dtype} numbers ({count}): likely cause: "
+                f"one-sided head: the {side} does not compute its LM head in FP32 as model.fp32_head says"
+            )
+        if what == "routing":
+            said = f"{m.routing:.1%} of the choices of experts differ (limit {self.limits.routing:.1%})"
+        else:
+            d = m.distribution(what)
+            assert d is not None
+            sides = "servers and learner" if what == "kernels" else "a server's sampling and its own scores"
+            limit = f"limit {vars(self.limits)[what]:g} for {self._dtype}"
+            said = f"{sides} differ by {d.mean:.3g} in log-prob on average ({limit})"
+        return f"version {m.version}: {said}, {count}: likely cause: {likely_cause(self._suspects, self.limits, what)}"
+
+
+GRID_LIMIT = 0.6
+"""Share of logit differences on the half-precision grid from which a head is not FP32. By chance a tenth are."""
+GRID = {"bf16": 2.0**9, "fp16": 2.0**12}
+"""Steps of the grid in 1: the spacing of numbers of 0.25 and more."""
+GRID_TOLERANCE = 0.05
+
+
+def grid_share(gap: np.ndarray, dtype: str) -> float:
+    """Share of differences of two logits [n] that are a multiple of the spacing of `dtype`; nan without any.
+
+    A head that rounds its logits to bf16 or fp16 leaves them on a grid, whatever noise the body has, and log-softmax in FP32
+    keeps their differences. Differences of FP32 logits lie anywhere.
+    """
+    steps = gap[np.isfinite(gap) & (gap != 0)].astype(np.float64) * GRID[dtype]
+    return float(np.mean(np.abs(steps - np.round(steps)) < GRID_TOLERANCE)) if len(steps) else float("nan")
+
+
+SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.5, 2.0
+
+
+def likely_cause(measurements: Sequence[Measurement], limits: Limits, what: str) -> str:
+    """The likeliest explanation of measurements that break the limit of `what`, by the pattern of the differences:
+
+    stale server   its scores are the same bits at two versions
+    temperature    differences follow the log-prob itself: a straight line explains most of them
+    RoPE           differences grow along the sequence
+    routing        other experts are chosen than rounding explains
+    dtype          none of these: noise that is everywhere alike
+    """
+    scores = _joined([m.scores for m in measurements])
+    if what != "decode" and same_bits(scores) > SAME_BITS_LIMIT:
+        return (
+            "stale server: it gives the same scores as before the last publications, so it does not compute with the weights "
+            "whose version it names"
+        )
+    first, second = scores.pair("decode" if what == "decode" else "kernels")
+    if explained_by_logprob(first, second) > TEMPERATURE_LIMIT:
+        return "temperature: one side divides its logits by another temperature, or scales them"
+    position = scores.position[~scores.stale] if what == "decode" else scores.position
+    if growth_along_sequence(first, second, position) > POSITION_LIMIT:
+        return "RoPE: differences grow along the sequence; compare rope_theta, rope_scaling and positions of both sides"
+    choices = sum(m.choices for m in measurements)
+    if choices and sum(m.differing for m in measurements) > limits.routing * choices:
+        return "routing: the sides choose different experts; compare router weights, biases and their precision"
+    if what == "decode":
+        return "dtype: the server's cache or decoding kernel has less precision than its prefill (kv_cache_dtype)"
+    return "dtype: one side computes in less precision than model.dtype, or with another kernel or epsilon"
+
+
+def same_bits(scores: RolloutScores) -> float:
+    """Share of tokens with a lag whose two prefill scores are the same bits."""
+    first, second = scores.pair("staleness")
+    known = ~(np.isnan(first) | np.isnan(second))
+    return float(np.mean(first[known] == second[known])) if known.any() else 0.0
+
+
+def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:
+    """R² of the line through (second, first - second): 1 if the difference is a linear function of the log-prob."""
+    known = np.isfinite(first) & np.isfinite(second)
+    x, d = second[known].astype(np.float64), (first - second)[known].astype(np.float64)
+    if len(d) < FEWEST_TOKENS or not x.std() or not d.std():
+        return 0.0
+    return float(np.corrcoef(x, d)[0, 1] ** 2)
+
+
+def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.ndarray) -> float:
+    """Mean |difference| in the last third of the positions over that in the first third."""
+    known = np.isfinite(first) & np.isfinite(second)
+    size, at = np.abs(first - second)[known], position[known]
+    if len(size) < FEWEST_TOKENS:
+        return 1.0
+    low, high = np.quantile(at, (1 / 3, 2 / 3))
+    early, late = size[at <= low], size[at >= high]
+    return float(late.mean() / max(float(early.mean()), 1e-12))
+
+
+def shown(row: Mapping[str, float | None]) -> str:
+    """Mean |difference| of the kernels, of a row of metrics, in words for a person: 0 is "same bits"."""
+    mean = row.get("parity_mean/kernels")
+    if mean is None or np.isnan(mean):
+        return "not measured"
+    return "same bits" if mean == 0 else f"{mean:.1e}"
