@@ -33,7 +33,7 @@ LEARNER = "simulated"
 @dataclass(frozen=True)
 class Costs:
     """Seconds. step_seconds: of a server's decode step; train_seconds: of training sequences of these lengths; transfer:
-    servers stand still; parity: the learner scores rollouts beyond that, and new requests wait. limit: requests of a server at once."""
+    servers stand still; parity: the learner is busy beyond that, and new requests wait. limit: requests of a server at once."""
 
     step_seconds: StepSeconds
     train_seconds: Callable[[Sequence[int]], float]

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,14 +30,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Candidate:
-    """A finished rollout that will be compared. due: the step that trains it. sampled_at: its last version's tokens, scored
-    at that version; None if that failed or has not ended yet."""
+    """A finished rollout that will be compared. due: the step that trains it. server: that of its last request; None: a request
+    was lost, so which server sampled what is not known. sampled_at: its last version's tokens, scored at that version; None if
+    that failed or has not ended yet."""
 
     ticket: int
     sample: int
     due: int
     prompt: np.ndarray
     segments: tuple[Segment, ...]
+    server: int | None
     sampled_at: np.ndarray | None = None
 
     @property
@@ -49,14 +52,21 @@ class Candidate:
         return self.segments[-1].weight_version
 
 
+class _Answer(NamedTuple):
+    """What a server said of a candidate."""
+
+    candidate: Candidate
+    server: int
+    prefill: Prefill
+
+
 @dataclass
 class _Comparison:
-    """The rollouts of one published version on their way through both sides. served: None until the servers have answered."""
+    """The rollouts of one published version on their way through both sides. answers: None until the servers have answered."""
 
     version: int
     task: "asyncio.Task[None]"
-    candidates: list[Candidate]
-    served: list[Prefill] | None = None
+    answers: list[_Answer] | None = None
 
 
 class Parity:
@@ -80,13 +90,8 @@ class Parity:
         # SGLang scores at temperature 1 and over the whole vocabulary, so other samplings cannot be compared with it.
         self._comparable = recipe.sampling.temperature == 1 and recipe.sampling.top_p == 1
         head, model = recipe.model.fp32_head, recipe.model
-        self._judge = Judge(
-            model.dtype,
-            routed is not None,
-            head in ("both", "server"),
-            head in ("both", "learner"),
-            recipe.weights.pause,
-        )
+        heads = (head in ("both", "server"), head in ("both", "learner"))
+        self._judge = Judge(model.dtype, routed is not None, *heads)
         self._waiting: list[Candidate] = []
         self._scoring: set[asyncio.Task[None]] = set()
         self._comparison: _Comparison | None = None
@@ -103,9 +108,8 @@ class Parity:
     def finished(
         self, ticket: int, sample: int, due: int, prompt: Prompt, segments: tuple[Segment, ...], server: int | None
     ) -> None:
-        """A chosen rollout has ended, its last request on `server`; None: it was lost on the way, so which server sampled
-        what is not known."""
-        candidate = Candidate(ticket, sample, due, prompt.tokens, segments)
+        """A chosen rollout has ended. server: as of Candidate."""
+        candidate = Candidate(ticket, sample, due, prompt.tokens, segments, server)
         self._waiting.append(candidate)
         if server is not None and self._comparable and self._membership.clean_version(server) == candidate.version:
             task = asyncio.create_task(self._score_again(candidate, server), name=f"parity {ticket}.{sample}")
@@ -124,35 +128,31 @@ class Parity:
         self._waiting = [c for c in self._waiting if c.due > version]
         chosen = due[-self._recipe.weights.parity_rollouts :]
         if chosen:
-            task = asyncio.create_task(self._serve(), name=f"parity {version}")
-            self._comparison = _Comparison(version, task, chosen)
+            task = asyncio.create_task(self._serve(version, chosen), name=f"parity {version}")
+            self._comparison = _Comparison(version, task)
 
-    async def _serve(self) -> None:
-        """Let clean servers score the comparison's rollouts, a server for each, and tell who waits."""
-        now = self._comparison
-        assert now is not None
-        servers = sorted(s for s, v in self._membership.clean().items() if v == now.version)
+    async def _serve(self, version: int, candidates: list[Candidate]) -> None:
+        """Let servers score the candidates, each where it was sampled if that one has the version; tell who waits."""
+        clean = sorted(s for s, v in self._membership.clean().items() if v == version)
         limit_s = self._recipe.weights.timeout_s
-        found: list[Prefill | None] = []
+        answers: list[_Answer | None] = []
         try:
             async with asyncio.timeout(limit_s):
-                found = await asyncio.gather(
-                    *(
-                        self._prefill(c, servers[(c.ticket + c.sample + now.version) % len(servers)], "served")
-                        for c in now.candidates
-                        if servers
-                    )
-                )
+                answers = await asyncio.gather(*(self._answer(c, version, clean) for c in candidates))
         except TimeoutError:
-            log.warning("version %d: no server scored within %g s (weights.timeout_s)", now.version, limit_s)
-        scored = [
-            (c, f) for c, f in zip(now.candidates, found, strict=False) if f is not None and f.version == now.version
-        ]
-        if not scored:
+            log.warning("version %d: no server scored within %g s (weights.timeout_s)", version, limit_s)
+        assert self._comparison is not None
+        self._comparison.answers = [answer for answer in answers if answer is not None]
+        if not self._comparison.answers:
             self._comparison = None
-        else:
-            now.candidates, now.served = [c for c, _ in scored], [f for _, f in scored]
         self._changed()
+
+    async def _answer(self, candidate: Candidate, version: int, clean: list[int]) -> _Answer | None:
+        if not clean:
+            return None
+        server = candidate.server if candidate.server in clean else clean[candidate.ticket % len(clean)]
+        found = await self._prefill(candidate, server, "served")
+        return None if found is None or found.version != version else _Answer(candidate, server, found)
 
     async def _prefill(self, candidate: Candidate, server: int, purpose: str) -> Prefill | None:
         """The server's scores of the completion; None if it is lost or refuses."""
@@ -175,26 +175,26 @@ class Parity:
         now = self._comparison
         if now is None or now.version != version:
             return None
-        if now.served is None:
+        if now.answers is None:
             return Wait(reason=f"servers score rollouts at version {version} (weights.parity_rollouts)")
         rollouts = tuple(
             ScoredRollout(
-                tokens=c.tokens,
-                first=len(c.prompt),
-                experts=self._routed.joined([self._routed.decoded(p.routing)]) if self._routed else None,
+                tokens=a.candidate.tokens,
+                first=len(a.candidate.prompt),
+                experts=self._routed.joined([self._routed.decoded(a.prefill.routing)]) if self._routed else None,
             )
-            for c, p in zip(now.candidates, now.served, strict=True)
+            for a in now.answers
         )
         return Score(version=version, rollouts=rollouts, against=self._against)
 
     def scored(self, result: Scored) -> None:
         """The learner's scores: the comparison is complete."""
         now, self._comparison = self._comparison, None
-        if now is None or now.served is None or now.version != result.version:
+        if now is None or now.answers is None or now.version != result.version:
             return
         each = [
-            rollout_scores(c, result.version, p, learner, against)
-            for c, p, learner, against in zip(now.candidates, now.served, result.logprobs, result.against, strict=True)
+            rollout_scores(answer, result.version, learner, against)
+            for answer, learner, against in zip(now.answers, result.logprobs, result.against, strict=True)
         ]
         measurement = Measurement.of(result.version, each, result.choices, result.differing)
         assert measurement is not None
@@ -224,10 +224,9 @@ def chosen_slots(seed: int, batch: int, slots: int, count: int) -> frozenset[int
     return frozenset(np.random.default_rng([seed, batch]).choice(slots, count, replace=False).tolist())
 
 
-def rollout_scores(
-    candidate: Candidate, version: int, served: Prefill, learner: np.ndarray, learner_against: np.ndarray
-) -> RolloutScores:
+def rollout_scores(answer: _Answer, version: int, learner: np.ndarray, learner_against: np.ndarray) -> RolloutScores:
     """The trained tokens of a rollout with all their scores. learner, learner_against [completion_len] float32."""
+    candidate, server, served = answer
     segments = candidate.segments
     behaviour = np.concatenate([s.logprobs for s in segments])
     versions = np.concatenate([np.full(len(s.tokens), s.weight_version) for s in segments])
@@ -245,6 +244,7 @@ def rollout_scores(
         lag=version - versions[trained],
         position=(len(candidate.prompt) + np.arange(len(behaviour)))[trained],
         stale=np.full(int(trained.sum()), len(set(versions.tolist())) > 1),
+        server=np.full(int(trained.sum()), server),
         served_gap=(served.logprobs - served.against)[trained],
         learner_gap=(learner - learner_against)[trained],
     )

@@ -89,8 +89,9 @@ class RolloutScores:
     """The trained tokens of one rollout, [n] each; nan where a score is not known.
 
     behaviour, sampled_at, served, learner: log-probs, as at the top of this file. lag: versions between u and v. position:
-    index in the whole sequence. stale: the rollout began before version u. served_gap, learner_gap: the log-prob less that of
-    one fixed token in the same place, which is the difference of two logits.
+    index in the whole sequence. stale: the rollout began before version u. server: which one gave `served`, and sampled the
+    rollout's end unless that one was not to be had. served_gap, learner_gap: the log-prob less that of one fixed token in the
+    same place, which is the difference of two logits.
     """
 
     behaviour: np.ndarray
@@ -100,6 +101,7 @@ class RolloutScores:
     lag: np.ndarray
     position: np.ndarray
     stale: np.ndarray
+    server: np.ndarray
     served_gap: np.ndarray
     learner_gap: np.ndarray
 
@@ -138,6 +140,11 @@ class Measurement:
             return None
         return cls(version, _joined(rollouts), len(rollouts), choices, differing)
 
+    def of_server(self, server: int) -> "Measurement":
+        """What this server's rollouts say. Choices of experts are only known of all together."""
+        mine = self.scores.server == server
+        return Measurement(self.version, RolloutScores(**{name: v[mine] for name, v in vars(self.scores).items()}))
+
     def distribution(self, cause: str) -> Distribution | None:
         return Distribution.of(*self.scores.pair(cause))
 
@@ -169,62 +176,79 @@ class Verdict:
     ends: bool = False
 
 
-class Judge:
-    """Decides from one measurement after another whether the two sides still compute the same model."""
+Broken = tuple[str, int | None]
+"""What is broken, and on which server; None: of all servers together."""
 
-    def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool, pause: str) -> None:
-        """dtype: model.dtype. served_head, learner_head: whether that side's LM head is to be FP32. pause: weights.pause."""
+
+class Judge:
+    """Decides from one measurement after another whether the two sides still compute the same model.
+
+    All servers together are judged, and each by itself over the publications in which it was compared: of many servers one
+    may be faulty.
+    """
+
+    def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool) -> None:
+        """dtype: model.dtype. served_head, learner_head: whether that side's LM head is to be FP32."""
         self.limits = LIMITS[dtype, experts]
         self._dtype = dtype
-        self._wide = {"server": served_head, "learner": learner_head}
-        self._pause = pause
-        self._suspects: list[Measurement] = []  # in a row, each with something broken
-        self._rows: dict[str, int] = {}  # publications in a row in which this was broken
+        self._fp32_heads = {"server": served_head, "learner": learner_head}
+        self._in_a_row: dict[Broken, int] = {}
+        self._suspects: dict[int | None, list[Measurement]] = {}
 
     def judge(self, measurement: Measurement) -> Verdict:
         """The verdict on the publications so far, `measurement` being of the latest."""
-        excess = dict(self._excesses(measurement))
-        self._rows = {what: self._rows.get(what, 0) + 1 for what in excess}
+        servers = np.unique(measurement.scores.server).tolist()
+        scopes: list[int | None] = [None, *(servers if len(servers) > 1 or self._suspects.keys() - {None} else ())]
+        excess: dict[Broken, float] = {}
+        for scope in scopes:
+            found = dict(self._excesses(measurement if scope is None else measurement.of_server(scope)))
+            excess |= {(what, scope): factor for what, factor in found.items()}
+            self._suspects[scope] = [*self._suspects.get(scope, []), measurement][-LASTING:] if found else []
+        seen = {key: n for key, n in self._in_a_row.items() if key[1] not in scopes}
+        self._in_a_row = seen | {key: self._in_a_row.get(key, 0) + 1 for key in excess}
         if not excess:
-            self._suspects.clear()
             return Verdict()
-        self._suspects = [*self._suspects, measurement][-LASTING:]
-        lasting = [what for what, n in self._rows.items() if n >= LASTING]
-        at_once = [what for what, factor in excess.items() if factor >= AT_ONCE]
+        lasting = [key for key in excess if self._in_a_row[key] >= LASTING]
+        at_once = [key for key, factor in excess.items() if factor >= AT_ONCE]
         worst = max(lasting or at_once or excess, key=excess.__getitem__)
         return Verdict(self._text(worst, measurement), bool(lasting or at_once))
 
     def _excesses(self, m: Measurement) -> Iterator[tuple[str, float]]:
-        """What is broken, and by which factor over its limit. A head is broken or not: 1."""
-        for cause, limit in (("kernels", self.limits.kernels), ("decode", self.limits.decode)):
-            d = m.distribution(cause)
+        """What is broken, and by which factor over its limit. A head or a routing is broken or not: 1."""
+        for side, gap in (("server", m.scores.served_gap), ("learner", m.scores.learner_gap)):
+            if self._dtype != "fp32" and self._fp32_heads[side] and grid_share(gap, self._dtype) > GRID_LIMIT:
+                yield f"{side} head", 1.0
+        for cause in ("kernels", "decode"):
+            d, limit = m.distribution(cause), vars(self.limits)[cause]
             if d is not None and d.tokens >= FEWEST_TOKENS and not d.mean <= limit:
                 yield cause, d.mean / limit
-        if self.limits.routing < 1 and m.routing is not None and m.routing > self.limits.routing:
+        if m.routing is not None and m.routing > self.limits.routing:
             yield "routing", 1.0
-        for side, gap in (("server", m.scores.served_gap), ("learner", m.scores.learner_gap)):
-            if self._dtype != "fp32" and self._wide[side] and grid_share(gap, self._dtype) > GRID_LIMIT:
-                yield f"{side} head", 1.0
 
-    def _text(self, what: str, m: Measurement) -> str:
+    def _text(self, broken: Broken, m: Measurement) -> str:
         """One sentence: what differs by how much since when, what it probably is, what to do."""
-        heads = [w for w in self._rows if w.endswith("head")]
-        count = f"{self._rows[what]} publications in a row" if self._rows[what] > 1 else "this publication"
+        what, server = broken
+        heads = [w for w, s in self._in_a_row if w.endswith("head") and s == server]
+        rows = self._in_a_row[broken]
+        since = f"{rows} comparisons in a row" if rows > 1 else "this comparison"
+        where = "the servers" if server is None else f"server {server}"
+        m = m if server is None else m.of_server(server)
         if heads:
-            side = heads[0].removesuffix(" head")
+            side = "the learner" if heads[0] == "learner head" else where
             return (
-                f"version {m.version}: the {side}'s logits lie on the grid of {self._dtype} numbers ({count}): likely cause: "
-                f"one-sided head: the {side} does not compute its LM head in FP32 as model.fp32_head says"
+                f"version {m.version}: logits of {side} lie on the grid of {self._dtype} numbers ({since}). Likely cause: "
+                f"one-sided head: {side} did not compute the LM head in FP32, as model.fp32_head asks"
             )
         if what == "routing":
             said = f"{m.routing:.1%} of the choices of experts differ (limit {self.limits.routing:.1%})"
         else:
             d = m.distribution(what)
             assert d is not None
-            sides = "servers and learner" if what == "kernels" else "a server's sampling and its own scores"
             limit = f"limit {vars(self.limits)[what]:g} for {self._dtype}"
+            sides = f"{where} and the learner" if what == "kernels" else f"sampling and scoring of {where}"
             said = f"{sides} differ by {d.mean:.3g} in log-prob on average ({limit})"
-        return f"version {m.version}: {said}, {count}: likely cause: {likely_cause(self._suspects, self.limits, what)}"
+        suspects = [s if server is None else s.of_server(server) for s in self._suspects[server]]
+        return f"version {m.version}: {said}, {since}. Likely cause: {likely_cause(suspects, self.limits, what)}"
 
 
 GRID_LIMIT = 0.6

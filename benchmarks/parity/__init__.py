@@ -1,0 +1,1 @@
+"""Parity of servers and learner: what rounding does to it, and what faults do (benchmarks/README.md)."""

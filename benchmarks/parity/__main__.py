@@ -1,0 +1,149 @@
+"""Real runs of `megarl train` on a CPU, without and with a fault, and what parity says of them.
+
+    python -m benchmarks.parity clean llama-24 --dtype bf16 --steps 40
+    python -m benchmarks.parity faults --out faults.jsonl          # every fault and dose: detected when, named what?
+
+A run is ScaleRL's pipeline with a grader that tosses a coin, so that weights move although the model is random. Each run prints one
+JSON object: distributions by cause, and how it ended.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.parity import models
+from megarl.grading.answer import Submission
+from megarl.rundir import RunDir, latest_rows
+from megarl.weights.parity import CAUSES
+
+FOLDER, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+RECIPE = (
+    "batch.prompts=8",
+    "sampling.generations=4",
+    "length.thinking_tokens=[100,120]",
+    "serving.kv_tokens=32768",
+    "learner.optimizer.lr=2e-5",
+    "evaluation.every=100000",
+    "evaluation.prompts=1",
+    "evaluation.samples=1",
+    "checkpoint.every=100000",
+    "data.tasks.arithmetic.grader=benchmarks.parity.__main__:coin",
+    "pipeline.k=4",
+)
+FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    # fault: (model, word that its message must name, doses)
+    "head-server": ("llama-24", "one-sided head", ("1",)),
+    "head-learner": ("llama-24", "one-sided head", ("1",)),
+    "dtype-server": ("llama-24", "dtype", ("2", "8")),
+    "dtype-cache": ("llama-24", "dtype", (".5", "1")),
+    "rope-theta": ("llama-24", "RoPE", ("1.05", "2")),
+    "rope-positions": ("llama-24", "RoPE", ("1.001", "1.02")),
+    "temperature-sampling": ("llama-24", "temperature", ("1.02", "1.1")),
+    "temperature-logits": ("llama-24", "temperature", ("1.02", "1.1")),
+    "routing-server": ("qwen3-moe-16", "routing", (".02", ".2")),
+    "routing-learner": ("qwen3-moe-16", "routing", (".02", ".2")),
+    "stale-server": ("llama-24", "stale", ("1",)),
+    "stale-one-of-two": ("llama-24", "stale", ("1:1",)),
+}
+
+
+def coin(submission: Submission) -> bool:
+    """Right or wrong by a hash of what was written."""
+    return bool(hashlib.blake2b(submission.completion.encode(), digest_size=1).digest()[0] & 1)
+
+
+def train(work: Path, model: str, dtype: str, steps: int, fault: str, overrides: list[str]) -> tuple[Path, float]:
+    """A run of the model; its directory, and its seconds."""
+    data = work / "runs/quickstart-data"
+    if not data.exists():
+        subprocess.run([sys.executable, "-m", "megarl", "data", "arithmetic", str(data)], cwd=work, check=True)
+    path = models.make(model, work) if model in models.MODELS else Path(model).resolve()
+    recipe = () if model not in models.MODELS else RECIPE
+    name = f"{path.name}-{dtype}-{fault.replace(':', '-') or 'clean'}"
+    shutil.rmtree(work / "runs" / name, ignore_errors=True)
+    servers = ["resources.servers=2"] if fault.startswith("stale-one") else []
+    began = time.monotonic()
+    with (work / f"{name}.log").open("w") as log:
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "megarl", "train", "quickstart", f"run.name={name}", f"model.path={path}"),
+                *(f"model.dtype={dtype}", f"run.steps={steps}", *recipe, *servers, *overrides),
+            ],
+            cwd=work,
+            stdout=log,
+            stderr=log,
+            env=dict(os.environ)
+            | {"PYTHONPATH": f"{FOLDER / 'injected'}{os.pathsep}{ROOT}"}
+            | ({"PARITY_FAULT": fault} if fault else {}),
+        )
+    return work / "runs" / name, time.monotonic() - began
+
+
+def told(run: Path) -> dict[str, Any]:
+    """Distribution by cause over the run's publications, and how it ended."""
+    rows = [row for row in latest_rows(RunDir(run).metrics) if "parity_rollouts" in row]
+    found: dict[str, Any] = {"publications": len(rows), "warnings": int(sum(row["warning_parity"] for row in rows))}
+    for cause in CAUSES:
+        measured = [row for row in rows if f"parity_mean/{cause}" in row]
+        if measured:
+            weights = [row[f"parity_tokens/{cause}"] for row in measured]
+            means = [row[f"parity_mean/{cause}"] for row in measured]
+            found[cause] = {
+                "mean": float(np.average(means, weights=weights)),
+                "worst_mean": max(means),
+                **{
+                    s: float(np.median([row[f"parity_{s}/{cause}"] for row in measured]))
+                    for s in ("p50", "p99", "p999")
+                },
+                "max": max(row[f"parity_max/{cause}"] for row in measured),
+                "share": float(np.average([row[f"parity_share/{cause}"] for row in measured], weights=weights)),
+                "k3": float(np.average([row[f"parity_k3/{cause}"] for row in measured], weights=weights)),
+                "tokens": int(sum(weights)),
+            }
+    routing = [row["parity_routing"] for row in rows if "parity_routing" in row]
+    if routing:
+        found["routing"], found["worst_routing"] = float(np.mean(routing)), max(routing)
+    failure = RunDir(run).failure_file
+    found["ended"] = failure.read_text() if failure.exists() else ""
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("clean", "faults"))
+    parser.add_argument(
+        "models", nargs="*", help="names of benchmarks/parity/models.py, or model directories; or faults"
+    )
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--work", type=Path, default=Path("runs/parity"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--set", nargs="*", default=[], help="overrides of the recipe")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    plan = [(m, "", "") for m in given.models or models.MODELS]
+    if given.what == "faults":
+        plan = [(FAULTS[f][0], f"{f}:{dose}", FAULTS[f][1]) for f in given.models or FAULTS for dose in FAULTS[f][2]]
+    for model, fault, named in plan:
+        run, seconds = train(given.work, model, given.dtype, given.steps, fault, given.set)
+        found = {"model": Path(model).name, "dtype": given.dtype, "fault": fault, "seconds": seconds} | told(run)
+        if fault:
+            found["named_right"] = f"Likely cause: {named}" in found["ended"]
+        line = json.dumps(found)
+        print(line, flush=True)
+        if given.out:
+            with given.out.open("a") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
