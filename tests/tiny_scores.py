@@ -1,10 +1,14 @@
-"""transformers' log-probs, as the tests' side of a probe."""
+"""transformers' log-probs of given tokens, and how far a server's are from them."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+from megarl.rollout.client import ServerClient
+from megarl.rundir import Endpoints
 
 
 @torch.no_grad()
@@ -16,3 +20,18 @@ def scores(model: Any, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         logits = model(tokens[None]).logits[0].float()
         out.append(torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None])[:, 0].numpy())
     return out
+
+
+def difference(url: str, endpoints: Endpoints, model: Any) -> float:
+    """Largest |server - transformers| log-prob over four sequences of random tokens."""
+    generator = np.random.default_rng(0)
+    sequences = [generator.integers(0, model.config.get_text_config().vocab_size, 64, dtype=np.int32) for _ in range(4)]
+
+    async def served() -> list[np.ndarray]:
+        async with ServerClient(url, endpoints.api_key, endpoints.admin_key, 60) as client:
+            # A salt of its own for each call: nothing of earlier weights is in the cache under it.
+            found = await client.score(sequences, [1] * len(sequences), f"difference {id(sequences)}")
+        return [each.logprobs for each in found]
+
+    pairs = zip(asyncio.run(served()), scores(model, sequences), strict=True)
+    return max(float(np.abs(ours - theirs).max()) for ours, theirs in pairs)

@@ -3,8 +3,8 @@
     python -m benchmarks.parity clean llama-24 --dtype bf16 --steps 40
     python -m benchmarks.parity faults --out faults.jsonl          # every fault and dose: detected when, named what?
 
-A run is ScaleRL's pipeline with a grader that tosses a coin, so that weights move although the model is random. Each run prints one
-JSON object: distributions by cause, and how it ended.
+A run is ScaleRL's pipeline with a grader that tosses a coin, so that weights move although the model is random. Each run prints
+one JSON object: distributions by cause, and how it ended.
 """
 
 import argparse

@@ -239,8 +239,8 @@ def rollout_scores(answer: _Answer, version: int, learner: np.ndarray, learner_a
     return RolloutScores(
         behaviour=behaviour[trained],
         sampled_at=sampled_at[trained],
-        served=served.logprobs[trained],
-        learner=learner[trained],
+        served=_finite_or_never(served.logprobs[trained]),
+        learner=_finite_or_never(learner[trained]),
         lag=version - versions[trained],
         position=(len(candidate.prompt) + np.arange(len(behaviour)))[trained],
         stale=np.full(int(trained.sum()), len(set(versions.tolist())) > 1),
@@ -248,3 +248,8 @@ def rollout_scores(answer: _Answer, version: int, learner: np.ndarray, learner_a
         served_gap=(served.logprobs - served.against)[trained],
         learner_gap=(learner - learner_against)[trained],
     )
+
+
+def _finite_or_never(logprobs: np.ndarray) -> np.ndarray:
+    """A side that has no finite number for a token that was sampled is as wrong as can be: -inf instead of nan."""
+    return np.where(np.isnan(logprobs), -np.inf, logprobs)

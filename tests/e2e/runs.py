@@ -219,5 +219,13 @@ def check_nothing_left(family: list[psutil.Process], ports: list[int]) -> None:
     assert not taken & set(ports)
 
 
+def check_parity(rundir: RunDir, limit: float = 1e-4) -> list[dict[str, Any]]:
+    """Servers and learner were compared, agreed within `limit` on average each time, and nobody was warned; the rows."""
+    rows = [row for row in latest_rows(rundir.metrics) if "parity_rollouts" in row]
+    assert rows
+    assert all(row["parity_mean/kernels"] < limit and not row["warning_parity"] for row in rows)
+    return rows
+
+
 def summary(rundir: RunDir) -> dict[str, Any]:
     return json.loads(rundir.summary.read_text())

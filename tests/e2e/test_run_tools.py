@@ -8,7 +8,7 @@ import pytest
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.calculator import calculated
 from tests.e2e import runs
-from tests.e2e.runs import batches, check_history, check_nothing_left, megarl, publications
+from tests.e2e.runs import batches, check_history, check_nothing_left, megarl
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
@@ -46,7 +46,7 @@ def run_of(workplace: Path, *overrides: str) -> runs.LiveRun:
 def test_turns_of_policy_and_calculator(warm: Path) -> None:
     run = run_of(warm)
     check_history(run.rundir, run.recipe)
-    assert all(p.probe_logprob_diff < 1e-4 for p in publications(run.rundir))
+    runs.check_parity(run.rundir)
     trained = batches(run.rundir, run.recipe)
     rollouts = [(step, r) for step, groups in enumerate(trained) for g in groups for r in g.rollouts]
     tokenizer, task = load_tokenizer(warm / run.recipe.model.path), run.recipe.data.tasks["products"]

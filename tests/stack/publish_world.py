@@ -1,7 +1,7 @@
 """One rank of a learner that publishes: model after model, layout after layout.
 
 `python -m tests.stack.publish_world RECIPE URL FIRST_VERSION PLAN`; rank 0 prints one line of JSON a publication. PLAN (JSON)
-lists {"model": directory, "scores": .npz of what the model thinks of the probe's sequences, "overrides": of the recipe}.
+lists {"model": directory, "overrides": of the recipe}.
 """
 
 import json
@@ -10,36 +10,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from megarl import recipe as recipes
 from megarl.messages import Publish, Published, ServerAddress
 from megarl.models import build, family_of, hf, parallel
 from megarl.rundir import RunDir
-from megarl.weights.probe import probe_sequences
 from megarl.weights.publisher import Publisher
 from tests.parallel.worlds import run_world
 from tests.stack.conftest import Stack
-from tests.tiny_scores import scores
 
 
 def publish_from(
-    stack: Stack, ranks: int, first_version: int, publications: list[tuple[str, list[str]]], vocabulary: int
-) -> list[tuple[str, str, float, int]]:
-    """Run a world that publishes these (name of a model, overrides): error, checksum, probe's difference, bytes of each."""
+    stack: Stack, ranks: int, first_version: int, publications: list[tuple[str, list[str]]]
+) -> list[tuple[str, str, int]]:
+    """Run a world that publishes these (name of a model, overrides): error, checksum, bytes of each."""
     recipe = stack.recipe
-    probes = probe_sequences(recipe.weights.probe_sequences, vocabulary, recipe.length.context_tokens, recipe.run.seed)
-    for name, model in stack.models.items():
-        np.savez(stack.directory / f"{name}.npz", *scores(model, probes))
-    plan = [
-        {
-            "model": str(stack.directory / name),
-            "scores": str(stack.directory / f"{name}.npz"),
-            "overrides": overrides,
-        }
-        for name, overrides in publications
-    ]
+    plan = [{"model": str(stack.directory / name), "overrides": overrides} for name, overrides in publications]
     path = stack.directory / "plan.json"
     path.write_text(json.dumps(plan))
     arguments = (str(RunDir.of(recipe).recipe), stack.server.address.url, str(first_version), str(path))
@@ -57,11 +44,10 @@ def main(path: str, url: str, first_version: int, plan: list[dict[str, Any]]) ->
         family = family_of(directory)
         chunks = build.build(recipe.model, directory)
         hf.load(chunks, family, directory)
-        reference = list(np.load(entry["scores"]).values())
         publisher = Publisher(recipe, RunDir.of(recipe).endpoints(), chunks, family)
         address = ServerAddress(id=0, url=url, tensor_parallel=recipe.resources.server_tensor_parallel)
         command = Publish(version=version, servers=(address,))
-        say(publisher.publish(command, "test", lambda sequences, known=reference: known))  # type: ignore[misc]
+        say(publisher.publish(command, "test"))
     parallel.stop()
 
 
@@ -69,7 +55,7 @@ def say(published: Published | None) -> None:
     if dist.get_rank() == 0:
         assert published is not None
         (result,) = published.results
-        values = (result.error, result.checksum, result.probe_logprob_diff, published.bytes_sent)
+        values = (result.error, result.checksum, published.bytes_sent)
         print(json.dumps(values), flush=True)
 
 

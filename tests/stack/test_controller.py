@@ -24,7 +24,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.learner.link import Link
-from megarl.messages import Next, Publish, Published, Refused, Reply, ServerResult, Stop, Stopped, Train, Wait
+from megarl.messages import (
+    Next,
+    Publish,
+    Published,
+    Refused,
+    Reply,
+    Score,
+    Scored,
+    ServerResult,
+    Stop,
+    Stopped,
+    Train,
+    Wait,
+)
 from megarl.ports import free_ports
 from megarl.process import die_with_parent
 from megarl.recipe import Recipe, dump
@@ -33,6 +46,7 @@ from megarl.rollout.records import Admitted
 from megarl.rundir import RunDir, read_jsonl
 from megarl.types import Group, encode
 from tests.stack.conftest import ROOT, Stack, stack_recipe
+from tests.tiny_scores import scores
 
 pytestmark = pytest.mark.stack
 
@@ -78,7 +92,8 @@ class Run:
 
 
 class Learner:
-    """Plays rank 0: asks, publishes, takes batches. `trained`: their bytes by step; `replies`: what it was told."""
+    """Plays rank 0: asks, publishes, scores, takes batches. `trained`: their bytes by step; `scored`: how many rollouts;
+    `error`: what is added to its scores."""
 
     count = 0
 
@@ -90,6 +105,7 @@ class Learner:
         self.trained: dict[int, bytes] = {}
         self.replayed: set[int] = set()
         self.published: list[int] = []
+        self.scored, self.error = 0, np.float32(0)
 
     def go(self, until: int = STEPS + 1) -> Reply:
         """Do as told until `until` steps are trained or the controller says stop, for as long as the link waits for a reply."""
@@ -106,6 +122,8 @@ class Learner:
                         return reply
                 case Publish():
                     self.publish(reply)
+                case Score():
+                    self.score(reply)
                 case Stop():
                     self.link.tell(Stopped(incarnation=self.incarnation, step=self.step))
                     return reply
@@ -123,12 +141,27 @@ class Learner:
             except OSError as error:  # the server was killed
                 results.append(ServerResult(id=server.id, error=str(error) or type(error).__name__))
             else:
-                results.append(ServerResult(id=server.id, checksum="same", probe_logprob_diff=1e-6))
+                results.append(ServerResult(id=server.id, checksum="same"))
         self.published.append(command.version)
-        seconds = {f"{part}_seconds": 0.1 for part in ("pause", "transfer", "resume", "probe")}
+        seconds = {f"{part}_seconds": 0.1 for part in ("pause", "transfer", "resume")}
         self.link.ask(
             Published(
                 incarnation=self.incarnation, version=command.version, results=tuple(results), bytes_sent=1, **seconds
+            )
+        )
+
+    def score(self, command: Score) -> None:
+        """As transformers scores them, but for what `self.error` adds."""
+        tokens = [np.asarray(r.tokens) for r in command.rollouts]
+        model = self.run.stack.models["ab"[command.version % 2]]
+        found = [s[r.first - 1 :] for s, r in zip(scores(model, tokens), command.rollouts, strict=True)]
+        self.scored += len(found)
+        self.link.ask(
+            Scored(
+                incarnation=self.incarnation,
+                version=command.version,
+                logprobs=tuple(s + self.error for s in found),
+                against=tuple(np.zeros_like(s) for s in found),
             )
         )
 
@@ -349,18 +382,15 @@ def test_nonsense_is_dropped_an_old_learner_refused_and_stop_obeyed(run: Run) ->
 def test_a_learner_that_disagrees_with_the_server_ends_the_run(run: Run) -> None:
     process = run.start()
     learner = run.learner()
-    reply = learner.link.ask(Next(incarnation=learner.incarnation, step=0, version=0))
-    while isinstance(reply, Wait):
-        reply = learner.link.ask(Next(incarnation=learner.incarnation, step=0, version=0))
-    assert isinstance(reply, Publish)
-    result = ServerResult(id=0, checksum="same", probe_logprob_diff=0.5)
-    seconds = {f"{part}_seconds": 0.1 for part in ("pause", "transfer", "resume", "probe")}
-    learner.link.ask(Published(incarnation=learner.incarnation, version=0, results=(result,), bytes_sent=1, **seconds))
-    reply = learner.link.ask(Next(incarnation=learner.incarnation, step=0, version=0))
+    learner.error = np.float32(0.5)
+    reply = learner.go()
     assert isinstance(reply, Stop)
     assert reply.error
-    assert "server 0" in reply.reason
+    assert learner.scored > 0
+    assert "the servers and the learner differ by 0.5 in log-prob" in reply.reason
     assert process.wait(30) == 1
+    status = json.loads(run.rundir.status.read_text())
+    assert "Likely cause" in status["parity"]
 
 
 def test_sigterm_ends_it(run: Run) -> None:

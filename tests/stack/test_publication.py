@@ -1,6 +1,8 @@
-"""Publication to the real server: in flight, exact version labels, checksums, probe, disk, many ranks, errors."""
+"""Publication to the real server: in flight, exact version labels, checksums, disk, many ranks, errors."""
 
 import asyncio
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,11 @@ import torch
 
 from megarl.messages import Publish, Published
 from megarl.models.family import Family, Weight
+from megarl.weights import process_group
+from megarl.weights.buckets import buckets
 from megarl.weights.publisher import Publisher
 from tests.stack.conftest import Stack, stack_recipe
-from tests.tiny_scores import scores
+from tests.tiny_scores import difference
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio]
 
@@ -34,7 +38,7 @@ def publish(stack: Stack, learner: Any, name: str, version: int, publisher: Publ
     chunks, family = learner(name)
     publisher = publisher or Publisher(stack.recipe, stack.endpoints, chunks, family)
     command = Publish(version=version, servers=(stack.server.address,))
-    published = publisher.publish(command, "test", lambda sequences: scores(stack.models[name], sequences))
+    published = publisher.publish(command, "test")
     assert published is not None
     return published
 
@@ -42,8 +46,11 @@ def publish(stack: Stack, learner: Any, name: str, version: int, publisher: Publ
 def assert_good(published: Published) -> str:
     (result,) = published.results
     assert result.error == ""
-    assert result.probe_logprob_diff < 1e-4
     return result.checksum
+
+
+def served_difference(stack: Stack, name: str) -> float:
+    return difference(stack.server.address.url, stack.endpoints, stack.models[name])
 
 
 async def test_a_running_request_goes_on_over_a_publication(stack: Stack, learner: Any) -> None:
@@ -54,6 +61,7 @@ async def test_a_running_request_goes_on_over_a_publication(stack: Stack, learne
         tasks = [asyncio.create_task(client.generate(PROMPT, 900, cache_salt=str(n))) for n in range(3)]
         await asyncio.sleep(0.7)
         published = await asyncio.to_thread(publish, stack, learner, "b", 2, publisher)
+        assert await asyncio.to_thread(served_difference, stack, "b") < 1e-4
         done = await asyncio.gather(*tasks)
         again = await asyncio.to_thread(publish, stack, learner, "a", 3, publisher)
     second = assert_good(published)
@@ -75,18 +83,28 @@ def test_disk_brings_the_same_weights_as_the_group(stack: Stack, learner: Any) -
     publisher = Publisher(recipe, stack.endpoints, chunks, family)
     sums = [assert_good(publish(stack, learner, n, v, publisher)) for n, v in (("a", 11), ("b", 12), ("a", 13))]
     assert sums == [sums[0], by_group, sums[0]]
+    assert served_difference(stack, "a") < 1e-4
     kept = sorted(p.name for p in (stack.directory / "run" / "weights").iterdir())
     assert kept == ["v12", "v13"]
 
 
-def test_wrong_weights_are_noticed(stack: Stack, learner: Any) -> None:
-    """The learner scores with other weights than it sent: the probe says so, by far."""
+def test_weights_that_a_server_did_not_take_are_noticed(
+    stack: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tensor is changed behind the checksums' back, on its way to the server."""
     chunks, family = learner("a")
+
+    def first_doubled(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[Any]:
+        names = iter(tensors)
+        name, tensor = next(names)
+        return buckets(itertools.chain([(name, 2 * tensor)], names), limit)
+
+    monkeypatch.setattr(process_group, "buckets", first_doubled)
     publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
-    command = Publish(version=20, servers=(stack.server.address,))
-    published = publisher.publish(command, "test", lambda sequences: scores(stack.models["b"], sequences))
-    assert published is not None
-    assert published.results[0].probe_logprob_diff > 0.1
+    (result,) = publish(stack, learner, "a", 20, publisher).results
+    assert "checksum: 1 differ" in result.error
+    monkeypatch.undo()
+    assert_good(publish(stack, learner, "a", 21))
 
 
 async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(stack: Stack, learner: Any) -> None:
@@ -114,7 +132,7 @@ async def test_an_error_on_the_learners_side_leaves_no_server_paused(stack: Stac
     publisher = Publisher(stack.recipe, stack.endpoints, chunks, Broken(**vars(family)))
     command = Publish(version=40, servers=(stack.server.address,))
     with pytest.raises(RuntimeError, match="no such weight"):
-        await asyncio.to_thread(publisher.publish, command, "test", lambda sequences: [])
+        await asyncio.to_thread(publisher.publish, command, "test")
     async with stack.client() as client:
         await asyncio.wait_for(client.generate(PROMPT, 5), 20)
     assert_good(await asyncio.to_thread(publish, stack, learner, "a", 41))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.stack.conftest import Stack, running, two_models
 from tests.stack.publish_world import publish_from
-from tests.stack.test_server_families import ENDLESS, LLAMA4, VOCABULARY, assert_serves
+from tests.stack.test_server_families import ENDLESS, LLAMA4, assert_serves
 from tests.tiny import tiny_llama4
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
@@ -33,9 +33,8 @@ async def test_two_ranks_serve_what_is_published(served: Stack) -> None:
     await assert_serves(served, "a")
     by_group = ["weights.transport=process_group", "resources.colocate=false"]
     publications = [("b", []), ("a", by_group), ("b", ["weights.transport=disk"])]
-    found = await asyncio.to_thread(publish_from, served, 2, 0, publications, VOCABULARY)
+    found = await asyncio.to_thread(publish_from, served, 2, 0, publications)
     await assert_serves(served, "b")
     assert [error for error, *_ in found] == ["", "", ""]
-    assert all(difference <= 1e-5 for _, _, difference, _ in found)
     handed, grouped, loaded = (checksum for _, checksum, *_ in found)
     assert handed == loaded != grouped

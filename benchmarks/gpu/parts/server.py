@@ -13,15 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import server
 from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Absent, Row, Said
 from megarl import recipe as recipes
 from megarl.errors import MegarlError
 from megarl.learner.trainer import Trainer
-from megarl.messages import Publish, Published, ServerAddress
+from megarl.messages import Publish, Published, Score, ScoredRollout, ServerAddress
 from megarl.models import build, family_of, hf, parallel
 from megarl.recipe import Recipe
+from megarl.rollout.client import Prefill, ServerClient
 from megarl.rundir import Endpoints
 from megarl.serving.health import wait_ready
 from megarl.weights.publisher import Publisher
@@ -44,6 +47,7 @@ SHARED: dict[str, dict[str, Any]] = {
 DIRECT = SHARED if networks.DEVICE == "cuda" else {"weights": {"transport": "process_group"}}
 BY_DISK = {"weights": {"transport": "disk"}}
 PUBLICATIONS = 3
+PARITY_TOKENS = 32
 START_LIMIT_S = 150
 
 
@@ -114,10 +118,7 @@ def published(recipe: Recipe, endpoints: Endpoints, sizes: str) -> Iterator[Row]
     yield Row(f"{what}, {name}", seconds_of(direct), "s", sizes, "disk", seconds_of(disk))
     rates = (each.bytes_sent / seconds_of(each) / 1e6 for each in (direct, disk))
     yield Row(f"{what}, {name}", next(rates), "MB/s", sizes, "disk", next(rates))
-    differences = (each.results[0].probe_logprob_diff for each in (direct, disk))
-    yield Row(
-        f"probe: largest difference of a log-prob, {name}", next(differences), "nats", sizes, "disk", next(differences)
-    )
+    yield Row(f"parity: mean difference of a log-prob, {name}", parity(trainer, endpoints), "nats", sizes)
 
 
 def publication(trainer: Trainer, recipe: Recipe, endpoints: Endpoints, first: int) -> Published:
@@ -126,7 +127,7 @@ def publication(trainer: Trainer, recipe: Recipe, endpoints: Endpoints, first: i
     address = ServerAddress(id=0, url=endpoints.servers[0])
     done = []
     for version in range(first, first + PUBLICATIONS):
-        result = publisher.publish(Publish(version=version, servers=(address,)), "benchmark", trainer.logprobs)
+        result = publisher.publish(Publish(version=version, servers=(address,)), "benchmark")
         assert result is not None
         if result.results[0].error:
             raise RuntimeError(result.results[0].error)
@@ -134,6 +135,22 @@ def publication(trainer: Trainer, recipe: Recipe, endpoints: Endpoints, first: i
     return min(done, key=seconds_of)
 
 
+def parity(trainer: Trainer, endpoints: Endpoints) -> float:
+    """Mean |server - learner| log-prob of what the server samples, both with the weights published last."""
+    prompt, other = np.arange(16, dtype=np.int32), 0
+
+    async def sampled() -> tuple[list[np.ndarray], list[Prefill]]:
+        async with ServerClient(endpoints.servers[0], endpoints.api_key, endpoints.admin_key, START_LIMIT_S) as client:
+            found = [await client.generate(prompt, PARITY_TOKENS, ignore_eos=True) for _ in range(4)]
+            rollouts = [np.concatenate([prompt, each.tokens]) for each in found]
+            return rollouts, await client.score(rollouts, [len(prompt)] * len(rollouts), "parity", against=other)
+
+    rollouts, served = asyncio.run(sampled())
+    each = tuple(ScoredRollout(tokens=tokens, first=len(prompt)) for tokens in rollouts)
+    scored = trainer.score(Score(version=trainer.step, rollouts=each, against=other), "benchmark")
+    pairs = zip(served, scored.logprobs, strict=True)
+    return float(np.mean([np.abs(theirs.logprobs - ours) for theirs, ours in pairs]))
+
+
 def seconds_of(published: Published) -> float:
-    """Without the probe."""
     return published.pause_seconds + published.transfer_seconds + published.resume_seconds

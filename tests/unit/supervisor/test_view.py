@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -135,10 +136,10 @@ def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
                 "step": step,
                 "truncation_rate": 0.12,
                 "effective_sample_size": 0.08,
-                "probe_logprob_diff": 0.09,
                 "skipped": 1.0,
             },
         )
+    rundir.status.write_text(json.dumps({"time": time.time(), "parity": "version 59: both sides differ by 0.09"}))
     said = " ".join(warnings(frame(recipe, rundir)))
     assert "12% of the answers are cut off" in said
     assert "effective sample size is 8%" in said

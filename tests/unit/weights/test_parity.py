@@ -1,0 +1,215 @@
+"""Differences of log-probs by cause, what breaks a limit, what ends a run, and what is named as the cause.
+
+That the limits hold for real kernels, and that real faults break them, is measured on the real stack (benchmarks/README.md).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.weights.parity import (
+    LASTING,
+    LIMITS,
+    Distribution,
+    Judge,
+    Measurement,
+    RolloutScores,
+    explained_by_logprob,
+    grid_share,
+    growth_along_sequence,
+    shown,
+)
+
+N = 600
+BF16 = LIMITS["bf16", False]
+
+
+def scores(seed: int = 0, noise: float = 0.02, **changes: Any) -> RolloutScores:
+    """Servers and learner that differ by noise; half of the tokens have a lag of 1, in which the model has changed a little."""
+    rng = np.random.default_rng(seed)
+    logprobs = -rng.exponential(1.5, N).astype(np.float32)
+
+    def noisy(around: np.ndarray) -> np.ndarray:
+        return (around + rng.normal(0, noise, N)).astype(np.float32)
+
+    then = noisy(logprobs)
+    now = (logprobs + rng.normal(0, 0.1, N)).astype(np.float32)
+    found = RolloutScores(
+        behaviour=noisy(logprobs),
+        sampled_at=then,
+        served=noisy(now),
+        learner=noisy(now),
+        lag=np.arange(N) % 2,
+        position=np.tile(np.arange(N // 4), 4),
+        stale=np.zeros(N, bool),
+        server=np.zeros(N, np.int64),
+        served_gap=rng.normal(0, 3, N).astype(np.float32),
+        learner_gap=rng.normal(0, 3, N).astype(np.float32),
+    )
+    return replace(found, **changes)
+
+
+def measured(version: int, one: RolloutScores, choices: int = 0, differing: int = 0) -> Measurement:
+    return Measurement(version, one, 4, choices, differing)
+
+
+def judge(experts: bool = False, dtype: str = "bf16") -> Judge:
+    return Judge(dtype, experts, True, True)
+
+
+def test_a_distribution_is_that_of_the_absolute_differences() -> None:
+    rng = np.random.default_rng(1)
+    first, second = rng.normal(size=(2, 5000))
+    first[7] = np.nan
+    found = Distribution.of(first, second)
+    assert found is not None
+    size = np.abs(np.delete(second - first, 7))
+    assert found.tokens == 4999
+    assert found.mean == pytest.approx(size.mean())
+    assert found.max == size.max()
+    assert found.share == pytest.approx((size > 0.1).mean())
+    for name, q in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
+        assert vars(found)[name] == np.quantile(size, q, method="higher")
+
+
+def test_k3_estimates_the_kl_divergence() -> None:
+    """Tokens sampled from p; KL(p || q) of two known distributions."""
+    rng = np.random.default_rng(2)
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.35, 0.25])
+    tokens = rng.choice(3, 400_000, p=p)
+    found = Distribution.of(np.log(p)[tokens], np.log(q)[tokens])
+    assert found is not None
+    assert found.k3 == pytest.approx(float((p * np.log(p / q)).sum()), rel=0.02)
+
+
+def test_nothing_known_and_infinite_log_probs() -> None:
+    assert Distribution.of(np.full(3, np.nan), np.zeros(3)) is None
+    found = Distribution.of(np.array([-np.inf, -1.0]), np.array([-2.0, -1.0]))
+    assert found is not None
+    assert found.mean == found.max == np.inf
+
+
+def test_each_cause_is_the_difference_of_its_two_scores() -> None:
+    stale = np.arange(N) < 100
+    one = scores(stale=stale)
+    metrics = measured(3, one, choices=1000, differing=30).metrics()
+    assert metrics["parity_mean/kernels"] == pytest.approx(np.abs(one.served - one.learner).mean())
+    assert metrics["parity_mean/decode"] == pytest.approx(np.abs(one.behaviour - one.sampled_at)[~stale].mean())
+    assert metrics["parity_mean/stale_kv"] == pytest.approx(np.abs(one.behaviour - one.sampled_at)[stale].mean())
+    assert metrics["parity_mean/staleness"] == pytest.approx(np.abs(one.sampled_at - one.served)[one.lag > 0].mean())
+    assert metrics["parity_mean/total"] == pytest.approx(np.abs(one.behaviour - one.learner).mean())
+    assert metrics["parity_tokens/stale_kv"] == 100
+    assert metrics["parity_routing"] == pytest.approx(0.03)
+    assert "parity_mean/decode" not in measured(3, replace(one, sampled_at=np.full(N, np.nan))).metrics()
+
+
+def test_rounding_is_let_pass() -> None:
+    one = judge()
+    for version in range(200):
+        assert one.judge(measured(version, scores(version, noise=0.02))).warning == ""
+
+
+def test_only_what_lasts_ends_a_run() -> None:
+    one = judge()
+    bad = scores(noise=0.07)
+    verdicts = [one.judge(measured(v, bad)) for v in range(LASTING - 1)]
+    assert all(v.warning and not v.ends for v in verdicts)
+    assert one.judge(measured(9, scores(noise=0.02))).warning == ""
+    verdicts = [one.judge(measured(10 + v, bad)) for v in range(LASTING)]
+    assert [v.ends for v in verdicts] == [False, False, True]
+    assert "3 comparisons in a row" in verdicts[-1].warning
+
+
+@pytest.mark.parametrize("value", [4.0, -np.inf])
+def test_a_huge_difference_ends_it_at_once(value: float) -> None:
+    one = scores()
+    assert judge().judge(measured(1, replace(one, served=one.served + np.float32(value)))).ends
+
+
+def test_few_tokens_are_not_judged() -> None:
+    one = scores(noise=0.5)
+    few = RolloutScores(**{name: values[:20] for name, values in vars(one).items()})
+    assert judge().judge(measured(1, few)) == judge().judge(measured(1, scores(noise=0.01)))
+
+
+def last(experts: bool = False, **changes: Any) -> str:
+    """The warning that ends a run in which this stays."""
+    one = judge(experts)
+    verdict = None
+    for version in range(LASTING):
+        given = dict(changes)
+        routing = {key: given.pop(key) for key in ("choices", "differing") if key in given}
+        base = scores(version)
+        found = {name: make(base) for name, make in given.items()}
+        verdict = one.judge(measured(version, replace(base, **found), **routing))
+    assert verdict is not None
+    assert verdict.ends, verdict
+    return verdict.warning
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """To the grid of bf16 numbers of 0.25 and more."""
+    return np.round(values * 64) / 64
+
+
+def test_causes_are_named_by_their_patterns() -> None:
+    noise = np.random.default_rng(5).normal(0, 0.1, N).astype(np.float32)
+    assert "server did not compute the LM head in FP32" not in last(served=lambda s: s.learner + noise)
+    assert "Likely cause: dtype" in last(served=lambda s: s.learner + noise)
+    assert "Likely cause: temperature" in last(served=lambda s: s.learner * 1.1)
+    assert "Likely cause: temperature" in last(behaviour=lambda s: s.sampled_at * 1.1)
+    assert "Likely cause: RoPE" in last(served=lambda s: s.learner + noise * s.position / 40)
+    old = {"behaviour": lambda s: s.served, "sampled_at": lambda s: s.served}
+    assert "Likely cause: stale server" in last(learner=lambda s: s.learner + noise, **old)
+    assert "kv_cache_dtype" in last(behaviour=lambda s: s.sampled_at + noise)
+    assert "Likely cause: routing" in last(True, choices=1000, differing=300)
+
+
+def test_a_rounded_head_is_seen_below_the_noise_of_the_body() -> None:
+    assert "logits of the servers lie on the grid" in last(served_gap=lambda s: rounded(s.served_gap))
+    assert "one-sided head: the learner" in last(learner_gap=lambda s: rounded(s.learner_gap))
+    assert (
+        Judge("bf16", False, False, True).judge(measured(1, scores(served_gap=rounded(np.linspace(-9, 9, N))))).warning
+        == ""
+    )
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_logits_of_a_head_in_half_precision_lie_on_the_grid(dtype: str, kind: str) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(500, 64, generator=generator).to(getattr(torch, kind))
+    head = (torch.randn(1000, 64, generator=generator) * 3 / 8).to(getattr(torch, kind))
+    tokens = torch.randint(1, 1000, (500, 1), generator=generator)
+
+    def gap(logits: torch.Tensor) -> np.ndarray:
+        logprobs = torch.log_softmax(logits.float(), -1)
+        return (logprobs.gather(1, tokens)[:, 0] - logprobs[:, 0]).numpy()
+
+    assert grid_share(gap(hidden @ head.T), dtype) > 0.85
+    assert grid_share(gap(hidden.float() @ head.float().T), dtype) < 0.2
+
+
+def test_one_server_of_two_is_found_and_named() -> None:
+    one = judge()
+    for version in range(LASTING):
+        half = scores(version, server=np.arange(N) * 2 // N)
+        noise = np.where(half.server == 1, 0.2, 0.0) * np.sign(np.sin(np.arange(N) * 7.0))
+        verdict = one.judge(measured(version, replace(half, served=(half.served + noise).astype(np.float32))))
+    assert verdict.ends
+    assert "server 1 and the learner" in verdict.warning
+
+
+def test_patterns_of_noise_alone_name_nothing() -> None:
+    one = scores(noise=0.1)
+    assert explained_by_logprob(one.served, one.learner) < 0.1
+    assert 0.7 < growth_along_sequence(one.served, one.learner, one.position) < 1.4
+
+
+def test_same_bits_are_said_so() -> None:
+    assert shown({"parity_mean/kernels": 0.0}) == "same bits"
+    assert shown({"parity_mean/kernels": 0.0123}) == "1.2e-02"
+    assert shown({}) == "not measured"
