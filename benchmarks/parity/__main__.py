@@ -132,7 +132,8 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     plan = [(m, "", "") for m in given.models or models.MODELS]
     if given.what == "faults":
-        plan = [(FAULTS[f][0], f"{f}:{dose}", FAULTS[f][1]) for f in given.models or FAULTS for dose in FAULTS[f][2]]
+        every = [f"{fault}:{dose}" for fault, (_, _, doses) in FAULTS.items() for dose in doses]
+        plan = [(FAULTS[f.partition(":")[0]][0], f, FAULTS[f.partition(":")[0]][1]) for f in given.models or every]
     for model, fault, named in plan:
         run, seconds = train(given.work, model, given.dtype, given.steps, fault, given.set)
         found = {"model": Path(model).name, "dtype": given.dtype, "fault": fault, "seconds": seconds} | told(run)

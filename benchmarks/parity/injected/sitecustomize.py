@@ -189,7 +189,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 if "PARITY_FAULT" in os.environ:
-    name, dose, index = (os.environ["PARITY_FAULT"].split(":") + ["", ""])[:3]
+    name, dose, index = [*os.environ["PARITY_FAULT"].split(":"), "", ""][:3]
     role, patches = FAULTS[name]
     words = sys.orig_argv
     if name.startswith("stale") and "learn" in words:
