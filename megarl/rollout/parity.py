@@ -193,7 +193,7 @@ class Parity:
         if now is None or now.answers is None or now.version != result.version:
             return
         each = [
-            rollout_scores(answer, result.version, learner, against)
+            rollout_scores(answer, result.version, learner, against, self._comparable)
             for answer, learner, against in zip(now.answers, result.logprobs, result.against, strict=True)
         ]
         measurement = Measurement.of(result.version, each, result.choices, result.differing)
@@ -224,8 +224,11 @@ def chosen_slots(seed: int, batch: int, slots: int, count: int) -> frozenset[int
     return frozenset(np.random.default_rng([seed, batch]).choice(slots, count, replace=False).tolist())
 
 
-def rollout_scores(answer: _Answer, version: int, learner: np.ndarray, learner_against: np.ndarray) -> RolloutScores:
-    """The trained tokens of a rollout with all their scores. learner, learner_against [completion_len] float32."""
+def rollout_scores(
+    answer: _Answer, version: int, learner: np.ndarray, learner_against: np.ndarray, comparable: bool
+) -> RolloutScores:
+    """The trained tokens of a rollout with all their scores. learner, learner_against [completion_len] float32. comparable:
+    behaviour log-probs are of the same distribution as scores."""
     candidate, server, served = answer
     segments = candidate.segments
     behaviour = np.concatenate([s.logprobs for s in segments])
@@ -237,7 +240,7 @@ def rollout_scores(answer: _Answer, version: int, learner: np.ndarray, learner_a
         newest = np.logical_and.accumulate((versions == candidate.version)[::-1])[::-1]
         sampled_at[newest] = candidate.sampled_at[newest]
     return RolloutScores(
-        behaviour=behaviour[trained],
+        behaviour=behaviour[trained] if comparable else np.full(int(trained.sum()), np.nan, np.float32),
         sampled_at=sampled_at[trained],
         served=_finite_or_never(served.logprobs[trained]),
         learner=_finite_or_never(learner[trained]),

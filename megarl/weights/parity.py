@@ -266,13 +266,17 @@ GRID_TOLERANCE = 0.05
 
 
 def grid_share(gap: np.ndarray, dtype: str) -> float:
-    """Share of differences of two logits [n] that are a multiple of the spacing of `dtype`; nan without any.
+    """Share of differences of two logits [n] that are a multiple of the spacing of `dtype`; nan where there are too few.
 
     A head that rounds its logits to bf16 or fp16 leaves them on a grid, whatever noise the body has, and log-softmax in FP32
     keeps their differences. Differences of FP32 logits lie anywhere.
     """
     steps = gap[np.isfinite(gap) & (gap != 0)].astype(np.float64) * GRID[dtype]
-    return float(np.mean(np.abs(steps - np.round(steps)) < GRID_TOLERANCE)) if len(steps) else float("nan")
+    return (
+        float(np.mean(np.abs(steps - np.round(steps)) < GRID_TOLERANCE))
+        if len(steps) >= FEWEST_TOKENS
+        else float("nan")
+    )
 
 
 SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.5, 2.0

@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megarl import recipe as recipes
 from megarl.batch import TrainSequence
 from megarl.learner.trainer import Trainer
+from megarl.messages import Score, ScoredRollout
 from megarl.models import parallel
 from megarl.recipe import Recipe
 from megarl.types import Batch, decode
@@ -36,6 +38,8 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     ],
 }
 
+OTHER = 3
+"""The token that is scored in each place too."""
 UNPACKED: list[dict[str, Any]] = [{}, LAYOUTS[2][1]]
 
 
@@ -75,7 +79,9 @@ def check_forced(recipe: Recipe, model: Path, what: str) -> list[TrainSequence]:
     """With the batch's experts, loss and gradients are those of transformers with them."""
     sequences = training_sequences(decode(model.with_suffix(".msgpack").read_bytes(), Batch), recipe)
     expected = torch.load(model.with_suffix(".pt"), weights_only=False)
-    loss, gradients = step(start(recipe), sequences)
+    trainer = start(recipe)
+    check_scores(trainer, model, expected["scored"], what)
+    loss, gradients = step(trainer, sequences)
     assert gradients.keys() == expected["gradients"].keys()
     worst = max(difference(gradients[n], g, expected["gradients"]) for n, g in expected["gradients"].items())
     off = abs(loss - expected["loss"]) / expected["magnitude"]
@@ -83,6 +89,22 @@ def check_forced(recipe: Recipe, model: Path, what: str) -> list[TrainSequence]:
     assert worst <= 2e-6, what
     assert off <= 1e-6, what
     return sequences
+
+
+def check_scores(trainer: Trainer, model: Path, expected: dict[str, Any], what: str) -> None:
+    """Scoring takes the learner's own experts: log-probs, and choices that differ, are those of a free transformers."""
+    batch = decode(model.with_suffix(".msgpack").read_bytes(), Batch)
+    rollouts = tuple(
+        ScoredRollout(tokens=np.concatenate([g.prompt.tokens, r.tokens]), first=len(g.prompt.tokens), experts=r.routing)
+        for g in batch.groups
+        for r in g.rollouts
+    )
+    found = trainer.score(Score(version=0, rollouts=rollouts, against=OTHER), "world")
+    for ours, theirs in ((found.logprobs, expected["logprobs"]), (found.against, expected["against"])):
+        worst = max(float(np.abs(a - b.numpy()).max()) for a, b in zip(ours, theirs, strict=True))
+        assert worst <= 1e-5, what
+    assert found.choices > 0
+    assert found.differing / found.choices == expected["differing"] / expected["choices"], what
 
 
 def check_own(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> None:

@@ -1,4 +1,6 @@
-"""The learner with the experts it is told: at every layout what transformers makes of the same tokens with the same experts."""
+"""The learner with the experts it is told: at every layout what transformers makes of the same tokens with the same experts.
+And how far its own choices are from them, which is what parity counts.
+"""
 
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from megarl.types import Batch, Rollout, Routing, encode
+from tests.parallel.replay_world import OTHER
 from tests.parallel.test_learner_layouts import VOCABULARY, make_batch, scalerl_by_transformers
 from tests.parallel.worlds import run_world
 from tests.tiny import tiny_llama4, tiny_qwen3_moe
@@ -68,6 +71,33 @@ class Forced:
         return output
 
 
+@torch.no_grad()
+def free(model: Any, batch: Batch, other: int) -> dict[str, Any]:
+    """By its own choices: log-probs of each rollout's completion, and of the token `other` in its places; how many choices of a
+    layer for a token were recorded otherwise."""
+    found: dict[str, Any] = {"logprobs": [], "against": [], "choices": 0, "differing": 0}
+    for group, rollout in ((g, r) for g in batch.groups for r in g.rollouts):
+        chosen: list[torch.Tensor] = []
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            topk = torch.topk
+
+            def remembered(*arguments: Any, topk: Any = topk, chosen: Any = chosen, **named: Any) -> Any:
+                values, indices = topk(*arguments, **named)
+                chosen.append(indices)
+                return values, indices
+
+            monkeypatch.setattr(torch, "topk", remembered)
+            tokens = torch.from_numpy(np.concatenate([group.prompt.tokens, rollout.tokens]).astype(np.int64))
+            logprobs = torch.log_softmax(model(tokens[None]).logits[0], -1)[len(group.prompt.tokens) - 1 : -1]
+        found["logprobs"].append(logprobs.gather(1, tokens[len(group.prompt.tokens) :, None])[:, 0])
+        found["against"].append(logprobs[:, other])
+        assert rollout.routing is not None
+        own = torch.stack(chosen, 1)[:-1].sort(-1).values.numpy()
+        found["choices"] += own.shape[0] * own.shape[1]
+        found["differing"] += int((own != np.sort(rollout.routing.table, -1)).any(-1).sum())
+    return found
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> object:
     path = tmp_path_factory.mktemp("replay")
@@ -75,10 +105,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> object:
         batch = with_routing(make_batch(), layers, chosen)
         path.joinpath(f"{name}.msgpack").write_bytes(encode(batch))
         model = make(path / name, vocab_size=VOCABULARY)
+        scored = free(model, batch, OTHER)
         with pytest.MonkeyPatch.context() as monkeypatch:
             forced = Forced(model, batch, monkeypatch)
             expected = scalerl_by_transformers(forced, batch, tmp_path_factory.mktemp(name))
-        torch.save(expected, path / f"{name}.pt")
+        torch.save(expected | {"scored": scored}, path / f"{name}.pt")
     return path
 
 

@@ -1,0 +1,192 @@
+"""Which rollouts are compared, who scores them when, and what is made of their scores."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.messages import Score, Scored, ServerAddress, Wait
+from megarl.recipe import Recipe, from_tree
+from megarl.rollout.client import Prefill, ServerLost
+from megarl.rollout.membership import Membership
+from megarl.rollout.parity import Parity, chosen_slots
+from megarl.types import Prompt, Segment, float32, int32
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = Prompt(id="p", tokens=int32([1, 2, 3]), answer="5")
+END = 2
+
+
+def recipe_of(**sections: Any) -> Recipe:
+    tree: dict[str, Any] = {"batch": {"prompts": 6}, "sampling": {"generations": 4}}
+    return from_tree({key: tree.get(key, {}) | sections.get(key, {}) for key in tree | sections})
+
+
+def segment(version: int, logprobs: Sequence[float], trained: bool = True) -> Segment:
+    tokens = int32(range(10, 10 + len(logprobs)))
+    return Segment(tokens=tokens, logprobs=float32(logprobs), weight_version=version, trained=trained)
+
+
+class Server:
+    """Scores the n-th completion token as -n - version / 10. `lost`: instead, it fails."""
+
+    lost = False
+    version = 4
+
+    async def score(
+        self, sequences: Sequence[np.ndarray], firsts: Sequence[int], salt: str, against: int, routing: bool
+    ) -> list[Prefill]:
+        if self.lost:
+            raise ServerLost("gone", int32(()), float32(()))
+        n = len(sequences[0]) - firsts[0]
+        logprobs = -np.arange(1, n + 1, dtype=np.float32) - np.float32(self.version / 10)
+        return [Prefill(logprobs, np.full(n, -9, np.float32), self.version)]
+
+
+class Stage:
+    """Two servers with version 4, and what the comparison was heard to say."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.members = Membership([ServerAddress(id=i, url="") for i in range(2)])
+        self.servers = {0: Server(), 1: Server()}
+        self.failures: list[str] = []
+        self.changed = asyncio.Event()
+        self.parity = Parity(
+            recipe,
+            END,
+            None,
+            self.servers,  # type: ignore[arg-type]
+            self.members,
+            self.changed.set,
+            self.failures.append,
+            "",
+        )
+        self.at(4)
+
+    def at(self, version: int) -> None:
+        for i, server in self.servers.items():
+            self.members.seen(i)
+            self.members.publish([i], version, "a")
+            self.members.published(i, version, "a", "")
+            server.version = version
+
+    async def publish(self, version: int) -> Score | None:
+        """The request that follows."""
+        self.at(version)
+        self.changed.clear()
+        self.parity.published(version)
+        if isinstance(self.parity.request(version), Wait):
+            await asyncio.wait_for(self.changed.wait(), 5)
+        found = self.parity.request(version)
+        assert not isinstance(found, Wait)
+        return found
+
+    def answer(self, score: Score, off: float = 0.0) -> None:
+        exact = [-np.arange(1, len(r.tokens) - r.first + 1) - score.version / 10 + off for r in score.rollouts]
+        against = tuple(np.full(len(each), -9, np.float32) for each in exact)
+        logprobs = tuple(each.astype(np.float32) for each in exact)
+        self.parity.scored(Scored(incarnation="a", version=score.version, logprobs=logprobs, against=against))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_so_many_rollouts_of_each_batch_are_chosen_and_a_restart_chooses_the_same(seed: int) -> None:
+    recipe = recipe_of(run={"seed": seed}, weights={"parity_rollouts": 3})
+    stages = [Stage(recipe).parity for _ in range(2)]
+    chosen = [[(t, s) for t in range(600) for s in range(4) if each.is_chosen(t, s)] for each in stages]
+    assert chosen[0] == chosen[1]
+    assert set(Counter(t // 6 for t, _ in chosen[0]).values()) == {3}
+    # 300 draws of 24 slots: each is drawn 12.5 times on average.
+    assert all(2 <= n <= 30 for n in Counter((t % 6, s) for t, s in chosen[0]).values())
+    assert len(set(map(frozenset, (chosen_slots(seed, b, 24, 3) for b in range(50))))) > 40
+
+
+def test_a_batch_smaller_than_what_is_to_be_chosen_is_chosen_whole() -> None:
+    recipe = recipe_of(batch={"prompts": 1}, sampling={"generations": 2}, weights={"parity_rollouts": 8})
+    assert all(Stage(recipe).parity.is_chosen(t, s) for t in range(5) for s in range(2))
+
+
+async def test_each_cause_gets_its_part() -> None:
+    """Sampled at versions 3 and 4, compared at version 6: the fakes' scores say what each difference must be."""
+    stage = Stage(recipe_of())
+    segments = (segment(3, [-1.5]), segment(4, [0, 0], trained=False), segment(4, [-4.5, -5.5]))
+    stage.parity.finished(0, 0, 6, PROMPT, segments, 0)
+    await asyncio.sleep(0)
+    assert await stage.publish(5) is None  # its batch is not due
+    score = await stage.publish(6)
+    assert score is not None
+    assert score.rollouts[0].tokens.tolist() == [1, 2, 3, 10, 10, 11, 10, 11]
+    assert score.rollouts[0].first == 3
+    stage.answer(score, off=0.01)
+    found = stage.parity.metrics()
+    assert found["parity_mean/kernels"] == pytest.approx(0.01, abs=1e-6)
+    assert found["parity_tokens/kernels"] == 3
+    assert found["parity_mean/stale_kv"] == pytest.approx(0.1, abs=1e-6)  # -4.5 for -4.4, -5.5 for -5.4
+    assert found["parity_tokens/stale_kv"] == 2
+    assert found["parity_mean/staleness"] == pytest.approx(0.2, abs=1e-6)  # version 4 against 6
+    assert found["parity_tokens/staleness"] == 2
+    assert "parity_mean/decode" not in found
+    assert stage.parity.metrics() == {}
+
+
+async def test_a_rollout_of_one_version_shows_decode() -> None:
+    stage = Stage(recipe_of())
+    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1)
+    await asyncio.sleep(0)
+    score = await stage.publish(5)
+    assert score is not None
+    stage.answer(score)
+    found = stage.parity.metrics()
+    assert found["parity_mean/decode"] == pytest.approx(0.1, abs=1e-6)
+    assert found["parity_mean/kernels"] == 0
+
+
+async def test_what_other_sampling_makes_incomparable_is_left_out() -> None:
+    stage = Stage(recipe_of(sampling={"temperature": 0.6, "generations": 4}))
+    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1)
+    score = await stage.publish(5)
+    assert score is not None
+    stage.answer(score)
+    found = stage.parity.metrics()
+    assert not {"parity_mean/decode", "parity_mean/stale_kv", "parity_mean/total"} & found.keys()
+    assert "parity_mean/kernels" in found
+
+
+async def test_a_lost_server_costs_its_scores_and_holds_nobody() -> None:
+    stage = Stage(recipe_of())
+    stage.servers[0].lost = True
+    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5]),), 0)
+    stage.parity.finished(1, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1)
+    await asyncio.sleep(0)
+    score = await stage.publish(5)
+    assert score is not None
+    assert len(score.rollouts) == 1
+    stage.parity.finished(2, 0, 5, PROMPT, (segment(5, [-1.5]),), 0)
+    assert await stage.publish(6) is None  # nobody could score it: the learner goes on
+
+
+async def test_scores_of_another_version_are_not_taken() -> None:
+    stage = Stage(recipe_of())
+    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5]),), 0)
+    stage.at(5)
+    stage.servers[0].version = 4  # it names the version that it had
+    stage.changed.clear()
+    stage.parity.published(5)
+    await asyncio.wait_for(stage.changed.wait(), 5)
+    assert stage.parity.request(5) is None
+
+
+async def test_a_difference_that_lasts_ends_the_run_with_its_cause() -> None:
+    stage = Stage(recipe_of())
+    for version in range(5, 8):
+        stage.parity.finished(6 * version, 0, version, PROMPT, (segment(version - 1, -np.arange(1, 60) - 0.4),), 0)
+        await asyncio.sleep(0)
+        score = await stage.publish(version)
+        assert score is not None
+        stage.answer(score, off=0.3)
+        assert stage.parity.metrics()["warning_parity"] == 1
+        assert bool(stage.failures) is (version == 7)
+    assert "differ by 0.3 in log-prob" in stage.failures[0]
