@@ -1,7 +1,7 @@
 """Dynamic loss scaling: the loss is multiplied by a number before the backward pass, and gradients are divided by it after.
 
-    loss ──x scale──► backward in fp16 ──► gradients in FP32 ──/ scale──► finite? ──yes──► clip, AdamW; after WINDOW such: scale x 2
-                                                                            └─────no───► no update; HYSTERESIS of them: scale / 2
+    loss ──x scale──► backward in fp16 ──► FP32 gradients ──/ scale──► finite? ──yes──► clip, AdamW; after WINDOW: scale x 2
+                                                                         └─────no───► no update; HYSTERESIS of them: scale / 2
 
 fp16 has five bits of exponent: what is smaller than 6e-8 becomes 0, what is larger than 65,504 becomes infinite. The scale
 moves the gradients of activations into between (arXiv 1710.03740, section 3.2). The rule is megatron's.
@@ -14,8 +14,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
 INITIAL = 2.0**16
-"""As torch's and DeepSpeed's. Megatron begins with 2^32 and lets the first steps overflow until the scale fits, about 16 of them.
-In pre-training that costs some text; here each such step is a batch of rollouts that servers have generated and graded."""
+"""As torch's and DeepSpeed's. Megatron begins with 2^32 and lets the first steps overflow until the scale fits. In pre-training
+that costs some text; here each such step is a batch of rollouts that servers have generated and graded."""
 LEAST = 1.0
 """Megatron's. Gradients that overflow without any scaling are no matter of the scale."""
 WINDOW = 1000
@@ -63,5 +63,5 @@ class LossScale(DynamicGradScaler):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `plain_state`."""
-        self._scale = torch.full_like(self._scale, state["scale"])
+        self._scale = torch.full_like(self.scale, state["scale"])
         self._growth_tracker, self._hysteresis_tracker = int(state["growth"]), int(state["hysteresis"])

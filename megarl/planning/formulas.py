@@ -24,7 +24,7 @@ WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}
 def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -> float:
     """Weights, gradients and AdamW of so many parameters on a rank, the optimiser's part divided among `shards` ranks.
 
-    [ZeRO], stage 1. bf16, fp16: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / shards. fp32: 4 + 4 + 8 / shards.
+    [ZeRO], stage 1. Half: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / shards. fp32: 4 + 4 + 8 / shards.
     kept: share of the optimiser's part that is not in the host's memory.
     """
     if width == HALF:

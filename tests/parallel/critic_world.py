@@ -97,7 +97,10 @@ def check_gradients(
     critic = full_gradients(network)
     critic["head"] = critic.pop("lm_head.weight")[:1]  # export takes it for the head that it replaces
     trainer.forward_backward(sequences)
-    found = {"critic": (critic, network.loss_scale), "policy": (full_gradients(trainer.policy), trainer.policy.loss_scale)}
+    found = {
+        "critic": (critic, network.loss_scale),
+        "policy": (full_gradients(trainer.policy), trainer.policy.loss_scale),
+    }
     for name, (gradients, scale) in found.items():
         by = scale.value if scale else 1.0
         worst = max(difference(gradients[n].double() / by, g, expected[name]) for n, g in expected[name].items())
@@ -108,8 +111,8 @@ def check_gradients(
 
 
 def check_fp16(directory: Path, batch: Batch, layout: dict[str, Any], critic: str) -> None:
-    """An overflow skips both networks on all ranks. From a checkpoint both go on bit for bit, and the scale with them: saved one
-    update before it grows, it grows."""
+    """An overflow skips both networks on all ranks. From a checkpoint both go on bit for bit, and the scale with them: saved
+    one update before it grows, it grows."""
     recipe = recipe_of(directory, layout | {"dtype": "fp16"}, critic)
     sequences = training_sequences(batch, recipe)
     folder = directory / "checkpoints" / f"fp16 {layout} {critic}"

@@ -1,4 +1,4 @@
-"""A real server in fp16: log-probs against transformers in FP32 of the same weights, and one publication from an fp16 learner."""
+"""A real server in fp16: log-probs against transformers in FP32, and a publication from an fp16 learner."""
 
 import asyncio
 from collections.abc import Callable, Iterator

@@ -36,18 +36,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def recipe_of(model: Path, dtype: str = "fp16", **sections: dict[str, Any]) -> recipes.Recipe:
+def recipe_of(path: Path, dtype: str = "fp16", **sections: dict[str, Any]) -> recipes.Recipe:
     optimizer = {"optimizer": {"lr": 1e-3, "warmup_steps": 0}}
     tree = {
-        "model": {"path": str(model), "dtype": dtype},
+        "model": {"path": str(path), "dtype": dtype, **sections.pop("model", {})},
         "learner": {"microbatch_tokens": 64, **optimizer, **sections.pop("learner", {})},
         "critic": optimizer | sections.pop("critic", {}),
     }
     return recipes.from_tree(tree | sections)
 
 
-def trainer_of(model: Path, dtype: str = "fp16", **sections: dict[str, Any]) -> Trainer:
-    return Trainer(recipe_of(model, dtype, **sections), model)
+def trainer_of(path: Path, dtype: str = "fp16", **sections: dict[str, Any]) -> Trainer:
+    return Trainer(recipe_of(path, dtype, **sections), path)
 
 
 def batch(advantage: float = 1.0) -> list[TrainSequence]:
@@ -59,7 +59,9 @@ def batch(advantage: float = 1.0) -> list[TrainSequence]:
         weight[0] = 0
         tokens = draw.integers(0, 128, n).astype(np.int32)
         reward = 1.0 if i % 2 else -1.0
-        found.append(TrainSequence(i, 0, tokens, np.full(n, -5.0, np.float32), weight, advantage * reward, reward=reward))
+        found.append(
+            TrainSequence(i, 0, tokens, np.full(n, -5.0, np.float32), weight, advantage * reward, reward=reward)
+        )
     return found
 
 
@@ -125,7 +127,7 @@ def test_logprobs_and_gradients_are_transformers(tmp_path: Path, make: Callable[
     trainer.forward_backward(sequences)
     mine = gradients_of(trainer)
     worst = {name: float((mine[name] - g).norm() / g.norm()) for name, g in exact.items() if g.norm() > 0}
-    print(f'{make.__name__}: log-probs {off:.1e}, gradients {max(worst.values()):.1e}')
+    print(f"{make.__name__}: log-probs {off:.1e}, gradients {max(worst.values()):.1e}")
     assert off <= LOGPROB_LIMIT
     assert max(worst.values()) <= GRADIENT_LIMIT, worst
 
@@ -203,6 +205,30 @@ def test_gradients_that_underflow_without_a_scale_arrive_with_it(model: Path) ->
     without, scaled, exact = (torch.cat([g.flatten() for g in each.values()]) for each in found)
     assert float((scaled - exact).norm() / exact.norm()) < 0.01
     assert float((without - exact).norm() / exact.norm()) > 0.1
+
+
+def test_the_balancing_loss_of_experts_is_scaled_as_the_loss_is(tmp_path: Path) -> None:
+    """With a coefficient that makes it most of the routers' gradient."""
+    tiny_qwen3_moe(tmp_path / "hf", torch.float16)
+    found = []
+    for dtype in ("fp16", "fp32"):
+        moe = {"load_balancing": "aux_loss", "aux_loss_coefficient": 10.0}
+        trainer = trainer_of(tmp_path / "hf", dtype, model={"moe": moe})
+        trainer.forward_backward(batch(advantage=1e-3))
+        found.append({name: g for name, g in gradients_of(trainer).items() if name.endswith("mlp.gate.weight")})
+    half, full = found
+    assert max(float((half[name] - g).norm() / g.norm()) for name, g in full.items()) <= 0.03
+
+
+def test_experts_and_the_rest_share_one_scale(tmp_path: Path) -> None:
+    """Megatron has an optimiser for each; an overflow in one of them lowers the scale of both, once."""
+    tiny_qwen3_moe(tmp_path / "hf", torch.float16, num_hidden_layers=1)
+    trainer = trainer_of(tmp_path / "hf")
+    parts = trainer.policy.optimizer.chained_optimizers
+    assert all(part.grad_scaler is scale_of(trainer) for part in parts)
+    scale_of(trainer).restore({"scale": 2.0**40, "growth": 0, "hysteresis": 1})
+    assert trainer.train_step(batch())["scaler_skipped"] == 1
+    assert scale_of(trainer).value == 2.0**39
 
 
 def test_an_epoch_that_overflows_is_followed_by_the_others(model: Path) -> None:
