@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     into.add_argument("source", type=Path, help="Hugging Face directory")
     _destination(into)
     _layout(into)
-    into.add_argument("--dtype", choices=["bf16", "fp32"], help="default: that of the source")
+    into.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="default: that of the source")
 
     reshard = commands.add_parser("reshard", help="a checkpoint into the shards of another layout, optimiser included")
     reshard.add_argument("source", type=Path, help=CHECKPOINT)

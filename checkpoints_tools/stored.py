@@ -17,7 +17,7 @@ from megarl.models.checksums import check
 from megarl.models.family import read_config
 from megarl.models.hf import check_names
 
-Dtype = Literal["bf16", "fp32"]
+Dtype = Literal["bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Stored:
         config = read_config(self.hf_dir)
         config = config if "dtype" in config or "torch_dtype" in config else config.get("text_config", config)
         name = config.get("dtype", config.get("torch_dtype", "float32"))
-        known: dict[str, Dtype] = {"bfloat16": "bf16", "float32": "fp32"}
+        known: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
         if name not in known:
             raise MegarlError(
                 f"{self.hf_dir / 'config.json'}: dtype {name!r} is not supported; give --dtype to convert to one of "

@@ -27,7 +27,7 @@ CONTEXT = 16_384
 THINKING = "</think>"
 KV_TOKENS = 65_536
 """Of a server without a GPU, which must be told; or the longest sequence."""
-DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ trainer.py       one step: who learns from what, what is counted
 network.py       a model on its ranks: micro-batches through Megatron's schedule
 trained.py       one that learns: gradients of a loss, update
 optimizer.py     AdamW over data-parallel chunks; learning rate of a step
+loss_scale.py    fp16: losses scaled up for the backward pass
 reference.py     the frozen model of the KL penalty
 microbatch.py    sequences -> tensors of one micro-batch
 microbatch_size.py  how large they are, tried when the learner starts

@@ -127,6 +127,7 @@ class Checkpoints:
             _restore(trainer.critic.network, loaded["critic"])
         trainer.step, trainer.moments = loaded["step"], Moments(**loaded["moments"])
         trainer.skipped_steps, trainer.skipped_in_row = loaded["skipped_steps"], loaded["skipped_in_row"]
+        trainer.scaler_skipped_steps = loaded.get("scaler_skipped_steps", 0)
 
     def _complete(self, blocking: bool) -> None:
         with checkpoint.whole_or_gone(self._writing):
@@ -145,6 +146,7 @@ def _state(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
         "step": trainer.step,
         "skipped_steps": trainer.skipped_steps,
         "skipped_in_row": trainer.skipped_in_row,
+        "scaler_skipped_steps": trainer.scaler_skipped_steps,
         "moments": asdict(trainer.moments),
     }
 
@@ -156,6 +158,8 @@ def _network_state(network: TrainedNetwork, is_loading: bool) -> dict[str, Any]:
         optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())
         for optimizer in network.optimizer.chained_optimizers
     ]
+    if network.loss_scale is not None:
+        state["loss_scale"] = network.loss_scale.plain_state()
     return state | {
         "optimizer": {i: optimizer["param_state"] for i, optimizer in enumerate(optimizers)},
         "adam_steps": optimizers[0]["optimizer"]["param_groups"][0].get("step", 0),
@@ -171,6 +175,8 @@ def _restore(network: TrainedNetwork, loaded: dict[str, Any]) -> None:
             group["step"] = loaded["adam_steps"]
         kind = {"param_state_sharding_type": checkpoint.metadata()["distrib_optim_sharding_type"]}
         optimizer.load_state_dict(settings | kind | {"param_state": loaded["optimizer"][i]})
+    if network.loss_scale is not None and "loss_scale" in loaded:
+        network.loss_scale.restore(loaded["loss_scale"])
 
 
 class _WithoutCritic(MegarlError):

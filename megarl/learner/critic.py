@@ -3,7 +3,7 @@
     sequences ──► values of trained tokens (forward only, once a step) ──► GAE (megarl/gae.py) ──┬─► advantages: the policy
                                                                                                  └─► returns: forward_backward
 
-It has the policy's layout, an optimiser of its own, and no say in what is published.
+It has the policy's layout, a precision (critic.dtype) and an optimiser of its own, and no say in what is published.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,7 @@ class Critic:
     def __init__(self, recipe: Recipe, policy: Family) -> None:
         self.settings = recipe.critic
         self.batch = recipe.batch
+        recipe = recipe.model_copy(update={"model": recipe.critic_model})
         chunks, family = chunks_beside(policy, recipe, "critic.path", self.settings.path)
         ValueHead.adopt(chunks)
         self.network = TrainedNetwork(chunks, family, self.settings.optimizer, recipe)

@@ -180,7 +180,7 @@ def _valid_for(trainer: Trainer, longest: int) -> dict[str, Any]:
         "ranks": dist.get_world_size(),
         "longest": longest,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-    }
+    } | ({"critic": recipe.critic.dtype} if recipe.has_critic else {})
 
 
 def _recorded(record: Path | None, of: dict[str, Any]) -> int | None:

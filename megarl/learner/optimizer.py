@@ -16,6 +16,8 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch.optim import AdamW
 
 from megarl.errors import MegarlError
+from megarl.learner.loss_scale import LossScale
+from megarl.models import build
 from megarl.recipe import Optimizer, Recipe
 
 
@@ -45,8 +47,9 @@ def overlaps() -> bool:
 
 def with_optimizer(
     chunks: list[Any], settings: Optimizer, recipe: Recipe, offload: float = 0.0
-) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
-    """Chunks wrapped for data parallelism with FP32 gradients, and AdamW with its state divided among the ranks.
+) -> tuple[list[DistributedDataParallel], MegatronOptimizer, LossScale | None]:
+    """Chunks wrapped for data parallelism with FP32 gradients, AdamW with its state divided among the ranks, and the loss scale
+    of an fp16 model, by which the pipeline schedule multiplies each loss.
 
     offload: share of it that lies in the host's memory and is updated by its cores; with bf16 only.
     """
@@ -63,7 +66,8 @@ def with_optimizer(
     ddp = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
     if overlap:
         config.no_sync_func = [d.no_sync for d in ddp] if len(ddp) > 1 else ddp[0].no_sync
-    bf16 = recipe.model.dtype == "bf16"
+    dtype = build.DTYPES[recipe.model.dtype]
+    half = dtype != torch.float32
     adam = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -72,8 +76,9 @@ def with_optimizer(
         adam_eps=settings.eps,
         weight_decay=settings.weight_decay,
         clip_grad=settings.grad_clip,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        params_dtype=dtype,
         use_distributed_optimizer=True,
         optimizer_cpu_offload=offload > 0,
         optimizer_offload_fraction=offload,
@@ -83,13 +88,18 @@ def with_optimizer(
     )
     groups = get_standard_config_overrides(adam)
     if (
-        bf16
+        half
     ):  # a critic's head is FP32: megatron mixes up a parameter group that has both (its order and that of its state)
         groups[ParamKey(predicate=ParamPredicate("fp32", lambda p: p.dtype == torch.float32))] = {"wd_mult": 1.0}
     optimizer = get_megatron_optimizer(adam, ddp, groups)
     if torch.cuda.is_available():
         _in_one_kernel(optimizer)
-    return ddp, optimizer
+    if dtype != torch.float16:
+        return ddp, optimizer, None
+    scale = LossScale()
+    scale.share(optimizer)
+    config.grad_scale_func = lambda loss: loss * scale.scale  # the last stage's losses, and experts' balancing losses
+    return ddp, optimizer, scale
 
 
 def _in_one_kernel(optimizer: MegatronOptimizer) -> None:

@@ -135,6 +135,10 @@ def train(
                 )
                 return asked
         checkpoints.finish()
+        if trainer.scaler_skipped_steps:
+            progress.console.print(
+                f"warm start: {trainer.scaler_skipped_steps} of {steps} updates were skipped, scaled gradients overflowed"
+            )
         progress.console.print(
             f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token in steps {begun + 1} to {steps}"
         )

@@ -33,7 +33,8 @@ are reduced by maximum, all others by the mean over trained tokens."""
 
 
 class TrainedNetwork(Network):
-    """A network with gradients and an optimiser. `nonfinite` knows of the latest pass which rollouts broke it."""
+    """A network with gradients and an optimiser. `nonfinite` knows of the latest pass which rollouts broke it; `loss_scale` is
+    None unless the model is fp16."""
 
     nonfinite: NonFinite
 
@@ -43,7 +44,7 @@ class TrainedNetwork(Network):
         super().__init__(chunks, family, recipe)
         self.settings = settings
         self.expert_load = ExpertLoad(chunks, recipe.model.moe) if family.experts else None
-        self.ddp, self.optimizer = with_optimizer(chunks, settings, recipe, offload)
+        self.ddp, self.optimizer, self.loss_scale = with_optimizer(chunks, settings, recipe, offload)
         self._offload = offload
 
     def forward_backward(
@@ -94,7 +95,8 @@ class TrainedNetwork(Network):
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Of the gradients of the latest pass, of all ranks; they are ready for `update` then."""
+        """Of the gradients of the latest pass, of all ranks, divided by the loss scale; they are ready for `update` then. Not
+        finite if any of them is not."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 

@@ -3,7 +3,9 @@
     Batch ──► sequences, asked of a reference if there is one
                     ├─► critic, if there is one: values ──► advantages (GAE)
                     └─► epochs: policy and critic: forward, backward ──► all gradients finite? ──► AdamW of each
-                                                                           └── no: the step ends, is skipped and counted
+                                                     │                     └── no: the step ends, is skipped and counted
+                                                     └── fp16, and a scaled gradient overflowed: no AdamW in this epoch, a lower
+                                                         scale for the next (loss_scale.py), counted apart
 
 An epoch trains on the whole batch; what the server recorded stays every epoch's behaviour policy (PPO, arXiv 1707.06347,
 algorithm 1). Metrics of a step are its last epoch's, in which the policy is farthest from the one that sampled. All methods are
@@ -48,6 +50,7 @@ class Trainer:
 
     step: the next to train, and also the version of the weights.
     skipped_in_row: steps up to the latest whose loss or gradient was not finite; offenders: the rollouts of the latest.
+    scaler_skipped_steps: updates so far that an overflow of scaled gradients prevented.
     moments: of the advantages of all batches so far before they were divided (batch.advantage: running).
     within: told by name which part of a step the time goes to.
     """
@@ -83,7 +86,7 @@ class Trainer:
         self.epochs = 1 if supervised else recipe.learner.epochs
         self.step = 0
         self.moments = NOTHING_SEEN
-        self.skipped_steps = self.skipped_in_row = 0
+        self.skipped_steps = self.skipped_in_row = self.scaler_skipped_steps = 0
         self.offenders: list[dict[str, Any]] = []
 
     @property
@@ -117,10 +120,16 @@ class Trainer:
         if self.critic:
             with self.within("values"):
                 sequences, self.moments = self.critic.estimated(sequences, self.moments)
+        overflows = 0
         for _ in range(self.epochs):
-            metrics, broken = _epoch(sequences, learning, self.within)
+            metrics, broken, overflowed = _epoch(sequences, learning, self.within)
+            overflows += bool(overflowed)
+            if overflowed:
+                scales = ", ".join(f"{e.norm_name} at {metrics[e.scale_name]:g}" for e in overflowed)
+                log.info("step %d: an update was skipped, scaled gradients overflowed (%s)", self.step - 1, scales)
             if broken:
                 break
+        self.scaler_skipped_steps += overflows
         if broken:
             self.skipped_steps += 1
             what = ", ".join(f"{n} {metrics[n]}" for each in broken for n in (each.loss_name, each.norm_name))
@@ -131,19 +140,27 @@ class Trainer:
             metrics
             | rates
             | {"empty": 0.0, "skipped": float(bool(broken)), "skipped_steps": float(self.skipped_steps)}
+            | self._scaler_row(overflows)
             | advantage_statistics(sequences)
         )
+
+    def _scaler_row(self, overflows: int) -> dict[str, float]:
+        """Of a step in which so many updates were skipped for an overflow; nothing if no network has a loss scale."""
+        trained = [self.policy, *([self.critic.network] if self.critic else [])]
+        if all(network.loss_scale is None for network in trained):
+            return {}
+        return {"scaler_skipped": float(overflows), "scaler_skipped_steps": float(self.scaler_skipped_steps)}
 
     def _learning(self) -> list["_Learning"]:
         """Who learns in the next step."""
         found = []
         if self.critic is None or self.step >= self.critic.settings.warmup_steps:
             lr = learning_rate(self.step, self.policy.settings, self.steps)
-            found.append(_Learning(self.policy, self.forward_backward, lr, "loss", "grad_norm", "lr"))
+            found.append(_Learning(self.policy, self.forward_backward, lr, "loss", "grad_norm", "lr", "loss_scale"))
         if self.critic is not None:
             network = self.critic.network
             lr = learning_rate(self.step, network.settings, self.steps)
-            names = ("value_loss", "critic_grad_norm", "critic_lr")
+            names = ("value_loss", "critic_grad_norm", "critic_lr", "critic_loss_scale")
             found.append(_Learning(network, self.critic.forward_backward, lr, *names))
         return found
 
@@ -204,20 +221,45 @@ class _Learning:
     loss_name: str
     norm_name: str
     lr_name: str
+    scale_name: str
+
+    def measured(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """Forward and backward: metrics, with the gradient's norm and the scale that the loss had."""
+        found = self.forward_backward(sequences)
+        found[self.norm_name] = self.network.gradient_norm()
+        if self.network.loss_scale is not None:
+            found[self.scale_name] = self.network.loss_scale.value
+        return found
+
+    def broken(self, metrics: dict[str, float]) -> bool:
+        """Whether the loss is not finite, or the gradient is not and no lower loss scale could change that."""
+        scale = self.network.loss_scale
+        lowest = scale is None or scale.exhausted
+        return not math.isfinite(metrics[self.loss_name]) or (lowest and not math.isfinite(metrics[self.norm_name]))
 
 
 def _epoch(
     sequences: Sequence[TrainSequence], learning: Sequence[_Learning], within: Within
-) -> tuple[dict[str, float], list[_Learning]]:
-    """All gradients, then all updates if every loss and gradient is finite. Metrics, and those whose are not."""
+) -> tuple[dict[str, float], list[_Learning], list[_Learning]]:
+    """All gradients, then all updates if every loss and gradient is finite. Metrics, those whose are not, and those whose
+    gradients were not only because the loss scale was too high.
+
+    Each loss scale judges its own network's gradients, so one may fall while the other counts a pass that fitted. If a network
+    is broken, none judges: it would take for an overflow what is none.
+    """
     metrics: dict[str, float] = {}
     for each in learning:
         with within("forward_backward"):
-            metrics |= each.forward_backward(sequences)
-            metrics[each.norm_name] = each.network.gradient_norm()
-    broken = [e for e in learning if not all(math.isfinite(metrics[n]) for n in (e.loss_name, e.norm_name))]
-    if not broken:
+            metrics |= each.measured(sequences)
+    broken = [e for e in learning if e.broken(metrics)]
+    if broken:
+        return metrics, broken, []
+    overflowed = [e for e in learning if not math.isfinite(metrics[e.norm_name])]
+    for each in learning:
+        if each.network.loss_scale is not None:
+            each.network.loss_scale.judge(each in overflowed)
+    if not overflowed:
         with within("optimizer"):
             for each in learning:
                 each.network.update(each.lr, metrics[each.norm_name])
-    return metrics, broken
+    return metrics, broken, overflowed

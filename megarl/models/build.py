@@ -12,6 +12,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl import fp16_on_cpu
 from megarl.errors import MegarlError
 from megarl.models import fp8
 from megarl.models.family import Family, family_of
@@ -19,7 +20,7 @@ from megarl.models.layer_spec import block_spec
 from megarl.recipe import Model
 from megarl.recipe.combinations import impossible_for
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -45,6 +46,8 @@ def build(
     if transformer_engine is None:
         transformer_engine = HAVE_TE and torch.cuda.is_available()
     fp8.check(model, transformer_engine)
+    if model.dtype == "fp16":
+        fp16_on_cpu.install()
     config = transformer_config(model, family, transformer_engine, recompute)
     stages = range(model.virtual_pipeline_parallel) if model.virtual_pipeline_parallel > 1 else [None]
     return [_chunk(model, family, config, transformer_engine, stage) for stage in stages]
@@ -62,6 +65,7 @@ def transformer_config(model: Model, family: Family, fused: bool, recompute: str
         params_dtype=DTYPES[model.dtype],
         pipeline_dtype=DTYPES[model.dtype],
         bf16=model.dtype == "bf16",
+        fp16=model.dtype == "fp16",
         perform_initialization=False,
         tensor_model_parallel_size=model.tensor_parallel,
         sequence_parallel=model.sequence_parallel,

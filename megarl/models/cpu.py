@@ -41,7 +41,7 @@ def after_megatron_import() -> None:
     Adam is installed, it uses that one). Idempotent."""
     from megatron.core import utils
     from megatron.core.distributed import param_and_grad_buffer
-    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, clip_grads, optimizer
+    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, clip_grads, grad_scaler, optimizer
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import schedules
@@ -58,7 +58,7 @@ def after_megatron_import() -> None:
         return
     # These build tensors with device="cuda". Only they see factories that know better: transformers, which tells torch's
     # factories by identity while it loads a model, would silently leave rotary frequencies uninitialised.
-    for module in (clip_grads, optimizer, schedules, param_and_grad_buffer, utils):
+    for module in (clip_grads, grad_scaler, optimizer, schedules, param_and_grad_buffer, utils):
         module.torch = _TorchOnCpu()
     token_dispatcher.maybe_move_tensor_to_cpu = _already_on_cpu
     mappings.torch = _TorchWithUnevenGloo()

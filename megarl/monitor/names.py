@@ -42,6 +42,12 @@ NAMES: dict[str, tuple[str, str]] = {
         "1 if loss or gradient was not finite: the step, or the rest of its epochs, changed nothing",
     ),
     "skipped_steps": ("learner", "how many of those so far"),
+    "loss_scale": ("learner", "model.dtype: fp16: what the loss was multiplied by for the backward pass"),
+    "scaler_skipped": (
+        "learner",
+        "fp16: updates of the step, one an epoch, that were skipped because scaled gradients overflowed",
+    ),
+    "scaler_skipped_steps": ("learner", "how many of those so far"),
     "tokens_trained": ("learner", "tokens in the loss"),
     "sequences": ("learner", "rollouts in the loss"),
     "microbatches": ("learner", "packed micro-batches a data-parallel rank"),
@@ -75,6 +81,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "value_clipped_share": ("critic", "trained tokens whose value critic.value_clip kept from moving on"),
     "critic_grad_norm": ("critic", "its global gradient norm before clipping"),
     "critic_lr": ("critic", "its learning rate of the step"),
+    "critic_loss_scale": ("critic", "critic.dtype: fp16: its own loss scale"),
     "trained_logprob_diff": (
         "learner",
         "mean |learner - behaviour| log-prob of trained tokens (stale weights, stale KV)",

@@ -13,20 +13,22 @@ Activations are those of what megarl runs: flash attention, no dropout, gated ML
 from megarl.packing import Cost
 from megarl.planning.shapes import Shape
 
-BF16, FP32, FP8 = 2, 4, 1
+HALF, FP32, FP8 = 2, 4, 1
+WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}
+"""Bytes of a number, by `model.dtype`."""
 
 
 # Memory of the learner.
 
 
-def state_bytes(parameters: float, bf16: bool, shards: int, kept: float = 1.0) -> float:
+def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -> float:
     """Weights, gradients and AdamW of so many parameters on a rank, the optimiser's part divided among `shards` ranks.
 
-    [ZeRO], stage 1. bf16: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / shards. fp32: 4 + 4 + 8 / shards.
+    [ZeRO], stage 1. Half: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / shards. fp32: 4 + 4 + 8 / shards.
     kept: share of the optimiser's part that is not in the host's memory.
     """
-    if bf16:
-        return parameters * (BF16 + FP32 + 3 * FP32 / shards * kept)
+    if width == HALF:
+        return parameters * (HALF + FP32 + 3 * FP32 / shards * kept)
     return parameters * (2 * FP32 + 2 * FP32 / shards * kept)
 
 
@@ -169,25 +171,25 @@ def tensor_parallel_bytes(
     Without it: four all-reduces, each a gather and a scatter. What is computed again is exchanged again: two of each, or one.
     """
     passes = (10 if sequence_parallel else 8) + {"none": 0, "selective": 2, "full": 4}[recompute]
-    return passes * BF16 * tokens * shape.hidden * (ranks - 1) / ranks
+    return passes * HALF * tokens * shape.hidden * (ranks - 1) / ranks
 
 
 def expert_parallel_bytes(tokens: float, shape: Shape, ranks: int, recompute: str = "none") -> float:
     """Over a rank's link for one layer's experts: to them and back, forward, backward and in a forward pass that is run again.
     GShard, arXiv 2006.16668."""
     return (
-        (4 if recompute == "none" else 6) * BF16 * tokens * shape.experts_per_token * shape.hidden * (ranks - 1) / ranks
+        (4 if recompute == "none" else 6) * HALF * tokens * shape.experts_per_token * shape.hidden * (ranks - 1) / ranks
     )
 
 
-def data_parallel_bytes(parameters: float, bf16: bool, ranks: int) -> float:
+def data_parallel_bytes(parameters: float, width: int, ranks: int) -> float:
     """Over a rank's link once a step: FP32 gradients scattered, weights gathered. [ZeRO] 7.2.1"""
-    return (FP32 + (BF16 if bf16 else FP32)) * parameters * (ranks - 1) / ranks
+    return (FP32 + width) * parameters * (ranks - 1) / ranks
 
 
 def optimizer_bytes(parameters: float) -> float:
     """In and out of memory for AdamW on so many parameters: gradient, and three values read and written; the weight."""
-    return (FP32 + 6 * FP32 + BF16) * parameters
+    return (FP32 + 6 * FP32 + HALF) * parameters
 
 
 def offload_bytes(parameters: float) -> float:

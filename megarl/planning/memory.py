@@ -7,7 +7,7 @@ head: the larger of the two counts.
 from dataclasses import dataclass
 
 from megarl.planning import formulas
-from megarl.planning.formulas import BF16, FP8, FP32
+from megarl.planning.formulas import FP8, FP32, WIDTH
 from megarl.planning.hardware import Assumed, Gpu
 from megarl.planning.shapes import Shape
 from megarl.recipe import Recipe
@@ -51,7 +51,7 @@ def colocated(recipe: Recipe, learner: LearnerMemory, server: ServerMemory) -> f
 def learner(recipe: Recipe, shape: Shape, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
     """Of the recipe's layout. microbatch_tokens: of the largest packed micro-batch, before context parallelism divides it."""
     model, last = recipe.model, recipe.model.pipeline_parallel == 1
-    width = BF16 if model.dtype == "bf16" else FP32
+    width = WIDTH[model.dtype]
     tokens = microbatch_tokens / model.context_parallel
     held = formulas.in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
     layers = _stage_activations(recipe, shape, width) * tokens
@@ -71,19 +71,25 @@ def learner(recipe: Recipe, shape: Shape, microbatch_tokens: float, microbatches
     return max(first, end, key=lambda m: m.total)
 
 
+def critic_state(recipe: Recipe, shape: Shape) -> float:
+    """Weights, gradients and optimiser on a rank of a critic that starts from the policy's model, in its own precision."""
+    changed = {"model": recipe.critic_model, "learner": recipe.learner.model_copy(update={"optimizer_offload": 0.0})}
+    return _state(recipe.model_copy(update=changed), shape, shape.embedding_parameters / recipe.model.tensor_parallel)
+
+
 def _state(recipe: Recipe, shape: Shape, ends: float) -> float:
     """Weights, gradients and optimiser of a stage with `ends` parameters of embedding and head on this rank."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     dense = shape.dense_parameters / (model.tensor_parallel * model.pipeline_parallel) + ends
     experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
-    bf16, kept = model.dtype == "bf16", 1 - recipe.learner.optimizer_offload
+    width, kept = WIDTH[model.dtype], 1 - recipe.learner.optimizer_offload
     routed = shape.routed_parameters / experts
     fp8 = formulas.fp8_weight_bytes(dense - ends + routed) if model.fp8 != "none" else 0.0
     copies = ranks // (model.tensor_parallel * model.pipeline_parallel)
     return (
         fp8
-        + formulas.state_bytes(dense, bf16, copies, kept)
-        + formulas.state_bytes(routed, bf16, ranks // experts, kept)
+        + formulas.state_bytes(dense, width, copies, kept)
+        + formulas.state_bytes(routed, width, ranks // experts, kept)
     )
 
 
@@ -127,7 +133,7 @@ def _layer_activations(recipe: Recipe, shape: Shape, width: int) -> tuple[float,
 def server(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed) -> ServerMemory:
     """Of resources.server_tensor_parallel GPUs."""
     ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
-    width = BF16 if recipe.model.dtype == "bf16" else FP32
+    width = WIDTH[recipe.model.dtype]
     weights = shape.parameters * width / ranks
     logits = FP32 * running * shape.vocabulary / ranks
     return ServerMemory(

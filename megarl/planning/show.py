@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megarl.planning import memory
 from megarl.planning.hardware import GB
 from megarl.planning.layouts import Found, Plan, Problem
 from megarl.planning.simulate import Summary
@@ -120,6 +121,12 @@ def _remarks(problem: Problem, plans: list[Plan]) -> list[str]:
         found.append(f"note: the recipe's resources use {plan.gpus} GPUs, not {problem.gpus}")
     if recipe.has_critic or recipe.reference.coefficient:
         found.append("note: the recipe trains a critic or holds a reference model: neither is counted in the learner")
+    if recipe.has_critic:
+        size = memory.critic_state(recipe, problem.shape) / 1e9
+        found.append(
+            f"note: weights, gradients and optimiser of a critic of the policy's size in {recipe.critic.dtype} take "
+            f"{size:,.0f} GB more on a rank (critic.dtype)"
+        )
     late = plan.evaluation_seconds / plan.step_seconds
     if late > recipe.evaluation.every:
         found.append(

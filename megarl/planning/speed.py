@@ -6,7 +6,7 @@ from functools import cached_property
 
 from megarl.packing import Cost, pack
 from megarl.planning import formulas
-from megarl.planning.formulas import BF16, FP32
+from megarl.planning.formulas import WIDTH
 from megarl.planning.hardware import GB, Assumed, Gpu
 from megarl.planning.shapes import Shape
 from megarl.recipe import Recipe
@@ -77,7 +77,7 @@ def _layer_link_seconds(recipe: Recipe, shape: Shape, tokens: float, gpu: Gpu, a
 
 def _update_seconds(recipe: Recipe, shape: Shape, ranks: int, gpu: Gpu, assumed: Assumed) -> float:
     """Gradients over the data-parallel ranks, AdamW on this rank's share, weights back. Nothing of it hidden."""
-    model, bf16 = recipe.model, recipe.model.dtype == "bf16"
+    model = recipe.model
     dense_shards = model.tensor_parallel * model.pipeline_parallel
     expert_shards = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
     rate = (gpu.nvlink if ranks <= gpu.nvlink_gpus else gpu.network) * assumed.network_efficiency
@@ -85,7 +85,7 @@ def _update_seconds(recipe: Recipe, shape: Shape, ranks: int, gpu: Gpu, assumed:
     dense = shape.parameters - shape.routed_parameters
     for parameters, shards in ((dense, dense_shards), (shape.routed_parameters, expert_shards)):
         local, copies = parameters / shards, ranks // shards
-        seconds += formulas.data_parallel_bytes(local, bf16, copies) / rate
+        seconds += formulas.data_parallel_bytes(local, WIDTH[model.dtype], copies) / rate
         mine = local / copies
         here = (1 - offload) * formulas.optimizer_bytes(mine) / (gpu.memory_rate * assumed.bandwidth_efficiency)
         moved = 2 * formulas.offload_bytes(offload * mine) / (gpu.host * assumed.network_efficiency)
@@ -123,7 +123,7 @@ class Decoder:
     def _fixed(self) -> "_Fixed":
         """What does not depend on the requests."""
         shape, assumed, ranks = self.shape, self.assumed, self.recipe.resources.server_tensor_parallel
-        width = BF16 if self.recipe.model.dtype == "bf16" else FP32
+        width = WIDTH[self.recipe.model.dtype]
         allreduces = 2 * shape.layers * assumed.allreduce_latency_s if ranks > 1 else 0.0
         return _Fixed(
             ranks=ranks,
@@ -167,7 +167,7 @@ class Publication:
 def publication(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed, devices: int) -> Publication:
     """Of the whole model to all servers, bucket by bucket; stages send one after the other."""
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
-    size = shape.parameters * (BF16 if recipe.model.dtype == "bf16" else FP32)
+    size = shape.parameters * WIDTH[recipe.model.dtype]
     bucket = recipe.weights.bucket_mb * 2**20
     buckets = max(recipe.model.pipeline_parallel, -(-int(size) // bucket))
     rate = (gpu.nvlink if devices <= gpu.nvlink_gpus else gpu.network) * assumed.network_efficiency

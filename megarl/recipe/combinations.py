@@ -107,10 +107,12 @@ def impossible(r: Recipe) -> list[str]:
                 f"the schedule {optimizer.schedule}; shorten the warm-up"
             )
     if r.learner.optimizer_offload and m.dtype != "bf16":
-        found.append(
-            "learner.optimizer_offload: megatron-core cannot load the offloaded optimiser of FP32 weights from a checkpoint; "
-            "set model.dtype=bf16, or 0 here"
+        reason = (
+            "megatron-core cannot load the offloaded optimiser of FP32 weights from a checkpoint"
+            if m.dtype == "fp32"
+            else "loss scaling (model.dtype=fp16) has never been tried with an offloaded optimiser"
         )
+        found.append(f"learner.optimizer_offload: {reason}; set model.dtype=bf16, or 0 here")
     if not r.learner.packing and r.model.context_parallel > 1:
         found.append("learner.packing: context parallelism needs packed sequences")
     return found

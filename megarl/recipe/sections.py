@@ -45,7 +45,9 @@ class Moe(Section):
 
 class Model(Section):
     path: str = Field("", description="Hugging Face directory both sides start from")
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Literal["bf16", "fp16", "fp32"] = Field(
+        "bf16", description="weights and activations on both sides; fp16: the learner scales its losses"
+    )
     fp32_head: Literal["both", "learner", "server", "none"] = Field(
         "both", description="which side computes the LM head in FP32; with dtype fp32 both always do"
     )
@@ -242,6 +244,9 @@ class Critic(Section):
     """The value model of `batch.centring: critic`, at the policy's layout. Not part of ScaleRL."""
 
     path: str = Field("", description="Hugging Face directory it starts from, with a new head; empty: model.path")
+    dtype: Literal["bf16", "fp16", "fp32"] = Field(
+        "fp32", description="of its weights and activations, whatever the policy's (model.dtype)"
+    )
     gamma: float = Field(1.0, gt=0, le=1, description="discount of a token; 1 in Open-Reasoner-Zero (arXiv 2503.24290)")
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda; 1 in Open-Reasoner-Zero, 0.95 in games and robots")
     value_clip: float | None = Field(0.2, gt=0, description="most that a value may learn to move in a step; null: off")
@@ -374,6 +379,12 @@ class Recipe(Section):
     @property
     def has_critic(self) -> bool:
         return self.batch.centring == "critic"
+
+    @property
+    def critic_model(self) -> Model:
+        """The critic's: the policy's layout, in its own precision. FP8 products need bf16 weights."""
+        dtype = self.critic.dtype
+        return self.model.model_copy(update={"dtype": dtype, "fp8": self.model.fp8 if dtype == "bf16" else "none"})
 
     @model_validator(mode="after")
     def possible(self) -> "Recipe":

@@ -35,7 +35,7 @@ TEXT_ONLY = "Llama4ForCausalLM"
 """Loaded by our class everywhere: SGLang's own leaves its experts empty."""
 KEPT_FROM_INPUT = 6
 """SGLang refuses inputs that reach into the last positions of its context; an answer may be shorter than these."""
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main(recipe: Recipe, index: int, port: int) -> None:
@@ -47,6 +47,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(recipe.resources.threads)  # before torch is imported
     import torch
 
+    from megarl import fp16_on_cpu
     from megarl.serving import cpu_engine
 
     cuda = torch.cuda.is_available()
@@ -58,6 +59,8 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     cpu_engine.record_experts()
     cpu_engine.batch_attention()
     cpu_engine.wait_for_the_cpu()
+    if recipe.model.dtype == "fp16":
+        fp16_on_cpu.install()
 
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs

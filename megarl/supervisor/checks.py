@@ -37,6 +37,7 @@ HISTORY = (
     "reference",
     "learner.epochs",
     "critic.path",
+    "critic.dtype",
     "critic.gamma",
     "critic.lam",
     "critic.value_clip",

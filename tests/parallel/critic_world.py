@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megarl import recipe as recipes
 from megarl.learner.checkpoint import Checkpoints
+from megarl.learner.trained import TrainedNetwork
 from megarl.learner.trainer import Trainer
 from megarl.models import parallel
 from megarl.recipe import Recipe
@@ -28,6 +29,14 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "overlap_p2p": True},
     {"context_parallel": 2},
 ]
+FP16: list[tuple[dict[str, Any], str]] = [
+    ({"tensor_parallel": 2, "sequence_parallel": True}, "fp32"),
+    ({"pipeline_parallel": 2}, "fp16"),  # only one stage has FP32 parameters
+    ({}, "fp16"),
+]
+"""Layouts of an fp16 policy, and the precision of its critic."""
+FP16_ROUNDING = 2000.0
+"""By how much limits are wider in fp16. Its steps are 8,000 times those of FP32."""
 GAMMA, LAMBDA = 0.99, 0.9
 
 
@@ -37,11 +46,13 @@ def main(directory: Path) -> None:
         check_gradients(directory, batch, layout)
         if "context_parallel" not in layout:
             check_resumed(directory, batch, layout)
-    check_resumed(directory, batch, {"pipeline_parallel": 2, "dtype": "bf16"})  # only one stage has FP32 parameters
+    for layout, critic in FP16:
+        check_gradients(directory, batch, layout | {"dtype": "fp16"}, critic, FP16_ROUNDING)
+        check_fp16(directory, batch, layout, critic)
     parallel.stop()
 
 
-def recipe_of(directory: Path, layout: dict[str, Any]) -> Recipe:
+def recipe_of(directory: Path, layout: dict[str, Any], critic: str = "fp32") -> Recipe:
     optimizer = {"lr": 1e-4, "warmup_steps": 0, "eps": 1e-6}
     return recipes.from_tree(
         {
@@ -50,7 +61,7 @@ def recipe_of(directory: Path, layout: dict[str, Any]) -> Recipe:
             "batch": {"prompts": 4, "centring": "critic", "zero_variance": "keep", "aggregation": "token"},
             "loss": {"kind": "reinforce"},
             "learner": {"microbatch_tokens": 64, "epochs": 2, "optimizer": optimizer},
-            "critic": {"gamma": GAMMA, "lam": LAMBDA, "warmup_steps": 1, "optimizer": optimizer},
+            "critic": {"dtype": critic, "gamma": GAMMA, "lam": LAMBDA, "warmup_steps": 1, "optimizer": optimizer},
         }
     )
 
@@ -60,10 +71,12 @@ def start(directory: Path, recipe: Recipe) -> Trainer:
     return Trainer(recipe, directory / "model")
 
 
-def check_gradients(directory: Path, batch: Batch, layout: dict[str, Any]) -> None:
-    """Values, advantages and the gradients of both networks are transformers' in float64."""
+def check_gradients(
+    directory: Path, batch: Batch, layout: dict[str, Any], critic_dtype: str = "fp32", wider: float = 1.0
+) -> None:
+    """Values, advantages and the gradients of both networks are transformers' in float64. wider: factor of the limits."""
     expected = torch.load(directory / "expected.pt", weights_only=False)
-    trainer = start(directory, recipe_of(directory, layout))
+    trainer = start(directory, recipe_of(directory, layout, critic_dtype))
     assert trainer.critic is not None
     network = trainer.critic.network
     if parallel_state.is_pipeline_last_stage():
@@ -77,20 +90,60 @@ def check_gradients(directory: Path, batch: Batch, layout: dict[str, Any]) -> No
         trained = sequence.loss_weight > 0
         assert isinstance(sequence.value, np.ndarray)
         assert isinstance(sequence.advantage, np.ndarray)
-        assert abs(sequence.value[trained] - values).max() <= 1e-5, layout
-        assert abs(sequence.advantage[trained] - advantages).max() <= 2e-5, layout
+        assert abs(sequence.value[trained] - values).max() <= 1e-5 * wider, layout
+        assert abs(sequence.advantage[trained] - advantages).max() <= 2e-5 * wider, layout
         assert not sequence.value[~trained].any()
     metrics = trainer.critic.forward_backward(sequences)
     critic = full_gradients(network)
     critic["head"] = critic.pop("lm_head.weight")[:1]  # export takes it for the head that it replaces
     trainer.forward_backward(sequences)
-    found = {"critic": critic, "policy": full_gradients(trainer.policy)}
-    for name, gradients in found.items():
-        worst = max(difference(gradients[n], g, expected[name]) for n, g in expected[name].items())
+    found = {
+        "critic": (critic, network.loss_scale),
+        "policy": (full_gradients(trainer.policy), trainer.policy.loss_scale),
+    }
+    for name, (gradients, scale) in found.items():
+        by = scale.value if scale else 1.0
+        worst = max(difference(gradients[n].double() / by, g, expected[name]) for n, g in expected[name].items())
         say(f"{name} {layout}: gradients {worst:.1e}")
-        assert worst <= 3e-6, (name, layout)
+        assert worst <= 3e-6 * wider, (name, layout)
     for key, value in expected["metrics"].items():
-        assert abs(metrics[key] - value) <= 1e-5 * max(1, abs(value)), (layout, key, metrics[key], value)
+        assert abs(metrics[key] - value) <= 1e-5 * wider * max(1, abs(value)), (layout, key, metrics[key], value)
+
+
+def check_fp16(directory: Path, batch: Batch, layout: dict[str, Any], critic: str) -> None:
+    """An overflow skips both networks on all ranks. From a checkpoint both go on bit for bit, and the scale with them: saved
+    one update before it grows, it grows."""
+    recipe = recipe_of(directory, layout | {"dtype": "fp16"}, critic)
+    sequences = training_sequences(batch, recipe)
+    folder = directory / "checkpoints" / f"fp16 {layout} {critic}"
+    trainer = start(directory, recipe)
+    assert trainer.critic is not None
+    scale, what = trainer.policy.loss_scale, f"fp16 {layout} critic {critic}"
+    assert scale is not None
+    for _ in range(2):
+        trainer.train_step(sequences)
+    before = [weights_of(network) for network in (trainer.policy, trainer.critic.network)]
+    scale.restore({"scale": 2.0**40, "growth": 0, "hysteresis": 2})
+    assert trainer.train_step(sequences)["scaler_skipped"] == 2, what  # both epochs; the second halves it
+    assert (trainer.skipped_steps, scale.value) == (0, 2.0**39), what
+    after = [weights_of(network) for network in (trainer.policy, trainer.critic.network)]
+    assert all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True)), what
+    scale.restore({"scale": 2.0**17, "growth": 998, "hysteresis": 1})
+    checkpoints = Checkpoints(folder, 2, trainer, directory / "model")
+    checkpoints.save()
+    went_on = [trainer.train_step(sequences) for _ in range(2)]
+    checkpoints.finish()
+    assert scale.value == 2.0**18, what  # the window was full after the first of them
+    again = start(directory, recipe)
+    assert Checkpoints(folder, 2, again, directory / "model").load_latest()
+    assert [again.train_step(sequences) for _ in range(2)] == went_on, what
+    assert again.critic is not None
+    for mine, theirs in ((trainer.policy, again.policy), (trainer.critic.network, again.critic.network)):
+        assert all(torch.equal(a, b) for a, b in zip(weights_of(mine), weights_of(theirs), strict=True)), what
+
+
+def weights_of(network: TrainedNetwork) -> list[torch.Tensor]:
+    return [p.detach().clone() for chunk in network.chunks for p in chunk.parameters()]
 
 
 def check_resumed(directory: Path, batch: Batch, layout: dict[str, Any]) -> None:
@@ -116,7 +169,7 @@ def check_resumed(directory: Path, batch: Batch, layout: dict[str, Any]) -> None
             for x, y in zip(mine.chunks, theirs.chunks, strict=True)
             for a, b in zip(x.parameters(), y.parameters(), strict=True)
         )
-    if layout and "dtype" not in layout:  # written by data-parallel ranks, each with a part of the optimiser
+    if layout:  # written by data-parallel ranks, each with a part of the optimiser
         other = start(directory, recipe)
         assert Checkpoints(directory / "checkpoints" / "first", 2, other, directory / "model").load_latest()
         first = other.train_step(sequences)

@@ -49,7 +49,7 @@ def file(tmp_path: Path) -> Path:
             "model:\n  fp32_head: true\n",
             "mine.yaml:2: model.fp32_head: input should be 'both', 'learner', 'server' or 'none'",
         ),
-        ("model:\n  dtype: fp16\n", "mine.yaml:2: model.dtype: input should be 'bf16' or 'fp32', got 'fp16'"),
+        ("model:\n  dtype: fp8\n", "mine.yaml:2: model.dtype: input should be 'bf16', 'fp16' or 'fp32', got 'fp8'"),
         ("run:\n  name: a/b\n", "mine.yaml:2: run.name: string should match pattern"),
         (
             "length:\n  thinking_tokens:\n    - 1\n    - x\n",

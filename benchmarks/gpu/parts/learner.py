@@ -59,7 +59,7 @@ def layers() -> int:
     """As many as leave room for activations."""
     for count in (8, 4, 2, 1):
         shape = shapes.of(networks.llama_8b(num_hidden_layers=count), "8B")
-        state = formulas.state_bytes(shape.parameters, bf16=True, shards=1)
+        state = formulas.state_bytes(shape.parameters, width=formulas.HALF, shards=1)
         if state <= STATE_SHARE * networks.memory():
             return count
     raise Absent(

@@ -11,7 +11,9 @@ label's logit.
 What "FP32 head" means here: logits are FP32 sums of exact products (products.py), whatever the type of hidden states and
 weight, which stay in the model's. Against float64 a log-prob of bf16 states then errs as FP32 arithmetic does, where logits
 rounded to bf16 err by 0.03 to 0.06. Backward, d is rounded to the weight's type, which tensor cores take, and summed in FP32;
-both gradients are of that type anyhow as soon as they leave (hidden's) or were until now (the weight's).
+both gradients are of that type anyhow as soon as they leave (hidden's) or were until now (the weight's). With fp16 the loss,
+and so d, has been multiplied by the loss scale before: small gradients survive the rounding, and one beyond 65,504 becomes
+infinite, which the norm of the gradients shows (megarl/learner/loss_scale.py).
 """
 
 from collections.abc import Iterator

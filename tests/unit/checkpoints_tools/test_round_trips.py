@@ -75,13 +75,16 @@ def test_the_learner_loads_what_was_converted_at_another_layout(tmp_path: Path) 
     assert all(torch.equal(stored[name], exported[name]) for name in exported)
 
 
-def test_dtype_rounds_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_dtype_rounds_once(tmp_path: Path, dtype: str) -> None:
     tiny_llama(tmp_path / "hf", torch.float32)
-    run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step", "--dtype", "bf16")
+    run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step", "--dtype", dtype)
     run("convert", "megatron-to-hf", tmp_path / "step", tmp_path / "back")
     source, back = Directory(tmp_path / "hf"), Directory(tmp_path / "back")
-    assert all(torch.equal(source[n].bfloat16(), back[n]) for n in source)
-    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "bfloat16"
+    assert all(torch.equal(source[n].to(build.DTYPES[dtype]), back[n]) for n in source)
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == str(build.DTYPES[dtype]).removeprefix(
+        "torch."
+    )
 
 
 def test_files_and_index(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_a_float32_head_on_a_bf16_model_whose_embedding_is_its_head(tmp_path: Pa
     """megatron has parameters of two types to keep apart; the critic's embedding is not shared with anything."""
     tied = tmp_path / "tied"
     tiny_llama(tied, torch.bfloat16, num_hidden_layers=1, tie_word_embeddings=True)
-    trainers = [trainer_of(tied, dtype="bf16", **CRITIC) for _ in range(2)]
+    trainers = [trainer_of(tied, dtype="bf16", **CRITIC, critic={"dtype": "bf16"}) for _ in range(2)]
     for trainer in trainers:
         assert sorted(str(w.dtype) for w in weights(critic_of(trainer)))[-1] == "torch.float32"
     trainers[0].train_step(batch())

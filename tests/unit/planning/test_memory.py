@@ -19,10 +19,10 @@ def recipe(name: str = "scalerl-8b", **keys: Any) -> Recipe:
 
 def test_mixed_precision_adam_is_16_bytes_a_parameter_and_one_more_for_fp32_gradients() -> None:
     """ZeRO's 16 bytes have bf16 gradients (2 + 2 + 12); megarl's are FP32 (2 + 4 + 12). Megatron's guide: 6 + 12 / d."""
-    assert formulas.state_bytes(1, True, 1) == 18
-    assert formulas.state_bytes(1, True, 8) == 6 + 12 / 8
-    assert formulas.state_bytes(1, False, 1) == 16
-    assert formulas.state_bytes(1, False, 4) == 8 + 8 / 4
+    assert formulas.state_bytes(1, formulas.HALF, 1) == 18
+    assert formulas.state_bytes(1, formulas.HALF, 8) == 6 + 12 / 8
+    assert formulas.state_bytes(1, formulas.FP32, 1) == 16
+    assert formulas.state_bytes(1, formulas.FP32, 4) == 8 + 8 / 4
 
 
 def test_weights_of_servers_are_the_published_footprints() -> None:

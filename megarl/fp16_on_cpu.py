@@ -1,0 +1,49 @@
+"""fp16 matrix products and attention on a CPU, for learner and server alike; with a GPU, nothing here does anything.
+
+A CPU without fp16 units computes them 5 to 20 times slower than FP32. A product of two fp16 numbers is exact in FP32, so
+widening both factors, multiplying in FP32 and rounding the sums to fp16 once gives what a tensor core gives, up to the order
+of the sum. Attention is widened as a whole: its probabilities stay FP32, where a GPU's kernels round them to fp16 for their
+second product. Everything else (norms, activations, sums of micro-batches, communication) is torch's own fp16.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+_library: torch.library.Library | None = None
+
+
+def install() -> None:
+    """Replace torch's CPU kernels of these operations in this process. Idempotent."""
+    global _library
+    if _library is not None or torch.cuda.is_available():
+        return
+    _library = torch.library.Library("aten", "IMPL")
+    for name in (*PRODUCTS, ATTENTION, f"{ATTENTION}_backward"):
+        _library.impl(name, _in_fp32(name), "CPU", with_keyset=True, allow_override=True)
+
+
+def _in_fp32(name: str) -> Callable[..., Any]:
+    """torch's kernel, which gets fp16 tensors as FP32 ones and whose results are rounded to fp16."""
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def widened(keys: Any, *args: Any, **options: Any) -> Any:
+        if not any(isinstance(a, Tensor) and a.dtype == torch.float16 for a in args):
+            return kernel.call_boxed(keys, *args, **options)
+        found = kernel.call_boxed(keys, *map(_wide, args), **{k: _wide(v) for k, v in options.items()})
+        if isinstance(found, Tensor):
+            return found.half()
+        if name == ATTENTION:  # the second result, which the backward pass gets again, is FP32 in torch's kernel too
+            return found[0].half(), found[1]
+        return tuple(gradient.half() for gradient in found)
+
+    return widened
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
