@@ -49,7 +49,7 @@ def steps(recipe: Recipe) -> int:
 
 def model_ranks(recipe: Recipe) -> int:
     """Ranks of one copy of the twin's model. Experts divide among the tensor-parallel ranks of a stage."""
-    return min(recipe.model.tensor_parallel, 2) * min(recipe.model.pipeline_parallel, 2)
+    return min(recipe.model.tensor_parallel, 2) * recipe.model.pipeline_parallel
 
 
 RULES = (
@@ -59,7 +59,6 @@ RULES = (
     Rule("data.tasks.*.heldout", fixed("{kind}-heldout.jsonl"), "likewise, others"),
     # Layout: the same kinds of parallelism, each of two ranks; one data-parallel copy
     Rule("model.tensor_parallel", at_most(2), "with sequence parallelism where the recipe has it"),
-    Rule("model.pipeline_parallel", at_most(2), "two stages"),
     Rule("model.expert_parallel", at_most(2), "two of four experts a rank"),
     Rule("resources.learner_ranks", lambda r, old: model_ranks(r), "one copy of the model: no data parallelism"),
     Rule("resources.servers", lambda r, old: min(old, 2 if r.resources.server_tensor_parallel == 1 else 1),

@@ -2,16 +2,18 @@
 
     prompt  "k3?" (math)     the answer is the digit      <think>.........</think>\\boxed{3}
             "k3=" (exact)                                 <think>.........</think>3
-            "k3!" (code)     a program that prints it     <think>.........</think>```python …print(3)… ```
+            "k3!" (code)     a program that prints it     <think>.........</think>```python … print(3) … ```
             "k3+" (calculator)                            <think>[3+0]3</think>3          3 after `]` is the calculator's
 
 A random policy is never right, and a group of equal rewards has no gradient. So each model first learns these completions from
-a teacher that is right half of the time. Its thoughts are of any length, so some are interrupted.
+a teacher that is right half of the time. Its thoughts are of any length, so some are interrupted. A text that is always written
+as a whole (a program, the phrase of an interruption) is one token, which makes both learning and runs quick.
 """
 
 import json
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,14 @@ SIGNS = {"math": "?", "exact": "=", "code": "!", "calculator": "+"}
 
 PAD, END = "<pad>", "<eos>"
 SPECIAL = (PAD, END, "<think>", "</think>", "<|im_start|>", "<|im_end|>")
+PROGRAMS = {digit: f"\n```python\nprint({digit})\n```\n" for digit in DIGITS}
+BOXES = {digit: f"\\boxed{{{digit}}}" for digit in DIGITS}
+CALLS = {digit: f"[{digit}+0" for digit in DIGITS}
+PHRASES = sorted({recipes.load(name).length.interruption for name in ("quickstart", "scalerl-8b")})
+(CHAT_TASK,) = recipes.load("scalerl-1gpu").data.tasks.values()
+WHOLE = (*PROGRAMS.values(), *BOXES.values(), *CALLS.values(), CHAT_TASK.system,
+         *(phrase.removesuffix("</think>") for phrase in PHRASES))  # fmt: skip
+"""Texts of a token each."""
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -39,19 +49,18 @@ CHAT_TEMPLATE = (
 """Qwen3's, without tools."""
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 104,  # divides by two tensor-parallel ranks; two tokens more than the tokenizer has
+    "vocab_size": 128,  # more than the tokenizer has
     "max_position_embeddings": 512,
     "bos_token_id": None,
     "pad_token_id": 0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": tiny_llama,
-    "qwen3": tiny_qwen3,
+    "qwen3": partial(tiny_qwen3, tie_word_embeddings=True),  # as the 1.7B
     "llama4": tiny_llama4,
     "llama4-multimodal": tiny_llama4_multimodal,
 }
-WARM_STEPS, WARM_BATCH, WARM_RATE = 150, 32, 3e-3
+WARM_STEPS, WARM_BATCH, WARM_RATE = 60, 16, 3e-3
 
 
 def write_workplace(folder: Path) -> Path:
@@ -88,7 +97,9 @@ def write_model(directory: Path, family: str) -> None:
     tokenizer.eos_token = end_token_text(family)
     tokenizer.save_pretrained(directory)
     warm_up(model, tokenizer, directory, chat=family == "qwen3")
-    model.to(torch.bfloat16).save_pretrained(directory)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    model.save_pretrained(directory)
     (directory / "ready").touch()
 
 
@@ -101,12 +112,13 @@ def end_token(tokenizer: Any, family: str) -> int:
 
 
 def character_tokenizer() -> Any:
-    """A token for each printable character of ASCII, the end of a line, and each special text."""
+    """A token for each printable character of ASCII, the end of a line, each special text and each whole one."""
     vocabulary = {text: number for number, text in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in WHOLE])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE
     )
@@ -151,33 +163,31 @@ def batch(tokenizer: Any, texts: list[Trace]) -> tuple[torch.Tensor, torch.Tenso
 
 def traces(rng: random.Random, end: str, asked: Callable[[str], str]) -> Iterator[Trace]:
     """Of all kinds in turn, without end. asked: what the model sees of a prompt."""
-    phrases = sorted({recipes.load(name).length.interruption for name in ("quickstart", "scalerl-8b")})
     while True:
         for kind, sign in SIGNS.items():
             digit = rng.choice(DIGITS)
             prompt = asked(rng.choice(LETTERS) + digit + sign)
             answer = digit if rng.random() < 0.5 else rng.choice(DIGITS)
-            yield [(prompt, False), *thought(rng, kind, digit, phrases), (written(kind, answer) + end, True)]
+            yield [(prompt, False), *thought(rng, kind, digit), (written(kind, answer) + end, True)]
 
 
-def thought(rng: random.Random, kind: str, digit: str, phrases: list[str]) -> Trace:
+def thought(rng: random.Random, kind: str, digit: str) -> Trace:
     """A thinking trace: closed by the model, or by a phrase that it does not learn; or a call of the calculator."""
     if kind == "calculator" and rng.random() < 0.7:
-        return [(f"<think>[{digit}+0]", True), (digit, False), ("</think>", True)]
+        return [(f"<think>{CALLS[digit]}]", True), (digit, False), ("</think>", True)]
     if rng.random() < 0.6:
         return [(f"<think>{'.' * rng.randint(0, 18)}</think>", True)]
-    return [(f"<think>{'.' * rng.randint(11, 19)}", True), (rng.choice(phrases), False)]
+    return [(f"<think>{'.' * rng.randint(11, 19)}", True), (rng.choice(PHRASES), False)]
 
 
 def written(kind: str, answer: str) -> str:
     """How the answer of a kind stands behind the thought."""
-    return {"math": f"\\boxed{{{answer}}}", "code": f"\n```python\nprint({answer})\n```\n"}.get(kind, answer)
+    return {"math": BOXES[answer], "code": PROGRAMS[answer]}.get(kind, answer)
 
 
 def _in_chat(directory: Path) -> Callable[[str], str]:
     """The chat template with the system message of the one recipe that has both."""
-    (task,) = recipes.load("scalerl-1gpu").data.tasks.values()
     template = load_chat(directory)
     return lambda prompt: template.prompt(
-        [{"role": "system", "content": task.system}, {"role": "user", "content": prompt}]
+        [{"role": "system", "content": CHAT_TASK.system}, {"role": "user", "content": prompt}]
     )
