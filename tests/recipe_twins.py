@@ -22,7 +22,9 @@ from megarl.recipe import Recipe, flat
 FAMILIES = {"scalerl-17bx16": "llama4-multimodal", "quickstart-moe": "llama4", "scalerl-1gpu": "qwen3"}
 """The model family of a recipe; all others have a Llama. Llama 4 Scout is released with a vision tower."""
 
-PHASE_STEPS = "a run is four steps, or two steps of a second phase: the first publication of trained weights is then included"
+PHASE_STEPS = (
+    "a run is four steps, or two steps of a second phase: the first publication of trained weights is then included"
+)
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,12 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": 0,
 }
+SCOUT: dict[str, Any] = {"moe_layers": [0, 1, 2, 3], "interleave_moe_layer_step": 1}  # experts in every layer
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": tiny_llama,
     "qwen3": partial(tiny_qwen3, tie_word_embeddings=True),  # as the 1.7B
-    "llama4": tiny_llama4,
-    "llama4-multimodal": tiny_llama4_multimodal,
+    "llama4": partial(tiny_llama4, **SCOUT),
+    "llama4-multimodal": partial(tiny_llama4_multimodal, **SCOUT),
 }
 WARM_STEPS, WARM_BATCH, WARM_RATE = 60, 16, 3e-3
 
@@ -93,6 +94,7 @@ def write_model(directory: Path, family: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # tensors this small gain nothing from more, and wait for them on a busy machine
     model = FAMILIES[family](directory, **SIZES, eos_token_id=end_token(tokenizer, family))
     tokenizer.eos_token = end_token_text(family)
     tokenizer.save_pretrained(directory)
