@@ -178,7 +178,7 @@ def thought(rng: random.Random, kind: str, digit: str) -> Trace:
     if kind == "calculator" and rng.random() < 0.7:
         return [(f"<think>{CALLS[digit]}]", True), (digit, False), ("</think>", True)]
     if rng.random() < 0.6:
-        return [(f"<think>{'.' * rng.randint(0, 18)}</think>", True)]
+        return [(f"<think>{'.' * rng.randint(4, 32)}</think>", True)]
     return [(f"<think>{'.' * rng.randint(11, 19)}", True), (rng.choice(PHRASES), False)]
 
 

@@ -62,9 +62,11 @@ def check_steps(run: LiveRun) -> None:
     """Each step has a row of finite numbers; there was a gradient, and no token was older than the recipe allows."""
     rows, recipe = latest_rows(run.rundir.metrics), run.recipe
     assert [row["step"] for row in rows] == list(range(recipe.run.steps))
-    trained = [row for row in rows if not row["empty"]]
+    warmup = recipe.critic.warmup_steps if recipe.has_critic else 0  # the policy is not trained in these
+    trained = [row for row in rows[warmup:] if not row["empty"]]
     assert trained, "zero variance has emptied every step"
     assert all(math.isfinite(row[key]) for row in trained for key in ("loss", "grad_norm", "ratio_mean", "entropy"))
+    assert not recipe.has_critic or all(math.isfinite(row["value_loss"]) for row in rows)
     assert any(row["grad_norm"] > 0 for row in trained)
     assert max(row["lag_max"] for row in rows) <= recipe.pipeline.lag_limit
     groups = [group for step in batches(run.rundir, recipe) for group in step]
