@@ -11,16 +11,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 from megarl import recipe as recipes
 from megarl.rundir import RunDir, latest_rows
+from tests.e2e.runs import warnings
 from tests.recipe_twins import twin
 from tests.twin_models import write_workplace
-
-WARNING_CHARACTERS = 100
-"""Of a warning: how much is shown, and makes two of them the same."""
 
 
 def main() -> int:
@@ -54,19 +51,6 @@ def report(rundir: RunDir, seconds: float) -> None:
             print(f"{name:<32}{statistics.median(values):.3g} median, {max(values):.3g} largest")
     for text, count in warnings(rundir).most_common():
         print(f"{count:>5} × {text}")
-
-
-def warnings(rundir: RunDir) -> Counter[str]:
-    """Warnings and errors in the roles' logs, by how they begin after their time."""
-    found: Counter[str] = Counter()
-    for log in rundir.logs.glob("*/*.log"):
-        for line in log.read_text(errors="replace").splitlines():
-            for level in ("WARNING", "ERROR"):
-                if level in line:
-                    text = f"{log.parent.name}: {level} {line.partition(level)[2].strip()}"
-                    found[text[:WARNING_CHARACTERS]] += 1
-                    break
-    return found
 
 
 if __name__ == "__main__":

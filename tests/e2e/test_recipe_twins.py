@@ -15,7 +15,7 @@ from megarl import recipe as recipes
 from megarl.recipe import Model
 from megarl.rundir import latest_rows
 from tests.e2e import runs
-from tests.e2e.runs import LiveRun, batches, check_nothing_left, publications, quiet, summary
+from tests.e2e.runs import LiveRun, batches, check_nothing_left, publications, quiet, summary, warnings
 from tests.recipe_twins import twin
 from tests.twin_models import write_workplace
 
@@ -52,6 +52,7 @@ def check_run(workplace: Path, name: str, *overrides: str) -> None:
         run.kill()
     check_nothing_left(family, ports)
     assert summary(run.rundir)["outcome"] == "finished"
+    assert not [text for text in warnings(run.rundir) if "no answer to" not in text]  # the machine was busy
     check_steps(run)
     check_publications(run)
     check_evaluations(run)
