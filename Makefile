@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
-.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-faults soak lint bench bench-gpu lock clean
+.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-faults test-recipes soak lint bench bench-gpu lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -27,6 +27,9 @@ test-unit: setup ## no server and no process group: minutes
 
 test-faults: setup ## every fault of docs/reliability.md, those of "make test" too, and real runs on a real Slurm
 	$(PYTEST) tests -m faults
+
+test-recipes: setup ## every shipped recipe at a tiny size, by "megarl train" in its own precision: about a minute each
+	$(PYTEST) tests/unit/test_recipe_twins.py tests/e2e/test_recipe_twins.py -v
 
 soak: setup      ## two hours of the quickstart with a random fault every few minutes (ARGS="--seconds 900")
 	$(PYTHON) -m tests.soak $(ARGS)

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +30,7 @@ from megarl.rundir import RunDir, latest_rows, read_jsonl
 from megarl.types import Batch, Group
 from tests.prompts import load_prompts
 
+WARNING = re.compile(r"(WARNING|ERROR) megarl\..*")
 START_LIMIT_S = 240.0
 RUN_LIMIT_S = 420.0
 SMALL = (
@@ -225,6 +228,16 @@ def check_parity(rundir: RunDir, limit: float = 1e-4) -> list[dict[str, Any]]:
     assert rows
     assert all(row["parity_mean/kernels"] < limit and not row["warning_parity"] for row in rows)
     return rows
+
+
+def warnings(rundir: RunDir) -> Counter[str]:
+    """What the controller, the learner and the servers warn of, `role: LEVEL module: text`, and how often."""
+    found: Counter[str] = Counter()
+    for log in rundir.logs.glob("*/*.log"):
+        for line in log.read_text(errors="replace").splitlines():
+            if said := WARNING.search(line):
+                found[f"{log.parent.name}: {said[0]}"] += 1
+    return found
 
 
 def summary(rundir: RunDir) -> dict[str, Any]:

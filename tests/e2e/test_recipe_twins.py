@@ -1,0 +1,104 @@
+"""Every shipped recipe trains: its tiny twin by `megarl train`, in the recipe's own precision, from start to checkpoint.
+
+Three of them are in the gate (a dense policy, experts, and fp16), the others in `make test-recipes`.
+"""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl import recipe as recipes
+from megarl.rundir import latest_rows
+from tests.e2e import runs
+from tests.e2e.runs import LiveRun, batches, check_nothing_left, publications, quiet, summary, warnings
+from tests.recipe_twins import twin
+from tests.twin_models import write_workplace
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
+
+GATE = ("scalerl-8b", "scalerl-17bx16")
+OTHERS = sorted(recipes.shipped().keys() - set(GATE))
+
+
+@pytest.fixture(scope="session")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and prompts of all twins. Each run has a directory of its own in it."""
+    return write_workplace(tmp_path_factory.mktemp("twins"))
+
+
+@pytest.mark.parametrize("name", [*GATE, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_a_twin_trains(twins: Path, name: str) -> None:
+    check_run(twins, name)
+
+
+def test_a_twin_trains_in_fp16(twins: Path) -> None:
+    check_run(twins, "scalerl-1gpu", "model.dtype=fp16", "run.name=scalerl-1gpu-fp16")
+
+
+def check_run(workplace: Path, name: str, *overrides: str) -> None:
+    """The twin of this recipe trains, and leaves what it promises."""
+    run = runs.start(workplace, *twin(name), *overrides, recipe=name)
+    try:
+        run.wait_for(run.rundir.status.exists, "a status")
+        family, ports = run.family(), run.ports()
+        assert run.finish() == 0, run.tail()
+    finally:
+        run.kill()
+    check_nothing_left(family, ports)
+    assert summary(run.rundir)["outcome"] == "finished"
+    assert not [text for text in warnings(run.rundir) if "no answer to" not in text]  # the machine was busy
+    check_steps(run)
+    check_publications(run)
+    check_evaluations(run)
+    check_checkpoint(run)
+
+
+def check_steps(run: LiveRun) -> None:
+    """Each step has a row of finite numbers; there was a gradient, and no token was older than the recipe allows."""
+    rows, recipe = latest_rows(run.rundir.metrics), run.recipe
+    assert [row["step"] for row in rows] == list(range(recipe.run.steps))
+    warmup = recipe.critic.warmup_steps if recipe.has_critic else 0  # the policy is not trained in these
+    trained = [row for row in rows[warmup:] if not row["empty"]]
+    assert trained, "zero variance has emptied every step"
+    assert all(math.isfinite(row[key]) for row in trained for key in ("loss", "grad_norm", "ratio_mean", "entropy"))
+    assert not recipe.has_critic or all(math.isfinite(row["value_loss"]) for row in rows)
+    assert any(row["grad_norm"] > 0 for row in trained)
+    assert max(row["lag_max"] for row in rows) <= recipe.pipeline.lag_limit
+    compared = [row for row in rows if "parity_rollouts" in row]
+    assert compared or recipe.pipeline.phase_steps > 1
+    assert not any(row["warning_parity"] for row in compared)
+    groups = [group for step in batches(run.rundir, recipe) for group in step]
+    assert {group.prompt.task for group in groups} == recipe.data.tasks.keys()
+    assert not any(group.void for group in groups)
+
+
+def check_publications(run: LiveRun) -> None:
+    """Every server got the first and the last version, and whatever was between, and no publication failed."""
+    recipe = run.recipe
+    published: dict[int, set[str]] = {}
+    for record in publications(run.rundir):
+        published.setdefault(record.version, set()).update(record.servers)
+    assert published.keys() >= {0, recipe.run.steps}
+    assert all(len(servers) == recipe.resources.servers for servers in published.values()), published
+
+
+def check_evaluations(run: LiveRun) -> None:
+    """Of the policy before the first step and after the last."""
+    recipe, scores = run.recipe, latest_rows(run.rundir.eval)
+    assert [score["step"] for score in scores] == [0, recipe.run.steps]
+    assert scores[-1]["n_prompts"] == recipe.evaluation.prompts * len(recipe.data.tasks)
+
+
+def check_checkpoint(run: LiveRun) -> None:
+    """The last checkpoint can be read, and its policy is a Hugging Face directory again."""
+    exported = run.rundir.path / "policy"
+    command = ["convert", "megatron-to-hf", str(run.rundir.path), str(exported)]
+    done = subprocess.run(
+        [sys.executable, "-m", "checkpoints_tools", *command],
+        cwd=run.cwd, capture_output=True, text=True, timeout=300, env=quiet(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (exported / "config.json").exists()
