@@ -70,6 +70,8 @@ def check_steps(run: LiveRun) -> None:
     assert not recipe.has_critic or all(math.isfinite(row["value_loss"]) for row in rows)
     assert any(row["grad_norm"] > 0 for row in trained)
     assert max(row["lag_max"] for row in rows) <= recipe.pipeline.lag_limit
+    interrupts = recipe.length.control == "interruption" and not any(t.environment for t in recipe.data.tasks.values())
+    assert not interrupts or any(row["interruption_rate"] > 0 for row in rows)
     groups = [group for step in batches(run.rundir, recipe) for group in step]
     assert {group.prompt.task for group in groups} == recipe.data.tasks.keys()
     assert not any(group.void for group in groups)
