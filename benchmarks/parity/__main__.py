@@ -45,14 +45,14 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "head-learner": ("llama-24", "one-sided head", ("1",)),
     "dtype-server": ("llama-24", "dtype", ("2", "8")),
     "dtype-cache": ("llama-24", "dtype", (".5", "1")),
-    "rope-theta": ("llama-24", "RoPE", ("1.05", "2")),
-    "rope-positions": ("llama-24", "RoPE", ("1.001", "1.02")),
-    "temperature-sampling": ("llama-24", "temperature", ("1.02", "1.1")),
-    "temperature-logits": ("llama-24", "temperature", ("1.02", "1.1")),
+    "rope-theta": ("llama-24", "RoPE", ("1.5", "3")),
+    "rope-positions": ("llama-24", "RoPE", ("1.022", "1.06")),
+    "temperature-sampling": ("llama-24", "temperature", ("1.05", "1.15")),
+    "temperature-logits": ("llama-24", "temperature", ("1.076", "1.2")),
     "routing-server": ("qwen3-moe-16", "routing", (".02", ".2")),
     "routing-learner": ("qwen3-moe-16", "routing", (".02", ".2")),
-    "stale-server": ("llama-24", "stale", ("1",)),
-    "stale-one-of-two": ("llama-24", "stale", ("1:1",)),
+    "stale-server": ("llama-24", "stale", ("5e-5", "2e-4")),
+    "stale-one-of-two": ("llama-24", "stale", ("5e-5:1", "2e-4:1")),
 }
 
 
@@ -70,6 +70,10 @@ def train(work: Path, model: str, dtype: str, steps: int, fault: str, overrides:
     recipe = () if model not in models.MODELS else RECIPE
     name = f"{path.name}-{dtype}-{fault.replace(':', '-') or 'clean'}"
     shutil.rmtree(work / "runs" / name, ignore_errors=True)
+    if fault.startswith(
+        "stale"
+    ):  # weights that never arrive matter by how far they move: the dose is the learning rate
+        overrides = [f"learner.optimizer.lr={fault.split(':')[1]}", *overrides]
     servers = ["resources.servers=2"] if fault.startswith("stale-one") else []
     began = time.monotonic()
     with (work / f"{name}.log").open("w") as log:

@@ -70,6 +70,8 @@ def check_steps(run: LiveRun) -> None:
     compared = [row for row in rows if "parity_rollouts" in row]
     assert compared or recipe.pipeline.phase_steps > 1
     assert not any(row["warning_parity"] for row in compared)
+    interrupts = recipe.length.control == "interruption" and not any(t.environment for t in recipe.data.tasks.values())
+    assert not interrupts or any(row["interruption_rate"] > 0 for row in rows)
     groups = [group for step in batches(run.rundir, recipe) for group in step]
     assert {group.prompt.task for group in groups} == recipe.data.tasks.keys()
     assert not any(group.void for group in groups)
