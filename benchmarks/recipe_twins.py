@@ -46,7 +46,7 @@ def report(rundir: RunDir, seconds: float) -> None:
     print(f"{'pass rate, held out':<32}{scores[0]['pass_rate']:.3f} → {scores[-1]['pass_rate']:.3f}")
     rates, tenth = [row["pass_rate_train"] for row in rows], -(-len(rows) // 10)
     first, last = statistics.mean(rates[:tenth]), statistics.mean(rates[-tenth:])
-    print(f"{'of the first and last tenth':<32}{first:.3f} → {last:.3f}")
+    print(f"{'pass rate, training, tenths':<32}{first:.3f} → {last:.3f}")
     for name in sorted({key for row in rows for key in row if key.startswith("parity")}):
         values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
         if values:
