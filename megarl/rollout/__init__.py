@@ -10,6 +10,7 @@ evaluations.py   which versions are scored, on a server that is held
 places.py        who may send a request to which server now           sampler.py    one rollout over many requests
 interruption.py  thinking budget and phrase, pure                     client.py     one SGLang server over HTTP
 routing.py       the experts a server chose, as they are recorded
+parity.py        which rollouts both sides score, when, and what follows
 ledger.py        the journal behind the event loop                    journal.py    the journal's files: one writer, readers
 records.py       what it records      state.py  their fold            frames.py     how records lie in a file
 group_index.py   where its groups lie, 16 bytes each
