@@ -1,6 +1,12 @@
-"""From a batch to the sequences of a step, where no batch and no model has to be known beside it."""
+"""From a batch to the sequences of a step, and what a trainer thinks of sequences, where nothing else has to be known."""
+
+from collections.abc import Sequence
+
+import numpy as np
 
 from megarl.batch import TrainSequence, sequences_in_loss, with_advantages
+from megarl.learner.trainer import Trainer
+from megarl.messages import Score, ScoredRollout
 from megarl.recipe import Recipe
 from megarl.types import Batch
 
@@ -8,3 +14,9 @@ from megarl.types import Batch
 def training_sequences(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
     """Those in the loss, with their advantages."""
     return with_advantages(sequences_in_loss(batch, recipe), batch, recipe)[0]
+
+
+def logprobs(trainer: Trainer, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """The policy's log-prob of each token of each sequence but its first. [len - 1] float32 each. Collective."""
+    rollouts = tuple(ScoredRollout(tokens=tokens, first=1) for tokens in sequences)
+    return trainer.score(Score(version=trainer.step, rollouts=rollouts, against=0), "test").logprobs

@@ -60,7 +60,7 @@ def test_unsupported_architecture(directory: Path, tmp_path: Path, capsys: pytes
 
 
 def test_dtype_that_is_not_supported(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    edit_config(directory, dtype="float16")
+    edit_config(directory, dtype="float64")
     assert "give --dtype" in refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "out")
     assert main(["convert", "hf-to-megatron", str(directory), str(tmp_path / "fine"), "--dtype", "bf16"]) == 0
 

@@ -25,10 +25,10 @@ from megarl.evaluation.multiple_choice import SETS, Choices, Question, answered,
 from megarl.evaluation.score import Asker, score
 from megarl.messages import ServerAddress
 from megarl.recipe import Suite, from_tree
-from megarl.rollout.client import ServerLost, ServerRefused
+from megarl.rollout.client import Prefill, ServerLost, ServerRefused
 from megarl.rollout.membership import Membership
 from megarl.rollout.places import Places
-from megarl.types import int32
+from megarl.types import float32, int32
 
 ARC = {
     "id": "Mercury_7175875",
@@ -161,12 +161,12 @@ class StandInServer:
         self.ends = list(ends)
         self.salts: list[str] = []
 
-    async def score(self, sequences: Any, firsts: Any, salt: str) -> list[np.ndarray]:
+    async def score(self, sequences: Any, firsts: Any, salt: str) -> list[Prefill]:
         self.salts.append(salt)
         end = self.ends.pop(0)
         if isinstance(end, Exception):
             raise end
-        return [np.array([value], np.float32) for value in end]
+        return [Prefill(float32([value]), float32([np.nan]), 0) for value in end]
 
 
 class StandInWatcher:

@@ -20,6 +20,7 @@ from megarl.learner.losses import supervised_loss
 from megarl.learner.trained import TrainedNetwork
 from megarl.learner.trainer import Trainer
 from megarl.models import hf
+from tests.sequences import logprobs
 from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -120,10 +121,10 @@ def of_transformers(
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tiny_qwen3_moe, tiny_llama4])
 def test_logprobs_and_gradients_are_transformers(tmp_path: Path, make: Callable[..., Any]) -> None:
     reference, sequences = make(tmp_path / "hf", torch.float16), batch()
-    logprobs, exact = of_transformers(reference, sequences, tmp_path / "gradients")
+    expected, exact = of_transformers(reference, sequences, tmp_path / "gradients")
     trainer = Trainer(recipe_of(tmp_path / "hf"), tmp_path / "hf", loss=supervised_loss())
-    found = trainer.logprobs([s.tokens for s in sequences])
-    off = max(float(abs(a - b).max()) for a, b in zip(found, logprobs, strict=True))
+    found = logprobs(trainer, [s.tokens for s in sequences])
+    off = max(float(abs(a - b).max()) for a, b in zip(found, expected, strict=True))
     trainer.forward_backward(sequences)
     mine = gradients_of(trainer)
     worst = {name: float((mine[name] - g).norm() / g.norm()) for name, g in exact.items() if g.norm() > 0}

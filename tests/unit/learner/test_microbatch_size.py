@@ -19,6 +19,7 @@ from megarl.errors import MegarlError
 from megarl.learner.microbatch_size import largest, settle
 from megarl.learner.trainer import Trainer
 from megarl.packing import sizes_to_try
+from tests.sequences import logprobs
 from tests.tiny import tiny_llama, tiny_qwen3_moe
 
 SIZES = st.lists(st.integers(1, 10_000), min_size=1, max_size=40, unique=True).map(sorted)
@@ -198,5 +199,5 @@ def test_memory_that_runs_out_in_training_names_the_keys(tmp_path: Path, one_ran
     with pytest.raises(
         MegarlError, match=r"learner.microbatch_tokens: rank 0 ran out .* 64 .*recompute=full.* 2.00 GiB"
     ) as e:
-        trainer.logprobs([ids])
+        logprobs(trainer, [ids])
     assert "\n" not in str(e.value)
