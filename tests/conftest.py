@@ -30,6 +30,18 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+TOGETHER = ("stack", "slurm")
+"""Folders whose tests share a server or a cluster: one worker runs all of them, and begins with them, for they take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: a worker gets whole files, or whole folders of TOGETHER."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else item.path.stem))
+    items.sort(key=lambda item: item.path.parent.name not in TOGETHER)  # stable
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What was measured, for docs/reliability.md."""
     for report in terminalreporter.stats.get("passed", []):
