@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.messages import Score, Scored, ServerAddress, Wait
-from megarl.recipe import Recipe, from_tree
+from megarl.recipe import Recipe, from_tree, load
 from megarl.rollout.client import Prefill, ServerLost
 from megarl.rollout.membership import Membership
 from megarl.rollout.parity import Parity, chosen_slots
@@ -36,10 +36,13 @@ class Server:
 
     lost = False
     version = 4
+    requests = tokens = 0
 
     async def score(
         self, sequences: Sequence[np.ndarray], firsts: Sequence[int], salt: str, against: int, routing: bool
     ) -> list[Prefill]:
+        self.requests += 1
+        self.tokens += len(sequences[0])
         if self.lost:
             raise ServerLost("gone", int32(()), float32(()))
         n = len(sequences[0]) - firsts[0]
@@ -190,3 +193,22 @@ async def test_a_difference_that_lasts_ends_the_run_with_its_cause() -> None:
         assert stage.parity.metrics()["warning_parity"] == 1
         assert bool(stage.failures) is (version == 7)
     assert "differ by 0.3 in log-prob" in stage.failures[0]
+
+
+async def test_it_costs_less_than_two_percent_of_a_step_at_8b() -> None:
+    """Counted over a batch of scalerl-8b whose rollouts are all equally long. With N parameters a token takes 2N operations
+    forward and 4N backward (arXiv 2001.08361, section 2.1), so a rollout's token takes 8N: it is generated and trained."""
+    recipe = load("scalerl-8b")
+    stage, prompts, generations = Stage(recipe), recipe.batch.prompts, recipe.sampling.generations
+    rollout = (segment(4, [-1.0] * 50),)
+    for ticket, sample in ((t, s) for t in range(prompts) for s in range(generations)):
+        if stage.parity.is_chosen(ticket, sample):
+            stage.parity.finished(ticket, sample, 5, PROMPT, rollout, sample % 2)
+    await asyncio.sleep(0)
+    score = await stage.publish(5)
+    assert score is not None
+    served = sum(server.tokens for server in stage.servers.values())
+    learnt = sum(len(r.tokens) for r in score.rollouts)
+    all_tokens = prompts * generations * (len(PROMPT.tokens) + 50)
+    assert 0 < 2 * (served + learnt) / (8 * all_tokens) < 0.02
+    assert 0 < sum(server.requests for server in stage.servers.values()) / (prompts * generations) < 0.02
