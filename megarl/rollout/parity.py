@@ -123,7 +123,7 @@ class Parity:
 
     def published(self, version: int) -> None:
         """Every server that could be reached has `version` now: compare the rollouts that are due."""
-        self.cancel()
+        self._drop_comparison()
         due = [c for c in self._waiting if c.due <= version]
         self._waiting = [c for c in self._waiting if c.due > version]
         chosen = due[-self._recipe.weights.parity_rollouts :]
@@ -212,7 +212,12 @@ class Parity:
         return found | {"warning_parity": float(bool(self.warning))} if found else found
 
     def cancel(self) -> None:
-        """Drop the comparison that is under way."""
+        """Drop all that is under way."""
+        self._drop_comparison()
+        for task in self._scoring:
+            task.cancel()
+
+    def _drop_comparison(self) -> None:
         if self._comparison is not None:
             self._comparison.task.cancel()
             self._comparison = None
