@@ -30,16 +30,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-TOGETHER = ("stack", "slurm")
-"""Folders whose tests share a server or a cluster: one worker runs all of them, and begins with them, for they take longest."""
-
-
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: a worker gets whole files, or whole folders of TOGETHER."""
+    """With `--dist loadgroup` a worker gets whole files, which share servers, and one of them all tests with a Slurm."""
     for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else item.path.stem))
-    items.sort(key=lambda item: item.path.parent.name not in TOGETHER)  # stable
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "slurm" else f"{folder}-{item.path.stem}"))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
