@@ -31,8 +31,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `--dist loadgroup` a worker gets whole files, which share servers, and one of them all tests with a Slurm."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
     for item in items:
         folder = item.path.parent.name
         item.add_marker(pytest.mark.xdist_group(folder if folder == "slurm" else f"{folder}-{item.path.stem}"))

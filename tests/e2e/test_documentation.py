@@ -18,6 +18,7 @@ TESTED_ELSEWHERE = {
     "make test": "the gate",
     "make test-unit": "a part of it",
     "make test-faults": "tests/e2e/test_faults.py",
+    "make test-recipes": "tests/e2e/test_recipe_twins.py",
     "make quickstart": "its three commands: the fixture `workplace`, test_run.py, test_launch.py",
     'make quickstart ARGS="run.name=seed-1 run.seed=1 pipeline.k=4"': "the same",
     "make quickstart-moe": "its three commands: test_run_moe.py",

@@ -23,7 +23,7 @@ from megarl.learner.trainer import Trainer
 from megarl.models import family_of, hf, parallel
 from megarl.recipe import Recipe
 from megarl.types import Batch, decode
-from tests.sequences import training_sequences
+from tests.sequences import logprobs, training_sequences
 
 # isort: split
 from megatron.core import parallel_state
@@ -126,7 +126,7 @@ def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None
             metrics[name],
             expected[name],
         )
-    for mine, theirs in zip(trainer.logprobs(expected["sequences"]), expected["logprobs"], strict=True):
+    for mine, theirs in zip(logprobs(trainer, expected["sequences"]), expected["logprobs"], strict=True):
         assert abs(mine - theirs).max() <= 1e-5, what
     imbalance = {name: value for name, value in metrics.items() if name.startswith("expert_imbalance_layer")}
     assert imbalance.keys() == expected["imbalance"].keys(), what

@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Row, Said
+from megarl.messages import Score, ScoredRollout
 
 MEDIUM = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32_768}
 WAYS = {
@@ -56,4 +57,6 @@ def of(config: dict[str, Any], model: dict[str, Any], lengths: list[int]) -> dic
         batch = networks.sequences(lengths, config["vocab_size"])
         loss = trainer.forward_backward(batch)["loss"]
         norm = trainer.policy.gradient_norm()
-        return {"logprobs": trainer.logprobs([s.tokens for s in batch]), "loss": loss, "norm": norm}
+        rollouts = tuple(ScoredRollout(tokens=s.tokens, first=1) for s in batch)
+        scored = trainer.score(Score(version=0, rollouts=rollouts, against=0), "benchmark")
+        return {"logprobs": scored.logprobs, "loss": loss, "norm": norm}
