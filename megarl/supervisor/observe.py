@@ -47,7 +47,7 @@ class TicketStatus(msgspec.Struct, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """RUN/status.json. `phase`: what the learner was last told (train, replay, publish, wait, stop), or starting."""
+    """RUN/status.json. `phase`: what the learner was last told (train, replay, publish, score, wait, stop), or starting."""
 
     time: float
     step: int = 0

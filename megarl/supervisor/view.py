@@ -102,6 +102,7 @@ def phase(frame: Frame) -> str:
         "train": f"training step {status.step}",
         "replay": f"replaying step {status.step} from the journal",
         "publish": f"publishing version {status.step}",
+        "score": f"comparing servers and learner at version {status.step}",
         "wait": f"the learner waits at step {status.step}",
         "stop": "the learner saves and leaves",
     }
