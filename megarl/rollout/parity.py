@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 @dataclass
 class Candidate:
     """A finished rollout that will be compared. due: the step that trains it. server: that of its last request; None: a request
-    was lost, so which server sampled what is not known. sampled_at: its last version's tokens, scored at that version; None if
+    was lost, so which server sampled what is not known. began: version at its group's first request, which cached the prompt;
+    None: not known. sampled_at: its last version's tokens, scored at that version; None if
     that failed or has not ended yet."""
 
     ticket: int
@@ -40,6 +41,7 @@ class Candidate:
     prompt: np.ndarray
     segments: tuple[Segment, ...]
     server: int | None
+    began: int | None
     sampled_at: np.ndarray | None = None
 
     @property
@@ -50,6 +52,11 @@ class Candidate:
     @property
     def version(self) -> int:
         return self.segments[-1].weight_version
+
+    @property
+    def stale(self) -> bool:
+        """Whether some of its keys and values may be of older weights than its last tokens."""
+        return {self.began, *(s.weight_version for s in self.segments)} != {self.version}
 
 
 class _Answer(NamedTuple):
@@ -106,10 +113,17 @@ class Parity:
         return slot in chosen_slots(recipe.run.seed, ticket // prompts, prompts * recipe.sampling.generations, count)
 
     def finished(
-        self, ticket: int, sample: int, due: int, prompt: Prompt, segments: tuple[Segment, ...], server: int | None
+        self,
+        ticket: int,
+        sample: int,
+        due: int,
+        prompt: Prompt,
+        segments: tuple[Segment, ...],
+        server: int | None,
+        began: int | None,
     ) -> None:
-        """A chosen rollout has ended. server: as of Candidate."""
-        candidate = Candidate(ticket, sample, due, prompt.tokens, segments, server)
+        """A chosen rollout has ended. server, began: as of Candidate."""
+        candidate = Candidate(ticket, sample, due, prompt.tokens, segments, server, began)
         self._waiting.append(candidate)
         if server is not None and self._comparable and self._membership.clean_version(server) == candidate.version:
             task = asyncio.create_task(self._score_again(candidate, server), name=f"parity {ticket}.{sample}")
@@ -251,7 +265,7 @@ def rollout_scores(
         learner=_finite_or_never(learner[trained]),
         lag=version - versions[trained],
         position=(len(candidate.prompt) + np.arange(len(behaviour)))[trained],
-        stale=np.full(int(trained.sum()), len(set(versions.tolist())) > 1),
+        stale=np.full(int(trained.sum()), candidate.stale),
         server=np.full(int(trained.sum()), server),
         served_gap=(served.logprobs - served.against)[trained],
         learner_gap=(learner - learner_against)[trained],

@@ -39,9 +39,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Home:
-    """The server that a group stays on while that is eligible."""
+    """The server that a group stays on while that is eligible. began: its version at the group's first request, which left the
+    prompt's keys and values in the cache for all others."""
 
     server: int | None
+    began: int | None = None
 
 
 class Tickets:
@@ -225,6 +227,8 @@ class Tickets:
 
         def placed(server: int) -> None:
             home.server = server
+            if home.began is None:
+                home.began = self._membership.clean_version(server)
 
         recipe = self._recipe
         budget = length.thinking_tokens[1]
@@ -245,7 +249,7 @@ class Tickets:
         )
         if self._parity.is_chosen(ticket, sample):
             server = None if done.retries else home.server
-            self._parity.finished(ticket, sample, admitted.due, prompt, tuple(done.segments), server)
+            self._parity.finished(ticket, sample, admitted.due, prompt, tuple(done.segments), server, home.began)
         begin = time.monotonic()
         grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
         self._spans.span("controller/grading", f"ticket {ticket}.{sample}", begin, time.monotonic())

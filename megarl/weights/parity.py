@@ -4,7 +4,7 @@ A few finished rollouts of each batch are scored on both sides. Every trained to
 neighbouring pair differs for one cause:
 
     behaviour     the server sampled the token                           (decode, version u)
-        │  decode; stale_kv where the rollout began before version u: its keys and values are older than its weights
+        │  decode; stale_kv where the rollout or its group's prompt began before version u: its keys and values are older
     sampled_at    the same server, asked about the finished rollout      (prefill, version u)
         │  staleness: u against v
     served        a server, asked again once version v was published     (prefill, version v)
@@ -92,7 +92,7 @@ class RolloutScores:
     """The trained tokens of one rollout, [n] each; nan where a score is not known.
 
     behaviour, sampled_at, served, learner: log-probs, as at the top of this file. lag: versions between u and v. position:
-    index in the whole sequence. stale: the rollout began before version u. server: which one gave `served`, and sampled the
+    index in the whole sequence. stale: the rollout, or the first one of its group, began before version u. server: which one gave `served`, and sampled the
     rollout's end unless that one was not to be had. served_gap, learner_gap: the log-prob less that of one fixed token in the
     same place, which is the difference of two logits.
     """
@@ -283,7 +283,8 @@ SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.5, 2.0
 
 
 def likely_cause(measurements: Sequence[Measurement], limits: Limits, what: str) -> str:
-    """The likeliest explanation of measurements that break the limit of `what`, by the pattern of the differences:
+    """The likeliest explanation of measurements that break the limit of `what`, by the pattern of the differences, and the
+    numbers that it was chosen by:
 
     stale server   its scores are the same bits at two versions
     temperature    differences follow the log-prob itself: a straight line explains most of them
@@ -292,23 +293,34 @@ def likely_cause(measurements: Sequence[Measurement], limits: Limits, what: str)
     dtype          none of these: noise that is everywhere alike
     """
     scores = _joined([m.scores for m in measurements])
-    if what != "decode" and same_bits(scores) > SAME_BITS_LIMIT:
-        return (
+    decoding = what == "decode"
+    first, second = scores.pair("decode" if decoding else "kernels")
+    same = 0.0 if decoding else same_bits(scores)
+    line = explained_by_logprob(first, second)
+    growth = growth_along_sequence(first, second, scores.position[~scores.stale] if decoding else scores.position)
+    choices = sum(m.choices for m in measurements)
+    routing = sum(m.differing for m in measurements) / choices if choices else 0.0
+    if same > SAME_BITS_LIMIT:
+        cause = (
             "stale server: it gives the same scores as before the last publications, so it does not compute with the weights "
             "whose version it names"
         )
-    first, second = scores.pair("decode" if what == "decode" else "kernels")
-    if explained_by_logprob(first, second) > TEMPERATURE_LIMIT:
-        return "temperature: one side divides its logits by another temperature, or scales them"
-    position = scores.position[~scores.stale] if what == "decode" else scores.position
-    if growth_along_sequence(first, second, position) > POSITION_LIMIT:
-        return "RoPE: differences grow along the sequence; compare rope_theta, rope_scaling and positions of both sides"
-    choices = sum(m.choices for m in measurements)
-    if choices and sum(m.differing for m in measurements) > limits.routing * choices:
-        return "routing: the sides choose different experts; compare router weights, biases and their precision"
-    if what == "decode":
-        return "dtype: the server's cache or decoding kernel has less precision than its prefill (kv_cache_dtype)"
-    return "dtype: one side computes in less precision than model.dtype, or with another kernel or epsilon"
+    elif line > TEMPERATURE_LIMIT:
+        cause = "temperature: one side divides its logits by another temperature, or scales them"
+    elif growth > POSITION_LIMIT:
+        cause = (
+            "RoPE: differences grow along the sequence; compare rope_theta, rope_scaling and positions of both sides"
+        )
+    elif routing > limits.routing:
+        cause = "routing: the sides choose different experts; compare router weights, biases and their precision"
+    elif decoding:
+        cause = "dtype: the server's cache or decoding kernel has less precision than its prefill (kv_cache_dtype)"
+    else:
+        cause = "dtype: one side computes in less precision than model.dtype, or with another kernel or epsilon"
+    return (
+        f"{cause} (same bits at two versions: {same:.0%}; explained by the log-prob: {line:.0%}; last third of positions over "
+        f"first: {growth:.2g}; experts that differ: {routing:.1%})"
+    )
 
 
 def same_bits(scores: RolloutScores) -> float:

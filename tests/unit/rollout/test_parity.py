@@ -116,7 +116,7 @@ async def test_each_cause_gets_its_part() -> None:
     """Sampled at versions 3 and 4, compared at version 6: the fakes' scores say what each difference must be."""
     stage = Stage(recipe_of())
     segments = (segment(3, [-1.5]), segment(4, [0, 0], trained=False), segment(4, [-4.5, -5.5]))
-    stage.parity.finished(0, 0, 6, PROMPT, segments, 0)
+    stage.parity.finished(0, 0, 6, PROMPT, segments, 0, 3)
     await asyncio.sleep(0)
     assert await stage.publish(5) is None  # its batch is not due
     score = await stage.publish(6)
@@ -137,7 +137,7 @@ async def test_each_cause_gets_its_part() -> None:
 
 async def test_a_rollout_of_one_version_shows_decode() -> None:
     stage = Stage(recipe_of())
-    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1)
+    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1, 4)
     await asyncio.sleep(0)
     score = await stage.publish(5)
     assert score is not None
@@ -147,9 +147,21 @@ async def test_a_rollout_of_one_version_shows_decode() -> None:
     assert found["parity_mean/kernels"] == 0
 
 
+async def test_a_prompt_that_was_cached_by_older_weights_is_stale_kv() -> None:
+    stage = Stage(recipe_of())
+    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1, 3)
+    await asyncio.sleep(0)
+    score = await stage.publish(5)
+    assert score is not None
+    stage.answer(score)
+    found = stage.parity.metrics()
+    assert found["parity_mean/stale_kv"] == pytest.approx(0.1, abs=1e-6)
+    assert "parity_mean/decode" not in found
+
+
 async def test_what_other_sampling_makes_incomparable_is_left_out() -> None:
     stage = Stage(recipe_of(sampling={"temperature": 0.6, "generations": 4}))
-    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1)
+    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1, 4)
     score = await stage.publish(5)
     assert score is not None
     stage.answer(score)
@@ -161,19 +173,19 @@ async def test_what_other_sampling_makes_incomparable_is_left_out() -> None:
 async def test_a_lost_server_costs_its_scores_and_holds_nobody() -> None:
     stage = Stage(recipe_of())
     stage.servers[0].lost = True
-    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5]),), 0)
-    stage.parity.finished(1, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1)
+    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5]),), 0, 4)
+    stage.parity.finished(1, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1, 4)
     await asyncio.sleep(0)
     score = await stage.publish(5)
     assert score is not None
     assert len(score.rollouts) == 1
-    stage.parity.finished(2, 0, 5, PROMPT, (segment(5, [-1.5]),), 0)
+    stage.parity.finished(2, 0, 5, PROMPT, (segment(5, [-1.5]),), 0, 5)
     assert await stage.publish(6) is None  # nobody could score it: the learner goes on
 
 
 async def test_scores_of_another_version_are_not_taken() -> None:
     stage = Stage(recipe_of())
-    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5]),), 0)
+    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5]),), 0, 4)
     stage.at(5)
     stage.servers[0].version = 4  # it names the version that it had
     stage.changed.clear()
@@ -185,7 +197,7 @@ async def test_scores_of_another_version_are_not_taken() -> None:
 async def test_a_difference_that_lasts_ends_the_run_with_its_cause() -> None:
     stage = Stage(recipe_of())
     for version in range(5, 8):
-        stage.parity.finished(6 * version, 0, version, PROMPT, (segment(version - 1, -np.arange(1, 60) - 0.4),), 0)
+        stage.parity.finished(6 * version, 0, version, PROMPT, (segment(version - 1, -np.arange(1, 60) - 0.4),), 0, 0)
         await asyncio.sleep(0)
         score = await stage.publish(version)
         assert score is not None
@@ -203,7 +215,7 @@ async def test_it_costs_less_than_two_percent_of_a_step_at_8b() -> None:
     rollout = (segment(4, [-1.0] * 50),)
     for ticket, sample in ((t, s) for t in range(prompts) for s in range(generations)):
         if stage.parity.is_chosen(ticket, sample):
-            stage.parity.finished(ticket, sample, 5, PROMPT, rollout, sample % 2)
+            stage.parity.finished(ticket, sample, 5, PROMPT, rollout, sample % 2, 4)
     await asyncio.sleep(0)
     score = await stage.publish(5)
     assert score is not None
