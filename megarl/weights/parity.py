@@ -54,6 +54,10 @@ LIMITS = {
 """By model.dtype, and whether the model has experts. benchmarks/README.md has the distributions they were drawn from."""
 
 
+DECODE_MEAN = 0.8
+"""Of the mean's limit, that of decode: one server differs less from itself than from the learner."""
+
+
 @dataclass(frozen=True)
 class Distribution:
     """|difference| of log-probs over `tokens` tokens. share: above SHARE_ABOVE; k3: estimate of KL(first || second), nats,
@@ -92,9 +96,9 @@ class RolloutScores:
     """The trained tokens of one rollout, [n] each; nan where a score is not known.
 
     behaviour, sampled_at, served, learner: log-probs, as at the top of this file. lag: versions between u and v. position:
-    index in the whole sequence. stale: the rollout, or the first one of its group, began before version u. server: which one gave `served`, and sampled the
-    rollout's end unless that one was not to be had. served_gap, learner_gap: the log-prob less that of one fixed token in the
-    same place, which is the difference of two logits.
+    index in the whole sequence. stale: the rollout, or the first one of its group, began before version u. server: which one
+    gave `served`, and sampled the rollout's end unless that one was not to be had. served_gap, learner_gap: the log-prob less
+    that of one fixed token in the same place, which is the difference of two logits.
     """
 
     behaviour: np.ndarray
@@ -224,7 +228,8 @@ class Judge:
         for cause in ("kernels", "decode"):
             d = m.distribution(cause)
             if d is not None and d.tokens >= FEWEST_TOKENS:
-                excess = max(d.mean / self.limits.mean, d.p50 / self.limits.p50)
+                mean = self.limits.mean * (DECODE_MEAN if cause == "decode" else 1)
+                excess = max(d.mean / mean, d.p50 / self.limits.p50)
                 if excess > 1:
                     yield cause, excess
         if m.routing is not None and m.routing > self.limits.routing:
