@@ -284,7 +284,7 @@ def grid_share(gap: np.ndarray, dtype: str) -> float:
     )
 
 
-SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.5, 2.0
+SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.35, 1.5
 
 
 def likely_cause(measurements: Sequence[Measurement], limits: Limits, what: str) -> str:
