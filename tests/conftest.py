@@ -30,16 +30,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own hook
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` a worker gets whole files, which share servers, and one of them all tests with a Slurm."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "slurm" else f"{folder}-{item.path.stem}"))
-
-
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What was measured, for docs/reliability.md."""
     for report in terminalreporter.stats.get("passed", []):
