@@ -46,7 +46,7 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "dtype-server": ("llama-24", "dtype", ("2", "8")),
     "dtype-cache": ("llama-24", "dtype", ("1",)),
     "rope-theta": ("llama-24", "RoPE", ("1.5", "3")),
-    "rope-positions": ("llama-24", "RoPE", ("1.022", "1.06")),
+    "rope-positions": ("llama-24", "RoPE", ("1.028", "1.06")),
     "temperature-sampling": ("llama-24", "temperature", ("1.05", "1.15")),
     "temperature-logits": ("llama-24", "temperature", ("1.076", "1.2")),
     "routing-server": ("qwen3-moe-16", "routing", (".2", "1")),
