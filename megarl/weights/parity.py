@@ -30,6 +30,10 @@ FEWEST_TOKENS = 32
 """A mean over fewer tokens is not judged."""
 
 
+DECODE_MEAN = 0.8
+"""Of the mean's limit, that of decode: one server differs less from itself than from the learner."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What rounding still explains of |difference| of the log-probs, for kernels and for decode alike: the largest mean, and
@@ -42,6 +46,10 @@ class Limits:
     p50: float
     routing: float = 1.0
 
+    def mean_of(self, cause: str) -> float:
+        """The mean's limit for kernels or decode."""
+        return self.mean * (DECODE_MEAN if cause == "decode" else 1.0)
+
 
 LIMITS = {
     ("fp32", False): Limits(mean=1e-4, p50=1e-4),
@@ -52,10 +60,6 @@ LIMITS = {
     ("fp16", True): Limits(mean=0.1, p50=0.012, routing=0.05),
 }
 """By model.dtype, and whether the model has experts. benchmarks/README.md has the distributions they were drawn from."""
-
-
-DECODE_MEAN = 0.8
-"""Of the mean's limit, that of decode: one server differs less from itself than from the learner."""
 
 
 @dataclass(frozen=True)
@@ -228,8 +232,7 @@ class Judge:
         for cause in ("kernels", "decode"):
             d = m.distribution(cause)
             if d is not None and d.tokens >= FEWEST_TOKENS:
-                mean = self.limits.mean * (DECODE_MEAN if cause == "decode" else 1)
-                excess = max(d.mean / mean, d.p50 / self.limits.p50)
+                excess = max(d.mean / self.limits.mean_of(cause), d.p50 / self.limits.p50)
                 if excess > 1:
                     yield cause, excess
         if m.routing is not None and m.routing > self.limits.routing:
@@ -257,7 +260,7 @@ class Judge:
             sides = f"{where} and the learner" if what == "kernels" else f"sampling and scoring of {where}"
             said = (
                 f"{sides} differ by {d.mean:.3g} in log-prob on average, {d.p50:.3g} in the median (limits for {self._dtype}: "
-                f"{self.limits.mean:g} and {self.limits.p50:g})"
+                f"{self.limits.mean_of(what):g} and {self.limits.p50:g})"
             )
         suspects = [s if server is None else s.of_server(server) for s in self._suspects[server]]
         return f"version {m.version}: {said}, {since}. Likely cause: {likely_cause(suspects, self.limits, what)}"
