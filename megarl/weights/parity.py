@@ -296,7 +296,7 @@ def likely_cause(measurements: Sequence[Measurement], limits: Limits, what: str)
 
     stale server   its scores are the same bits at two versions
     temperature    differences follow the log-prob itself: a straight line explains most of them
-    RoPE           differences grow along the sequence
+    RoPE           differences grow along the sequence; not of decode, whose error grows with what it reads of the cache
     routing        other experts are chosen than rounding explains
     dtype          none of these: noise that is everywhere alike
     """
@@ -305,7 +305,7 @@ def likely_cause(measurements: Sequence[Measurement], limits: Limits, what: str)
     first, second = scores.pair("decode" if decoding else "kernels")
     same = 0.0 if decoding else same_bits(scores)
     line = explained_by_logprob(first, second)
-    growth = growth_along_sequence(first, second, scores.position[~scores.stale] if decoding else scores.position)
+    growth = 1.0 if decoding else growth_along_sequence(first, second, scores.position)
     choices = sum(m.choices for m in measurements)
     routing = sum(m.differing for m in measurements) / choices if choices else 0.0
     if same > SAME_BITS_LIMIT:

@@ -163,7 +163,7 @@ def test_causes_are_named_by_their_patterns() -> None:
     assert "Likely cause: RoPE" in last(served=lambda s: s.learner + noise * s.position / 40)
     old = {"behaviour": lambda s: s.served, "sampled_at": lambda s: s.served}
     assert "Likely cause: stale server" in last(learner=lambda s: s.learner + noise, **old)
-    assert "kv_cache_dtype" in last(behaviour=lambda s: s.sampled_at + noise)
+    assert "kv_cache_dtype" in last(behaviour=lambda s: s.sampled_at + noise * s.position / 40)
     assert "Likely cause: routing" in last(True, choices=1000, differing=300)
 
 
