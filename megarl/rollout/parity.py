@@ -155,6 +155,8 @@ class Parity:
                 answers = await asyncio.gather(*(self._answer(c, version, clean) for c in candidates))
         except TimeoutError:
             log.warning("version %d: no server scored within %g s (weights.timeout_s)", version, limit_s)
+        except Exception:  # the learner waits for this: whatever goes wrong must cost a comparison, not the run
+            log.exception("version %d: servers and learner could not be compared", version)
         assert self._comparison is not None
         self._comparison.answers = [answer for answer in answers if answer is not None]
         if not self._comparison.answers:

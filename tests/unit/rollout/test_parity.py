@@ -183,6 +183,18 @@ async def test_a_lost_server_costs_its_scores_and_holds_nobody() -> None:
     assert await stage.publish(6) is None  # nobody could score it: the learner goes on
 
 
+async def test_an_answer_that_cannot_be_read_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(recipe_of())
+
+    async def nonsense(*_: Any, **__: Any) -> Any:
+        raise KeyError("input_token_logprobs")
+
+    stage.parity.finished(0, 0, 5, PROMPT, (segment(4, [-1.5]),), 0, 4)
+    await asyncio.sleep(0)
+    monkeypatch.setattr(stage.servers[0], "score", nonsense)
+    assert await stage.publish(5) is None
+
+
 async def test_scores_of_another_version_are_not_taken() -> None:
     stage = Stage(recipe_of())
     stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5]),), 0, 4)
