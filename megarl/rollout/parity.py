@@ -22,7 +22,7 @@ from megarl.recipe import Recipe
 from megarl.rollout.client import Prefill, ServerClient, ServerLost, ServerRefused
 from megarl.rollout.membership import Membership
 from megarl.rollout.routing import RoutedLayers
-from megarl.types import Prompt, Segment
+from megarl.types import Prompt, Routing, Segment
 from megarl.weights.parity import Judge, Measurement, RolloutScores
 
 log = logging.getLogger(__name__)
@@ -197,11 +197,17 @@ class Parity:
             ScoredRollout(
                 tokens=a.candidate.tokens,
                 first=len(a.candidate.prompt),
-                experts=self._routed.joined([self._routed.decoded(a.prefill.routing)]) if self._routed else None,
+                experts=self._experts(a.prefill),
             )
             for a in now.answers
         )
         return Score(version=version, rollouts=rollouts, against=self._against)
+
+    def _experts(self, prefill: Prefill) -> Routing | None:
+        """Those that the server chose; None for a dense model, or if it did not say."""
+        if self._routed is None or not prefill.routing:
+            return None
+        return self._routed.joined([self._routed.decoded(prefill.routing)])
 
     def scored(self, result: Scored) -> None:
         """The learner's scores: the comparison is complete."""
