@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.commands import add_command, add_group, add_recipe_command
+from megarl.commands import add_command, add_group, add_recipe_command, at_least
 from megarl.data import cli as data
 from megarl.errors import MegarlError
 from megarl.evaluation import cli as evaluation
@@ -66,8 +66,8 @@ def parser() -> argparse.ArgumentParser:
     sft.add_argument("--dry-run", action="store_true", help="print the resolved recipe and start nothing")
 
     serve = add_recipe_command(commands, "serve", _serve, "role: one SGLang server")
-    serve.add_argument("--index", type=int, required=True, help="which of the recipe's servers this is, from 0")
-    serve.add_argument("--port", type=int, required=True)
+    serve.add_argument("--index", type=at_least(0), required=True, help="which of the recipe's servers this is, from 0")
+    serve.add_argument("--port", type=at_least(1, 65_535), required=True)
     add_recipe_command(commands, "rollout", _rollout, "role: the controller")
     add_recipe_command(commands, "learn", _learn, "role: the learner")
 
@@ -97,7 +97,9 @@ def parser() -> argparse.ArgumentParser:
     for one in (loo, compare):
         one.add_argument("--seeds", default="0,1,2", help="of run.seed (default 0,1,2)")
         one.add_argument("--dir", default="", help="the study's directory (default runs/studies/KIND-RECIPE)")
-        one.add_argument("--task", type=int, help="run this one alone, such as $SLURM_ARRAY_TASK_ID, and make no table")
+        one.add_argument(
+            "--task", type=at_least(0), help="run this one alone, such as $SLURM_ARRAY_TASK_ID, and make no table"
+        )
         one.add_argument("--dry-run", action="store_true", help="show the variants and start nothing")
     loo.add_argument("overrides", nargs="*", metavar="key=value", help="for all runs, such as run.steps=80")
     of_study = add_command(
@@ -108,9 +110,9 @@ def parser() -> argparse.ArgumentParser:
     looked = add_group(commands, "rollouts", "the journal of a run", "show RUN")
     from_journal = add_command(looked, "show", _rollouts_show, "what the policy wrote, also while the run lives")
     from_journal.add_argument("run", type=Path, help="run directory")
-    from_journal.add_argument("--ticket", type=int, help="all rollouts of this ticket, token by token")
-    from_journal.add_argument("--step", type=int, help="the groups that this step trains")
-    from_journal.add_argument("--limit", type=int, default=20, help="how many groups, or rollouts of a ticket")
+    from_journal.add_argument("--ticket", type=at_least(0), help="all rollouts of this ticket, token by token")
+    from_journal.add_argument("--step", type=at_least(0), help="the groups that this step trains")
+    from_journal.add_argument("--limit", type=at_least(1), default=20, help="how many groups, or rollouts of a ticket")
     from_journal.add_argument("--json", action="store_true", help="one group a line")
 
     data.add(commands)
@@ -124,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
         commands, "trace", _trace, "where the time of a run's last steps went, for Perfetto; also while it runs"
     )
     traced.add_argument("run", type=Path, help="run directory")
-    traced.add_argument("--steps", type=int, default=20, metavar="N", help="the last N (default 20)")
+    traced.add_argument("--steps", type=at_least(1), default=20, metavar="N", help="the last N (default 20)")
     traced.add_argument(
         "--output", type=Path, metavar="FILE", help="JSON, compressed if it ends in .gz (RUN/trace.json.gz)"
     )
@@ -183,7 +185,11 @@ def _sft(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> int:
     from megarl.serving.server import main as serve
 
-    serve(_load(options), options.index, options.port)
+    recipe = _load(options)
+    last = recipe.resources.servers - 1
+    if options.index > last:
+        raise MegarlError(f"--index: {options.index}, and the recipe's servers are numbered from 0 to {last}")
+    serve(recipe, options.index, options.port)
     return 0
 
 

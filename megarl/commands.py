@@ -6,6 +6,21 @@ from collections.abc import Callable
 type Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
+def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an argument that is a whole number within these bounds."""
+
+    def whole(word: str) -> int:
+        number = int(word)
+        if number < least or (most is not None and number > most):
+            raise argparse.ArgumentTypeError(
+                f"{number} is not {f'{least} or more' if most is None else f'from {least} to {most}'}"
+            )
+        return number
+
+    whole.__name__ = "whole number"  # argparse names it where a word is no number at all
+    return whole
+
+
 def add_command(
     commands: Commands, name: str, function: Callable[[argparse.Namespace], int], about: str
 ) -> argparse.ArgumentParser:

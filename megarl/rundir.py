@@ -208,19 +208,20 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
 
 
 def parsed(line: str) -> dict[str, Any] | None:
-    """The row in a line of `append_jsonl`, null as not-a-number again; None for a line that a crash cut short."""
+    """The row in a line of `append_jsonl`, null as not-a-number again; None for a line that a crash cut short, or that is none
+    of ours."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return {k: math.nan if v is None else v for k, v in row.items()} if isinstance(row, dict) else None
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows in order."""
+    """Rows in order; bytes that are no UTF-8 are replaced."""
     if not path.exists():
         return
-    with path.open() as file:
+    with path.open(errors="replace") as file:
         for line in file:
             if (row := parsed(line)) is not None:
                 yield row
@@ -228,4 +229,9 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 def latest_rows(path: Path) -> list[dict[str, Any]]:
     """Rows by step, a later row of the same step superseding the earlier one (replay after a crash)."""
-    return [row for _, row in sorted({row["step"]: row for row in read_jsonl(path)}.items())]
+    return [row for _, row in sorted(by_step(read_jsonl(path)).items())]
+
+
+def by_step(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The latest row of each step. A row that does not say of which step it is, is not ours and passed over."""
+    return {row["step"]: row for row in rows if type(row.get("step")) is int}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.commands import Commands, add_command, add_group
+from megarl.commands import Commands, add_command, add_group, at_least
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
     look.add_argument("overrides", nargs="*", metavar="key=value", help="of a recipe")
     _columns(look)
     look.add_argument("--tokenizer", type=Path, metavar="DIR", help="count tokens with that of this model directory")
-    look.add_argument("--samples", type=int, default=3, help="rows shown of each set (default 3)")
+    look.add_argument("--samples", type=at_least(0), default=3, help="rows shown of each set (default 3)")
 
     make = add_command(
         inner, "prepare", _prepare, "clean, split and decontaminate a source into the project's own rows"
@@ -40,7 +40,7 @@ def add(commands: Commands) -> None:
     make.add_argument("source", metavar="SOURCE", help="JSONL, JSON, Parquet or Arrow, or hub:ORG/NAME:CONFIG:SPLIT")
     make.add_argument("out", type=Path, metavar="DIR", help="gets train, heldout, report.json, removed.jsonl")
     _columns(make)
-    make.add_argument("--heldout", type=int, default=0, metavar="N", help="rows to hold out, chosen by hash")
+    make.add_argument("--heldout", type=at_least(0), default=0, metavar="N", help="rows to hold out, chosen by hash")
     make.add_argument(
         "--against", action="append", default=[], metavar="SOURCE",
         help="evaluation set whose prompts are removed; may be given several times",
@@ -49,7 +49,7 @@ def add(commands: Commands) -> None:
 
     sums = add_command(inner, "arithmetic", _arithmetic, "the quickstart's task, tokenizer and untrained model")
     sums.add_argument("directory", type=Path)
-    sums.add_argument("--seed", type=int, default=0)
+    sums.add_argument("--seed", type=at_least(0), default=0)
 
 
 def _columns(command: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from megarl.monitor.prometheus import Exporter
 from megarl.monitor.tail import Tail
 from megarl.monitor.wandb_writer import WandbWriter
 from megarl.recipe import Recipe
-from megarl.rundir import Endpoints, RunDir, append_jsonl, read_jsonl
+from megarl.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl
 
 
 class MetricsWriter:
@@ -26,7 +26,7 @@ class MetricsWriter:
 
     def __init__(self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
         self._path = rundir.metrics
-        self._last_step = max((row["step"] for row in read_jsonl(rundir.metrics)), default=-1)
+        self._last_step = max(by_step(read_jsonl(rundir.metrics)), default=-1)
         self._writers: list[Board | WandbWriter] = [Board(rundir.tensorboard)]
         if recipe.monitor.wandb.project:
             self._writers.append(WandbWriter(recipe, rundir))
@@ -59,8 +59,8 @@ class MetricsWriter:
             self._exporter.close()
 
     def _mirror_evaluations(self) -> None:
-        for row in self._evaluations.new():
-            self._show(row["step"], {f"eval/{name}": row[name] for name in row if name != "step"})
+        for step, row in by_step(self._evaluations.new()).items():
+            self._show(step, {f"eval/{name}": row[name] for name in row if name != "step"})
 
     def _show(self, step: int, values: dict[str, Any]) -> None:
         scalars = {n: float(v) for n, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}

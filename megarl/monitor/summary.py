@@ -24,7 +24,7 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
     """Figures over all lives of the run; None where nothing was measured."""
     rows, evaluations = latest_rows(rundir.metrics), latest_rows(rundir.eval)
     lived = steady(rows, rundir)
-    events = [e["event"] for e in read_jsonl(rundir.logs / "supervisor.jsonl")]
+    events = [e.get("event") for e in read_jsonl(rundir.logs / "supervisor.jsonl")]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
     seconds = _total(lived, "step_seconds")
     return {
@@ -83,7 +83,7 @@ def _by_task(recipe: Recipe, rows: list[Row], first: Row, last: Row) -> dict[str
 def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
     """Rows whose times are those of steps: not replayed, and not the first of a learner's life, which has its start-up."""
     events = read_jsonl(rundir.logs / "supervisor.jsonl")
-    starts = [e["time"] for e in events if e["event"] == "started" and e["role"] == "learner-0"]
+    starts = [e["time"] for e in events if e.get("event") == "started" and e.get("role") == "learner-0"]
     times = sorted(row["time"] for row in rows)
     first = {times[i] for start in starts if (i := bisect.bisect(times, start)) < len(times)}
     return [row for row in rows if not row.get("replay") and row["time"] not in first]

@@ -3,10 +3,14 @@
 import argparse
 from pathlib import Path
 
+from megarl.commands import at_least
+
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Of `megarl plan`, behind the recipe and its overrides."""
-    command.add_argument("--gpus", type=int, required=True, help="how many there are, generators and trainers together")
+    command.add_argument(
+        "--gpus", type=at_least(1), required=True, help="how many there are, generators and trainers together"
+    )
     command.add_argument("--gpu", required=True, help="which: a name in megarl/planning/hardware.yaml, such as h100")
     command.add_argument(
         "--model-config", metavar="FILE", help="config.json, or a name such as llama-3.1-8b; else that of model.path"
@@ -18,6 +22,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--trained-share", type=float, default=1.0, help="of the groups, those with variance (default 1)"
     )
     command.add_argument("--simulate", action="store_true", help="run the pipeline in virtual time, and draw it")
-    command.add_argument("--steps", type=int, default=20, help="of --simulate (default 20)")
+    command.add_argument("--steps", type=at_least(1), default=20, help="of --simulate (default 20)")
     command.add_argument("--out", type=Path, default=Path("plan.png"), help="picture of --simulate (default plan.png)")
     command.add_argument("--json", action="store_true", help="all of it as JSON")

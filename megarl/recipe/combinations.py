@@ -67,11 +67,7 @@ def impossible(r: Recipe) -> list[str]:
             f"batch.prompts: {r.batch.prompts} does not divide by the {r.data_parallel} data-parallel ranks "
             "(resources.learner_ranks / TP x PP x CP)"
         )
-    found += _sharing(r) + _lengths(r.length) + _graders(r) + _environments(r)
-    if not r.length.interruption.endswith(r.length.end_of_thinking):
-        found.append(
-            "length.interruption: must end with length.end_of_thinking, or the answer leg would go on thinking"
-        )
+    found += _sharing(r) + _lengths(r.length) + _thinking(r.length) + _graders(r) + _environments(r)
     if r.batch.centring == "none" and r.batch.advantage == "group":
         found.append(
             "batch.advantage: a group without variance has no deviation to divide an uncentred reward by; "
@@ -177,6 +173,21 @@ def _lengths(length: Length) -> list[str]:
             f"length.overlong_tokens: {length.overlong_tokens} is more than the longest completion "
             f"({longest}: thinking_tokens and answer_tokens); every right answer would be penalised"
         ]
+    return []
+
+
+def _thinking(length: Length) -> list[str]:
+    """An end of the thinking trace that is in every text, or that the interruption does not bring about."""
+    end = length.end_of_thinking
+    if end and not end.strip():
+        return [f"length.end_of_thinking: {end!r} is only blanks, which every thinking trace has; give what ends one"]
+    if not end and length.control == "interruption":
+        return [
+            "length.end_of_thinking: is empty, so no thinking trace is ever interrupted; set length.control=none, or "
+            "give what ends a trace"
+        ]
+    if not length.interruption.endswith(end):
+        return ["length.interruption: must end with length.end_of_thinking, or the answer leg would go on thinking"]
     return []
 
 

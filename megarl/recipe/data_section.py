@@ -37,7 +37,7 @@ class Reward(Section):
     """What is added to the reward of a task's grader."""
 
     grader: str = Field(description="as of a task")
-    weight: float = Field(description="its score is multiplied by this, which may be negative", allow_inf_nan=False)
+    weight: float = Field(description="its score is multiplied by this, which may be negative")
 
 
 MappingName = Literal[

@@ -1,18 +1,29 @@
-"""From YAML files and overrides to a `Recipe`: base files merged below, overrides above, the place of every key remembered."""
+"""From YAML files and overrides to a `Recipe`: base files merged below, overrides above, the place of every key remembered.
+
+A file may be anything: what is no text, no YAML, too large or too deep is one error with its place. Aliases (`*name`) are
+refused, for a few lines of them can mean more than fits in memory; `base` shares what recipes have in common.
+"""
 
 import contextlib
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import ValidationError
 
+from megarl.data.faults import listed
 from megarl.errors import MegarlError
-from megarl.recipe.problems import explain, kind_of
+from megarl.recipe.problems import explain, kind_of, shortened
 from megarl.recipe.sections import Recipe
 from megarl.recipe.shipped import shipped, shipped_suites
+
+LARGEST = 1 << 20
+"""Bytes of a recipe file. PyYAML reads a megabyte in a few seconds."""
+DEEPEST = 32
+"""Mappings and lists within each other. A recipe has seven."""
 
 
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -47,22 +58,26 @@ def _overridden(
 def _find(name_or_path: str) -> Path:
     if name_or_path in shipped():
         return shipped()[name_or_path]
-    path = Path(name_or_path)
-    if path.is_file():
-        return path
+    if os.path.isfile(name_or_path):  # also of a name that no file could have
+        return Path(name_or_path)
     close = difflib.get_close_matches(name_or_path, shipped(), 1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise MegarlError(f"no recipe {name_or_path!r}: neither a file nor a shipped recipe ({', '.join(shipped())}){hint}")
+    raise MegarlError(
+        f"no recipe {shortened(name_or_path)!r}: neither a file nor a shipped recipe ({', '.join(shipped())}){hint}"
+    )
 
 
 def _read(path: Path, derived: tuple[Path, ...]) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
     """The tree of a recipe file over that of its `base`, and `file:line` of each key. derived: the files that led here."""
-    text = path.read_text()
     try:
-        tree, node = yaml.safe_load(text) or {}, yaml.compose(text)
+        tree, node = _parsed(_text(path))
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise MegarlError(f"{path}:{line}: not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise MegarlError(f"{path}: not YAML: {_first_line(error)}") from None
+    if tree is None:
+        raise MegarlError(f"{path}: nothing is in it; write a recipe, or put back the one that was there")
     if not isinstance(tree, dict):
         raise MegarlError(f"{path}:1: a recipe is a mapping of sections; this is a {type(tree).__name__}")
     origin = _lines(node, path)
@@ -76,6 +91,58 @@ def _read(path: Path, derived: tuple[Path, ...]) -> tuple[dict[str, Any], dict[t
         raise MegarlError(f"{origin['base',]}: base: {base} is derived from this recipe")
     under, lines = _read(base, (path, *derived))
     return _merged(under, tree), lines | origin
+
+
+def _text(path: Path) -> str:
+    """What is in a recipe file. MegarlError if it cannot be read, is too large or no UTF-8."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise MegarlError(f"{path}: larger than {LARGEST} bytes; this is no recipe")
+        return data.decode()
+    except OSError as error:
+        raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise MegarlError(f"{path}:{line}: not UTF-8 text (byte {data[error.start]:#04x}); save it as UTF-8") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without aliases, of bounded depth."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            self._refuse(f"the alias *{event.anchor} stands for something else; write it out, or put it into a `base`")
+        if self.depth >= DEEPEST:
+            self._refuse(f"more than {DEEPEST} mappings and lists within each other")
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
+
+
+def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
+    """The one document in a text, as values and as nodes with places. YAMLError for whatever keeps it from being one."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return (None if node is None else loader.construct_document(node)), node
+    except (ValueError, OverflowError, AttributeError, TypeError) as error:  # a date or a number that there is not
+        raise yaml.YAMLError(f"a value cannot be read: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -119,26 +186,30 @@ def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> 
 
 def _apply(tree: dict[str, Any], override: str, origin: dict[tuple[str, ...], str]) -> None:
     key, equals, value = override.partition("=")
+    said = f"override {shortened(override)!r}"
     if not equals or not key:
-        raise MegarlError(f"override {override!r}: write key=value, such as model.tensor_parallel=2")
+        raise MegarlError(f"{said}: write key=value, such as model.tensor_parallel=2")
     *parents, last = key.split(".")
+    if len(parents) > DEEPEST:
+        raise MegarlError(f"{said}: more than {DEEPEST} sections within each other")
     here = tree
     for parent in parents:
         here = here.setdefault(parent, {})
         if not isinstance(here, dict):
-            raise MegarlError(f"override {override!r}: {parent} is a value, not a section")
+            raise MegarlError(f"{said}: {parent} is a value, not a section")
     try:
-        here[last] = yaml.safe_load(value)
+        here[last], _ = _parsed(value)
     except yaml.YAMLError:
-        raise MegarlError(f"override {override!r}: the value is not YAML") from None
-    origin[(*parents, last)] = f"override {override!r}"
+        raise MegarlError(f"{said}: the value is not YAML") from None
+    origin[(*parents, last)] = said
 
 
 def _validated(tree: dict[str, Any], origin: dict[tuple[str, ...], str], source: str) -> Recipe:
     try:
         return Recipe.model_validate(_with_tuples(tree, Recipe))
     except ValidationError as error:
-        raise MegarlError("\n".join(explain(e, origin, source) for e in error.errors())) from None
+        first, *rest = [shortened(explain(e, origin, source)) for e in error.errors()]
+        raise MegarlError(listed(first, rest)) from None
 
 
 def _with_tuples(tree: Any, kind: Any) -> Any:

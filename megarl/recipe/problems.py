@@ -24,6 +24,15 @@ def kind_of(kind: Any, key: object) -> Any:
     return known[key].annotation if key in known else Any
 
 
+LONGEST = 400
+"""Characters of a line in an error, beyond which its middle is left out."""
+
+
+def shortened(line: str) -> str:
+    """What was written stays recognisable, however long it is."""
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
+
+
 def explain(error: ErrorDetails, origin: Origin, source: str) -> str:
     """`file:line: key: what is wrong`."""
     where = tuple(str(part) for part in error["loc"] if part != "[key]")

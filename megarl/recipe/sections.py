@@ -11,7 +11,9 @@ from megarl.recipe.section import Section
 
 
 class Run(Section):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="run directory is dir/name")
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=200, description="run directory is dir/name"
+    )
     dir: str = "runs"
     seed: int = Field(0, ge=0)
     steps: int = Field(400, ge=1, description="optimiser steps")
@@ -212,12 +214,16 @@ class Reference(Section):
     path: str = Field("", description="Hugging Face directory of the reference; empty: model.path, the policy's start")
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""Of AdamW: what an average of gradients keeps of itself in a step. At 1 it would never take one in."""
+
+
 class Optimizer(Section):
     lr: float = Field(5e-7, gt=0)
     warmup_steps: int = Field(100, ge=0, description="linear")
     schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="from the warm-up's end on")
     final_lr_ratio: float = Field(0.0, ge=0, le=1, description="cosine, linear: share of lr at the end of the steps")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="not stated")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="not stated")
     eps: float = Field(1e-15, gt=0)
     weight_decay: float = Field(0.01, ge=0)
     grad_clip: float = Field(1.0, gt=0, description="not stated")

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.commands import Commands, add_command, add_group
+from megarl.commands import Commands, add_command, add_group, at_least
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def add(commands: Commands) -> None:
         help="print a CSV of points drawn from this fit instead, with an evaluation's noise",
     )
     paper.add_argument("--hours", type=float, default=16_000, help="compute of the synthetic run")
-    paper.add_argument("--evaluations", type=int, default=32, help="of the synthetic run")
-    paper.add_argument("--seeds", type=int, default=1, help="synthetic runs")
+    paper.add_argument("--evaluations", type=at_least(1), default=32, help="of the synthetic run")
+    paper.add_argument("--seeds", type=at_least(1), default=1, help="synthetic runs")
 
 
 def _picture(command: argparse.ArgumentParser, base: Path | None, about: str) -> None:
@@ -75,7 +75,7 @@ def _points(command: argparse.ArgumentParser, about: str, several: bool = False)
     command.add_argument(
         "--grid", choices=("free", "paper"), default="free", help="A in 0 … 1, or 0.450, 0.455 … 0.800"
     )
-    command.add_argument("--seed", type=int, help="only this seed of the file")
+    command.add_argument("--seed", type=at_least(0), help="only this seed of the file")
     command.add_argument(
         "--hours-column", metavar="NAME", help="header of the compute (default: gpu_hours or compute_hours)"
     )

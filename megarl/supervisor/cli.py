@@ -3,14 +3,14 @@
 import argparse
 from pathlib import Path
 
-from megarl.commands import Commands, add_command, add_recipe_command
+from megarl.commands import Commands, add_command, add_recipe_command, at_least
 
 
 def add(commands: Commands) -> None:
     """The three."""
     submit = add_recipe_command(commands, "submit", _submit, "write a Slurm batch script for a recipe, and submit it")
-    submit.add_argument("--nodes", type=int, required=True)
-    submit.add_argument("--gpus-per-node", type=int, default=8, help="default 8; 0: nodes without GPUs")
+    submit.add_argument("--nodes", type=at_least(1), required=True)
+    submit.add_argument("--gpus-per-node", type=at_least(0), default=8, help="default 8; 0: nodes without GPUs")
     submit.add_argument(
         "--gpu", default="", help="a name of `megarl plan`: adds its figures, and its layout if need be"
     )
@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
     logs.add_argument(
         "--role", default="supervisor", help="server, server-3, learner, controller or supervisor (default)"
     )
-    logs.add_argument("-n", type=int, default=20, metavar="LINES", help="of each file (default 20)")
+    logs.add_argument("-n", type=at_least(1), default=20, metavar="LINES", help="of each file (default 20)")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from megarl.monitor.tail import Tail
-from megarl.rundir import RunDir
+from megarl.rundir import RunDir, by_step
 from megarl.supervisor.restart import Role
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
@@ -72,18 +72,17 @@ class Observer:
         self._logs: dict[Path, Tail] = {}
         self._look_at_logs()
         self.problem = ""  # what was found are problems of an earlier life
-        self.rows: dict[int, dict[str, Any]] = {row["step"]: row for row in self._metrics.new()}
-        self.evaluations: dict[int, dict[str, Any]] = {row["step"]: row for row in self._eval.new()}
+        self.rows = by_step(self._metrics.new())
+        self.evaluations = by_step(self._eval.new())
         self.steps_made = 0
         self.status: Status | None = None
 
     def look(self) -> None:
         """Take in what is new."""
-        for row in self._metrics.new():
-            self.rows[row["step"]] = row
-            self.steps_made += 1
-        for row in self._eval.new():
-            self.evaluations[row["step"]] = row
+        new = by_step(self._metrics.new())
+        self.rows |= new
+        self.steps_made += len(new)
+        self.evaluations |= by_step(self._eval.new())
         with suppress(OSError, msgspec.DecodeError):  # not written yet, or no status: the last one stays
             self.status = msgspec.json.decode(self._rundir.status.read_bytes(), type=Status)
         self._look_at_logs()

@@ -113,6 +113,27 @@ def test_bad_input_is_one_message(arguments: list[str], said: str, capsys: pytes
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "quickstart", "--index", "0", "--port", "99999"], "--port: 99999 is not from 1 to 65535"),
+        (["serve", "quickstart", "--index", "-1", "--port", "1"], "--index: -1 is not 0 or more"),
+        (["rollouts", "show", "x", "--limit", "-5"], "--limit: -5 is not 1 or more"),
+        (["trace", "x", "--steps", "no"], "--steps: invalid whole number value: 'no'"),
+    ],
+)
+def test_numbers_have_bounds(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_server_that_the_recipe_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "quickstart", "--index", "99", "--port", "1"]) == 2
+    assert "--index: 99, and the recipe's servers are numbered from 0 to 0" in capsys.readouterr().err
+
+
 def test_run_that_is_there_is_kept(
     recipe: Recipe, write_run: Callable[[int], RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Recipes: every error names key, file and line; what is dumped loads again."""
 
+import gzip
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -311,3 +312,57 @@ def test_frozen() -> None:
     recipe = Recipe()
     with pytest.raises(ValueError, match="frozen"):
         recipe.run.seed = 1  # type: ignore[misc]
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+"""A thousand million values in nine lines."""
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "mine.yaml: nothing is in it"),
+        (b"# run:\n", "mine.yaml: nothing is in it"),
+        (b"run:\n  seed: 1\n  name: a\0b\n", "mine.yaml: not YAML: unacceptable character #x0000"),
+        ("run:\n  seed: 1\n".encode("utf-16"), "mine.yaml:1: not UTF-8 text (byte 0xff)"),
+        (gzip.compress(b"run:\n  seed: 1\n"), "mine.yaml:1: not UTF-8 text (byte 0x8b)"),
+        (b"run: &a\n  seed: *a\n", "mine.yaml:2: not YAML: the alias *a stands for something else; write it out"),
+        (BOMB.encode(), "mine.yaml:2: not YAML: the alias *a"),
+        (b"[" * 5_000, "mine.yaml:1: not YAML: more than 32 mappings and lists within each other"),
+        (b"run: " + b"{a: " * 5_000, "mine.yaml:1: not YAML: more than 32 mappings and lists"),
+        (b"x: [" + b"1, " * (1 << 19) + b"1]\n", "mine.yaml: larger than 1048576 bytes; this is no recipe"),
+        (b"run: {seed: 2026-13-40}\n", "mine.yaml: not YAML: a value cannot be read: month must be in 1..12"),
+        (b"run: {seed: " + b"9" * 5_000 + b"}\n", "mine.yaml: not YAML: a value cannot be read: Exceeds the limit"),
+        (b"run: {name: " + b"n" * 300 + b"}\n", "mine.yaml:1: run.name: string should have at most 200 characters"),
+        (b"run: {seed: " + b"n" * 9_000 + b"}\n", "run.seed: input should be a valid integer, got 'nnnn"),
+        (b"run: {name: ..}\n", "mine.yaml:1: run.name: string should match pattern"),
+        (b"run: {name: .}\n", "mine.yaml:1: run.name: string should match pattern"),
+        (b"learner: {optimizer: {lr: .inf}}\n", "learner.optimizer.lr: input should be a finite number, got inf"),
+        (b"loss: {cap: .nan}\n", "loss.cap: input should be a finite number, got nan"),
+        (b"learner: {optimizer: {betas: [1, 1]}}\n", "learner.optimizer.betas: input should be less than 1, got 1"),
+    ],
+)
+def test_a_file_may_be_anything(file: Path, data: bytes, said: str) -> None:
+    """One message of a few lines, within seconds."""
+    file.write_bytes(data)
+    with pytest.raises(MegarlError) as error:
+        load(str(file))
+    assert said in str(error.value)
+    assert len(str(error.value)) < 1_000
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("value", ["*a", "[" * 5_000, "2026-13-40", "'\0'"])
+def test_an_override_may_be_anything(file: Path, value: str) -> None:
+    said = refused(file, "run: {seed: 1}\n", (f"run.seed={value}",))
+    assert "the value is not YAML" in said
+    assert len(said) < 1_000
+
+
+def test_most_of_many_errors_are_counted(file: Path) -> None:
+    said = refused(file, "run:\n" + "".join(f"  key{n}: 1\n" for n in range(500)))
+    assert "… and 489 more" in said
+    assert said.count("\n") < 20

@@ -105,6 +105,11 @@ IMPOSSIBLE = [
         "length.overlong_tokens: 11 is more than the longest completion (10",
     ),
     ({"length": {"interruption": "stop"}}, "length.interruption: must end with length.end_of_thinking"),
+    ({"length": {"end_of_thinking": ""}}, "length.end_of_thinking: is empty, so no thinking trace is ever interrupted"),
+    (
+        {"length": {"end_of_thinking": "\n", "interruption": "\n", "control": "none"}},
+        "length.end_of_thinking: '\\n' is only blanks",
+    ),
     (
         {"model": {"context_parallel": 2}, "resources": {"learner_ranks": 2}, "learner": {"packing": False}},
         "learner.packing: context parallelism needs packed sequences",

@@ -8,6 +8,7 @@ import pytest
 
 from megarl.errors import MegarlError
 from megarl.rundir import RunDir, append_jsonl, latest_rows, read_jsonl, write_atomically
+from megarl.supervisor.observe import Observer
 
 
 def test_rows_supersede_by_step(tmp_path: Path) -> None:
@@ -24,6 +25,20 @@ def test_a_line_cut_by_a_crash_spoils_only_itself(tmp_path: Path) -> None:
         file.write(b'{"step": 1, "lo')
     append_jsonl(path, {"step": 2})
     assert [row["step"] for row in read_jsonl(path)] == [0, 2]
+
+
+def test_lines_that_are_not_ours_spoil_only_themselves(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_jsonl(path, {"step": 0})
+    with path.open("ab") as file:
+        file.write(
+            b'{"loss": 1}\n{"step": "1"}\n{"step": null}\n{"step": [1]}\n\xff\xfe{\n[3]\n' + b"[" * 100_000 + b"\n"
+        )
+        file.write(b'{"step": 2, "x": "\xff"}\n')
+    append_jsonl(path, {"step": 1})
+    assert [row["step"] for row in latest_rows(path)] == [0, 1, 2]
+    observer = Observer(RunDir(tmp_path))
+    assert sorted(observer.rows) == [0, 1, 2]
 
 
 def test_what_is_no_number_is_null_in_the_file(tmp_path: Path) -> None:
