@@ -19,7 +19,14 @@ from typing import Any
 from megarl import recipe as recipes
 from megarl.recipe import Recipe, flat
 
-FAMILIES = {"scalerl-17bx16": "llama4-multimodal", "quickstart-moe": "llama4", "scalerl-1gpu": "qwen3"}
+FAMILIES = {
+    "scalerl-17bx16": "llama4-multimodal",
+    "quickstart-moe": "llama4",
+    "scalerl-1gpu": "qwen3",
+    "qwen3-8b-2nodes": "qwen3",
+    "qwen3-30b-a3b-2nodes": "qwen3-moe",
+    "qwen3-8b-zero": "qwen3-base",
+}
 """The model family of a recipe; all others have a Llama. Llama 4 Scout is released with a vision tower."""
 
 PHASE_STEPS = (

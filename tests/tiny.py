@@ -12,6 +12,8 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -51,6 +53,11 @@ def tiny_llama(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **
     llama3 rope scaling, grouped queries and a head_dim other than hidden / heads unless overridden.
     """
     return _saved(LlamaForCausalLM(LlamaConfig(**COMMON | overrides)), path, dtype, seed)
+
+
+def tiny_qwen2(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Qwen2ForCausalLM:
+    """Likewise a Qwen2, with random biases on q, k and v."""
+    return _saved(Qwen2ForCausalLM(Qwen2Config(**COMMON | overrides)), path, dtype, seed)
 
 
 def tiny_qwen3(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
@@ -109,8 +116,8 @@ LLAMA4: dict[str, Any] = {
 def _saved[Model: torch.nn.Module](model: Model, path: Path, dtype: torch.dtype, seed: int) -> Model:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(0, 0.1, generator=generator)

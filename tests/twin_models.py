@@ -1,4 +1,4 @@
-"""What the twins of tests/recipe_twins.py train: tiny models of three families, and prompts for each grader and environment.
+"""What the twins of tests/recipe_twins.py train: tiny models of five families, and prompts for each grader and environment.
 
     prompt  "k3?" (math)     the answer is the digit      <think>.........</think>\\boxed{3}
             "k3=" (exact)                                 <think>.........</think>3
@@ -7,7 +7,8 @@
 
 A random policy is never right, and a group of equal rewards has no gradient. So each model first learns these completions from
 a teacher that is right half of the time. Its thoughts are of any length, so some are interrupted. A text that is always written
-as a whole (a program, the phrase of an interruption) is one token, which makes both learning and runs quick.
+as a whole (a program, the phrase of an interruption) is one token, which makes both learning and runs quick. Models of the kind
+`base` learn the same without the thoughts, so they never write `</think>`; those of the kind `chat` learn it in a chat template.
 """
 
 import json
@@ -25,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl import recipe as recipes
 from megarl.data.chat import load_chat
 from megarl.rundir import write_jsonl
-from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3
+from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3, tiny_qwen3_moe
 
 DIGITS, LETTERS, HELDOUT_LETTERS = "1234", "abcdefghijklmnopqrst", "uvwxyz"
 SIGNS = {"math": "?", "exact": "=", "code": "!", "calculator": "+"}
@@ -58,9 +59,12 @@ SCOUT: dict[str, Any] = {"moe_layers": [0, 1, 2, 3], "interleave_moe_layer_step"
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": tiny_llama,
     "qwen3": partial(tiny_qwen3, tie_word_embeddings=True),  # as the 1.7B
+    "qwen3-moe": tiny_qwen3_moe,
+    "qwen3-base": tiny_qwen3,
     "llama4": partial(tiny_llama4, **SCOUT),
     "llama4-multimodal": partial(tiny_llama4_multimodal, **SCOUT),
 }
+CHAT, BASE = ("qwen3", "qwen3-moe"), ("qwen3-base",)
 WARM_STEPS, WARM_BATCH, WARM_RATE = 60, 16, 3e-3
 
 
@@ -98,7 +102,7 @@ def write_model(directory: Path, family: str) -> None:
     model = FAMILIES[family](directory, **SIZES, eos_token_id=end_token(tokenizer, family))
     tokenizer.eos_token = end_token_text(family)
     tokenizer.save_pretrained(directory)
-    warm_up(model, tokenizer, directory, chat=family == "qwen3")
+    warm_up(model, tokenizer, directory, family)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     model.save_pretrained(directory)
@@ -106,7 +110,7 @@ def write_model(directory: Path, family: str) -> None:
 
 
 def end_token_text(family: str) -> str:
-    return "<|im_end|>" if family == "qwen3" else END
+    return "<|im_end|>" if family in CHAT else END
 
 
 def end_token(tokenizer: Any, family: str) -> int:
@@ -132,11 +136,12 @@ type Trace = list[tuple[str, bool]]
 """Parts of a text, and whether the model is to learn them."""
 
 
-def warm_up(model: Any, tokenizer: Any, directory: Path, chat: bool) -> None:
+def warm_up(model: Any, tokenizer: Any, directory: Path, family: str) -> None:
     """Cross-entropy on the teacher's traces, fp32."""
     rng = random.Random(0)
     end = tokenizer.eos_token
-    texts = traces(rng, end, _in_chat(directory) if chat else lambda prompt: prompt)
+    asked = _in_chat(directory) if family in CHAT else lambda prompt: prompt
+    texts = traces(rng, end, asked, thinks=family not in BASE)
     optimizer = torch.optim.AdamW(model.parameters(), WARM_RATE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, WARM_STEPS)
     model.train()
@@ -163,14 +168,16 @@ def batch(tokenizer: Any, texts: list[Trace]) -> tuple[torch.Tensor, torch.Tenso
     return padded[..., 0], padded[..., 1]
 
 
-def traces(rng: random.Random, end: str, asked: Callable[[str], str]) -> Iterator[Trace]:
-    """Of all kinds in turn, without end. asked: what the model sees of a prompt."""
+def traces(rng: random.Random, end: str, asked: Callable[[str], str], thinks: bool) -> Iterator[Trace]:
+    """Completions of all kinds in turn, without end. asked: what the model sees of a prompt. thinks: whether a thought stands
+    before the answer."""
     while True:
         for kind, sign in SIGNS.items():
             digit = rng.choice(DIGITS)
             prompt = asked(rng.choice(LETTERS) + digit + sign)
             answer = digit if rng.random() < 0.5 else rng.choice(DIGITS)
-            yield [(prompt, False), *thought(rng, kind, digit), (written(kind, answer) + end, True)]
+            thoughts = thought(rng, kind, digit) if thinks else [("." * rng.randint(4, 32), True)]
+            yield [(prompt, False), *thoughts, (written(kind, answer) + end, True)]
 
 
 def thought(rng: random.Random, kind: str, digit: str) -> Trace:

@@ -115,6 +115,16 @@ def attention(sizes: Sizes, hf: str) -> Weights:
     }
 
 
+def qkv_biases(sizes: Sizes, hf: str) -> Weights:
+    """Biases of q, k and v of `hf` (…self_attn.), fused as their projections are."""
+    sources = tuple(Source(f"{hf}{x}_proj.bias") for x in "qkv")
+    return {
+        "self_attention.linear_qkv.bias": Weight(
+            sources, 0, partial(_merge_qkv, sizes.head_dim), partial(_unmerge_qkv, sizes)
+        )
+    }
+
+
 def head_norms(hf: str) -> Weights:
     """RMS norms of each head's q and k, of `hf` (…self_attn.)."""
     return {f"self_attention.{x}_layernorm.weight": plain(f"{hf}{x}_norm.weight") for x in "qk"}
@@ -136,14 +146,17 @@ def halves(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _merge_qkv(head_dim: int, views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """q [groups * n * head_dim, hidden], k and v [groups * head_dim, hidden] -> [groups * (n + 2) * head_dim, hidden]."""
-    hidden = views[0].shape[-1]
+    """q [groups * n * head_dim, hidden], k and v [groups * head_dim, hidden] -> [groups * (n + 2) * head_dim, hidden].
+
+    Biases alike, without `hidden`.
+    """
+    hidden = views[0].shape[1:]
     groups = views[1].shape[0] // head_dim  # of this shard
-    return torch.cat([t.reshape(groups, -1, hidden) for t in views], 1).reshape(-1, hidden)
+    return torch.cat([t.reshape(groups, -1, *hidden) for t in views], 1).reshape(-1, *hidden)
 
 
 def _unmerge_qkv(sizes: Sizes, tensor: torch.Tensor) -> list[torch.Tensor]:
-    hidden = tensor.shape[-1]
+    hidden = tensor.shape[1:]
     parts = [sizes.heads // sizes.groups * sizes.head_dim, sizes.head_dim, sizes.head_dim]
-    grouped = tensor.reshape(-1, sum(parts), hidden)
-    return [t.reshape(-1, hidden) for t in grouped.split(parts, 1)]
+    grouped = tensor.reshape(-1, sum(parts), *hidden)
+    return [t.reshape(-1, *hidden) for t in grouped.split(parts, 1)]

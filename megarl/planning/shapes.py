@@ -19,7 +19,7 @@ CONFIGS = Path(__file__).parent / "configs"
 class Shape:
     """Sizes of a decoder. feed_forward: inner size of a dense layer. expert_feed_forward: of one expert; shared_feed_forward:
     of the expert that all tokens take, 0 if there is none. moe_layers: how many layers have experts. head_norms: parameters
-    of a layer's norms of each head's q and k. attention_chunk: positions that layers with local attention look back on,
+    of a layer's norms of each head's q and k. qkv_biases: whether q, k and v have biases. attention_chunk: positions that layers with local attention look back on,
     None: all; local_layers: how many do."""
 
     layers: int
@@ -36,6 +36,7 @@ class Shape:
     shared_feed_forward: int = 0
     moe_layers: int = 0
     head_norms: int = 0
+    qkv_biases: bool = False
     attention_chunk: int | None = None
     local_layers: int = 0
 
@@ -72,15 +73,15 @@ class Shape:
         return self.vocabulary * self.hidden
 
     @property
-    def norm_parameters(self) -> int:
-        """Of one layer."""
-        return 2 * self.hidden + self.head_norms
+    def vector_parameters(self) -> int:
+        """Norms and biases of one layer."""
+        return 2 * self.hidden + self.head_norms + self.qkv_biases * (self.query + 2 * self.key)
 
     @property
     def dense_parameters(self) -> int:
         """All but routed experts, embedding and head: attention, MLPs, shared experts, routers, norms."""
         dense_layers = self.layers - self.moe_layers
-        every = self.layers * (self.attention_parameters + self.norm_parameters) + self.hidden
+        every = self.layers * (self.attention_parameters + self.vector_parameters) + self.hidden
         return every + dense_layers * self.mlp_parameters + self.moe_layers * self.shared_parameters
 
     @property
@@ -158,6 +159,8 @@ def of(config: dict[str, Any], where: str) -> Shape:
     match architecture:
         case "LlamaForCausalLM":
             return _decoder(text)
+        case "Qwen2ForCausalLM":
+            return _decoder(text, qkv_biases=True)
         case "Qwen3ForCausalLM":
             return _decoder({"head_dim": 128, **text}, head_norms=True)
         case "Qwen3MoeForCausalLM":
@@ -166,7 +169,7 @@ def of(config: dict[str, Any], where: str) -> Shape:
             tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
             return _llama4(text | {"tie_word_embeddings": tied})
     raise MegarlError(
-        f"{where}: architecture {architecture} is not known to the planner (Llama, Qwen3, Qwen3-MoE and Llama 4 are)"
+        f"{where}: architecture {architecture} is not known to the planner (Llama, Qwen2, Qwen3, Qwen3-MoE and Llama 4 are)"
     )
 
 

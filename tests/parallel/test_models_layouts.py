@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.parallel.worlds import run_world
-from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen3, tiny_qwen3_moe
+from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
 MODELS = {
     "llama": tiny_llama,
+    "qwen2": tiny_qwen2,
     # A vocabulary that no TP divides, a tied head, norms that each TP rank applies to its own heads.
     "qwen3": partial(tiny_qwen3, vocab_size=131, tie_word_embeddings=True),
     "qwen3_moe": partial(tiny_qwen3_moe, vocab_size=131, mlp_only_layers=[1]),

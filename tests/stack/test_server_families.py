@@ -16,7 +16,7 @@ from megarl.rollout.routing import routed_layers
 from megarl.weights.admin import Server
 from tests.stack.conftest import POSITIONS, Stack, running, two_models
 from tests.stack.publish_world import publish_from
-from tests.tiny import tiny_llama4, tiny_llama4_multimodal, tiny_qwen3, tiny_qwen3_moe
+from tests.tiny import tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from tests.tiny_scores import scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
@@ -36,6 +36,7 @@ class Case:
 ENDLESS = {"eos_token_id": None, "bos_token_id": None, "max_position_embeddings": POSITIONS, "vocab_size": VOCABULARY}
 LLAMA4 = {"interleave_moe_layer_step": 2, "moe_layers": [1, 3]}
 CASES = {
+    "qwen2": Case(tiny_qwen2),
     "qwen3": Case(tiny_qwen3, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3_moe": Case(tiny_qwen3_moe, {"num_experts": 8, "moe_intermediate_size": 32}, "mlp.gate"),
     "llama4": Case(tiny_llama4, LLAMA4, "feed_forward.router"),

@@ -15,7 +15,7 @@ from checkpoints_tools.layout import Layout
 from checkpoints_tools.safetensors_files import Directory
 from megarl.models import build, checkpoint, family_of, hf, parallel
 from megarl.recipe import Model
-from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3, tiny_qwen3_moe
+from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
 # isort: split
 from safetensors.torch import load_file, save_file
@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama": (tiny_llama, {}),
     "llama, tied, odd vocabulary": (tiny_llama, {"tie_word_embeddings": True, "vocab_size": 131}),
+    "qwen2": (tiny_qwen2, {}),
     "qwen3": (tiny_qwen3, {}),
     "qwen3-moe, one dense layer": (tiny_qwen3_moe, {"mlp_only_layers": [1]}),
     "llama 4": (tiny_llama4, {"num_key_value_heads": 2}),

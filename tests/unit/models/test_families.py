@@ -15,6 +15,7 @@ from tests.tiny import (
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
+    tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
 )
@@ -33,6 +34,11 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         ODD | {"intermediate_size": 77, "rope_parameters": DEFAULT_ROPE},
     ),
     "llama, no grouping": (tiny_llama, {"num_key_value_heads": 8, "head_dim": 8}),
+    "qwen2": (tiny_qwen2, {}),
+    "qwen2, tied, odd, default rope, one key-value head": (
+        tiny_qwen2,
+        ODD | {"tie_word_embeddings": True, "vocab_size": 131, "rope_parameters": DEFAULT_ROPE},
+    ),
     "qwen3, queries grouped 8:1": (tiny_qwen3, {"num_key_value_heads": 1}),
     "qwen3, tied, odd": (tiny_qwen3, ODD | {"tie_word_embeddings": True, "vocab_size": 131}),
     "qwen3-moe, 2 of 4": (tiny_qwen3_moe, {}),

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.errors import MegarlError
 from megarl.planning import shapes
-from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3, tiny_qwen3_moe
+from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
 
 def test_llama_3_1_8b_has_the_published_number_of_parameters() -> None:
@@ -17,6 +17,21 @@ def test_llama_3_1_8b_has_the_published_number_of_parameters() -> None:
     shape = shapes.read("llama-3.1-8b")
     assert shape.parameters == 16_060_522_496 // 2
     assert shape.active_parameters == shape.parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"),
+    [
+        ("qwen2.5-7b", 15_231_233_024 // 2, 7.62e9),
+        ("qwen3-8b", 16_381_470_720 // 2, 8.2e9),
+        ("qwen3-30b-a3b", 61_064_245_248 // 2, 3.3e9),
+    ],
+)
+def test_qwens_have_the_published_numbers_of_parameters(name: str, parameters: int, active: float) -> None:
+    """Half the bytes of bf16 in their safetensors indices; active ones by the model cards."""
+    shape = shapes.read(name)
+    assert shape.parameters == parameters
+    assert shape.active_parameters == pytest.approx(active, rel=0.02)
 
 
 def test_scout_has_the_published_number_of_parameters() -> None:
@@ -30,6 +45,7 @@ def test_scout_has_the_published_number_of_parameters() -> None:
 MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama": (tiny_llama, {}),
     "llama, tied": (tiny_llama, {"tie_word_embeddings": True}),
+    "qwen2": (tiny_qwen2, {}),
     "qwen3": (tiny_qwen3, {}),
     "qwen3-moe": (tiny_qwen3_moe, {}),
     "qwen3-moe, some layers dense": (tiny_qwen3_moe, {"mlp_only_layers": [1]}),
