@@ -8,7 +8,8 @@
 A random policy is never right, and a group of equal rewards has no gradient. So each model first learns these completions from
 a teacher that is right half of the time. Its thoughts are of any length, so some are interrupted. A text that is always written
 as a whole (a program, the phrase of an interruption) is one token, which makes both learning and runs quick. Models of the kind
-`base` learn the same without the thoughts, so they never write `</think>`; those of the kind `chat` learn it in a chat template.
+`base` learn the same without the thoughts, so they never write `</think>`; those of the kind
+`chat` learn it in a chat template.
 """
 
 import json

@@ -17,10 +17,10 @@ CONFIGS = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder. feed_forward: inner size of a dense layer. expert_feed_forward: of one expert; shared_feed_forward:
-    of the expert that all tokens take, 0 if there is none. moe_layers: how many layers have experts. head_norms: parameters
-    of a layer's norms of each head's q and k. qkv_biases: whether q, k and v have biases. attention_chunk: positions that layers with local attention look back on,
-    None: all; local_layers: how many do."""
+    """Sizes of a decoder. feed_forward: inner size of a dense layer. expert_feed_forward: of one expert;
+    shared_feed_forward: of the expert that all tokens take, 0 if there is none. moe_layers: how many layers have experts.
+    head_norms: parameters of a layer's norms of each head's q and k. qkv_biases: whether q, k and v have biases.
+    attention_chunk: positions that layers with local attention look back on, None: all; local_layers: how many do."""
 
     layers: int
     hidden: int

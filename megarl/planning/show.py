@@ -28,6 +28,8 @@ class Simulated:
 
 
 MOST_REASONS = 12
+TAKEN_OVER_PLANNED = (1.3, 14)
+"""GPU-hours that the ScaleRL paper's two runs took, over those planned for them: the table of docs/plan.md."""
 ROWS = (
     "servers x GPUs", "learner GPUs", "TP PP CP EP DP", "learner, GB a GPU", "server: KV tokens", "rollouts at once", "step, s",
     "tokens/s", "training, s", "publication, s", "lag", "learner idle", "servers idle", "GPU-h a 1,000 steps",
@@ -47,6 +49,9 @@ def tables(problem: Problem, written: Plan | str, found: Found, best: int, simul
     if not isinstance(written, str):
         plans = {"as written" if written.gpus == problem.gpus else f"written ({written.gpus})": written} | plans
     console.print(_table(plans))
+    if plans:
+        name, plan = next(iter(plans.items()))
+        console.print(f"{name}: {cost(plan)}", highlight=False)
     if "plan 1" in plans:
         console.print(f"plan 1 is: {' '.join(overrides(plans['plan 1']))}", highlight=False, soft_wrap=True)
     if isinstance(written, str):
@@ -88,6 +93,17 @@ def overrides(plan: Plan) -> list[str]:
         f"model.expert_parallel={m.expert_parallel}",
         f"model.expert_tensor_parallel={m.expert_tensor_parallel}",
     ]
+
+
+def cost(plan: Plan) -> str:
+    """What all steps of the recipe take, and how far such estimates have been from real runs."""
+    steps = plan.recipe.run.steps
+    hours = plan.step_seconds * steps / 3600
+    least, most = TAKEN_OVER_PLANNED
+    return (
+        f"{steps:,} steps take {hours:,.1f} h and {hours * plan.gpus:,.0f} GPU-hours, without starts and evaluations; "
+        f"the ScaleRL paper's runs took {least:g} to {most:g} times what is planned for them (docs/plan.md)"
+    )
 
 
 def _figures(plan: Plan) -> tuple[str, ...]:

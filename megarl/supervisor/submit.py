@@ -110,12 +110,11 @@ def _expected(recipe: Recipe, options: argparse.Namespace) -> tuple[str, ...]:
 
 def _figures(plan: Plan) -> tuple[str, ...]:
     """What `megarl plan` expects."""
-    steps = plan.recipe.run.steps
     return (
         f"a step takes {plan.step_seconds:.1f} s (training {plan.train_seconds:.1f}, generating {plan.generate_seconds:.1f}), "
-        f"{plan.tokens_per_second:,.0f} tokens/s; {steps} steps {plan.step_seconds * steps / 3600:,.1f} h",
+        f"{plan.tokens_per_second:,.0f} tokens/s",
         f"the learner needs {plan.learner.total / GB:.0f} GB a GPU; a server holds {plan.server.kv_tokens:,.0f} tokens",
-        "estimates of well-tuned code, without starts and evaluations (docs/plan.md)",
+        show.cost(plan),
     )
 
 

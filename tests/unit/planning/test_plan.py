@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl import cli
-from megarl.planning import formulas, scenario, shapes, speed
+from megarl.planning import formulas, scenario, shapes, show, speed
 from megarl.planning.hardware import Assumed, assumed, gpu_named
 from megarl.planning.layouts import Plan, Problem, as_written, search
 from megarl.planning.speed import Decoder
@@ -55,6 +55,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     out = capsys.readouterr().out
     assert "107.77B parameters, 17.17B active" in " ".join(out.split())
     assert "refused" in out
+    least, most = show.TAKEN_OVER_PLANNED
+    assert "as written: 7,100 steps take" in " ".join(out.split())
+    assert f"took {least} to {most} times what is planned" in " ".join(out.split())
     lines = out.splitlines()
     headings = next(line for line in lines if "as written" in line)
     assert headings.split() == ["as", "written", "plan", "1", "plan", "2", "plan", "3", "plan", "4", "plan", "5"]
