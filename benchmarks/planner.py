@@ -186,7 +186,7 @@ def calibrate(recipe: Recipe, rows: list[dict[str, Any]], decode: tuple[float, f
     """What the simulator is told, of one run."""
     used = counted(recipe, rows)
     tokens = [r["tokens_trained"] + PROMPT_TOKENS * r["sequences"] for r in used]
-    transfer = float(np.median([r["pause_seconds"] + r["transfer_seconds"] + r["resume_seconds"] for r in used]))
+    transfer = float(np.median([held(r) for r in used]))
     slower = beside_learner(used, decode)
     return Calibration(
         decode=(decode[0] * slower, decode[1] * slower),
@@ -198,9 +198,14 @@ def calibrate(recipe: Recipe, rows: list[dict[str, Any]], decode: tuple[float, f
     )
 
 
+def held(row: dict[str, Any]) -> float:
+    """Seconds for which the step's publication held the servers; none without one."""
+    return float(sum(row.get(f"{part}_seconds", 0.0) for part in ("pause", "transfer", "resume")))
+
+
 def beside_learner(rows: list[dict[str, Any]], decode: tuple[float, float]) -> float:
     """Seconds of a decode step in these rows, in those of the server alone with as many requests. Pauses are not decoding."""
-    paused = sum(r["pause_seconds"] + r["transfer_seconds"] + r["resume_seconds"] for r in rows)
+    paused = sum(map(held, rows))
     seconds = sum(r["server_busy_share"] * r["step_seconds"] for r in rows) - paused
     held = sum(r["server_running_mean"] * r["step_seconds"] for r in rows)
     running = held / (seconds + paused)

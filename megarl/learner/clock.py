@@ -49,7 +49,7 @@ class StepClock:
         self._spans.span(PLACE, name, begin, time.monotonic())
 
     def published(self, result: Published) -> None:
-        """The latest publication, which is the latest part: its columns stay until the next."""
+        """The latest publication, which is the latest part: its columns are those of the step under way."""
         self._draw(result)
         self._publication = {
             "pause_seconds": result.pause_seconds,
@@ -76,12 +76,6 @@ class StepClock:
         self._spans.span(PLACE, f"step {step}", self._begin, now, step=step)
         total = now - self._begin
         columns = {f"{part}_seconds": seconds for part, seconds in self._spent.items()}
-        self._begin, self._spent = now, dict.fromkeys(self._spent, 0.0)
-        return (
-            columns
-            | self._publication
-            | {
-                "step_seconds": total,
-                "learner_idle_share": columns["wait_seconds"] / total,
-            }
-        )
+        columns |= self._publication | {"step_seconds": total, "learner_idle_share": columns["wait_seconds"] / total}
+        self._begin, self._spent, self._publication = now, dict.fromkeys(self._spent, 0.0), {}
+        return columns

@@ -27,6 +27,7 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
     events = [e.get("event") for e in read_jsonl(rundir.logs / "supervisor.jsonl")]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
     seconds = _total(lived, "step_seconds")
+    publishing = [row for row in lived if "transfer_seconds" in row]
     return {
         "run": recipe.run.name,
         "steps": len(rows),
@@ -43,11 +44,12 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "tokens_per_second": _ratio(_total(lived, "generated_tokens"), seconds),
         "step_seconds": _ratio(seconds, float(len(lived))),
         "learner_idle_share": _ratio(_total(lived, "wait_seconds"), seconds),
-        "server_idle_share": _rest(_mean(lived, "server_busy_share")),
-        "publish_seconds": _mean(lived, "publish_seconds"),
-        "pause_seconds": _mean(lived, "pause_seconds"),
-        "transfer_seconds": _mean(lived, "transfer_seconds"),
-        "resume_seconds": _mean(lived, "resume_seconds"),
+        "server_idle_share": _rest(_by_time(lived, "server_busy_share")),
+        "publications": len(publishing),
+        "publish_seconds": _mean(publishing, "publish_seconds"),
+        "pause_seconds": _mean(publishing, "pause_seconds"),
+        "transfer_seconds": _mean(publishing, "transfer_seconds"),
+        "resume_seconds": _mean(publishing, "resume_seconds"),
         "lag_mean": _mean(rows, "lag_mean"),
         "lag_max": _largest(rows, "lag_max"),
         "lag_limit": recipe.pipeline.lag_limit,
@@ -129,7 +131,7 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
     yield "speed", f"{show(v['tokens_per_second'], ',.0f')} tokens/s · {show(v['step_seconds'], '.2f')} s a step"
     yield "idle", f"servers {show(v['server_idle_share'], '.0%')} · learner {show(v['learner_idle_share'], '.0%')}"
     parts = " · ".join(f"{part} {show(v[f'{part}_seconds'], '.3f')}" for part in ("pause", "transfer", "resume"))
-    yield "publication", f"{show(v['publish_seconds'], '.3f')} s a step ({parts})"
+    yield "publication", f"{show(v['publish_seconds'], '.3f')} s each of {v['publications']} ({parts})"
     yield "lag", f"largest {show(v['lag_max'], '.0f')} of {v['lag_limit']} · mean {show(v['lag_mean'], '.2f')}"
     yield "servers vs learner", _parity(v)
     rates = (("truncated", "truncation_rate"), ("interrupted", "interruption_rate"), ("malformed", "format_error_rate"))
@@ -170,6 +172,12 @@ def _total(rows: list[Row], name: str) -> float:
 def _mean(rows: list[Row], name: str) -> float | None:
     values = _finite(rows, name)
     return math.fsum(values) / len(values) if values else None
+
+
+def _by_time(rows: list[Row], name: str) -> float | None:
+    """Mean over the time of the steps: a step of a minute counts as much as sixty of a second."""
+    known = [row for row in rows if _finite([row], name)]
+    return _ratio(math.fsum(row[name] * row["step_seconds"] for row in known), _total(known, "step_seconds"))
 
 
 def _largest(rows: list[Row], name: str) -> float | None:

@@ -5,6 +5,7 @@
     GET  /metrics                                     the metrics key, if the recipe wants them (monitor.prometheus)
     calls that pause, continue or replace weights     the admin key
     POST /update_weights_from_tensor                  the admin key, from this machine, with weights.transport: cuda_ipc
+    POST /freeze_gc                                   this machine, once: SGLang asks itself at the end of its start
     all else                                          nobody
 
 SGLang's own check lets anybody make it generate (/health_generate) and open a websocket, tells its keys to whoever may ask for
@@ -43,6 +44,8 @@ ADMIN = frozenset(
     )
 ) | {("GET", "/whereabouts")}
 LOCAL = frozenset({("POST", "/update_weights_from_tensor")})
+FREEZE = ("POST", "/freeze_gc")
+"""Takes what the start made out of the garbage collector's sight. SGLang sends no key, for it has none."""
 
 type Message = MutableMapping[str, Any]
 type Receive = Callable[[], Awaitable[Message]]
@@ -70,6 +73,7 @@ class Gate:
         """handles: whether the learner of this machine hands over its memory."""
         self._app, self._endpoints, self._handles = app, endpoints, handles
         self.refused = 0
+        self._frozen = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -79,8 +83,10 @@ class Gate:
             return await send({"type": "websocket.close", "code": 1008})
         authorization = dict(scope["headers"]).get(b"authorization", b"")
         # Who asks at an address of this machine from that same address is on it.
-        handles = self._handles and scope["client"][0] == scope["server"][0]
-        code = status(scope["method"], scope["path"], authorization, self._endpoints, handles)
+        local = scope["client"][0] == scope["server"][0]
+        code = status(scope["method"], scope["path"], authorization, self._endpoints, self._handles and local)
+        if local and not self._frozen and (scope["method"], scope["path"]) == FREEZE:
+            self._frozen, code = True, 200
         if code == 200:
             return await self._app(scope, receive, send)
         self._refuse(f"{scope['method']} {scope['path']!r:.100}: {code}", scope)

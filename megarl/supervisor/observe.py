@@ -9,6 +9,7 @@ RUN/logs/*/*.log (all) ───────┘
 import re
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ class Status(msgspec.Struct, kw_only=True):
     parity: str = ""  # what is wrong with it now
 
 
+@dataclass(frozen=True)
+class Problem:
+    """A line of a log that looks like one; time: when it was read, with so many steps made in this life."""
+
+    log: Path
+    text: str
+    time: float
+    steps_made: int
+
+
 class Observer:
     """All that is known of a run. `rows` and `evaluations` by step, from all its lives; the others from this life."""
 
@@ -70,11 +81,11 @@ class Observer:
         self._rundir = rundir
         self._metrics, self._eval = Tail(rundir.metrics), Tail(rundir.eval)
         self._logs: dict[Path, Tail] = {}
+        self.steps_made = 0
         self._look_at_logs()
-        self.problem = ""  # what was found are problems of an earlier life
+        self._problem: Problem | None = None  # what was found are problems of an earlier life
         self.rows = by_step(self._metrics.new())
         self.evaluations = by_step(self._eval.new())
-        self.steps_made = 0
         self.status: Status | None = None
 
     def look(self) -> None:
@@ -91,7 +102,19 @@ class Observer:
         for path in self._rundir.logs.glob("*/*.log"):
             for line in self._logs.setdefault(path, Tail(path)).lines():
                 if PROBLEM.search(line):
-                    self.problem = f"{path.parent.name} {path.stem}: {line.strip()}"
+                    self._problem = Problem(path, line.strip(), time.time(), self.steps_made)
+
+    @property
+    def problem(self) -> str:
+        """The last one of the logs; empty once its role is well again: a step was made since, and a server is clean."""
+        if (found := self._problem) is None:
+            return ""
+        kind, rank = found.log.parent.name, found.log.stem.rpartition(".")[2]
+        well = self.steps_made > found.steps_made
+        if kind == "server":
+            servers = self.status.servers if self.status and self.status.time > found.time else []
+            well = well and any(str(s.id) == rank and s.state.startswith("clean") for s in servers)
+        return "" if well else f"{kind} {found.log.stem}: {found.text}"
 
     def forget_status(self) -> None:
         """The controller is started anew: what its last life said no longer holds."""

@@ -28,6 +28,7 @@ from megarl.rollout.journal import JournalReader
 from megarl.rollout.records import Finished
 from megarl.rundir import Endpoints, LinkKeys, RunDir, latest_rows
 from megarl.serving.health import wait_ready
+from megarl.supervisor.observe import PROBLEM
 from tests import trace_format
 from tests.e2e import runs
 from tests.e2e.runs import (
@@ -42,6 +43,7 @@ from tests.e2e.runs import (
     quiet,
 )
 from tests.prompts import load_prompts
+from tests.summaries import WORDS, recomputed
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
@@ -98,6 +100,9 @@ def test_compute_and_evaluations(rundir: RunDir, recipe: Recipe) -> None:
 def test_what_a_run_leaves(rundir: RunDir, recipe: Recipe) -> None:
     summary = runs.summary(rundir)
     assert summary["outcome"] == "finished"
+    again = recomputed(rundir.path, recipe.pipeline.lag_limit)
+    assert summary.keys() == again.keys() | WORDS
+    assert {name: summary[name] for name in again} == pytest.approx(again, rel=1e-9)
     html = rundir.report.read_text()
     assert not re.search(r"""(src|href)=["']?http|url\(["']?http|@import""", html), "it would load something"
     assert rundir.picture.read_bytes().startswith(b"\x89PNG")
@@ -105,7 +110,10 @@ def test_what_a_run_leaves(rundir: RunDir, recipe: Recipe) -> None:
     events.Reload()
     losses = [e for tag in events.Tags()["scalars"] if tag.endswith("pass_rate_train") for e in events.Scalars(tag)]
     assert len(losses) == recipe.run.steps
-    assert {log.parent.name for log in rundir.logs.glob("*/*.log")} == {"server", "controller", "learner"}
+    logs = list(rundir.logs.glob("*/*.log"))
+    assert {log.parent.name for log in logs} == {"server", "controller", "learner"}
+    red = [line for log in logs for line in log.read_text().splitlines() if PROBLEM.search(line)]
+    assert red == [], "nothing was wrong"
     names = {p.name for p in rundir.checkpoints.iterdir()}
     assert names == {"step-0000008", "step-0000010"}  # checkpoint.keep of them
 

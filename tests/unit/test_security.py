@@ -120,6 +120,30 @@ def test_handles_are_taken_from_this_machine_where_a_learner_shares_it(
     assert guard.refused == (said != [200])
 
 
+@pytest.mark.parametrize(("client", "answers"), [("10.0.0.1", [200, 404]), ("10.0.0.2", [404, 404])])
+def test_sglang_freezes_its_garbage_collector_once(client: str, answers: list[int]) -> None:
+    """By the call that SGLang itself makes at the end of its start, without a key; not from another machine."""
+    said: list[int] = []
+
+    async def sglang(scope: gate.Message, receive: gate.Receive, send: gate.Send) -> None:
+        said.append(200)
+
+    async def send(message: gate.Message) -> None:
+        said.extend([message["status"]] if "status" in message else [])
+
+    async def receive() -> gate.Message:
+        raise AssertionError
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/freeze_gc", "headers": [],
+        "client": (client, 50000), "server": ("10.0.0.1", 30000),
+    }  # fmt: skip
+    guard = gate.Gate(sglang, ENDPOINTS, handles=False)
+    for _ in answers:
+        asyncio.run(guard(scope, receive, send))
+    assert said == answers
+
+
 # Where the keys lie.
 
 

@@ -18,6 +18,7 @@ from megarl.rollout.records import Admitted, Finished
 from megarl.rundir import RunDir, append_jsonl, latest_rows
 from megarl.scaling.outlook import outlook
 from megarl.types import Group, Prompt, Rollout, Segment, float32
+from tests.summaries import WORDS, recomputed
 
 
 def words(renderable: object) -> str:
@@ -39,6 +40,27 @@ def test_summary(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     page = words(summary.render(values | {"outcome": "finished", "reason": "all steps done"}, rundir))
     for part in ("finished: all steps done", "0.384 (step 0) → 0.933 (step 60)", "1 restarts", "largest"):
         assert part in page, page
+
+
+def test_summary_is_recomputed_from_the_files(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """A run with a step of minutes, steps without a publication, a replayed one, a step made twice, two lives."""
+    rundir = write_run(30)
+    for start in (0.0, 1.8e9 + 21):
+        append_jsonl(rundir.logs / "supervisor.jsonl", {"event": "started", "role": "learner-0", "time": start})
+    append_jsonl(rundir.logs / "supervisor.jsonl", {"event": "restart", "role": "learner-0"})
+    rows = latest_rows(rundir.metrics)
+    append_jsonl(rundir.metrics, rows[5] | {"step_seconds": 300.0, "server_busy_share": 0.1, "wait_seconds": 200.0})
+    append_jsonl(rundir.metrics, rows[7] | {"replay": 1, "step_seconds": 1000.0})
+    for row in rows[12:20]:
+        kept = {k: v for k, v in row.items() if k not in ("pause_seconds", "transfer_seconds", "resume_seconds")}
+        append_jsonl(rundir.metrics, kept | {"publish_seconds": 0.0})
+    values, again = summary.summarise(recipe, rundir), recomputed(rundir.path, recipe.pipeline.lag_limit)
+    assert values.keys() == again.keys() | WORDS - {"outcome", "reason", "wall_seconds"}
+    assert {name: values[name] for name in again} == pytest.approx(again)
+    assert values["server_idle_share"] > 0.7, "by time most of it is the long step"
+    assert values["publications"] == 30 - 2 - 8 - 1
+    page = words(summary.render(values | {"outcome": "finished", "reason": "all steps done"}, rundir))
+    assert "s each of 19" in page
 
 
 def test_summary_and_report_of_several_tasks(write_tasks_run: Callable[[int], tuple[Recipe, RunDir]]) -> None:

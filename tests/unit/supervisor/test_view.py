@@ -126,6 +126,30 @@ def test_problems_of_this_life_are_shown(recipe: Recipe, write_run: Callable[[in
     assert observer.problem == "server node1.0: RuntimeError: the disk is full"
 
 
+def test_a_problem_goes_when_its_role_is_well_again(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(3)
+    observer = Observer(rundir)
+    for role, rank in (("server", 1), ("learner", 0)):
+        log = rundir.log(role, "node1", rank)
+        log.parent.mkdir()
+        log.write_text("RuntimeError: once\n")
+        observer.look()
+        said = f"{role} node1.{rank}: RuntimeError: once"
+        assert observer.problem == said
+        step = max(observer.rows) + 1
+        append_jsonl(rundir.metrics, {"step": step})
+        if role == "server":
+            for at, state in ((-60.0, "clean"), (60.0, "lost"), (60.0, "publishing")):  # before it; after it, not well
+                servers = [{"id": 0, "state": "clean"}, {"id": 1, "state": state}]
+                rundir.status.write_text(json.dumps({"time": time.time() + at, "servers": servers}))
+                observer.look()
+                assert observer.problem == said, (at, state)
+            servers[1]["state"] = "clean"
+            rundir.status.write_text(json.dumps({"time": time.time() + 60, "servers": servers}))
+        observer.look()
+        assert observer.problem == ""
+
+
 def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     rundir = write_run(30)
     assert warnings(frame(recipe, rundir)) == []
