@@ -207,8 +207,8 @@ def beside_learner(rows: list[dict[str, Any]], decode: tuple[float, float]) -> f
     """Seconds of a decode step in these rows, in those of the server alone with as many requests. Pauses are not decoding."""
     paused = sum(map(held, rows))
     seconds = sum(r["server_busy_share"] * r["step_seconds"] for r in rows) - paused
-    held = sum(r["server_running_mean"] * r["step_seconds"] for r in rows)
-    running = held / (seconds + paused)
+    running_seconds = sum(r["server_running_mean"] * r["step_seconds"] for r in rows)
+    running = running_seconds / (seconds + paused)
     tokens = sum(
         r["generated_tokens"] for r in rows
     )  # those of the batches: in the long run what was sampled meanwhile
