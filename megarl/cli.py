@@ -142,15 +142,16 @@ def _load(options: argparse.Namespace) -> "Recipe":
     return load(options.recipe, options.overrides)
 
 
-def _dry_run(recipe: "Recipe", problem: Callable[["Recipe"], None]) -> int:
-    """The resolved recipe on stdout, and on stderr what would keep it from starting."""
+def _dry_run(recipe: "Recipe", checked: Callable[["Recipe"], str]) -> int:
+    """The resolved recipe on stdout; on stderr that it is ready, or what keeps it from starting, and then the status is 2."""
     from megarl.recipe import dump
 
     print(dump(recipe), end="")
     try:
-        problem(recipe)
+        print(f"ready: {checked(recipe)}", file=sys.stderr)
     except MegarlError as error:
         print(f"megarl: before this can start: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

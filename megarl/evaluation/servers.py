@@ -22,6 +22,7 @@ from megarl.rollout.places import Places
 from megarl.rollout.sampler import Sampler
 from megarl.rundir import Endpoints, LinkKeys, RunDir, write_atomically
 from megarl.serving.health import wait_ready
+from megarl.supervisor.checks import check_cpu
 from megarl.supervisor.launcher import LocalLauncher, LocalProcess, task
 from megarl.supervisor.nodes import Node
 from megarl.supervisor.observe import last_lines, log_of
@@ -91,6 +92,9 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
     launcher = LocalLauncher()
     (node,) = launcher.survey(recipe.resources.servers)
     placed = place_servers(recipe, node)
+    if not node.gpus:
+        count = recipe.resources.servers * recipe.resources.server_tensor_parallel
+        check_cpu(recipe, recipe.model.path, {"server processes": count}, node.cores)
     endpoints = _prepared(recipe, rundir, node)
     processes: list[LocalProcess] = []
     try:

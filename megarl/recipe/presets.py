@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from megarl.data.model_files import parameters
 from megarl.errors import MegarlError
 from megarl.recipe.files import load
 
@@ -42,6 +43,8 @@ SCALERL = Preset("8B, 17Bx16", float("inf"), (5e-7, 5e-7), (768, 2048), (1, 1), 
 
 def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
     """The recipe on stdout; on stderr the numbers to choose from. MegarlError if the directory holds no model."""
+    if not (model / "config.json").is_file():
+        raise MegarlError(f"--model: {model} is not a Hugging Face directory (no config.json in it)")
     count = parameters(model)
     chosen = ppo_for(count)
     shown = Table(box=None, padding=(0, 2), pad_edge=False)
@@ -83,24 +86,6 @@ def text(model: Path, preset: Literal["scalerl", "ppo"], chosen: Preset) -> str:
         "\n# Give data.tasks (train, heldout), and start from a model that follows the prompt format (`megarl sft`).\n"
     )
     return note + yaml.safe_dump(tree, sort_keys=False)
-
-
-def parameters(model: Path) -> int:
-    """How many a Hugging Face directory holds, from the headers of its safetensors files."""
-    from safetensors import safe_open
-
-    files = sorted(model.glob("*.safetensors"))
-    if not (model / "config.json").is_file() or not files:
-        raise MegarlError(f"--model: {model} is not a Hugging Face directory with weights (config.json, *.safetensors)")
-    total = 0
-    for file in files:
-        with safe_open(str(file), framework="np") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (no mapping)
-                size = 1
-                for length in tensors.get_slice(name).get_shape():
-                    size *= length
-                total += size
-    return total
 
 
 def _rows(ppo: Preset) -> list[tuple[str, str, str]]:

@@ -1,16 +1,20 @@
 """Everything that can be wrong before a process is started, each one `MegarlError` that says what to do.
 
 check_inputs(recipe)            the model directory, data files, graders
-check_all(recipe)               the same, what is there of the run, and that the roles fit
+check_all(recipe)               the same, what is there of the run, and that the roles fit; says what would start
+check_cpu(recipe, …)            without a GPU: it is a size for cores
 check_history(recipe, rundir)   a run that is there may go on, and goes on as it began
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.data import sources
 from megarl.data.chat import load_chat
+from megarl.data.model_files import parameters
+from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import MegarlError
 from megarl.monitor import wandb_writer
 from megarl.ports import check_free
@@ -22,6 +26,9 @@ from megarl.supervisor.placement import Place, place
 from megarl.supervisor.restart import Role
 from megarl.supervisor.srun import chosen
 
+THREADS_A_CORE = 8
+"""More than these, on a machine without a GPU, are no run but a mistake: the recipe of a cluster on a login node."""
+LARGE = 10**9
 HISTORY = (
     "run.seed",
     "model.path",
@@ -49,6 +56,7 @@ def check_inputs(recipe: Recipe) -> None:
     """What the recipe names exists."""
     if not (Path(recipe.model.path) / "config.json").is_file() or not recipe.model.path:
         raise MegarlError(_no_model(recipe))
+    _check_files("model.path", recipe.model.path)
     for key, used, path in (
         ("reference.path", recipe.reference.coefficient > 0, recipe.reference.path),
         ("critic.path", recipe.has_critic, recipe.critic.path),
@@ -57,11 +65,23 @@ def check_inputs(recipe: Recipe) -> None:
             raise MegarlError(
                 f"{key}: {path!r} is not a Hugging Face model directory (no config.json in it); leave it empty for model.path"
             )
+        if used and path:
+            _check_files(key, path, tokenizer=False)
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
     _check_graders(recipe)
     wandb_writer.check(recipe)
+
+
+def _check_files(key: str, path: str, tokenizer: bool = True) -> None:
+    """A model's weights are there and whole, and its tokenizer can be loaded."""
+    try:
+        parameters(Path(path))
+        if tokenizer:
+            load_tokenizer(path)
+    except MegarlError as error:
+        raise MegarlError(f"{key}: {error}") from None
 
 
 def _check_sources(recipe: Recipe) -> None:
@@ -90,8 +110,9 @@ def _check_graders(recipe: Recipe) -> None:
     check_graders(recipe.data, recipe.evaluation.sampled)
 
 
-def check_all(recipe: Recipe) -> None:
-    """All that `megarl train` checks, without starting anything or writing; other nodes of a Slurm job are not asked."""
+def check_all(recipe: Recipe) -> str:
+    """All that `megarl train` checks, without starting anything or writing; what it would start. Other nodes of a Slurm job
+    are not asked."""
     check_inputs(recipe)
     rundir = RunDir.of(recipe)
     check_history(recipe, rundir)
@@ -99,12 +120,22 @@ def check_all(recipe: Recipe) -> None:
     if isinstance(launcher, LocalLauncher):
         placed = place(recipe, launcher.survey(0))
         check_placed(recipe, placed)
+        with_gpus = bool(placed[Role("learner")].gpus)
+    else:
+        with_gpus = True  # the nodes say it when the run starts
+    return _ready(recipe, devices.needed(recipe) if with_gpus else 0)
 
 
-def check_sft(recipe: Recipe) -> None:
-    """What `megarl sft` reads exists."""
+def _ready(recipe: Recipe, gpus: int) -> str:
+    counts = ((recipe.resources.servers, "server"), (recipe.resources.learner_ranks, "rank"), (gpus, "GPU"))
+    return ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
+
+
+def check_sft(recipe: Recipe) -> str:
+    """What `megarl sft` reads exists, and its ranks fit; what it would start."""
     if not recipe.sft.init or not (Path(recipe.sft.init) / "config.json").is_file():
         raise MegarlError(f"sft.init: {recipe.sft.init!r} is not a Hugging Face model directory (no config.json in it)")
+    _check_files("sft.init", recipe.sft.init)
     wrong = sources.problem(recipe.sft.data)
     if wrong:
         raise MegarlError(f"sft.data: {wrong}; give rows of prompt and completion, or of messages")
@@ -119,11 +150,41 @@ def check_sft(recipe: Recipe) -> None:
             f"resources.learner_ranks: {ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs; set "
             f"resources.learner_ranks={here}"
         )
+    if not here:
+        check_cpu(recipe, recipe.sft.init, {"learner ranks": ranks}, len(os.sched_getaffinity(0)))
+    return f"{ranks} rank{'s' * (ranks != 1)}, {min(here, ranks)} GPU{'s' * (min(here, ranks) != 1)}"
+
+
+def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: int) -> None:
+    """Without a GPU: so many processes, by kind, are not far more than the cores can run, and the model is small."""
+    if recipe.resources.large_on_cpu:
+        return
+    threads = sum(processes.values()) * recipe.resources.threads
+    counted = " and ".join(f"{count} {kind}" for kind, count in processes.items())
+    told = (
+        "start it where the GPUs are (`megarl submit` writes a Slurm job, docs/cluster.md), take a smaller recipe "
+        "(quickstart), or set resources.large_on_cpu=true"
+    )
+    if threads > THREADS_A_CORE * cores:
+        raise MegarlError(
+            f"resources: {counted} of {recipe.resources.threads} threads are {threads:,} threads, and this machine has "
+            f"no GPU and {cores} cores; {told}"
+        )
+    if recipe.model.dtype != "fp32" and (count := parameters(Path(model))) > LARGE:
+        raise MegarlError(
+            f"model.dtype: {recipe.model.dtype} for {model}, which has {count / 1e9:.1f}B parameters, and this machine has no "
+            f"GPU: a step would take hours; {told}"
+        )
 
 
 def check_placed(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
-    """What the learner does to save a GPU's memory, it has GPUs for; ports that the recipe fixes are free."""
-    if not placed[Role("learner")].gpus:
+    """What needs GPUs has them; ports that the recipe fixes are free."""
+    learner, resources = placed[Role("learner")], recipe.resources
+    if not learner.gpus:
+        nodes = {node.name: node.cores for of in placed.values() for node in of.nodes}
+        server_ranks = resources.servers * resources.server_tensor_parallel
+        processes = {"server processes": server_ranks, "learner ranks": resources.learner_ranks}
+        check_cpu(recipe, recipe.model.path, processes, sum(nodes.values()))
         if recipe.learner.microbatch_tokens == "auto":
             raise MegarlError(
                 "learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number"

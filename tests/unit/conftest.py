@@ -7,7 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megarl.recipe import Recipe, dump, from_tree
 from megarl.rundir import RunDir, append_jsonl
@@ -21,6 +25,9 @@ def tree(tmp_path: Path) -> Tree:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    save_file({"w": np.zeros(3, np.float32)}, model / "model.safetensors")
+    Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>")).save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     for name in ("train", "heldout", "sft"):
         (tmp_path / f"{name}.jsonl").write_text("{}\n")
     return {

@@ -78,14 +78,14 @@ def test_dry_run_starts_nothing(recipe: Recipe, tmp_path: Path, capsys: pytest.C
     assert cli.main(["train", str(file), "--dry-run", "pipeline.k=3"]) == 0
     captured = capsys.readouterr()
     assert yaml.safe_load(captured.out)["pipeline"]["k"] == 3
-    assert captured.err == ""
+    assert captured.err == "ready: 1 server, 1 rank, 0 GPUs\n"
     assert not RunDir.of(recipe).path.exists()
 
 
 def test_dry_run_says_what_is_missing(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(dump(recipe))
-    assert cli.main(["train", str(file), "--dry-run", "model.path=/nowhere"]) == 0
+    assert cli.main(["train", str(file), "--dry-run", "model.path=/nowhere"]) == 2
     captured = capsys.readouterr()
     assert yaml.safe_load(captured.out)["model"]["path"] == "/nowhere"
     assert "before this can start: model.path" in captured.err

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from megarl.data.model_files import parameters
 from megarl.errors import MegarlError
 from megarl.recipe import load
-from megarl.recipe.presets import PPO, parameters, ppo_for, suggest
+from megarl.recipe.presets import PPO, ppo_for, suggest
 
 
 @pytest.fixture
@@ -50,5 +51,5 @@ def test_the_suggestion_is_a_recipe(
 
 
 def test_no_model(tmp_path: Path) -> None:
-    with pytest.raises(MegarlError, match=r"is not a Hugging Face directory with weights"):
+    with pytest.raises(MegarlError, match=r"is not a Hugging Face directory \(no config"):
         suggest(tmp_path, "scalerl")

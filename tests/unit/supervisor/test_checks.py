@@ -1,5 +1,6 @@
 """What stands in the way of a run is said before anything is started."""
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megarl.data.model_files import INDEX
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe, dump, from_tree
 from megarl.rundir import Endpoints, RunDir
@@ -37,6 +39,59 @@ def test_missing_model(tree: Tree) -> None:
         MegarlError, match=r"model\.path: '/nowhere' is not a Hugging Face model directory.*hf download"
     ):
         checks.check_inputs(changed(tree, model={"path": "/nowhere"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda m: (m / "tokenizer.json").unlink(), r"model\.path: .*no tokenizer can be loaded"),
+        (lambda m: (m / "model.safetensors").unlink(), r"model\.path: .*model: no weights there"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"version https://git-lfs"), r"unreadable or incomplete"),
+        (
+            lambda m: (m / INDEX).write_text('{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'),
+            r"1 of 2 files of weights are missing: model-2\.safetensors",
+        ),
+        (lambda m: (m / INDEX).write_text("[]"), r"not an index of weights"),
+    ],
+)
+def test_missing_parts_of_a_model(tree: Tree, damage: Callable[[Path], object], said: str) -> None:
+    damage(Path(tree["model"]["path"]))
+    with pytest.raises(MegarlError, match=said):
+        checks.check_all(from_tree(tree))
+
+
+def test_the_recipe_of_a_cluster_does_not_start_on_a_login_node(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    most = changed(tree, resources={"servers": 3, "learner_ranks": 1, "threads": 4})
+    assert checks.check_all(most) == "3 servers, 1 rank, 0 GPUs"
+    for resources in (
+        {"servers": 64, "learner_ranks": 16, "threads": 8},
+        {"servers": 1, "learner_ranks": 24},
+        {"servers": 2, "server_tensor_parallel": 8},
+    ):
+        with pytest.raises(
+            MegarlError, match=r"^resources: .* threads, and this machine has no GPU and 2 cores; start"
+        ):
+            checks.check_all(changed(tree, resources=resources))
+        checks.check_all(changed(tree, resources=resources | {"large_on_cpu": True}))
+    with pytest.raises(MegarlError, match=r"^resources: 24 learner ranks of 1 threads are 24 threads"):
+        checks.check_sft(changed(tree, resources={"learner_ranks": 24}))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(80))))
+    assert checks.check_all(changed(tree, resources={"servers": 64, "learner_ranks": 16, "threads": 8})) == (
+        "64 servers, 16 ranks, 80 GPUs"
+    )
+
+
+def test_a_large_model_needs_a_gpu(tree: Tree) -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [10**9 + 1], "data_offsets": [0, 2 * (10**9 + 1)]}}).encode()
+    with (Path(tree["model"]["path"]) / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * (10**9 + 1))  # sparse: takes no room
+    for dtype in ("bf16", "fp16"):
+        with pytest.raises(MegarlError, match=rf"^model\.dtype: {dtype} for .* 1\.0B parameters, .* no GPU"):
+            checks.check_all(changed(tree, model={"dtype": dtype}))
+    checks.check_all(changed(tree, model={"dtype": "bf16"}, resources={"large_on_cpu": True}))
+    checks.check_all(changed(tree, model={"dtype": "fp32"}))
 
 
 def test_missing_reference(tree: Tree) -> None:
@@ -87,7 +142,7 @@ def test_missing_data(tree: Tree) -> None:
     checks.check_inputs(changed(tree, data={"tasks": {"math": math}}))
     with pytest.raises(MegarlError, match=r"data\.decontaminate: 'aime\.parquet' is not a file"):
         checks.check_inputs(changed(tree, data={"tasks": {"math": math}, "decontaminate": ["aime.parquet"]}))
-    with pytest.raises(MegarlError, match=r"no chat template can be loaded"):
+    with pytest.raises(MegarlError, match=r"the model has no chat template"):
         checks.check_inputs(changed(tree, data={"tasks": {"math": math | {"template": "chat"}}}))
     with pytest.raises(MegarlError, match=r"data\.tasks: there is none; give one"):
         checks.check_inputs(changed(tree, data={"tasks": {}}))
