@@ -9,12 +9,14 @@ A program may also be asked by a check that is code itself. That runs in a sandb
     check ─► sandbox ── calls ──► sandbox ◄─ program        what the check expects is in the first, the program in the second
     `passed` ◄──┘  ◄── results ──────┘
 
-`bubblewrap` is all of this. `rlimits` leaves bwrap out: what a program may use is limited, but it reads what the user running
-the controller can read. Nothing that decides on right or wrong is where the program is.
+`bubblewrap` is all of this. `rlimits` leaves bwrap out: what a program may use is limited, and the kernel's Landlock keeps it
+from files; where there is none it reads, writes and deletes what the user running the controller can (`remains`). Nothing that
+decides on right or wrong is where the program is.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -30,11 +32,16 @@ from typing import IO, Any, Literal, NamedTuple
 
 from megarl.errors import MegarlError
 from megarl.grading.answer import GraderDown
+from megarl.grading.inside import landlock_version
 
 log = logging.getLogger(__name__)
 Kind = Literal["bubblewrap", "rlimits"]
 INSIDE = Path(__file__).with_name("inside.py")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache")
+"""What a program may read, beside its Python."""
+LANDLOCK = 3
+"""The first version of Landlock that keeps files from being cut short."""
 CHECK_LIMIT_S = 60.0
 KILL_LIMIT_S = 60.0
 TRIES = 2
@@ -73,6 +80,13 @@ def places() -> int:
     return max(1, min(32, (os.cpu_count() or 1) // 4))
 
 
+def remains() -> str:
+    """What programs under `rlimits` may do to files here."""
+    if landlock_version(ctypes.CDLL(None)) >= LANDLOCK:
+        return "see which files there are"  # `stat` asks nobody
+    return "read, write and delete what you can (this kernel has no Landlock to prevent it, or an old one)"
+
+
 class Sandbox:
     """Runs at most `places` programs at once."""
 
@@ -86,7 +100,7 @@ class Sandbox:
         if self._kind == "bubblewrap" and shutil.which("bwrap") is None:
             raise MegarlError(
                 "data.sandbox: bubblewrap is not installed, and code is graded in its sandbox; install it (apt-get install "
-                "bubblewrap), or set data.sandbox=rlimits if the programs may read what you can read"
+                f"bubblewrap), or set data.sandbox=rlimits if the programs may {remains()}"
             )
         task = _task("import heapq\nprint(6 * 7)")
         with tempfile.TemporaryDirectory() as scratch:
@@ -106,11 +120,13 @@ class Sandbox:
                     "in a container it needs the right to make namespaces (docker run --privileged, or "
                     "--security-opt seccomp=unconfined --security-opt apparmor=unconfined), elsewhere "
                     "sysctl kernel.apparmor_restrict_unprivileged_userns=0; or set data.sandbox=rlimits if the programs "
-                    "may read what you can read"
+                    f"may {remains()}"
                     if self._kind == "bubblewrap"
                     else f"run as another user than root, or let everybody read {self.python.parent.parent}"
                 )
             )
+        if self._kind == "rlimits":
+            log.warning("data.sandbox=rlimits: programs may %s", remains())
 
     async def run(self, program: str, given: str, call: str = "") -> Ran:
         """What `program` printed when it was given this on stdin; or the repr of the expression `call` after it has run.
@@ -187,13 +203,15 @@ class Sandbox:
         return Ran(out.removeprefix(STARTED).decode(errors="replace"), ended, process.returncode or 0)  # type: ignore[arg-type]
 
     def _command(self) -> list[str]:
+        prefix = self.python.parent.parent
+        readable = [*SYSTEM, str(prefix)] if self._kind == "rlimits" else []
         python = [
             str(self.python), "-I", "-S", "-X", "utf8", "-X", "int_max_str_digits=0",
-            "-c", INSIDE.read_text(), json.dumps(asdict(self._limits)),
+            "-c", INSIDE.read_text(), json.dumps(asdict(self._limits)), json.dumps(readable),
         ]  # fmt: skip
         if self._kind == "rlimits":
             return python
-        return [*_bubblewrap(self.python.parent.parent, self._limits), "--", *python]
+        return [*_bubblewrap(prefix, self._limits), "--", *python]
 
 
 def _task(program: str, **more: Any) -> bytes:
@@ -229,13 +247,11 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
 def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
     """A root of the system's programs and the Python of `prefix`; as root with what inside.py needs to become nobody."""
     command = ["bwrap", "--die-with-parent", "--new-session", "--ro-bind", "/usr", "/usr"]
-    for name in ("bin", "sbin", "lib", "lib64"):
-        path = Path("/") / name
-        if path.is_symlink():
-            command += ["--symlink", os.readlink(path), str(path)]
+    for path in SYSTEM[1:]:
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
         else:
-            command += ["--ro-bind-try", str(path), str(path)]
-    command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+            command += ["--ro-bind-try", path, path]
     if not prefix.is_relative_to("/usr"):
         for parent in reversed(prefix.parents[:-1]):  # bwrap would make them for its own user alone
             command += ["--perms", "0755", "--dir", str(parent)]

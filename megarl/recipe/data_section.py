@@ -131,7 +131,7 @@ class Data(Section):
     services: dict[TaskName, Service] = Field({}, description="reward services, by the name that a grader has")
     sandbox: Literal["bubblewrap", "rlimits"] = Field(
         "bubblewrap",
-        description="of grader: code; rlimits: limits alone, the programs read what the user can who runs the controller",
+        description="of grader: code; rlimits: no namespaces; on old kernels programs read, write and delete what you can",
     )
     decontaminate: tuple[str, ...] = Field(
         (), description="sources of evaluation sets: prompts with 13 words in a row of theirs are not trained on"

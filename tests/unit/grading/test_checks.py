@@ -77,6 +77,10 @@ def test_right_and_wrong(kind: Kind) -> None:
             checked("assert [candidate(), candidate()] == [1, 2]"),
             True,
         ),
+        ("def f(x): raise StopIteration", checked("assert all(map(candidate, [1, 2]))"), False),
+        ("def f(x): raise StopIteration", checked("for n in map(candidate, [1, 2]): assert n == 7"), False),
+        ("def f(x): raise StopIteration", checked("try: candidate(1)", "except RuntimeError: pass"), True),
+        ("def f(x): return True", checked("assert all(map(candidate, [1, 2]))"), True),
         ("def f(x): return 'x' * x", checked("assert len(candidate(1000)) == 1000"), True),
         ("def f(x): return 'x' * x", checked("assert len(candidate(1 << 21)) == 1 << 21"), False),  # no pipe takes it
         ("def f(x): return object()", checked("candidate(1)"), False),

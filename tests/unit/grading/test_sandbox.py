@@ -1,9 +1,13 @@
 """Attacks that must fail and be survived, each by a program run in the sandbox; after each it still runs a good one."""
 
 import asyncio
+import logging
 import os
 import shutil
+import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +16,63 @@ from megarl.errors import MegarlError
 from megarl.grading import Grade, GraderDown, Submission, Verdict
 from megarl.grading.answer import judged
 from megarl.grading.code import Code
-from megarl.grading.sandbox import Kind, Limits, Ran, Sandbox
+from megarl.grading.inside import NOBODY
+from megarl.grading.sandbox import Kind, Limits, Ran, Sandbox, remains
 from tests.unit.grading.asking import LIMITS, SHORT, graders_of, prompt_of, sandbox
 
 SECRET = "megarl-expected-4711"
+
+ATTACKS = """
+import ctypes, fcntl, os, platform, struct
+libc = ctypes.CDLL(None, use_errno=True)
+victim, there = int("{victim}"), "{place}/there"
+x86 = platform.machine() == "x86_64"
+
+def call(x86_64, aarch64, *arguments):
+    found = libc.syscall(x86_64 if x86 else aarch64, *arguments)
+    if found < 0:
+        raise OSError(ctypes.get_errno(), "")
+    return found
+
+def pipe(own, *owner):
+    reading, writing = os.pipe()
+    fcntl.fcntl(reading, 10, 10)  # F_SETSIG, SIGUSR1
+    fcntl.fcntl(reading, own, *owner)
+    fcntl.fcntl(reading, fcntl.F_SETFL, os.O_ASYNC)
+    os.write(writing, b"x")
+
+def async_alone():
+    fcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_ASYNC)
+
+def queue():
+    call(71, 187, call(68, 186, 0, 0o1600), 0, None)  # its own; removed
+
+def semaphores():
+    call(66, 191, call(64, 190, 0, 1, 0o1600), 0, 0)
+
+information = ctypes.create_string_buffer(struct.pack("iii", 10, 0, -1) + bytes(128))
+ATTEMPTS = dict(
+    append=lambda: open(there, "a").write("x"), read=lambda: open(there).read(), list=lambda: os.listdir("{place}"),
+    truncate=lambda: os.truncate(there, 0), mode=lambda: os.chmod(there, 0o600), times=lambda: os.utime(there),
+    make=lambda: open("{place}/stop", "w"), link=lambda: os.link(there, "{place}/link"),
+    rename=lambda: os.rename(there, there + "2") or os.rename(there + "2", there), delete=lambda: os.unlink(there),
+    sigqueue=lambda: call(129, 138, victim, 10, information),
+    tgsigqueue=lambda: call(297, 240, victim, victim, 10, information),
+    setown=lambda: pipe(8, victim), setown_ex=lambda: pipe(15, struct.pack("ii", 1, victim)), async_alone=async_alone,
+    queue=queue, semaphores=semaphores, secret=lambda: os.close(call(447, 447, 0)),
+    priority=lambda: os.setpriority(os.PRIO_PROCESS, victim, 19), cores=lambda: os.sched_setaffinity(victim, [0]),
+)
+for name, attempt in ATTEMPTS.items():
+    try:
+        attempt()
+        print(name)
+    except OSError:
+        pass
+open("mine", "w").write("x"); os.rename("mine", "still mine"); os.mkdir("d"); os.rename("still mine", "d/mine")
+print(len(ATTEMPTS), open("d/mine").read(), fcntl.fcntl(0, fcntl.F_GETFL) >= 0)
+"""
+"""What a program of the same user can do to it; says what it could."""
+MINE = "20 x True"
 
 
 def run(kind: Kind, program: str, given: str = "", call: str = "", limits: Limits = LIMITS) -> Ran:
@@ -128,6 +185,66 @@ open("/tmp/megarl-mine", "w").write("x"); print("mine")
     assert run(bubblewrap, program).stdout == "mine\n"
     assert list(tmp_path.iterdir()) == []
     assert not Path("/tmp/megarl-mine").exists()
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory of the user that programs run as, with a file in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        path = Path(folder)
+        (path / "there").write_text(SECRET)
+        if os.getuid() == 0:
+            for each in (path, path / "there"):
+                os.chown(each, NOBODY, NOBODY)
+        yield path
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of that user. It does not mind SIGUSR1."""
+    program = "import signal, time; signal.signal(10, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+    process = subprocess.Popen(
+        ["/usr/bin/python3", "-c", program], stdout=subprocess.PIPE, user=NOBODY if os.getuid() == 0 else None
+    )
+    assert process.stdout
+    assert process.stdout.read(1) == b"1"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_an_ordinary_users_files_and_processes(place: Path, victim: subprocess.Popen[bytes], kind: Kind) -> None:
+    attacks = ATTACKS.format(victim=victim.pid, place=place)
+    assert run(kind, attacks).stdout.splitlines() == [MINE], "no attempt has succeeded"
+    assert (place / "there").read_text() == SECRET
+    assert [each.name for each in place.iterdir()] == ["there"]
+
+
+def test_without_a_sandbox_all_of_these_attempts_succeed(place: Path, victim: subprocess.Popen[bytes]) -> None:
+    os.chmod(place, 0o700)
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
+        os.chmod(scratch, 0o777)
+        done = subprocess.run(
+            ["/usr/bin/python3", "-c", ATTACKS.format(victim=victim.pid, place=place)], cwd=scratch, capture_output=True,
+            text=True, user=NOBODY if os.getuid() == 0 else None, check=True,
+        )  # fmt: skip
+    assert len({"secret", *done.stdout.splitlines()}) == 21, done.stdout  # not every kernel has secret memory
+    assert list(place.iterdir()) != [place / "there"]
+
+
+def test_without_landlock_the_message_says_what_remains(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds: dict[int, str] = {0: "read, write and delete what you can", 2: "read, write", 3: "see which files there are"}
+    for version, words in kinds.items():
+        monkeypatch.setattr("megarl.grading.sandbox.landlock_version", lambda libc, version=version: version)
+        with caplog.at_level(logging.WARNING):
+            sandbox("rlimits").check()
+        assert words in remains()
+        assert f"data.sandbox=rlimits: programs may {words}" in caplog.text
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MegarlError, match=r"data\.sandbox=rlimits if the programs may see which files there are"):
+        Sandbox("bubblewrap", 1).check()
 
 
 def test_secrets_and_the_answers_of_the_tests(
