@@ -19,7 +19,7 @@ from megarl.types import Group
 Centring = Literal["group", "leave_one_out", "none"]
 Normalisation = Literal["batch", "group", "running", "none"]
 Penalties = Mapping[tuple[int, int], float]
-"""What is taken off the graded reward of (ticket, sample) before centring. It has no say in whether a group has variance."""
+"""What is taken off the reward of (ticket, sample) before centring. A group of one reward has no gradient whatever it is."""
 NO_PENALTIES: Penalties = {}
 
 
@@ -68,36 +68,32 @@ def advantages(
     """Centred rewards divided by a population deviation. One [generations] float64 a group.
 
     centring: minus the mean of the group, or of its other rollouts (n / (n - 1) times as much), or as they are.
-    normalisation: batch: of all centred rewards of the groups that have variance; group: of the own group; running: of those
-    of all batches up to this one, which `running` has seen already (`centred_with_variance`); none: not divided.
-    A group whose graded rewards have no variance has advantage 0 throughout, unless nothing is taken off.
+    normalisation: batch: of all centred rewards of these groups; group: of the own group; running: of those of all batches up
+    to this one, which `running` has seen already (`centred`); none: not divided.
+    A group of one reward has advantage 0 throughout, unless nothing is taken off.
     """
-    varied = [g.has_variance for g in groups]
-    centred = [centred_rewards(g, centring, penalties) for g in groups]
+    each = [centred_rewards(g, centring, penalties) for g in groups]
     if normalisation == "running":
-        return [c / running.deviation for c in centred]
-    if normalisation == "none" or not any(varied):
-        return centred
-    if normalisation == "group":  # "or 1": penalties may have made the rewards equal
-        return [c / (c.std() or 1.0) if v else c for c, v in zip(centred, varied, strict=True)]
-    deviation = centred_with_variance(groups, centring, penalties).std() or 1.0
-    return [c / deviation for c in centred]
+        return [c / running.deviation for c in each]
+    if normalisation == "none" or not groups:
+        return each
+    if normalisation == "group":  # "or 1": all of them may be the same
+        return [c / (c.std() or 1.0) for c in each]
+    deviation = centred(groups, centring, penalties).std() or 1.0
+    return [c / deviation for c in each]
 
 
-def centred_with_variance(
-    groups: Sequence[Group], centring: Centring, penalties: Penalties = NO_PENALTIES
-) -> np.ndarray:
-    """[rollouts of groups with variance] float64: what a deviation over groups is of."""
-    centred = [centred_rewards(g, centring, penalties) for g in groups if g.has_variance]
-    return np.concatenate(centred) if centred else np.zeros(0)
+def centred(groups: Sequence[Group], centring: Centring, penalties: Penalties = NO_PENALTIES) -> np.ndarray:
+    """[rollouts] float64 of all groups: what a deviation over groups is of."""
+    return np.concatenate([np.zeros(0), *(centred_rewards(g, centring, penalties) for g in groups)])
 
 
 def centred_rewards(group: Group, centring: Centring, penalties: Penalties = NO_PENALTIES) -> np.ndarray:
     """[generations] float64"""
-    if not group.has_variance and centring != "none":  # exactly, which r - mean is not in floating point
+    if not np.ptp(group.rewards) and centring != "none":  # exactly, which r - mean is not in floating point
         return np.zeros(len(group.rollouts))
     rewards = group.rewards - [penalties.get((group.ticket, r.sample), 0.0) for r in group.rollouts]
     if centring == "none":
         return rewards
-    centred = rewards - rewards.mean()
-    return centred if centring == "group" else centred * (len(centred) / (len(centred) - 1))
+    lowered = rewards - rewards.mean()
+    return lowered if centring == "group" else lowered * (len(lowered) / (len(lowered) - 1))

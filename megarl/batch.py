@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.advantages import NOTHING_SEEN, Moments, advantages, centred_with_variance
+from megarl.advantages import NOTHING_SEEN, Moments, advantages, centred
 from megarl.recipe import Recipe
 from megarl.types import Batch, Group, Rollout
 
@@ -131,7 +131,7 @@ def with_advantages(
         return list(sequences), before
     groups = groups_in_loss(batch.groups, settings.zero_variance)
     penalties = {(s.ticket, s.sample): float(s.kl_penalty.sum()) for s in sequences if s.kl_penalty is not None}
-    after = before.after(centred_with_variance(groups, settings.centring, penalties), settings.running_decay)
+    after = before.after(centred(groups, settings.centring, penalties), settings.running_decay)
     gains = advantages(groups, settings.advantage, settings.centring, after, penalties)
     of = {
         (group.ticket, rollout.sample): float(gain)

@@ -98,13 +98,17 @@ class Episode(Record, frozen=True):
 
 
 class Rollout(Record, frozen=True):
-    """One completion of a ticket's prompt, graded. `sample` counts 0 … generations-1 within the group."""
+    """One completion of a ticket's prompt, graded. `sample` counts 0 … generations-1 within the group.
+
+    graded: what the graders gave, before the overlong penalty; None: the same as `reward`.
+    """
 
     sample: int
     segments: tuple[Segment, ...]
     reward: float
     correct: bool
     finish: Finish
+    graded: float | None = None
     interrupted: bool = False  # the interruption phrase was put in
     format_ok: bool = True  # the thinking trace was closed and something stands after it
     grader_timeout: bool = False
@@ -164,8 +168,9 @@ class Group(Record, frozen=True):
 
     @property
     def has_variance(self) -> bool:
-        """Whether its rewards differ: only then has it a gradient."""
-        return len({r.reward for r in self.rollouts}) > 1
+        """Whether its answers were graded differently: of right and wrong ones, whether there are both. The overlong penalty has
+        no say: a group of right answers teaches nothing but their lengths."""
+        return len({r.reward if r.graded is None else r.graded for r in self.rollouts}) > 1
 
 
 class Batch(Record, frozen=True):

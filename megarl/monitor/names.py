@@ -14,7 +14,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "pass_rate_train": ("reward", "share of right answers in the batch, zero-variance groups included"),
     "reward_mean": ("reward", "mean reward of the batch"),
     "reward": ("reward", "reward/NAME: mean score of each of several rewards, before its weight"),
-    "zero_variance_share": ("reward", "groups of the batch with one reward throughout"),
+    "zero_variance_share": ("reward", "groups of the batch whose answers were all graded alike"),
     "groups_in_loss": ("reward", "groups of the batch that have a gradient"),
     "void_groups": ("reward", "groups of the batch that could not be generated or graded"),
     "truncation_rate": ("length", "rollouts that ran out of the answer budget"),

@@ -169,7 +169,10 @@ class Pipeline(Section):
 
 class BatchSection(Section):
     prompts: int = Field(48, ge=1)
-    zero_variance: Literal["drop", "refill", "keep"] = "drop"
+    zero_variance: Literal["drop", "refill", "keep"] = Field(
+        "drop",
+        description="groups whose answers are graded alike: left out; replaced by another prompt's; in the loss and its means",
+    )
     positive_threshold: float | None = Field(0.9, gt=0, le=1, description="no-positive-resampling; null: off")
     centring: Literal["group", "leave_one_out", "none", "critic"] = Field(
         "group",

@@ -259,6 +259,7 @@ class Tickets:
             reward=overlong.reward(grade, len(done.tokens), length),
             correct=grade.correct,
             finish=done.finish,
+            graded=grade.reward,
             interrupted=done.interrupted,
             format_ok=grade.format_ok,
             grader_timeout=grade.timeout,

@@ -3,6 +3,7 @@
 import dataclasses
 import statistics
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -30,10 +31,47 @@ GROUPS = [group(0, 1.0, -1.0), group(1, 1.0, 1.0), group(3, -1.0, 1.0, 1.0)]
 
 def test_advantages_of_the_batch():
     centred = [[1.0, -1.0], [0.0, 0.0], [-4 / 3, 2 / 3, 2 / 3]]
-    deviation = statistics.pstdev(centred[0] + centred[2])  # rollouts of groups with variance only
+    deviation = statistics.pstdev(centred[0] + centred[1] + centred[2])
     found = advantages(GROUPS, "batch")
     for values, expected in zip(found, centred, strict=True):
         np.testing.assert_allclose(values, np.array(expected) / deviation, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["batch", "running"])
+def test_groups_of_one_reward_count_in_the_deviation_where_they_are_kept(kind):
+    """ScaleRL divides by the deviation of all advantages in the batch; the filter decides which are in it. Two groups of four,
+    one of them half right: its advantages are ±1, and ±sqrt(2) with four zeros beside them."""
+    batch = Batch(step=0, groups=(group(0, 1.0, -1.0, 1.0, -1.0), group(1, 1.0, 1.0, 1.0, 1.0)))
+    signs = np.array([1, -1, 1, -1])
+    dropped = training_sequences(batch, recipe(advantage=kind))
+    np.testing.assert_allclose([s.advantage for s in dropped], signs)
+    kept = training_sequences(batch, recipe(advantage=kind, zero_variance="keep"))
+    np.testing.assert_allclose([s.advantage for s in kept], [*(np.sqrt(2) * signs), 0, 0, 0, 0])
+
+
+def test_the_overlong_penalty_does_not_put_a_group_of_right_answers_into_the_loss():
+    """DAPO keeps a prompt if some, but not all, of its answers are right (arXiv 2503.14476, equation 11). Else one right answer of
+    sixteen that is a token too long would have advantage -3.87, as one wrong answer has among fifteen right ones."""
+    right = penalised_group(0, *[1.0] * 15, 0.9995)
+    mixed = penalised_group(1, *[1.0] * 14, 0.9995, -1.0)
+    assert not right.has_variance
+    assert mixed.has_variance
+    batch, settings = Batch(step=0, groups=(right, mixed)), recipe(advantage="group")
+    assert {s.ticket for s in sequences_in_loss(batch, settings)} == {1}
+    kept = training_sequences(batch, recipe(advantage="group", zero_variance="keep"))
+    assert kept[15].advantage == pytest.approx(-(15**0.5)), "kept, it is trained by its rewards as they are"
+
+
+def test_scores_of_a_reward_model_have_variance_though_all_are_right():
+    assert group(0, 0.7, 0.3).has_variance
+    assert not group(0, 0.7, 0.7).has_variance
+
+
+def penalised_group(ticket: int, *rewards: float) -> Group:
+    """As a grader of right and wrong makes it with the overlong penalty."""
+    made = group(ticket, *rewards)
+    rollouts = [msgspec.structs.replace(r, graded=1.0 if r.correct else -1.0) for r in made.rollouts]
+    return msgspec.structs.replace(made, rollouts=tuple(rollouts))
 
 
 def test_advantages_of_the_group_and_undivided():
@@ -51,14 +89,14 @@ def test_leave_one_out_takes_off_the_mean_of_the_others():
         others = [statistics.mean(rewards[:j] + rewards[j + 1 :]) for j in range(len(rewards))]
         np.testing.assert_allclose(gains, np.subtract(rewards, others), rtol=1e-12)
     divided = advantages(GROUPS, "batch", "leave_one_out")
-    deviation = statistics.pstdev([*found[0], *found[2]])
+    deviation = statistics.pstdev(np.concatenate(found))
     for gains, raw in zip(divided, found, strict=True):
         np.testing.assert_allclose(gains, raw / deviation, rtol=1e-12)
 
 
 def test_uncentred_rewards():
     assert [a.tolist() for a in advantages(GROUPS, "none", "none")] == [[1, -1], [1, 1], [-1, 1, 1]]
-    deviation = statistics.pstdev([1, -1, -1, 1, 1])
+    deviation = statistics.pstdev([1, -1, 1, 1, -1, 1, 1])
     np.testing.assert_allclose(advantages(GROUPS, "batch", "none")[1], np.ones(2) / deviation)
 
 
@@ -85,14 +123,16 @@ def test_a_kl_penalty_is_taken_off_before_centring_and_dividing():
 
 
 @pytest.mark.parametrize("kind", ["batch", "group", "running", "none"])
-def test_whether_a_group_has_variance_is_decided_by_graded_rewards(kind):
+def test_a_kl_penalty_gives_a_group_of_one_reward_no_gradient(kind):
     """However the penalty spreads them."""
     batch = Batch(step=0, groups=(group(0, 1.0, 1.0), group(1, 1.0, -1.0)))
     assert {s.ticket for s in sequences_in_loss(batch, recipe())} == {1}
     settings = recipe(zero_variance="keep", advantage=kind)
     found, _ = with_advantages(penalised(sequences_in_loss(batch, settings), 0.5, 0.0, 1.0, 0.0), batch, settings)
-    gain = 0.5 if kind == "none" else 1.0
-    assert [s.advantage for s in found] == [0.0, 0.0, gain, -gain]
+    gain = {"none": 0.5, "group": 1.0}.get(
+        kind, 2**0.5
+    )  # four rollouts are divided by their deviation, two of them are 0
+    assert [s.advantage for s in found] == pytest.approx([0.0, 0.0, gain, -gain], rel=1e-15, abs=0)
     found, _ = with_advantages(penalised(sequences_in_loss(batch, settings), 0.5, 0.0, 2.0, 0.0), batch, settings)
     assert [s.advantage for s in found] == [0.0] * 4  # it made the second group's equal
 
@@ -109,7 +149,7 @@ STREAM = st.lists(REWARDS, min_size=1, max_size=5)
     stream=STREAM, decay=st.sampled_from([1.0, 0.9, 0.3]), centring=st.sampled_from(["group", "leave_one_out", "none"])
 )
 def test_running_deviation_is_that_of_all_batches_so_far(stream, decay, centring):
-    """numpy's weighted deviation over the whole history, of rollouts of groups with variance."""
+    """numpy's weighted deviation over the whole history, of the rollouts in the loss."""
     settings = recipe(running_decay=decay, centring=centring)
     moments, history = NOTHING_SEEN, []
     for step, rewards in enumerate(stream):
@@ -160,7 +200,8 @@ def test_a_penalty_that_is_no_number_breaks_its_group_and_no_later_batch(broken)
     assert [np.isfinite(s.advantage) for s in found] == [False, False, True, True]
 
 
-def test_a_batch_without_variance_is_not_remembered():
+def test_a_batch_without_variance_is_remembered_only_where_it_is_kept():
     before = Moments(8.0, 0.0, 4.0)
-    batch, keep = Batch(step=1, groups=(group(0, 1.0, 1.0),)), recipe(zero_variance="keep")
-    assert with_advantages(sequences_in_loss(batch, keep), batch, keep, before)[1] == before
+    batch, drop, keep = Batch(step=1, groups=(group(0, 1.0, 1.0),)), recipe(), recipe(zero_variance="keep")
+    assert with_advantages(sequences_in_loss(batch, drop), batch, drop, before)[1] == before
+    assert with_advantages(sequences_in_loss(batch, keep), batch, keep, before)[1] == Moments(10.0, 0.0, 4.0)

@@ -99,15 +99,26 @@ def recipe_of(**sections: Any) -> Recipe:
     return from_tree({key: tree.get(key, {}) | sections.get(key, {}) for key in tree | sections})
 
 
-async def run(recipe: Recipe, path: Path, until: int | None) -> tuple[Tickets, Server]:
+class Wordy(Server):
+    """Thinks 20 to 23 tokens and answers: of three prompts one is never solved, one now and then, one always."""
+
+    async def generate(self, ids: np.ndarray, limit: int, *, cache_salt: str, **_: Any) -> Generation:
+        self.count = count = self.count + 1
+        await asyncio.sleep(0)
+        kind = int(ids[1]) % 3
+        tokens = [7] * (20 + count % 4) + [CLOSE, 5 if kind == 2 or (kind == 1 and count % 2) else 6, END]
+        return Generation(int32(tokens), float32([-1.0] * len(tokens)), (Span(3, 0, len(tokens)),), "stop")
+
+
+async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server] = Server) -> tuple[Tickets, Server]:
     """Go on with the journal in `path` until no ticket is left to do, or so many are settled in this life."""
     journal = Journal.open(path, B, recipe.pipeline.max_lag)
     members = Membership([ServerAddress(id=0, url="")])
     members.seen(0)
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
-    server, places, settled = Server(), Places(members, 16), 0
-    sampler = Sampler(recipe, Letters(), {0: server}, places, Nobody())  # type: ignore[arg-type,dict-item]
+    asked, places, settled = server(), Places(members, 16), 0
+    sampler = Sampler(recipe, Letters(), {0: asked}, places, Nobody())  # type: ignore[arg-type,dict-item]
     graders = Graders(recipe.data, "</think>", str, 1, 1.0)
     ledger, done = Ledger(journal), asyncio.Event()
 
@@ -121,7 +132,7 @@ async def run(recipe: Recipe, path: Path, until: int | None) -> tuple[Tickets, S
     def whole() -> bool:
         return not tickets.running and (tickets.mixture.exhausted or tickets.batches() >= recipe.run.steps)
 
-    parity = Parity(recipe, END, None, {0: server}, members, changed, pytest.fail, "")  # type: ignore[dict-item]
+    parity = Parity(recipe, END, None, {0: asked}, members, changed, pytest.fail, "")  # type: ignore[dict-item]
     tickets = Tickets(recipe, journal.state, PROMPTS, members, places, sampler, graders, ledger, parity, changed, "")
     if whole():
         done.set()
@@ -132,7 +143,7 @@ async def run(recipe: Recipe, path: Path, until: int | None) -> tuple[Tickets, S
         for part in parts:
             part.cancel()
     await ledger.close()
-    return tickets, server
+    return tickets, asked
 
 
 def records(path: Path) -> list[JournalRecord]:
@@ -217,3 +228,15 @@ def test_used_up_prompts_end_it_task_by_task(tmp_path: Path) -> None:
     finished = [r.group.prompt for r in records(tmp_path) if isinstance(r, Finished)]
     assert len(finished) == tickets.admitted
     assert {(p.task, p.id) for p in finished} == {(t, p.id) for t, of in kept.items() for p in of.train}
+
+
+def test_refill_keeps_a_prompt_if_some_of_its_answers_are_right_and_some_wrong(tmp_path: Path) -> None:
+    """DAPO's rule (arXiv 2503.14476, equation 11): right answers that differ in their overlong penalty alone are refilled."""
+    recipe = recipe_of(length={"control": "overlong_penalty", "overlong_tokens": 8, "stages": []})
+    asyncio.run(run(recipe, tmp_path, None, Wordy))
+    found = records(tmp_path)
+    groups = [r.group for r in found if isinstance(r, Finished)]
+    assert len(groups) == 8 * B
+    assert {r.reward for g in groups for r in g.rollouts} > {1 - 7 / 8, -1.0}, "right answers were penalised"
+    assert {0 < g.pass_rate < 1 for g in groups} == {True}
+    assert {r.pass_rate for r in found if isinstance(r, Removed)} == {0.0, 1.0}
