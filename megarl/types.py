@@ -168,8 +168,8 @@ class Group(Record, frozen=True):
 
     @property
     def has_variance(self) -> bool:
-        """Whether its answers were graded differently: of right and wrong ones, whether there are both. The overlong penalty has
-        no say: a group of right answers teaches nothing but their lengths."""
+        """Whether its answers were graded differently: of right and wrong ones, whether there are both. The overlong penalty
+        has no say: a group of right answers teaches nothing but their lengths."""
         return len({r.reward if r.graded is None else r.graded for r in self.rollouts}) > 1
 
 

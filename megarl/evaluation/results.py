@@ -21,7 +21,7 @@ def settings_of(recipe: Recipe, rows: Rows) -> dict[str, Any]:
         "suite": rows.model_dump(mode="json", exclude={"samples", "prompts", "train", "weight"}),
         "length": recipe.length.model_dump(mode="json", include=LENGTH),
         "temperature": recipe.evaluation.temperature,
-        "top_p": recipe.sampling.top_p,
+        "top_p": recipe.evaluation.top_p,
         "dtype": recipe.model.dtype,
         "fp32_head": recipe.model.fp32_head,
     }

@@ -164,7 +164,7 @@ def _job(prompt: Prompt, order: Order, asker: Asker) -> Job:
         salt=asker.salt,
         thinking_tokens=recipe.length.thinking_tokens[1],
         temperature=recipe.evaluation.temperature,
-        top_p=recipe.sampling.top_p,
+        top_p=recipe.evaluation.top_p,
     )
 
 

@@ -17,7 +17,7 @@ from megarl.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, RED, STYLE
 from megarl.recipe import Recipe
 from megarl.scaling.extrapolate import predict
 from megarl.scaling.fit import fit
-from megarl.scaling.points import curve_of_run
+from megarl.scaling.points import Columns, curve_of_run
 
 Row = dict[str, Any]
 MOST_POINTS = 400
@@ -61,7 +61,11 @@ def _predicted(axes: Any, rows: list[Row], evaluations: list[Row]) -> None:
     newest = evaluations[-1] if evaluations else {}
     if "predicted_hours" not in newest:
         return
-    fitted = fit([curve_of_run("run", evaluations, rows, "the run")])
+    score = newest.get("predicted_score", "pass_rate")
+    curve = curve_of_run("run", evaluations, rows, "the run", Columns(score=score))
+    fitted = fit([curve])
+    if score != "pass_rate":  # the points so far are of all tasks together
+        axes.plot(curve.hours, curve.pass_rate, ".", color=GREY, label=score)
     band = predict(fitted, np.geomspace(fitted.window[0], newest["predicted_hours"], CURVE_POINTS))
     axes.fill_between(band.hours, band.low, band.high, color=GREY, alpha=0.2, linewidth=0)
     axes.plot(band.hours, band.pass_rate, color=GREY, linestyle="--", label="fitted, with 95 % interval")

@@ -49,6 +49,22 @@ def impossible(r: Recipe) -> list[str]:
         for name, suite in r.evaluation.suites.items()
         if "{prompt}" not in suite.prompt
     ]
+    scored = [*r.data.tasks, *r.evaluation.suites]
+    if r.evaluation.forecast and r.evaluation.forecast not in scored:
+        found.append(
+            f"evaluation.forecast: {r.evaluation.forecast!r} is no task and no suite of this recipe; "
+            f"{_known(r.evaluation.forecast, scored)}"
+        )
+    if r.run.stop_at_asymptote and len(r.data.tasks) > 1 and not r.forecast_column:
+        found.append(
+            f"run.stop_at_asymptote: of several tasks ({', '.join(r.data.tasks)}) one has to decide; name it in "
+            "evaluation.forecast"
+        )
+    if r.sampling.top_p < 1:
+        found.append(
+            "sampling.top_p: a server's log-probs are then of what top_p leaves of the vocabulary, the learner's are of all of "
+            "it, and every importance ratio would be wrong; leave it at 1 (evaluations have evaluation.top_p)"
+        )
     if m.moe.freeze_router and m.moe.load_balancing != "none":
         found.append("model.moe.load_balancing: balances by training the router, which model.moe.freeze_router forbids")
     if m.virtual_pipeline_parallel > 1 and m.pipeline_parallel == 1:

@@ -136,7 +136,9 @@ class Length(Section):
 class Sampling(Section):
     generations: int = Field(16, ge=2, description="rollouts of a prompt")
     temperature: float = Field(1.0, gt=0, description="not stated")
-    top_p: float = Field(1.0, gt=0, le=1, description="not stated")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="not stated; training takes no other, evaluation.top_p is its own"
+    )
 
 
 class Pipeline(Section):
@@ -305,6 +307,11 @@ class Evaluation(Section):
     samples: int = Field(16, ge=1, description="mean@samples")
     servers: int = Field(1, ge=1, description="held at the scored version meanwhile, as far as there are so many")
     temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    forecast: str = Field(
+        "",
+        description="task or suite whose pass rate is fitted and forecast; empty: that of the one task, of several none",
+    )
     suites: dict[TaskName, Suite] = Field(
         {}, description="further sets that are scored, by name; `aime24: {}` is a shipped one"
     )
@@ -391,6 +398,14 @@ class Recipe(Section):
     @property
     def has_critic(self) -> bool:
         return self.batch.centring == "critic"
+
+    @property
+    def forecast_column(self) -> str:
+        """Of eval.jsonl: the pass rate that is fitted and forecast. Empty if there are several tasks and none is named."""
+        named = self.evaluation.forecast
+        if len(self.data.tasks) == 1 and (not named or named in self.data.tasks):
+            return "pass_rate"
+        return f"pass_rate/{named}" if named else ""
 
     @property
     def critic_model(self) -> Model:

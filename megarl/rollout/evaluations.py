@@ -189,10 +189,13 @@ class Evaluations:
             found = result_of(of.name, model, of.samples, settings, outcomes[of.name])
             SuiteDir(folder, of.name).write_result(found)
 
-    def _outlook(self, row: dict[str, Any]) -> dict[str, float]:
-        """With this score; nothing while there are too few."""
+    def _outlook(self, row: dict[str, Any]) -> dict[str, float | str]:
+        """With this score; nothing while there are too few, or nobody has said whose score to forecast."""
+        score = self._recipe.forecast_column
+        if not score:
+            return {}
         earlier = [r for r in latest_rows(self._rundir.eval) if r["step"] < row["step"]]
-        found = outlook([*earlier, row], latest_rows(self._rundir.metrics), self._recipe.run.steps)
+        found = outlook([*earlier, row], latest_rows(self._rundir.metrics), self._recipe.run.steps, score)
         return found.row() if found else {}
 
     def _grader_down(self, version: int, errors: BaseExceptionGroup[GraderDown]) -> None:

@@ -95,7 +95,7 @@ class Parity:
         self._clients, self._membership = clients, membership
         self._changed, self._fail, self._salt = changed, fail, salt
         # SGLang scores at temperature 1 and over the whole vocabulary, so other samplings cannot be compared with it.
-        self._comparable = recipe.sampling.temperature == 1 and recipe.sampling.top_p == 1
+        self._comparable = recipe.sampling.temperature == 1
         head, model = recipe.model.fp32_head, recipe.model
         heads = (head in ("both", "server"), head in ("both", "learner"))
         self._judge = Judge(model.dtype, routed is not None, *heads)

@@ -79,7 +79,11 @@ def _points(command: argparse.ArgumentParser, about: str, several: bool = False)
     command.add_argument(
         "--hours-column", metavar="NAME", help="header of the compute (default: gpu_hours or compute_hours)"
     )
-    command.add_argument("--score-column", metavar="NAME", default="pass_rate", help="header of the score")
+    command.add_argument(
+        "--score-column",
+        metavar="NAME",
+        help="header of the score, such as pass_rate/math (default: pass_rate; of a run what evaluation.forecast names)",
+    )
 
 
 def _read(options: argparse.Namespace, source: str) -> list["Curve"]:

@@ -17,7 +17,7 @@ from megarl.errors import MegarlError
 from megarl.scaling.doubts import FEW_POINTS, WIDE_INTERVAL
 from megarl.scaling.extrapolate import predict
 from megarl.scaling.fit import Fit, fit
-from megarl.scaling.points import curve_of_run
+from megarl.scaling.points import Columns, curve_of_run
 
 FURTHER_HOURS = {"gpu": 1000.0, "core": 1.0}
 """Compute whose gain is told, by its unit."""
@@ -25,6 +25,7 @@ NEXT = 0.1
 """Part of the budget that is weighed against the noise."""
 
 Row = dict[str, Any]
+PASS_RATE = "pass_rate"
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,18 @@ class Outlook:
     next_gain: float
     noise: float
     settled: bool
+    score: str = PASS_RATE
+    """Column of eval.jsonl that all of it is about."""
 
     @property
     def enough(self) -> bool:
         """Whether the run may as well stop."""
         return self.settled and self.next_gain < self.noise
 
-    def row(self) -> dict[str, float]:
+    def row(self) -> dict[str, float | str]:
         """As eval.jsonl has it."""
         return {
+            "predicted_score": self.score,
             "predicted_hours": self.hours,
             "predicted_asymptote": self.asymptote,
             "predicted_final": self.final,
@@ -65,13 +69,16 @@ class Outlook:
         }
 
 
-def outlook(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int) -> Outlook | None:
-    """After the last of these evaluations, of a run of `steps` steps; None while they are too few, or no curve fits them."""
+def outlook(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, score: str = PASS_RATE) -> Outlook | None:
+    """After the last of these evaluations, of a run of `steps` steps; None while they are too few, or no curve fits them.
+
+    score: `pass_rate`, or that of a task or a suite, `pass_rate/math`.
+    """
     last = evaluations[-1]
     if not last["step"]:
         return None
     try:
-        fitted = fit([curve_of_run("run", evaluations, metrics, "the run")])
+        fitted = fit([curve_of_run("run", evaluations, metrics, "the run", Columns(score=score))])
     except MegarlError:
         return None
     now = last["compute_hours"]
@@ -79,8 +86,9 @@ def outlook(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int) -> O
     further = FURTHER_HOURS[fitted.unit]
     final = predict(fitted, np.array([budget]))
     here, after, soon = fitted(np.array([now, now + further, now + NEXT * budget]))
-    answers = last["n_prompts"] * last["samples"]
-    rate = min(max(last["pass_rate"], 1 / answers), 1 - 1 / answers)  # a perfect score is not without noise
+    of = score.removeprefix(PASS_RATE)
+    answers = last[f"n_prompts{of}"] * last.get(f"samples{of}", last["samples"])
+    rate = min(max(last[score], 1 / answers), 1 - 1 / answers)  # a perfect score is not without noise
     return Outlook(
         hours=budget,
         asymptote=fitted.A,
@@ -91,13 +99,14 @@ def outlook(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int) -> O
         next_gain=float(soon - here),
         noise=math.sqrt(rate * (1 - rate) / answers),
         settled=_settled(fitted),
+        score=score,
     )
 
 
 def enough(row: Row) -> str:
     """Why the run may as well stop, in words, of a row of eval.jsonl that says so."""
-    gain, noise = row["predicted_next_gain"], row["evaluation_noise"]
-    return f"the next tenth of the budget is predicted to bring {gain:.4f}, less than the noise of an evaluation ({noise:.4f})"
+    gain, noise = f"{_of(row)}{row['predicted_next_gain']:.4f}", f"{row['evaluation_noise']:.4f}"
+    return f"the next tenth of the budget is predicted to bring {gain}, less than the noise of an evaluation ({noise})"
 
 
 def words(row: Row) -> str:
@@ -106,7 +115,14 @@ def words(row: Row) -> str:
         return ""
     low, high, unit = row["predicted_final_low"], row["predicted_final_high"], row["compute_unit"]
     gain = f"{row['predicted_gain']:+.3f} in {FURTHER_HOURS[unit]:,.0f} {'GPU' if unit == 'gpu' else 'core'} h"
-    return f"{row['predicted_final']:.3f} ({low:.3f}–{high:.3f}) at the end · ceiling {row['predicted_asymptote']:.3f} · {gain}"
+    ceiling = f"ceiling {row['predicted_asymptote']:.3f}"
+    return f"{_of(row)}{row['predicted_final']:.3f} ({low:.3f}–{high:.3f}) at the end · {ceiling} · {gain}"
+
+
+def _of(row: Row) -> str:
+    """Whose pass rate is forecast, where there are several."""
+    of = row.get("predicted_score", PASS_RATE).removeprefix(PASS_RATE).removeprefix("/")
+    return f"{of} " if of else ""
 
 
 def _settled(fitted: Fit) -> bool:

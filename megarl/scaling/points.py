@@ -44,10 +44,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Columns:
-    """Headers of a file. None: `gpu_hours`, else `compute_hours`."""
+    """Headers of a file or of eval.jsonl. hours, None: `gpu_hours`, else `compute_hours`; score, None: `pass_rate`, of a run
+    directory what its recipe forecasts."""
 
     hours: str | None = None
-    score: str = "pass_rate"
+    score: str | None = None
 
 
 def amount(hours: float, unit: str | None = None) -> str:
@@ -58,36 +59,58 @@ def amount(hours: float, unit: str | None = None) -> str:
 
 def read_points(source: str | Path, columns: Columns | None = None) -> list[Curve]:
     """Curves of a run directory or a file, one a seed."""
-    path = Path(source)
+    path, columns = Path(source), columns or Columns()
     if path.is_dir():
-        return [_run(path)]
+        return [_run(path, columns)]
     if not path.exists():
         raise MegarlError(f"{path}: no such run directory or file of points")
     rows = list(_jsonl(path) if path.suffix == ".jsonl" else _csv(path))
-    return curves_of_rows(path.stem, rows, columns or Columns(), str(path))
+    return curves_of_rows(path.stem, rows, columns, str(path))
 
 
-def curve_of_run(name: str, evaluations: Sequence[Row], steps: Iterable[Row], where: str) -> Curve:
+def curve_of_run(
+    name: str, evaluations: Sequence[Row], steps: Iterable[Row], where: str, columns: Columns | None = None
+) -> Curve:
     """From rows of eval.jsonl and of metrics.jsonl, the latest of each step: also while the run lives."""
     rows = [(f"{where}, step {row['step']}", row) for row in evaluations]
-    (curve,) = curves_of_rows(name, rows, Columns(hours="compute_hours"), where)
-    end = _first_epoch(steps)
+    columns = columns or Columns()
+    (curve,) = curves_of_rows(name, rows, columns, where)
+    end = _first_epoch(steps, columns.hours or "compute_hours")
     return Curve(curve.name, curve.hours, curve.pass_rate, curve.r0, curve.unit, curve.seed, end)
 
 
-def _run(path: Path) -> Curve:
+def _run(path: Path, columns: Columns) -> Curve:
     from megarl.rundir import RunDir, latest_rows
 
     run = RunDir(path)
     if not run.eval.exists():
         raise MegarlError(f"{path}: no eval.jsonl in it; a run directory has one after its first evaluation")
-    name = path.resolve().name
-    return curve_of_run(name, latest_rows(run.eval), latest_rows(run.metrics), str(run.eval))
+    name, score = path.resolve().name, columns.score or _forecast_column(run.recipe)
+    return curve_of_run(
+        name, latest_rows(run.eval), latest_rows(run.metrics), str(run.eval), Columns(columns.hours, score)
+    )
 
 
-def _first_epoch(steps: Iterable[Row]) -> float | None:
-    """Compute of the first step with a prompt of the second epoch."""
-    epochs = [(row["epoch"], row["compute_hours"]) for row in steps if row.get("epoch") is not None]
+def _forecast_column(path: Path) -> str:
+    """What the recipe at `path` says is fitted."""
+    from megarl.recipe import load
+
+    if not path.exists():
+        return "pass_rate"
+    recipe = load(str(path))
+    if not recipe.forecast_column:
+        tasks = list(recipe.data.tasks)
+        raise MegarlError(
+            f"{path}: several tasks ({', '.join(tasks)}), whose laws are different ones; say which is fitted: "
+            f"--score-column pass_rate/{tasks[0]}, or evaluation.forecast={tasks[0]} in the recipe "
+            "(--score-column pass_rate: all prompts together)"
+        )
+    return recipe.forecast_column
+
+
+def _first_epoch(steps: Iterable[Row], column: str) -> float | None:
+    """Compute, as this column has it, of the first step with a prompt of the second epoch."""
+    epochs = [(row["epoch"], row[column]) for row in steps if row.get("epoch") is not None and column in row]
     if not epochs:
         return None
     return next((hours for epoch, hours in epochs if epoch > epochs[0][0]), math.inf)
@@ -125,8 +148,8 @@ def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: Columns,
     """One curve a value of `seed`; the last row of a step counts."""
     if not rows:
         raise MegarlError(f"{where}: no points in it")
-    hours = columns.hours or _hours_column(rows[0][1], where)
-    for column in (hours, columns.score):
+    hours, score = columns.hours or _hours_column(rows[0][1], where), columns.score or "pass_rate"
+    for column in (hours, score):
         if column not in rows[0][1]:
             known = ", ".join(rows[0][1])
             raise MegarlError(
@@ -136,7 +159,7 @@ def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: Columns,
     for n, (at, row) in enumerate(rows):
         seed = int(_number(at, row, "seed")) if _given(row, "seed") else None
         step = _number(at, row, "step") if _given(row, "step") else None
-        point = _point(at, row, hours, columns.score, step)
+        point = _point(at, row, hours, score, step)
         seeds.setdefault(seed, {})[step if step is not None else -1 - n] = point
     unit: Unit = "core" if rows[0][1].get("compute_unit") == "core" else "gpu"
     return [_curve(name, seed, list(points.values()), unit, where) for seed, points in seeds.items()]

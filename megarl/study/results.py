@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.errors import MegarlError
+from megarl.recipe import load
 from megarl.rundir import latest_rows, write_atomically
 from megarl.scaling.fit import Fit, fit
 from megarl.scaling.points import read_points
@@ -76,12 +77,13 @@ def collect(study: Study) -> list[Row]:
 
 
 def read(task: Task) -> tuple[Point, ...]:
-    """Evaluations of a run, in order of steps."""
+    """Evaluations of a run, in order of steps: what its recipe forecasts, else the score of all tasks together."""
+    score = load(str(task.recipe)).forecast_column or "pass_rate"
     generated = {row["step"]: row["generated_tokens"] for row in latest_rows(task.rundir.metrics)}
     return tuple(
         Point(
             compute_hours=row["compute_hours"],
-            pass_rate=row["pass_rate"],
+            pass_rate=row[score],
             step=row["step"],
             tokens=int(sum(n for step, n in generated.items() if step < row["step"])),
             seed=task.seed,

@@ -50,8 +50,8 @@ def test_groups_of_one_reward_count_in_the_deviation_where_they_are_kept(kind):
 
 
 def test_the_overlong_penalty_does_not_put_a_group_of_right_answers_into_the_loss():
-    """DAPO keeps a prompt if some, but not all, of its answers are right (arXiv 2503.14476, equation 11). Else one right answer of
-    sixteen that is a token too long would have advantage -3.87, as one wrong answer has among fifteen right ones."""
+    """DAPO keeps a prompt if some, but not all, of its answers are right (arXiv 2503.14476, equation 11). Else one right answer
+    of sixteen that is a token too long would have advantage -3.87, as one wrong answer has among fifteen right ones."""
     right = penalised_group(0, *[1.0] * 15, 0.9995)
     mixed = penalised_group(1, *[1.0] * 14, 0.9995, -1.0)
     assert not right.has_variance

@@ -103,8 +103,9 @@ def test_math_and_code_is_scalerl_8b_with_a_second_task():
     r, math = load("scalerl-8b-math-code"), load("scalerl-8b")
     assert {name: task.grader for name, task in r.data.tasks.items()} == {"math": "math", "code": "code"}
     assert r.data.sandbox == "bubblewrap"
-    for section in Recipe.model_fields.keys() - {"description", "run", "data"}:
+    for section in Recipe.model_fields.keys() - {"description", "run", "data", "evaluation"}:
         assert getattr(r, section) == getattr(math, section)
+    assert r.evaluation == math.evaluation.model_copy(update={"forecast": "math"})
     assert r.run.model_copy(update={"name": math.run.name}) == math.run
 
 

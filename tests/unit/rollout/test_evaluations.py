@@ -198,6 +198,28 @@ def test_the_run_ends_at_its_asymptote_if_the_recipe_says_so(tmp_path: Path, wan
     )
 
 
+@pytest.mark.parametrize(("forecast", "stopped"), [("code", True), ("math", False), ("", False)])
+def test_of_several_tasks_the_named_one_is_forecast_and_decides(tmp_path: Path, forecast: str, stopped: bool) -> None:
+    """One has come to its ceiling, the other rises on, and the pooled score looks as if it had come to one."""
+    recipe = recipe_of(tmp_path, math=1, code=1)
+    run = recipe.run.model_copy(update={"stop_at_asymptote": True})
+    evaluation = recipe.evaluation.model_copy(update={"forecast": forecast})
+    recipe = recipe.model_copy(update={"run": run, "evaluation": evaluation})
+    rundir = RunDir.of(recipe)
+    rundir.create()
+    for step in range(21):
+        ceiling = 1.0 / (1 + (2.0 / step) ** 3) if step else 0.0
+        scores = {"pass_rate": ceiling, "pass_rate/code": ceiling, "pass_rate/math": step / 25}
+        sizes = {"n_prompts": 100, "n_prompts/code": 50, "n_prompts/math": 50, "samples": 4}
+        append_jsonl(rundir.eval, scores | sizes | {"step": step, "compute_hours": 0.5 + step, "compute_unit": "core"})
+    stops: list[str] = []
+    asyncio.run(scored(recipe, 0, stops, version=21))
+    row = list(read_jsonl(rundir.eval))[-1]
+    assert row.get("predicted_score") == (f"pass_rate/{forecast}" if forecast else None)
+    assert len(stops) == stopped
+    assert all("predicted to bring code 0.00" in s for s in stops)
+
+
 def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
     """Three of four are held; the fourth is published to. What a lost one leaves is done by the others."""
     tree: dict[str, Any] = {"data": {"tasks": {"math": {"train": "", "heldout": ""}}}}

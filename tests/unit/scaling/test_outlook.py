@@ -60,3 +60,17 @@ def test_never_enough_before_the_midpoint() -> None:
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_too_few_points(count: int) -> None:
     assert outlook(rows(count, 400.0), [], steps=4000) is None
+
+
+def test_of_a_task() -> None:
+    """The forecast, its noise and its words are of the named task, whatever the others do."""
+    of_task = [
+        row | {"pass_rate": 0.5, "n_prompts": 1500} | {f"{key}/code": row[key] for key in ("pass_rate", "n_prompts")}
+        for row in rows(20, 400.0)
+    ]
+    found, alone = outlook(of_task, [], 4000, "pass_rate/code"), outlook(rows(20, 400.0), [], 4000)
+    assert found is not None
+    assert alone is not None
+    assert found.row() == alone.row() | {"predicted_score": "pass_rate/code"}
+    assert words(of_task[-1] | found.row()).startswith("code 0.601 (")
+    assert outlook(of_task, [], 4000) is None, "a constant, which is what the others make of it, has no curve"

@@ -41,6 +41,42 @@ def test_run_that_is_in_its_first_epoch(tmp_path: Path) -> None:
     assert read_points(run(tmp_path, [0, 0, 0]))[0].first_epoch == math.inf
 
 
+TASKS = "data: {tasks: {math: {train: a, heldout: b}, code: {train: c, heldout: d}}}\n"
+
+
+def run_of_two_tasks(folder: Path, recipe: str = TASKS) -> Path:
+    for step in range(4):
+        of_tasks = {"pass_rate": 0.5, "pass_rate/math": 0.3 + step / 10, "pass_rate/code": 0.7 - step / 100}
+        row = {"step": step, "compute_hours": 1.0 + step, "training_hours": step / 2, "compute_unit": "gpu"} | of_tasks
+        append_jsonl(folder / "eval.jsonl", row)
+        append_jsonl(folder / "metrics.jsonl", {"step": step, "epoch": step // 2, "compute_hours": 1.5 + step})
+    (folder / "recipe.yaml").write_text(recipe)
+    return folder
+
+
+def test_columns_of_a_run_directory(tmp_path: Path) -> None:
+    (curve,) = read_points(run_of_two_tasks(tmp_path), Columns(score="pass_rate/math"))
+    assert (curve.r0, curve.pass_rate.tolist()) == (0.3, pytest.approx([0.4, 0.5, 0.6]))
+    assert (curve.hours.tolist(), curve.first_epoch) == ([2.0, 3.0, 4.0], 3.5)
+    (curve,) = read_points(tmp_path, Columns(hours="training_hours", score="pass_rate"))
+    assert (curve.r0, curve.pass_rate.tolist(), curve.hours.tolist()) == (0.5, [0.5] * 3, [0.5, 1.0, 1.5])
+    assert curve.first_epoch is None, "where the epoch ended is known in other hours"
+
+
+@pytest.mark.parametrize("columns", [Columns(score="pass_rate/maths"), Columns(hours="hours", score="pass_rate/math")])
+def test_a_run_directory_without_such_a_column(tmp_path: Path, columns: Columns) -> None:
+    wrong = columns.hours or columns.score
+    with pytest.raises(MegarlError, match=f"no column '{wrong}' .it has step, compute_hours, .*pass_rate/code"):
+        read_points(run_of_two_tasks(tmp_path), columns)
+
+
+def test_several_tasks_are_not_fitted_together_unasked(tmp_path: Path) -> None:
+    with pytest.raises(MegarlError, match=r"several tasks .math, code., .* --score-column pass_rate/math"):
+        read_points(run_of_two_tasks(tmp_path))
+    (curve,) = read_points(run_of_two_tasks(tmp_path, TASKS + "evaluation: {forecast: code}\n"))
+    assert curve.pass_rate.tolist() == pytest.approx([0.69, 0.68, 0.67])
+
+
 def test_run_without_metrics(tmp_path: Path) -> None:
     assert read_points(run(tmp_path, []))[0].first_epoch is None
 
