@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 
 from megarl import recipe as recipes
-from megarl.models.family import read_config
+from megarl.hf_files import read_config
 from megarl.ports import free_ports
 from megarl.process import die_with_parent
 from megarl.recipe import Recipe

@@ -12,9 +12,9 @@ from checkpoints_tools.mapping import Group, check_keys, check_names_and_shapes,
 from checkpoints_tools.safetensors_files import Directory
 from checkpoints_tools.shards import DISTCP, Shards
 from megarl.errors import MegarlError
+from megarl.hf_files import read_config
 from megarl.models import Family, checkpoint, family_of
 from megarl.models.checksums import check
-from megarl.models.family import read_config
 from megarl.models.hf import check_names
 
 Dtype = Literal["bf16", "fp16", "fp32"]

@@ -7,6 +7,7 @@ RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  R
 RUN/evaluations/step-000000N/NAME/         the answers of an evaluation (megarl/evaluation/answers.py)
 RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
 RUN/trace/             spans of the roles  RUN/profile/       of torch's profiler       RUN/prometheus/  who can be scraped
+RUN/fingerprints.json  of model and prompts, as the run began with them (megarl/supervisor/inputs.py)
 RUN/bad-rollouts.jsonl those of steps that were skipped; RUN/failure: why the run must not be started again by itself
 RUN/weights/           what servers read with weights.transport=disk
 RUN/microbatch.json    the size that learner.microbatch_tokens=auto found
@@ -88,6 +89,7 @@ class RunDir:
         self.stop_file = path / "stop"
         self.failure_file = path / "failure"
         self.microbatch = path / "microbatch.json"
+        self.fingerprints = path / "fingerprints.json"
         self.bad_rollouts = path / "bad-rollouts.jsonl"
         self.rollouts = path / "rollouts"
         self.logs = path / "logs"
@@ -109,7 +111,7 @@ class RunDir:
     def opened(path: Path) -> "RunDir":
         """Of a run that has begun. MegarlError if none has there."""
         rundir = RunDir(path)
-        if not rundir.recipe.exists():
+        if not os.path.exists(rundir.recipe):
             raise MegarlError(f"{path}: not a run directory (no recipe.yaml in it)")
         return rundir
 

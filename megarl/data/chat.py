@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from megarl.errors import MegarlError
+from megarl.hf_files import read_json
 
 type Message = Mapping[str, str]
 """{"role": "system" | "user" | "assistant", "content": …}"""
@@ -27,11 +28,9 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text after which the assistant's turn begins."""
-        import jinja2
-
         try:
             text: str = self.template.render(messages=list(messages), add_generation_prompt=True, **self.tokens)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program: it may fail in any way that Python knows
             roles = ", ".join(message["role"] for message in messages)
             raise MegarlError(f"{self.path}: the chat template refuses messages of {roles}: {error}") from None
         return text
@@ -68,14 +67,15 @@ def load_chat(hf_dir: Path | str) -> ChatTemplate:
 
     folder = Path(hf_dir)
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise MegarlError(f"{folder}: no chat template can be loaded: tokenizer_config.json: {error}") from None
-    file = folder / "chat_template.jinja"
-    source = file.read_text() if file.is_file() else config.get("chat_template")
+        config = read_json(folder / "tokenizer_config.json")
+        file = folder / "chat_template.jinja"
+        source = file.read_text() if file.is_file() else config.get("chat_template")
+    except (MegarlError, OSError, ValueError) as error:
+        raise MegarlError(f"{folder}: no chat template can be loaded: {error}") from None
     if isinstance(source, list):  # several, by name
-        source = {one["name"]: one["template"] for one in source}.get("default")
-    if not source:
+        named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
+        source = named[0].get("template") if named else None
+    if not source or not isinstance(source, str):
         raise MegarlError(
             f"{folder}: the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
             "use template: raw, or a model that has one"
@@ -88,7 +88,7 @@ def load_chat(hf_dir: Path | str) -> ChatTemplate:
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return ChatTemplate(environment.from_string(source), _special_tokens(config), folder)
-    except TemplateError as error:
+    except (TemplateError, RecursionError) as error:
         raise MegarlError(f"{folder}: the chat template cannot be read: {error}") from None
 
 

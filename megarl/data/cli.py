@@ -40,7 +40,7 @@ def add(commands: Commands) -> None:
     make.add_argument("source", metavar="SOURCE", help="JSONL, JSON, Parquet or Arrow, or hub:ORG/NAME:CONFIG:SPLIT")
     make.add_argument("out", type=Path, metavar="DIR", help="gets train, heldout, report.json, removed.jsonl")
     _columns(make)
-    make.add_argument("--heldout", type=at_least(0), default=0, metavar="N", help="rows to hold out, chosen by hash")
+    make.add_argument("--heldout", type=int, default=0, metavar="N", help="rows to hold out, chosen by hash")
     make.add_argument(
         "--against", action="append", default=[], metavar="SOURCE",
         help="evaluation set whose prompts are removed; may be given several times",

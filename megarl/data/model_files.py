@@ -1,10 +1,10 @@
 """The weights of a Hugging Face directory, by the headers of its files: are they there and whole, and how many are they?"""
 
-import json
 import math
 from pathlib import Path
 
 from megarl.errors import MegarlError
+from megarl.hf_files import read_json
 
 INDEX = "model.safetensors.index.json"
 
@@ -31,8 +31,8 @@ def _files(model: Path) -> list[Path]:
             return found
         raise MegarlError(f"{model}: no weights there (*.safetensors; convert other formats with transformers first)")
     try:
-        found = [model / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        found = [model / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    except (KeyError, AttributeError, TypeError) as error:
         raise MegarlError(f"{index}: not an index of weights: {error!r}; fetch it again") from None
     if missing := [file.name for file in found if not file.is_file()]:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

@@ -88,9 +88,7 @@ def load_set(
     rows = 0
     for part in batched(chosen(found), BATCH):
         rows += len(part)
-        for (row, held), tokens in zip(
-            part, tokenizer.encode_all([render(row.prompt) for row, _ in part]), strict=True
-        ):
+        for (row, held), tokens in zip(part, _encoded(found.source, part, render, tokenizer), strict=True):
             if len(tokens) <= max_tokens:
                 sets[held].prompts.append(_prompt(row, tokens, task))
                 marks[held].append(fingerprint(row.prompt))
@@ -102,6 +100,19 @@ def load_set(
     log.info("%s: %d prompts, %d left out (longer than %d tokens)", found.source, prompts, rows - prompts, max_tokens)
     train, heldout = (one._replace(fingerprints=np.array(of, np.uint64)) for one, of in zip(sets, marks, strict=True))
     return train, heldout
+
+
+def _encoded(source: str, part: Sequence[tuple[Row, bool]], render: Render, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """What the model sees of these rows. MegarlError that names the first of which it can see nothing."""
+    try:
+        return tokenizer.encode_all([render(row.prompt) for row, _ in part])
+    except MegarlError:
+        for row, _ in part:
+            try:
+                tokenizer.ids(render(row.prompt))
+            except MegarlError as error:
+                raise MegarlError(f"{source}: prompt {row.id!r}: {error}") from None
+        raise
 
 
 def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:

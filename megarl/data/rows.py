@@ -6,7 +6,7 @@ A dot goes into a column of columns: `reward_model.ground_truth`.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,6 +15,9 @@ from megarl.data.text import fingerprint
 LARGEST_ANSWER = 1 << 20
 """Characters. Unit tests of code reach hundreds of megabytes a problem."""
 
+LARGEST_DIFFICULTY = 1 << 31
+"""On either side of 0."""
+
 
 class Row(msgspec.Struct, frozen=True):
     """What the project trains on. difficulty: smaller is easier; 0 where it is not known."""
@@ -22,7 +25,7 @@ class Row(msgspec.Struct, frozen=True):
     id: str
     prompt: str
     answer: str
-    difficulty: int = 0
+    difficulty: Annotated[int, msgspec.Meta(ge=-LARGEST_DIFFICULTY, le=LARGEST_DIFFICULTY)] = 0
 
 
 class UnfitError(Exception):
@@ -85,12 +88,13 @@ def whole_of(value: Any) -> int:
     """A difficulty: a whole number, or text with one in it, such as `Level 5`."""
     if value is None:
         return 0
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    number = re.search(r"-?\d+", value) if isinstance(value, str) else None
-    if number is None:
+    digits = re.search(r"-?\d{1,18}", value) if isinstance(value, str) else None
+    number = int(digits.group()) if digits else value
+    if not isinstance(number, int) or isinstance(number, bool):
         raise UnfitError(f"the difficulty is not a whole number: {shown(value)}")
-    return int(number.group())
+    if abs(number) > LARGEST_DIFFICULTY:
+        raise UnfitError(f"the difficulty is not between -2^31 and 2^31: {shown(value)}")
+    return number
 
 
 def shown(value: Any) -> str:

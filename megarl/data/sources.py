@@ -8,6 +8,7 @@ A hub set is downloaded once into the cache of `datasets` and mapped into memory
 """
 
 import glob
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ def problem(source: str) -> str | None:
             None if _hub(source) else f"{source!r} is not hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
         )
     suffix = Path(source).suffix
-    if not Path(source).is_file() and not (suffix in BUILDERS and glob.glob(source)):
+    if not os.path.isfile(source) and not (suffix in BUILDERS and glob.glob(source)):
         return f"{source!r} is not a file"
     return None if suffix in SUFFIXES else f"{source!r} ends in none of {', '.join(SUFFIXES)}"
 
@@ -66,7 +67,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Raw]]:
                 continue
             try:
                 row = decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 yield number, Unreadable(str(error))
                 continue
             yield number, row if isinstance(row, dict) else Unreadable(f"{type(row).__name__}, not an object")
@@ -86,7 +87,7 @@ def _dataset(source: str) -> Iterator[dict[str, Any]]:
             yield from datasets.load_dataset(
                 builder, data_files=sorted(glob.glob(source)), split="train", streaming=True
             )
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         away = "; without a network, copy its files here and name them instead" if source.startswith(HUB) else ""
         raise MegarlError(f"{source}: cannot be read: {first}{away}") from error

@@ -4,7 +4,6 @@ It is `tokenizer.json` run by the `tokenizers` library, what transformers' fast 
 around it a role starts five seconds and 700 MB lighter, for those import torch.
 """
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from megarl.errors import MegarlError
+from megarl.hf_files import read_json, text_config
 from megarl.types import int32
 
 
@@ -42,7 +42,7 @@ class Tokenizer:
         except (
             Exception
         ) as error:  # tokenizers raises a plain Exception where a closed vocabulary has no such character
-            shown = ", ".join(repr(text) for text in texts[:3])
+            shown = ", ".join(repr(text[:80]) for text in texts[:3])
             raise MegarlError(f"{self.path}: the tokenizer cannot encode {shown} …: {error}") from None
         for text, ids in zip(texts, found, strict=True):
             if len(ids) and ids.max() >= self.vocabulary:
@@ -75,7 +75,7 @@ def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
         raise MegarlError(f"{folder}: no such directory; a model directory in Hugging Face form is needed (model.path)")
     try:
         backend = Backend.from_file(str(folder / "tokenizer.json"))
-        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config = read_json(folder / "tokenizer_config.json")
     except Exception as error:  # of tokenizers: a plain Exception
         raise MegarlError(
             f"{folder}: no tokenizer can be loaded ({error}); tokenizer.json and tokenizer_config.json are needed"
@@ -83,7 +83,8 @@ def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     named = config.get("eos_token")
-    end = backend.token_to_id(named["content"] if isinstance(named, dict) else named) if named else None
+    text = named.get("content") if isinstance(named, dict) else named
+    end = backend.token_to_id(text) if isinstance(text, str) else None
     if end is None:
         raise MegarlError(f"{folder / 'tokenizer_config.json'}: eos_token is missing, or no token of tokenizer.json")
     return Tokenizer(backend, end, folder, _vocabulary(folder / "config.json"))
@@ -93,5 +94,7 @@ def _vocabulary(config: Path) -> int:
     """Of the model whose config.json this is; without limit where there is only a tokenizer."""
     if not config.is_file():
         return sys.maxsize
-    tree = json.loads(config.read_text())
-    return int(tree.get("text_config", tree).get("vocab_size", sys.maxsize))
+    size = text_config(read_json(config), config).get("vocab_size", sys.maxsize)
+    if type(size) is not int or size < 1:
+        raise MegarlError(f"{config}: vocab_size is {size!r}, not a number of tokens")
+    return size

@@ -17,9 +17,9 @@ from typing import Any
 from megarl.data.chat import load_chat
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import MegarlError
+from megarl.hf_files import read_config, text_config
 from megarl.recipe import Recipe, from_tree, load, load_suite, shipped_suites
 from megarl.rundir import RunDir, complete, step_folder, step_of
-from megarl.serving.server import text_config
 from megarl.supervisor import devices
 
 CONTEXT = 16_384
@@ -125,7 +125,7 @@ def _heldout(name: str, base: Recipe) -> dict[str, Any]:
 
 def _of_directory(hf: Path) -> list[str]:
     """What the files of a model say about how it is to be asked."""
-    config = text_config(from_tree({"model": {"path": str(hf)}}))
+    config = text_config(read_config(hf), hf / "config.json")
     dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
     if dtype not in DTYPES:
         raise MegarlError(

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
 from megarl.errors import MegarlError
+from megarl.hf_files import read_config
 from megarl.models.checksums import check, checksum, checksums
-from megarl.models.family import read_config
 from megarl.models.hf import copy_description, everywhere
 from megarl.models.unpickling import safely
 from megarl.rundir import CHECKPOINT, META, complete, write_atomically

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from megarl.errors import MegarlError
+from megarl.hf_files import read_config
 from megarl.models import families
 from megarl.models.layer_attention import LayerAttention
 
@@ -110,20 +111,6 @@ _TRANSFORMER_ENGINE = [
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
     (re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$"), r".experts.local_experts.\2.\1.weight"),
 ]
-
-
-def read_config(hf_dir: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face directory."""
-    path = Path(hf_dir) / "config.json"
-    if not path.is_file():
-        raise MegarlError(f"{hf_dir}: no Hugging Face model there (no config.json); give a directory that has one")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise MegarlError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    if not isinstance(config, dict):
-        raise MegarlError(f"{path}: not a model configuration")
-    return config
 
 
 def write_config(hf_dir: Path, config: dict[str, Any]) -> None:

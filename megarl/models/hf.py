@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megarl.errors import MegarlError
-from megarl.models.family import Family, Source, Weight, read_config, write_config
+from megarl.hf_files import read_config
+from megarl.models.family import Family, Source, Weight, write_config
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30

@@ -4,13 +4,13 @@ The tensors counted are those that megarl/models/families/ convert; a test holds
 untouched (a vision tower) is neither trained nor published and not counted.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import MegarlError
+from megarl.hf_files import read_json
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -144,12 +144,11 @@ def read(name_or_path: str) -> Shape:
             f"({', '.join(known())})"
         )
     try:
-        config = json.loads(path.read_text())
-        return of(config, str(path))
-    except ValueError as error:
-        raise MegarlError(f"{path}: not JSON: {error}") from None
+        return of(read_json(path), str(path))
     except KeyError as error:
         raise MegarlError(f"{path}: no {error.args[0]!r} there") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise MegarlError(f"{path}: not a model's configuration: {error}") from None
 
 
 def of(config: dict[str, Any], where: str) -> Shape:

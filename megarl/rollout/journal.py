@@ -24,7 +24,7 @@ from megarl.admission import Admission
 from megarl.errors import MegarlError
 from megarl.rollout import frames
 from megarl.rollout.group_index import GroupIndex
-from megarl.rollout.records import Finished, JournalRecord
+from megarl.rollout.records import Admitted, Finished, JournalRecord, Snapshot
 from megarl.rollout.state import State
 from megarl.types import Group
 
@@ -45,7 +45,14 @@ class JournalReader:
 
     def files(self) -> list[int]:
         """Numbers of the files there are, oldest first."""
-        return sorted(int(p.stem) for p in self.path.glob("*.journal"))
+        return sorted(int(p.stem) for p in self.path.glob("*.journal") if p.stem.isdecimal())
+
+    def begun(self) -> bool:
+        """Whether any ticket was ever admitted."""
+        return any(
+            isinstance(record, Admitted) or (isinstance(record, Snapshot) and record.next_ticket > 0)
+            for record in self.replay()
+        )
 
     def replay(self) -> Iterator[JournalRecord]:
         """All records there are, oldest first, with the snapshots at the heads of files."""

@@ -5,22 +5,21 @@ rollout  Routing, layers with experts only, a byte a choice      rows of one req
 """
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from megarl.errors import MegarlError
+from megarl.hf_files import read_config
 from megarl.recipe import Recipe
 from megarl.types import Routing
 
 
 def layers_of(model_path: str) -> "RoutedLayers | None":
     """Of the model in this directory; None for a dense one."""
-    return RoutedLayers.of(json.loads((Path(model_path) / "config.json").read_text()))
+    return RoutedLayers.of(read_config(model_path))
 
 
 def routed_layers(recipe: Recipe) -> "RoutedLayers | None":

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from megarl import whereabouts
 from megarl.errors import MegarlError
+from megarl.hf_files import read_config, text_config
 from megarl.ports import check_free
 from megarl.process import die_with_parent, start_logging
 from megarl.recipe import Recipe
@@ -52,7 +53,8 @@ def main(recipe: Recipe, index: int, port: int) -> None:
 
     cuda = torch.cuda.is_available()
     host = str(urlsplit(endpoints.servers[index]).hostname)
-    check(recipe, host, port, cuda)
+    check(recipe, cuda)
+    check_free("--port", host, port)
     os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
     cpu_engine.install()
     cpu_engine.fork_processes()
@@ -109,9 +111,9 @@ def warm_up(url: str, api_key: str) -> bool:
     return False
 
 
-def check(recipe: Recipe, host: str, port: int, cuda: bool) -> None:
-    """What SGLang would say late or not at all: one MegarlError that names the key."""
-    config = text_config(recipe)
+def check(recipe: Recipe, cuda: bool) -> None:
+    """What SGLang would say late or not at all: one MegarlError that names the key. cuda: servers have a GPU."""
+    config = language_config(recipe)
     serving = recipe.serving
     longest = recipe.length.context_tokens
     limit = config.get("max_position_embeddings")
@@ -136,7 +138,6 @@ def check(recipe: Recipe, host: str, port: int, cuda: bool) -> None:
             "serving.release_memory: needs the package torch_memory_saver, which is not installed; install it "
             "(pip install torch_memory_saver), or set it to false"
         )
-    check_free("--port", host, port)
 
 
 def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def _check_llama4(recipe: Recipe, config: dict[str, Any], longest: int, cuda: bo
             f"{recipe.model.path}: moe_layers in config.json: SGLang puts experts where interleave_moe_layer_step={step} says"
         )
     chunk = config.get("attention_chunk_size")
-    if cuda and chunk and chunk < longest and TEXT_ONLY in model_config(recipe).get("architectures", []):
+    if cuda and chunk and chunk < longest and TEXT_ONLY in read_config(recipe.model.path).get("architectures", []):
         raise MegarlError(
             f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU SGLang does not divide the "
             f"attention of {TEXT_ONLY} into chunks (attention_chunk_size={chunk}); start from the whole "
@@ -186,31 +187,15 @@ def _check_llama4(recipe: Recipe, config: dict[str, Any], longest: int, cuda: bo
         )
 
 
-def text_config(recipe: Recipe) -> dict[str, Any]:
-    """Of config.json, what is about the language model."""
-    config = model_config(recipe)
-    text: dict[str, Any] = config.get("text_config", config)
-    return text
-
-
-def model_config(recipe: Recipe) -> dict[str, Any]:
-    """config.json of the model."""
-    path = Path(recipe.model.path) / "config.json"
-    if not recipe.model.path or not path.is_file():
-        raise MegarlError(
-            f"model.path: {recipe.model.path!r} is not a Hugging Face model directory (no config.json in it)"
-        )
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise MegarlError(f"{path}: not JSON: {error}") from None
-    return config
+def language_config(recipe: Recipe) -> dict[str, Any]:
+    """Of the model's config.json, what is about the language model."""
+    return text_config(read_config(recipe.model.path), Path(recipe.model.path) / "config.json")
 
 
 def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dict[str, str]:
     """Environment variables of the server and of the processes it spawns."""
     common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if not cuda or TEXT_ONLY in model_config(recipe).get("architectures", []):
+    if not cuda or TEXT_ONLY in read_config(recipe.model.path).get("architectures", []):
         common["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS
     if cuda:
         return common
@@ -229,7 +214,7 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dic
 def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: bool) -> dict[str, Any]:
     """SGLang's ServerArgs. What is not here keeps SGLang's default (radix cache on, attention backend, CUDA graphs)."""
     serving, weights = recipe.serving, recipe.weights
-    config = text_config(recipe)
+    config = language_config(recipe)
     # A token of the interruption phrase is at least one byte.
     context = recipe.length.context_tokens + len(recipe.length.interruption.encode()) + KEPT_FROM_INPUT
     return {

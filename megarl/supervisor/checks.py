@@ -1,9 +1,9 @@
 """Everything that can be wrong before a process is started, each one `MegarlError` that says what to do.
 
-check_inputs(recipe)            the model directory, data files, graders
-check_all(recipe)               the same, what is there of the run, and that the roles fit; says what would start
-check_cpu(recipe, …)            without a GPU: it is a size for cores
-check_history(recipe, rundir)   a run that is there may go on, and goes on as it began
+check_inputs(recipe)        the model directory, data, graders: there, and read whole (inputs.py)
+check_all(recipe)           the same, what is there of the run, and that the roles fit; says what would start
+check_cpu(recipe, …)        without a GPU: it is a size for cores
+check_history(recipe, …)    a run that is there may go on, and goes on as it began
 """
 
 import os
@@ -19,8 +19,10 @@ from megarl.errors import MegarlError
 from megarl.monitor import wandb_writer
 from megarl.ports import check_free
 from megarl.recipe import Recipe, flat, load
+from megarl.rollout.journal import JournalReader
 from megarl.rundir import RunDir
-from megarl.supervisor import devices
+from megarl.serving import server
+from megarl.supervisor import devices, inputs
 from megarl.supervisor.launcher import LocalLauncher
 from megarl.supervisor.placement import Place, place
 from megarl.supervisor.restart import Role
@@ -52,16 +54,16 @@ HISTORY = (
 """Keys and sections that decide what a run's steps are. Layout, servers, learning rate, cadences may change on resuming."""
 
 
-def check_inputs(recipe: Recipe) -> None:
-    """What the recipe names exists."""
-    if not (Path(recipe.model.path) / "config.json").is_file() or not recipe.model.path:
+def check_inputs(recipe: Recipe) -> inputs.Fingerprints:
+    """What the recipe names exists and can be read. What it is known by."""
+    if not _is_model(recipe.model.path):
         raise MegarlError(_no_model(recipe))
     _check_files("model.path", recipe.model.path)
     for key, used, path in (
         ("reference.path", recipe.reference.coefficient > 0, recipe.reference.path),
         ("critic.path", recipe.has_critic, recipe.critic.path),
     ):
-        if used and path and not (Path(path) / "config.json").is_file():
+        if used and path and not _is_model(path):
             raise MegarlError(
                 f"{key}: {path!r} is not a Hugging Face model directory (no config.json in it); leave it empty for model.path"
             )
@@ -72,6 +74,7 @@ def check_inputs(recipe: Recipe) -> None:
     _check_sources(recipe)
     _check_graders(recipe)
     wandb_writer.check(recipe)
+    return inputs.read_inputs(recipe)
 
 
 def _check_files(key: str, path: str, tokenizer: bool = True) -> None:
@@ -113,9 +116,9 @@ def _check_graders(recipe: Recipe) -> None:
 def check_all(recipe: Recipe) -> str:
     """All that `megarl train` checks, without starting anything or writing; what it would start. Other nodes of a Slurm job
     are not asked."""
-    check_inputs(recipe)
+    fingerprints = check_inputs(recipe)
     rundir = RunDir.of(recipe)
-    check_history(recipe, rundir)
+    check_history(recipe, rundir, fingerprints)
     launcher = chosen(recipe, rundir)
     if isinstance(launcher, LocalLauncher):
         placed = place(recipe, launcher.survey(0))
@@ -133,7 +136,7 @@ def _ready(recipe: Recipe, gpus: int) -> str:
 
 def check_sft(recipe: Recipe) -> str:
     """What `megarl sft` reads exists, and its ranks fit; what it would start."""
-    if not recipe.sft.init or not (Path(recipe.sft.init) / "config.json").is_file():
+    if not _is_model(recipe.sft.init):
         raise MegarlError(f"sft.init: {recipe.sft.init!r} is not a Hugging Face model directory (no config.json in it)")
     _check_files("sft.init", recipe.sft.init)
     wrong = sources.problem(recipe.sft.data)
@@ -178,7 +181,7 @@ def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: i
 
 
 def check_placed(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
-    """What needs GPUs has them; ports that the recipe fixes are free."""
+    """What needs GPUs has them; servers can serve these lengths; ports that the recipe fixes are free."""
     learner, resources = placed[Role("learner")], recipe.resources
     if not learner.gpus:
         nodes = {node.name: node.cores for of in placed.values() for node in of.nodes}
@@ -191,7 +194,13 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
             )
         if recipe.learner.optimizer_offload:
             raise MegarlError("learner.optimizer_offload: takes AdamW off a GPU, and there is none here; set it to 0")
+    check_served(recipe, placed)
     _check_ports(recipe, placed)
+
+
+def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
+    """The servers can serve the model with these lengths."""
+    server.check(recipe, cuda=bool(placed[Role("server", 0)].gpus))
 
 
 def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
@@ -207,10 +216,16 @@ def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
             check_free("monitor.prometheus_port", of.nodes[0].address, recipe.monitor.prometheus_port + second)
 
 
-def check_history(recipe: Recipe, rundir: RunDir) -> bool:
+def check_history(recipe: Recipe, rundir: RunDir, fingerprints: inputs.Fingerprints) -> bool:
     """Whether a run is there to go on with; MegarlError if it must not be touched, or would become another one."""
-    if not rundir.recipe.exists():
+    history = _history(rundir)
+    if not history:
         return False
+    if not os.path.exists(rundir.recipe):
+        raise MegarlError(
+            f"{rundir.path}: has {history} of a run, but not the recipe.yaml that the run began with; put it back, or give "
+            "this one another run.name"
+        )
     if recipe.run.resume == "never":
         raise MegarlError(
             f"{rundir.path}: holds a run already; go on with it by run.resume=auto, or give this one another run.name"
@@ -231,13 +246,33 @@ def check_history(recipe: Recipe, rundir: RunDir) -> bool:
             "\n".join(changed) + "\nA run that goes on keeps these, or its steps would no longer be one history; "
             "undo the change, or give another run.name"
         )
+    others = inputs.changed(rundir.fingerprints, fingerprints)
+    if others:
+        raise MegarlError(
+            "\n".join(f"{key}: not what the run began with (by {rundir.fingerprints})" for key in others)
+            + "\nPut back what was there, or give another run.name"
+        )
     return True
+
+
+def _history(rundir: RunDir) -> str:
+    """What there is of a run that has begun, in words; empty if nothing was ever drawn, trained or scored there."""
+    steps = [path.name for path in (rundir.metrics, rundir.eval) if os.path.exists(path) and path.stat().st_size]
+    if os.path.isdir(rundir.checkpoints) and any(rundir.checkpoints.glob("step-*")):
+        steps.append("checkpoints")
+    if JournalReader(rundir.rollouts).begun():
+        steps.append("a journal")
+    return ", ".join(steps)
 
 
 def differences(before: Recipe, after: Recipe) -> list[tuple[str, Any, Any]]:
     """(dotted key, old, new) of every value that differs."""
     old, new = flat(before.model_dump(mode="json")), flat(after.model_dump(mode="json"))
     return [(key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)]
+
+
+def _is_model(path: str) -> bool:
+    return bool(path) and os.path.isfile(Path(path) / "config.json")
 
 
 def _no_model(recipe: Recipe) -> str:

@@ -23,7 +23,7 @@ from megarl.process import adopt_orphans
 from megarl.recipe import Recipe, dump
 from megarl.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, write_atomically
 from megarl.scaling.outlook import enough
-from megarl.supervisor import checks, devices
+from megarl.supervisor import checks, devices, inputs
 from megarl.supervisor.closing import Death, Outcome, closing, how
 from megarl.supervisor.launcher import Launcher, Running, task
 from megarl.supervisor.observe import Observer, last_problem, log_of
@@ -56,14 +56,14 @@ MOST_FRUITLESS_STARTS = 5
 def main(recipe: Recipe) -> int:
     """Run to the end. 0 all steps done; 1 failed; 75 to be started again elsewhere; 128 + signal when asked to stop."""
     rundir = RunDir.of(recipe)
-    checks.check_inputs(recipe)
+    fingerprints = checks.check_inputs(recipe)
     with lock(rundir.path, "megarl train", "run.name"):
-        resumed = checks.check_history(recipe, rundir)
+        resumed = checks.check_history(recipe, rundir, fingerprints)
         launcher = chosen(recipe, rundir)
         nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers))
         placed = place(recipe, nodes)
         checks.check_placed(recipe, placed)
-        endpoints = prepare(recipe, rundir, placed)
+        endpoints = prepare(recipe, rundir, placed, fingerprints, resumed)
         adopt_orphans()
         console = Console()
         if resumed:
@@ -82,12 +82,18 @@ def main(recipe: Recipe) -> int:
     return {"finished": 0, "elsewhere": START_ELSEWHERE, "failed": 1}[outcome.kind]
 
 
-def prepare(recipe: Recipe, rundir: RunDir, placed: Mapping[Role, Place]) -> Endpoints:
+def prepare(
+    recipe: Recipe, rundir: RunDir, placed: Mapping[Role, Place], fingerprints: inputs.Fingerprints, resumed: bool
+) -> Endpoints:
     """What the roles read before anything else. The recipe says `resume: auto`: a role that starts again goes on."""
     rundir.create()
+    if not resumed:  # of a start that came to nothing, perhaps with another batch
+        for file in rundir.rollouts.glob("[0-9]*.journal"):
+            file.unlink()
     for file in (rundir.stop_file, rundir.failure_file, rundir.status, rundir.summary):
         file.unlink(missing_ok=True)
     again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
+    write_atomically(rundir.fingerprints, inputs.stored(fingerprints))
     write_atomically(rundir.recipe, dump(again).encode())
     endpoints = endpoints_of(recipe, placed)
     rundir.write_endpoints(endpoints)

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from megarl.collective import from_rank_0
+from megarl.hf_files import read_config
 from megarl.messages import Publish, Published, ServerResult
-from megarl.models.family import Family, read_config
+from megarl.models.family import Family
 from megarl.recipe import Recipe
 from megarl.rundir import Endpoints, RunDir
 from megarl.weights.admin import Fleet, Server

@@ -10,35 +10,49 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 
+from megarl.data.arithmetic_models import CHARACTERS, END, LLAMA, SPECIAL
 from megarl.recipe import Recipe, dump, from_tree
-from megarl.rundir import RunDir, append_jsonl
+from megarl.rundir import RunDir, append_jsonl, write_jsonl
 
 Tree = dict[str, Any]
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    """A small recipe whose files exist."""
+    """A small recipe whose files exist and can be read."""
     model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    save_file({"w": np.zeros(3, np.float32)}, model / "model.safetensors")
-    Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>")).save(str(model / "tokenizer.json"))
-    (model / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    for name in ("train", "heldout", "sft"):
-        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    write_model(model)
+    sums = [{"id": f"{n}", "prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(6)]
+    write_jsonl(tmp_path / "train.jsonl", sums[:5])
+    write_jsonl(tmp_path / "heldout.jsonl", sums[5:])
+    write_jsonl(tmp_path / "sft.jsonl", [{"prompt": "1+1=", "completion": "2"}])
     return {
         "description": "made up",
         "run": {"name": "demo", "dir": str(tmp_path / "runs"), "steps": 80},
         "model": {"path": str(model), "dtype": "fp32"},
+        "serving": {"kv_tokens": 65_536},
         "data": {
             "tasks": {"math": {"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl")}}
         },
         "sft": {"data": str(tmp_path / "sft.jsonl"), "init": str(model), "output": str(tmp_path / "sft")},
     }
+
+
+def write_model(folder: Path) -> None:
+    """What of a model's directory is read before a run: a Llama's sizes, the tokenizer of sums, weights that nobody loads."""
+    folder.mkdir()
+    config = LLAMA | {"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "max_position_embeddings": 32_768}
+    (folder / "config.json").write_text(json.dumps(config))
+    vocabulary = {text: number for number, text in enumerate([*SPECIAL, *CHARACTERS])}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<none>"))
+    backend.pre_tokenizer = Split(Regex("."), "isolated")
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    save_file({"w": np.zeros(3, np.float32)}, folder / "model.safetensors")
 
 
 @pytest.fixture
@@ -54,6 +68,7 @@ def write_run(recipe: Recipe) -> Callable[[int], RunDir]:
         rundir, rng = RunDir.of(recipe), random.Random(0)
         rundir.create()
         rundir.recipe.write_text(dump(recipe))
+        rundir.fingerprints.write_text("{}")
         for step in range(steps):
             append_jsonl(rundir.metrics, metrics_row(step, rng))
         for step in range(0, steps + 1, 20):

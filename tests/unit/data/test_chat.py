@@ -70,7 +70,7 @@ def test_a_template_within_the_tokenizers_configuration(tmp_path):
 
 def test_none_a_broken_one_and_one_that_refuses(tmp_path):
     config = tmp_path / "tokenizer_config.json"
-    with pytest.raises(MegarlError, match=r"no chat template can be loaded: tokenizer_config\.json"):
+    with pytest.raises(MegarlError, match=r"no chat template can be loaded: .*tokenizer_config\.json"):
         load_chat(tmp_path)
     config.write_text("{}")
     with pytest.raises(MegarlError, match="the model has no chat template"):

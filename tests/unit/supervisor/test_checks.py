@@ -1,6 +1,8 @@
 """What stands in the way of a run is said before anything is started."""
 
 import json
+import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +13,13 @@ import pytest
 from megarl.data.model_files import INDEX
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe, dump, from_tree
+from megarl.rollout.journal import Journal
+from megarl.rollout.records import Admitted
 from megarl.rundir import Endpoints, RunDir
-from megarl.supervisor import checks, devices
+from megarl.supervisor import checks, devices, inputs
 from megarl.supervisor.nodes import here
 from megarl.supervisor.placement import place
-from megarl.supervisor.train import endpoints_of
+from megarl.supervisor.train import endpoints_of, prepare
 
 Tree = dict[str, Any]
 
@@ -202,12 +206,12 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_new_run(recipe: Recipe) -> None:
-    assert checks.check_history(recipe, RunDir.of(recipe)) is False
+    assert checks.check_history(recipe, RunDir.of(recipe), {}) is False
 
 
 def test_run_is_not_overwritten(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     with pytest.raises(MegarlError, match=r"demo: holds a run already; go on with it by run\.resume=auto"):
-        checks.check_history(recipe, write_run(1))
+        checks.check_history(recipe, write_run(1), {})
 
 
 @pytest.mark.parametrize(
@@ -232,7 +236,7 @@ def test_history_is_not_altered(
 ) -> None:
     tree["run"]["resume"] = "auto"
     with pytest.raises(MegarlError, match=said):
-        checks.check_history(changed(tree, **{section: change}), write_run(1))
+        checks.check_history(changed(tree, **{section: change}), write_run(1), {})
 
 
 @pytest.mark.parametrize(
@@ -247,7 +251,7 @@ def test_history_is_not_altered(
 )
 def test_the_rest_may_change(tree: Tree, write_run: Callable[[int], RunDir], section: str, change: Tree) -> None:
     tree["run"]["resume"] = "auto"
-    assert checks.check_history(changed(tree, **{section: change}), write_run(1)) is True
+    assert checks.check_history(changed(tree, **{section: change}), write_run(1), {}) is True
 
 
 def test_recipe_of_another_version(tree: Tree, write_run: Callable[[int], RunDir]) -> None:
@@ -255,7 +259,143 @@ def test_recipe_of_another_version(tree: Tree, write_run: Callable[[int], RunDir
     rundir = write_run(1)
     rundir.recipe.write_text(rundir.recipe.read_text() + "gone: 1\n")
     with pytest.raises(MegarlError, match="cannot be read by this version"):
-        checks.check_history(from_tree(tree), rundir)
+        checks.check_history(from_tree(tree), rundir, {})
+
+
+@pytest.mark.parametrize("left", ["", "# nothing\n", None])
+@pytest.mark.parametrize("kept", ["metrics.jsonl", "checkpoints", "rollouts"])
+def test_a_run_that_lost_its_recipe_is_not_trained_on(
+    tree: Tree, write_run: Callable[[int], RunDir], left: str | None, kept: str
+) -> None:
+    """Whatever of it is still there, and whether it is asked to go on or to begin."""
+    rundir = write_run(1)
+    begin_journal(rundir)
+    (rundir.checkpoints / "step-0000001").mkdir()
+    for path in (rundir.metrics, rundir.eval, rundir.checkpoints, rundir.rollouts):
+        if path.name != kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    rundir.recipe.unlink() if left is None else rundir.recipe.write_text(left)
+    tree["run"]["resume"] = "auto"
+    with pytest.raises(MegarlError, match=r"demo: has .* of a run, but not the recipe|nothing is in it"):
+        checks.check_history(from_tree(tree), rundir, {})
+    tree["run"]["resume"] = "never"
+    with pytest.raises(MegarlError, match=r"demo: has .* of a run, but not the recipe|holds a run already"):
+        checks.check_history(from_tree(tree), rundir, {})
+
+
+def test_a_start_that_came_to_nothing_is_no_history(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """The prompts were bad, or a role could not start: the same command begins again, with other prompts and another batch."""
+    rundir = write_run(0)
+    rundir.eval.unlink()
+    Journal.open(rundir.rollouts, prompts_per_batch=7, max_lag=1).close()
+    assert not checks.check_history(recipe, rundir, {"model.path: weights": "others"})
+    placed = place(recipe, (here(2 * (4 + recipe.resources.servers), ""),))
+    prepare(recipe, rundir, placed, {"model.path: weights": "others"}, resumed=False)
+    Journal.open(rundir.rollouts, prompts_per_batch=8, max_lag=1).close()
+    begin_journal(rundir, prompts_per_batch=8)
+    with pytest.raises(MegarlError, match="holds a run already"):
+        checks.check_history(recipe, rundir, {})
+
+
+def begin_journal(rundir: RunDir, prompts_per_batch: int = 7) -> None:
+    journal = Journal.open(rundir.rollouts, prompts_per_batch, max_lag=1)
+    journal.append(Admitted(ticket=0, task="math", prompt_id="0", epoch=0, due=0))
+    journal.close()
+
+
+def test_contents_are_compared_with_those_the_run_began_with(tree: Tree, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(1)
+    tree["run"]["resume"] = "auto"
+    recipe = from_tree(tree)
+    rundir.fingerprints.write_bytes(inputs.stored(checks.check_inputs(recipe)))
+    folder = Path(recipe.model.path)
+    train = Path(recipe.data.tasks["math"].train)
+
+    def changes(path: Path, old: bytes, new: bytes) -> str:
+        """What is said with another content of this file; nothing with the old one."""
+        before = path.read_bytes()
+        assert old in before
+        path.write_bytes(before.replace(old, new))
+        with pytest.raises(MegarlError, match="not what the run began with") as error:
+            checks.check_history(recipe, rundir, checks.check_inputs(recipe))
+        path.write_bytes(before)
+        os.utime(path, (1, 1))
+        assert checks.check_history(recipe, rundir, checks.check_inputs(recipe))
+        return str(error.value).partition("\n")[0]
+
+    assert changes(folder / "model.safetensors", bytes(12), bytes(11) + b"1").startswith("model.path: weights: not")
+    assert changes(folder / "tokenizer_config.json", b'"eos_token"', b'"x": 1, "eos_token"').startswith(
+        "model.path: tokenizer: not"
+    )
+    assert changes(folder / "config.json", b"{", b'{"x": 1, ').startswith("model.path: config.json: not")
+    assert changes(train, b'"answer": "3"', b'"answer": "4"').startswith("data.tasks.math.train: prompts: not")
+    assert changes(train, b'"prompt": "2+1="', b'"prompt": "2+2="').startswith("data.tasks.math.train: prompts: not")
+    train.write_bytes(b"\n" + train.read_bytes().replace(b": ", b":"))  # the same rows
+    assert checks.check_history(recipe, rundir, checks.check_inputs(recipe))
+    rundir.fingerprints.unlink()
+    with pytest.raises(MegarlError, match=r"fingerprints\.json: is gone"):
+        checks.check_history(recipe, rundir, checks.check_inputs(recipe))
+
+
+def test_large_weights_are_known_by_a_sample(tree: Tree) -> None:
+    recipe = from_tree(tree)
+    weights = Path(recipe.model.path) / "model.safetensors"
+    size = 4 * inputs.WHOLE + 12_345
+
+    def fingerprint(at: int) -> str:
+        """With one byte changed there, of a sparse file of zeros."""
+        with weights.open("wb") as file:
+            file.truncate(size)
+            file.seek(at)
+            file.write(b"1")
+        return inputs.read_inputs(recipe)["model.path: weights"]
+
+    places = [0, inputs.BLOCK - 1, size // 3, size - inputs.BLOCK, size - 1]
+    assert len({fingerprint(at) for at in places}) == len(places)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("train.jsonl", b"[" * 100_000, r"train\.jsonl:1: not a row: .*recursion"),
+        (
+            "train.jsonl",
+            b'{"id": "0", "prompt": "0+1=", "answer": "1", "difficulty": 1' + b"0" * 30 + b"}",
+            r"train\.jsonl:1: not a row of id, prompt, answer, difficulty: Expected `int` <= 2147483648",
+        ),
+        (
+            "train.jsonl",
+            b'{"id": "0", "prompt": "0+x=", "answer": "1"}',
+            r"train\.jsonl: prompt '0': .*cannot encode '0\+x='",
+        ),
+        ("train.jsonl", b'{"id": "0", "prompt": "' + b"1" * 3_000 + b'", "answer": "1"}', "raise length.prompt_tokens"),
+        ("train.jsonl", b'{"id": "0", "prompt": "0+1=\\ud800", "answer": "1"}', r"train\.jsonl:1: not a row"),
+        ("train.jsonl", b'{"id": "\xff"}', r"train\.jsonl:1: not a row"),
+        ("model/config.json", b"{", r"config\.json:1: not JSON"),
+        ("model/config.json", b"[" * 100_000, r"config\.json: not JSON that can be read"),
+        ("model/config.json", b"[1]", r"config\.json: a list, not an object"),
+        ("model/config.json", b'{"architectures": ["LlamaForCausalLM"]}', r"config\.json: no '.*' there"),
+        ("model/config.json", b'{"architectures": ["LlamaForCausalLM"], "text_config": 3}', r"config\.json: "),
+        ("model/tokenizer.json", b"{}", r"model: no tokenizer can be loaded"),
+        ("model/tokenizer_config.json", b'{"eos_token": 5}', r"tokenizer_config\.json: eos_token is missing"),
+        ("model/tokenizer_config.json", b"\xff", r"tokenizer_config\.json: not JSON"),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_all_that_is_given_is_read_before_anything_starts(
+    recipe: Recipe, tmp_path: Path, name: str, data: bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(MegarlError, match=said) as error:
+        checks.check_inputs(recipe)
+    assert str(tmp_path / name.partition("/")[0]) in str(error.value)
+    assert len(str(error.value)) < 1_500
+
+
+def test_lengths_that_servers_would_refuse_are_refused_before(tree: Tree) -> None:
+    checks.check_all(from_tree(tree))
+    with pytest.raises(MegarlError, match=r"serving\.kv_tokens: 1 cannot hold one longest sequence"):
+        checks.check_all(changed(tree, serving={"kv_tokens": 1}))
 
 
 def test_differences_are_dotted(tree: Tree) -> None:
