@@ -174,10 +174,10 @@ def test_a_learner_of_two_ranks_that_is_told_to_make_room_saves(start: Start) ->
 
 
 def test_no_process_is_left_when_a_role_cannot_start(start: Start) -> None:
-    """The model cannot be read: the run ends by itself, and says which role failed and why."""
-    run = start("broken", "serving.kv_tokens=1")
+    """FP8 needs a GPU: the run ends by itself, and says which role failed and why."""
+    run = start("broken", "model.dtype=bf16", "model.fp8=blockwise")
     assert run.finish() == 1
-    assert "server-0" in run.output.read_text(errors="replace")
+    assert "learner-0" in run.output.read_text(errors="replace")
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(run.rundir.recipe) in (p.info["cmdline"] or [])]
 
 
