@@ -12,7 +12,7 @@ from megarl.data import cli as data
 from megarl.errors import MegarlError
 from megarl.evaluation import cli as evaluation
 from megarl.planning import cli as planning
-from megarl.process import die_with_supervisor
+from megarl.process import die_with_supervisor, have_streams
 from megarl.scaling import cli as scaling
 from megarl.supervisor import cli as supervisor
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 well; 1 failed; 2 a message for the user on stderr; 130 interrupted."""
+    have_streams()
     die_with_supervisor()
     options = _parsed(arguments)
     try:

@@ -1,11 +1,13 @@
-"""What every role process does with itself: die with its parent, log to its file, name itself."""
+"""What every process does with itself: die with its parent, log to its file, name itself, go on without a screen."""
 
 import ctypes
+import io
 import logging
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -37,6 +39,48 @@ def die_with_supervisor() -> None:
 def adopt_orphans() -> None:
     """What a dead role leaves behind becomes a child of this process, which can then find and end it. Linux only."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def have_streams() -> None:
+    """Before anything is opened: where stdin, stdout or stderr were closed they lead nowhere, or the next file that is opened
+    would be taken for them."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it has the lowest free number, which is this one
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  (open as long as the process is)
+
+
+def outlive_screen() -> None:
+    """From here on what stdout or stderr do not take is lost, and this process goes on: a pager that was left, a `tee` that
+    died, a full disk behind `> file` end no run."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue  # somebody captures it, or it leads nowhere
+        stream.flush()
+        buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
+        lasting = io.TextIOWrapper(
+            buffer, stream.encoding, "replace", line_buffering=stream.line_buffering, write_through=stream.write_through
+        )
+        setattr(sys, name, lasting)
+        setattr(sys, f"__{name}__", lasting)
+
+
+class _Lasting(io.FileIO):
+    """A file descriptor that leads nowhere once it takes nothing any more."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
 
 
 def log_to(path: Path) -> None:

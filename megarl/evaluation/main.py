@@ -35,12 +35,14 @@ from megarl.evaluation.show import Progress, table
 from megarl.evaluation.subject import Subject, recipe_of, subject_of
 from megarl.grading import GraderDown, Graders
 from megarl.lock import lock
+from megarl.process import outlive_screen
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir, write_atomically
 
 
 def main(options: argparse.Namespace) -> int:
     """0 when all is answered; 1 if a void answer is left, which the same command asks again."""
+    outlive_screen()
     console = Console()
     subject = subject_of(options.model)
     out = options.out or Path("runs") / "evaluations" / re.sub(r"[^\w@.-]+", "-", subject.name).strip(".-")

@@ -35,6 +35,7 @@ from megarl.learner.trainer import Trainer
 from megarl.lock import lock
 from megarl.models import hf, parallel
 from megarl.ports import free_ports
+from megarl.process import outlive_screen
 from megarl.recipe import Recipe
 from megarl.rundir import complete, write_atomically
 from megarl.wishes import Wish, wishes
@@ -62,6 +63,7 @@ def main(recipe: Recipe) -> int:
 
 def run(recipe: Recipe, unfinished: Path) -> int:
     """What is left of it."""
+    outlive_screen()
     # Nothing else of the run is alive yet: all cores are the learner's.
     torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)

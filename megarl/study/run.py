@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from megarl.process import SUPERVISOR
+from megarl.process import SUPERVISOR, outlive_screen
 from megarl.rundir import latest_rows
 from megarl.study.plan import Study, Task
 from megarl.supervisor.view import sparkline
@@ -31,6 +31,7 @@ TRAIN = (sys.executable, "-m", "megarl", "train")
 
 def run(study: Study, tasks: Sequence[Task], console: Console) -> int:
     """Bring each of `tasks` to its end. 0 all done; 1 some failed; 128 + signal when asked to stop."""
+    outlive_screen()
     with wishes() as wish, Screen(study, console) as screen:
         for task in tasks:
             if task.state() != "done":

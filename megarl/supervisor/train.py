@@ -5,7 +5,7 @@
            ─► the learner has left: controller and servers are ended, summary and report written
 
 Ctrl-C or SIGTERM, also of controller or learner, writes RUN/stop: the learner saves and leaves. A second one kills. Every role
-dies with this process.
+dies with this process. A screen that goes away (a pager, a `tee`) ends nothing.
 """
 
 import os
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from megarl.lock import lock
 from megarl.monitor import targets
-from megarl.process import adopt_orphans
+from megarl.process import adopt_orphans, outlive_screen
 from megarl.recipe import Recipe, dump
 from megarl.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, write_atomically
 from megarl.scaling.outlook import enough
@@ -65,6 +65,7 @@ def main(recipe: Recipe) -> int:
         checks.check_placed(recipe, placed)
         endpoints = prepare(recipe, rundir, placed, fingerprints, resumed)
         adopt_orphans()
+        outlive_screen()
         console = Console()
         if resumed:
             console.print(f"going on with {rundir.path}", highlight=False)

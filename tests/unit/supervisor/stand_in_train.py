@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from megarl import recipe as recipes
+from megarl.process import have_streams
 from megarl.rundir import RunDir
 from megarl.supervisor import closing, restart, train
 from megarl.supervisor.launcher import LocalLauncher, LocalProcess, Task
@@ -28,6 +29,7 @@ class StandInLauncher(LocalLauncher):
 
 
 if __name__ == "__main__":
+    have_streams()
     loaded = recipes.load(sys.argv[1])
     train.chosen = lambda recipe, rundir: StandInLauncher(RunDir.of(loaded).path, sys.argv[2])
     train.Watch = lambda start_s: Watch(start_s, stopped_s=1.0)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,13 +24,15 @@ LIMIT_S = 60.0
 class Life:
     """One `megarl train` over stand-ins."""
 
-    def __init__(self, recipe: Recipe, folder: Path, steps: int, report: bool) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, steps: int, report: bool, before: str) -> None:
+        """before: what the shell does before it becomes the supervisor."""
         self.rundir = RunDir.of(recipe)
         file = folder / "recipe.yaml"
         file.write_text(dump(recipe))
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, str(TRAIN), str(file), str(steps), *(["report"] if report else [])]
         self.process = subprocess.Popen(
-            [sys.executable, TRAIN, file, str(steps), *(["report"] if report else [])],
+            ["sh", "-c", f"{before} exec {shlex.join(command)}"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
         )  # fmt: skip
 
@@ -71,11 +74,11 @@ class Life:
 def live(recipe: Recipe, tmp_path: Path) -> Iterator[Callable[..., Life]]:
     lives: list[Life] = []
 
-    def start(steps: int = 10_000, resume: bool = False, report: bool = False) -> Life:
+    def start(steps: int = 10_000, resume: bool = False, report: bool = False, before: str = "") -> Life:
         chosen = recipe
         if resume:
             chosen = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
-        lives.append(Life(chosen, tmp_path, steps, report))
+        lives.append(Life(chosen, tmp_path, steps, report, before))
         return lives[-1]
 
     yield start
@@ -113,6 +116,27 @@ def test_all_steps_then_nothing_left(live: Callable[..., Life]) -> None:
     )
     assert life.rundir.report.exists()
     assert life.rundir.picture.exists()
+
+
+def test_a_reader_of_the_screen_that_leaves_ends_nothing(live: Callable[..., Life]) -> None:
+    """`megarl train | head -1`, `megarl train 2>&1 | tee file` with a tee that is killed."""
+    life = live()
+    assert life.process.stdout is not None
+    assert life.process.stdout.readline()
+    life.process.stdout.close()
+    (life.rundir.path / "enough").touch()
+    assert life.process.wait(LIMIT_S) == 0
+    assert json.loads(life.rundir.summary.read_text())["outcome"] == "finished"
+    assert nobody(life.all_pids())
+
+
+def test_a_run_needs_no_streams_at_all(live: Callable[..., Life]) -> None:
+    life = live(before="exec <&- >&- 2>&-;")
+    life.wait_for_steps(3)
+    (life.rundir.path / "enough").touch()
+    status, _ = life.end()
+    assert status == 0
+    assert json.loads(life.rundir.summary.read_text())["outcome"] == "finished"
 
 
 @pytest.mark.parametrize("role", ["server-0", "controller-0", "learner-0"])
