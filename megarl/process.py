@@ -73,7 +73,7 @@ def outlive_screen() -> None:
 class _Lasting(io.FileIO):
     """A file descriptor that leads nowhere once it takes nothing any more."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from megarl.commands import Commands, add_command, add_group, at_least
+from megarl.commands import Commands, add_command, add_group
 
 
 def add(commands: Commands) -> None:
@@ -21,10 +21,8 @@ def add(commands: Commands) -> None:
         metavar="NAME[,NAME]",
         help="aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, a suite or task of the run, or a YAML file",
     )
-    ask.add_argument("--samples", type=at_least(1), metavar="K", help="answers a prompt (default: the suite's)")
-    ask.add_argument(
-        "--limit", type=at_least(1), metavar="N", help="prompts of each suite, chosen by hash (default: all)"
-    )
+    ask.add_argument("--samples", type=int, metavar="K", help="answers a prompt (default: the suite's)")
+    ask.add_argument("--limit", type=int, metavar="N", help="prompts of each suite, chosen by hash (default: all)")
     ask.add_argument("--data", metavar="SOURCE", help="rows of the one suite, instead of its set on the hub")
     ask.add_argument("--out", type=Path, metavar="DIR", help="default: runs/evaluations/MODEL")
     ask.add_argument(

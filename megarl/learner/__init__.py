@@ -15,6 +15,7 @@ cost.py          what a sequence costs, for balance
 clock.py         where the seconds of a step went
 nonfinite.py     whose loss was not finite
 out_of_memory.py  a full GPU, in the words of the recipe
+recorded.py       a step that is trained again, against the row it left before
 critic.py        the value network: what each token was worth
 expert_load.py   how evenly tokens fall on experts; the loss that evens it out
 replay.py        routers take the experts that the server took

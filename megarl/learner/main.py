@@ -25,6 +25,7 @@ from megarl.learner.clock import StepClock
 from megarl.learner.link import Interrupted, Link
 from megarl.learner.out_of_memory import OutOfMemory
 from megarl.learner.ranks import become_torchrun, is_rank
+from megarl.learner.recorded import contradiction
 from megarl.learner.trainer import Trainer
 from megarl.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
 from megarl.models import parallel
@@ -34,10 +35,11 @@ from megarl.monitor.spans import Spans
 from megarl.monitor.warnings import flags
 from megarl.process import NODE, log_to, start_logging
 from megarl.recipe import Recipe
-from megarl.rundir import RunDir, append_jsonl, write_atomically
+from megarl.rundir import RunDir, append_jsonl, by_step, read_jsonl, write_atomically
 from megarl.types import decode, encode
 from megarl.weights.admin import Server
 from megarl.weights.lending import Lending
+from megarl.weights.parity import LIMITS
 from megarl.weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -130,6 +132,8 @@ class Learner:
             rundir.microbatch,
             within=self.lending.borrowed(self.trainer.step),  # as in training
         )
+        rows = by_step(read_jsonl(rundir.metrics)) if self.leader else {}
+        self.recorded: tuple[int, dict[str, Any]] = self.trainer.step, from_rank_0(rows.get(self.trainer.step, {}))
         self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
         self.spans = Spans(rundir.trace / "learner.jsonl" if self.leader else None)
         self.clock = StepClock(self.spans)
@@ -195,6 +199,7 @@ class Learner:
             raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
         with self.clock.spent("train", step), self.lending.borrowed(step):
             metrics = trainer.train_step(trainer.sequences(command.batch))
+        self._check_recorded(step, metrics)
         with self.clock.spent("checkpoint", step):
             if self.trainer.step % self.recipe.checkpoint.every == 0:
                 self.checkpoints.save()
@@ -222,6 +227,18 @@ class Learner:
         )
         with self.clock.within("metrics"):
             self.metrics.row(row)
+
+    def _check_recorded(self, step: int, metrics: dict[str, float]) -> None:
+        """The end of the run, before anything of it is written over, if its first step here is not the one it has recorded."""
+        first, row = self.recorded
+        limits = LIMITS[self.recipe.model.dtype, bool(self.trainer.policy.family.experts)]
+        if step != first or (self.trainer.epochs > 1 and row.get("lr") != metrics.get("lr")):
+            return
+        if far := contradiction(row, metrics, limits):
+            reason = f"step {step}: {far}"
+            if self.leader:
+                write_atomically(self.rundir.failure_file, reason.encode())
+            raise MegarlError(reason)
 
     def _broken(self) -> Stop | None:
         """The end of the run if too many steps in a row came to nothing. A file says so to the supervisor: it is no crash."""

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from megarl.recipe import from_tree
-from megarl.rundir import latest_rows
+from megarl.rundir import latest_rows, write_jsonl
 from tests.faults.disks import Disk
 from tests.parallel.test_learner_loop import LIMIT_S, Run, trained
 from tests.tiny import tiny_llama
+from tests.unit.conftest import write_model
 from tests.unit.supervisor.test_train import Life, nobody
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -73,13 +74,13 @@ def test_full_during_metrics(run: Run, disk: Mount) -> None:
 def test_full_under_the_whole_run(tmp_path: Path, disk: Mount) -> None:
     """The supervisor, over stand-in roles, has everything on the full disk: it says so and leaves nobody behind."""
     full = disk(tmp_path / "runs", 16)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "prompts.jsonl").write_text("{}\n")
-    prompts = {"train": str(tmp_path / "prompts.jsonl"), "heldout": str(tmp_path / "prompts.jsonl")}
+    write_model(tmp_path / "model")
+    write_jsonl(tmp_path / "sums.jsonl", [{"id": f"{n}", "prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(5)])
     tree: dict[str, Any] = {
         "run": {"name": "r", "dir": str(full.path)},
-        "model": {"path": str(tmp_path), "dtype": "fp32"},
-        "data": {"tasks": {"math": prompts}},
+        "model": {"path": str(tmp_path / "model"), "dtype": "fp32"},
+        "data": {"tasks": {"math": {"train": str(tmp_path / "sums.jsonl"), "heldout": 1}}},
+        "serving": {"kv_tokens": 65_536},
     }
     life = Life(from_tree(tree), tmp_path, 10_000, report=False)
     try:

@@ -232,6 +232,16 @@ def test_a_learner_that_lost_its_steps_replays_them_bit_for_bit(tmp_path: Path, 
         assert trained(killed.rows()) == trained(rows)
         shutil.rmtree(aside)
 
+    shutil.rmtree(killed.rundir.checkpoints)
+    killed.rundir.checkpoints.mkdir()
+    tiny_llama(tmp_path / "other", seed=1, vocab_size=131)
+    killed.rundir.recipe.write_text(killed.rundir.recipe.read_text().replace(str(model), str(tmp_path / "other")))
+    written = killed.rundir.metrics.read_bytes()
+    assert killed.learn().wait(LIMIT_S) == 2, "other weights than those that made the rows"
+    assert "step 0: trained_logprob_diff is " in killed.rundir.failure_file.read_text()
+    assert killed.rundir.metrics.read_bytes() == written
+    assert not list(killed.rundir.checkpoints.iterdir())
+
 
 def test_two_ranks_save_when_told_to_stop_and_go_on(tmp_path: Path, model: Path, runs: list[Run]) -> None:
     run = Run(tmp_path, model, 4, resources={"learner_ranks": 2}, monitor={"profile": {"start": 1, "steps": 1}})

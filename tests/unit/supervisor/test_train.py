@@ -24,7 +24,7 @@ LIMIT_S = 60.0
 class Life:
     """One `megarl train` over stand-ins."""
 
-    def __init__(self, recipe: Recipe, folder: Path, steps: int, report: bool, before: str) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, steps: int, report: bool, before: str = "") -> None:
         """before: what the shell does before it becomes the supervisor."""
         self.rundir = RunDir.of(recipe)
         file = folder / "recipe.yaml"
