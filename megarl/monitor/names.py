@@ -9,6 +9,12 @@ NAMES: dict[str, tuple[str, str]] = {
     "weight_version": ("run", "weights after the step (step + 1)"),
     "time": ("run", "seconds since the epoch at the end of the step"),
     "compute_hours": ("run", "devices held x wall time, cumulative over the run's lives"),
+    "startup_hours": (
+        "run",
+        "of compute_hours: up to the first publication of each life of the run, replay included; as the batch was handed out",
+    ),
+    "evaluation_hours": ("run", "of compute_hours: the servers held for evaluations; as the batch was handed out"),
+    "training_hours": ("run", "compute_hours less both, as the batch was handed out"),
     "compute_unit": ("run", "gpu or core"),
     "replay": ("run", "1 if the batch came back from the journal after a crash"),
     "pass_rate_train": ("reward", "share of right answers in the batch, zero-variance groups included"),

@@ -116,7 +116,7 @@ class Controller:
             recipe, state, prompts, self.servers.membership, self.places, self.sampler, self.graders, self.ledger,
             self.parity, self._on_change, salt, self.spans,
         )  # fmt: skip
-        self.compute = ComputeClock(state)
+        self.compute = ComputeClock(state, recipe.resources)
         self.meter = Meter(self.places)
         self.publications = Publications(state, self.servers, self.ledger, self.compute, self._fail)
         self.evaluations = Evaluations(
@@ -209,7 +209,7 @@ class Controller:
 
     def _evaluate_if_due(self, version: int) -> None:
         if not self._ending() and self.evaluations.is_due(version, self._final_step()):
-            self.evaluations.begin(version, self.publications.hours, self._tasks)
+            self.evaluations.begin(version, self.publications.spent, self._tasks)
 
     async def carry_out(self, decision: Decision, asked: Next) -> Reply:
         """What has to happen before the learner is told, and what it is told."""
@@ -240,9 +240,10 @@ class Controller:
         self.spans.event("controller/batches", name, step=step, replay=decision.replay, tickets=list(tickets))
         return Train(
             batch=batch,
-            compute_hours=self.compute.hours(),
+            compute_hours=(spent := self.compute.spent()).total,
             compute_devices=self.compute.devices,
             stats=batch_statistics(batch)
+            | spent.row()
             | task_statistics(batch, self.recipe)
             | self.meter.step()
             | self.tickets.metrics(decision.step)

@@ -25,7 +25,7 @@ from megarl.evaluation.score import Asker, Questions, Sampled, choose, score
 from megarl.grading import GraderDown, Graders
 from megarl.monitor.spans import UNRECORDED, Spans
 from megarl.recipe import Recipe
-from megarl.rollout.compute import ComputeClock
+from megarl.rollout.compute import ComputeClock, Spent
 from megarl.rollout.ledger import Ledger
 from megarl.rollout.membership import Membership
 from megarl.rollout.places import Places
@@ -94,22 +94,25 @@ class Evaluations:
         known = [v for v in (self._scored, *self.running) if v is not None]
         return is_due(version, max(known, default=None), self._recipe.evaluation.every, final_version)
 
-    def begin(self, version: int, hours: Callable[[int], float], tasks: asyncio.TaskGroup) -> None:
-        """Hold some of the servers that have these weights, if any, and score them. hours: when a version was published."""
+    def begin(self, version: int, spent: Callable[[int], Spent], tasks: asyncio.TaskGroup) -> None:
+        """Hold some of the servers that have these weights, if any, and score them. spent: until a version was published."""
         held = [s for s, v in self._membership.clean().items() if v == version]
         if not held or time.monotonic() < self._not_before:
             return
         servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._recipe.evaluation.servers])
         for server in servers:
             self._membership.pin(server)
+        self._compute.hold(len(servers))
         log.info("version %d is evaluated on servers %s", version, sorted(servers))
-        self.running[version] = (servers, tasks.create_task(self._evaluate(version, servers, hours(version))))
+        self.running[version] = (servers, tasks.create_task(self._evaluate(version, servers, spent(version))))
 
     def cancel_lost(self) -> None:
         """Servers that have lost their weights score no more. One with none left ends: the next version is due."""
         clean = self._membership.clean()
         for version, (servers, task) in list(self.running.items()):
+            held = len(servers)
             servers &= {s for s, v in clean.items() if v == version}
+            self._compute.hold(len(servers) - held)
             if not servers:
                 task.cancel()
 
@@ -118,20 +121,25 @@ class Evaluations:
         for _, task in self.running.values():
             task.cancel()
 
-    async def _evaluate(self, version: int, servers: set[int], compute_hours: float) -> None:
-        began = time.monotonic()
+    async def _evaluate(self, version: int, servers: set[int], spent: Spent) -> None:
+        began, held = time.monotonic(), len(servers)
         self._spans.open("controller/evaluation", f"version {version}", began, servers=sorted(servers))
         folder = step_folder(self._rundir.evaluations, version)
         try:
             outcomes = await self._ask(version, servers)
             scores = await asyncio.to_thread(row, outcomes, self._recipe, version)
-            new = scores | {
-                "compute_hours": compute_hours,
-                "compute_unit": self._compute.unit,
-                "time": time.time(),
-                "seconds": time.monotonic() - began,
-                "tries": self._failures + 1,
-            }
+            new = (
+                scores
+                | spent.row()
+                | {
+                    "compute_hours": spent.total,
+                    "compute_unit": self._compute.unit,
+                    "time": time.time(),
+                    "seconds": time.monotonic() - began,
+                    "servers": held,
+                    "tries": self._failures + 1,
+                }
+            )
             new |= await asyncio.to_thread(self._outlook, new)
             await asyncio.to_thread(self._write_results, version, outcomes)
             append_jsonl(self._rundir.eval, new)
@@ -139,7 +147,8 @@ class Evaluations:
                 Evaluated(
                     version=version,
                     time=time.time(),
-                    compute_hours=compute_hours,
+                    compute_hours=spent.total,
+                    evaluation_hours=self._compute.spent().evaluation,
                     pass_rate=scores["pass_rate"],
                     n_prompts=int(scores["n_prompts"]),
                     samples=int(scores["samples"]),
@@ -158,6 +167,7 @@ class Evaluations:
                 "controller/evaluation", f"version {version}", began, time.monotonic(), servers=sorted(servers)
             )
             del self.running[version]
+            self._compute.hold(-len(servers))
             for server in servers:
                 self._membership.unpin(server)
             self._changed()

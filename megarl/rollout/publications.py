@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from megarl.messages import Published, ServerResult
-from megarl.rollout.compute import ComputeClock
+from megarl.rollout.compute import ComputeClock, Spent
 from megarl.rollout.ledger import Ledger
 from megarl.rollout.records import PublishedVersion
 from megarl.rollout.servers import Servers
@@ -29,24 +29,27 @@ class Publications:
         fail: Callable[[str], None],
     ) -> None:
         self._servers, self._ledger, self._compute, self._fail = servers, ledger, compute, fail
-        self._hours: dict[int, float] = {}  # of the first publication of each version in this life
+        self._spent: dict[int, Spent] = {}  # at the first publication of each version in this life
         self.version = state.published_version
 
-    def hours(self, version: int) -> float:
-        """Compute hours when this version was first published in this life."""
-        return self._hours[version]
+    def spent(self, version: int) -> Spent:
+        """Compute when this version was first published in this life."""
+        return self._spent[version]
 
     def over(self, result: Published) -> bool:
         """New weights on the servers that worked; whether there are any."""
         clean = [r for r in result.results if self._is_clean(r, result)]
         if clean:
             self.version = max(self.version, result.version)
-            hours = self._hours.setdefault(result.version, self._compute.hours())
+            self._compute.published()
+            spent = self._spent.setdefault(result.version, self._compute.spent())
             self._ledger.write(
                 PublishedVersion(
                     version=result.version,
                     time=time.time(),
-                    compute_hours=hours,
+                    compute_hours=spent.total,
+                    startup_hours=spent.startup,
+                    evaluation_hours=spent.evaluation,
                     servers=tuple(self._servers.clients[r.id].url for r in clean),
                     pause_seconds=result.pause_seconds,
                     transfer_seconds=result.transfer_seconds,

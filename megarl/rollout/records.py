@@ -54,7 +54,8 @@ class Removed(Record, frozen=True, tag="removed"):
 
 
 class PublishedVersion(Record, frozen=True, tag="published_version"):
-    """These servers have these weights. Seconds are wall time of the slowest server."""
+    """These servers have these weights. Seconds are wall time of the slowest server; startup_hours, evaluation_hours: of the
+    compute so far."""
 
     version: int
     time: float
@@ -63,10 +64,12 @@ class PublishedVersion(Record, frozen=True, tag="published_version"):
     pause_seconds: float = 0.0
     transfer_seconds: float = 0.0
     resume_seconds: float = 0.0
+    startup_hours: float = 0.0
+    evaluation_hours: float = 0.0
 
 
 class Evaluated(Record, frozen=True, tag="evaluated"):
-    """The held-out pass rate of these weights. compute_hours: when they were published."""
+    """The held-out pass rate of these weights. compute_hours: when they were published; evaluation_hours: so far."""
 
     version: int
     time: float
@@ -74,6 +77,7 @@ class Evaluated(Record, frozen=True, tag="evaluated"):
     pass_rate: float
     n_prompts: int
     samples: int
+    evaluation_hours: float = 0.0
 
 
 class TaskHistory(Record, frozen=True):
@@ -105,6 +109,9 @@ class Snapshot(Record, frozen=True, tag="snapshot"):
     void: int
     removed: int
     phase_steps: int = 1
+    startup_hours: float = 0.0
+    evaluation_hours: float = 0.0
+    session_published: bool = False
 
 
 JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Evaluated | Snapshot

@@ -35,6 +35,8 @@ class State:
     evaluations: by version.
     generated_tokens: sampled for finished and removed tickets.
     finished, void, removed: tickets; the void ones are finished too.
+    startup_hours, evaluation_hours: compute of all lives that went into these (megarl/rollout/compute.py).
+    session_published: whether weights have been published in this life of the supervisor.
     """
 
     admission: Admission
@@ -49,6 +51,9 @@ class State:
     finished: int = 0
     void: int = 0
     removed: int = 0
+    startup_hours: float = 0.0
+    evaluation_hours: float = 0.0
+    session_published: bool = False
 
     def compute_hours(self, now: float) -> float:
         """Devices held × wall time up to `now`: all earlier sessions up to their last record, and this one."""
@@ -87,13 +92,17 @@ class State:
             case PublishedVersion():
                 self.published_version = max(self.published_version, record.version)
                 self.last_time = max(self.last_time, record.time)
+                self.startup_hours = max(self.startup_hours, record.startup_hours)
+                self.evaluation_hours = max(self.evaluation_hours, record.evaluation_hours)
+                self.session_published = True
             case Evaluated():
                 self.evaluations[record.version] = record
                 self.last_time = max(self.last_time, record.time)
+                self.evaluation_hours = max(self.evaluation_hours, record.evaluation_hours)
             case Session():
                 if self.session is None or record.session != self.session.session:
                     self.earlier_hours = self.compute_hours(self.last_time)
-                    self.session, self.last_time = record, record.time
+                    self.session, self.last_time, self.session_published = record, record.time, False
             case Snapshot():
                 pass  # the fold of what was applied already
 
@@ -118,6 +127,9 @@ class State:
             finished=self.finished,
             void=self.void,
             removed=self.removed,
+            startup_hours=self.startup_hours,
+            evaluation_hours=self.evaluation_hours,
+            session_published=self.session_published,
         )
 
     @staticmethod
@@ -146,4 +158,7 @@ class State:
             finished=s.finished,
             void=s.void,
             removed=s.removed,
+            startup_hours=s.startup_hours,
+            evaluation_hours=s.evaluation_hours,
+            session_published=s.session_published,
         )

@@ -19,7 +19,7 @@ from megarl.grading import Grade, GraderDown
 from megarl.messages import ServerAddress
 from megarl.recipe import Recipe, Suite, from_tree
 from megarl.rollout import evaluations as module
-from megarl.rollout.compute import ComputeClock
+from megarl.rollout.compute import ComputeClock, Spent
 from megarl.rollout.evaluations import TRIES, Evaluations, questions_of, row
 from megarl.rollout.journal import Journal
 from megarl.rollout.ledger import Ledger
@@ -122,14 +122,15 @@ async def scored(recipe: Recipe, down: int, stops: list[str] | None = None, vers
     ledger, answers = Ledger(journal), Answers(down)
     evaluations = Evaluations(
         recipe, rundir, journal.state, questions(recipe, 4), TOKENIZER, members,
-        Places(members, 1), answers, answers, ledger, ComputeClock(journal.state), lambda: None, failures.append,  # type: ignore[arg-type]
+        Places(members, 1), answers, answers, ledger,  # type: ignore[arg-type]
+        ComputeClock(journal.state, recipe.resources), lambda: None, failures.append,
         (stops if stops is not None else []).append, "",
     )  # fmt: skip
     begun = 0
     async with asyncio.TaskGroup() as tasks:
         writer = tasks.create_task(ledger.run())
         while evaluations.is_due(version, 10) and not failures:
-            evaluations.begin(version, lambda version: 0.5 + version, tasks)
+            evaluations.begin(version, lambda version: Spent(0.5 + version, 0.25, 0.125), tasks)
             assert members.members[0].pinned
             assert not evaluations.is_due(version, 10)
             await asyncio.wait_for(asyncio.shield(evaluations.running[version][1]), 10)
@@ -149,6 +150,9 @@ def test_it_is_tried_again_while_the_grader_is_down(
     assert asyncio.run(scored(recipe, down)) == ([], begun)
     (found,) = read_jsonl(RunDir.of(recipe).eval)
     assert (found["step"], found["pass_rate"], found["n_prompts"], found["tries"]) == (0, 1.0, 6, tries)
+    hours = {key: found[f"{key}_hours"] for key in ("compute", "startup", "evaluation", "training")}
+    assert hours == {"compute": 0.5, "startup": 0.25, "evaluation": 0.125, "training": 0.125}
+    assert found["servers"] == 1
     for task in ("math", "code"):
         place = SuiteDir(RunDir.of(recipe).evaluations / "step-0000000", task)
         rows = list(read_answers(place.answers))
@@ -238,13 +242,13 @@ def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
     ledger, answers = Ledger(journal), Answers(0)
     evaluations = Evaluations(
         recipe, rundir, journal.state, questions(recipe, 9), TOKENIZER, members, Places(members, 1), answers, answers,  # type: ignore[arg-type]
-        ledger, ComputeClock(journal.state), lambda: None, [].append, [].append, "",
+        ledger, ComputeClock(journal.state, recipe.resources), lambda: None, [].append, [].append, "",
     )  # fmt: skip
 
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
             writer = tasks.create_task(ledger.run())
-            evaluations.begin(0, lambda version: 0.5, tasks)
+            evaluations.begin(0, lambda version: Spent(0.5, 0.0, 0.0), tasks)
             servers, task = evaluations.running[0]
             held = set(servers)
             assert len(held) == 3

@@ -1,0 +1,76 @@
+"""What compute was spent on, by a clock that the test sets, over two lives of a supervisor and a controller that died."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.recipe import Resources
+from megarl.rollout.compute import ComputeClock, Spent
+from megarl.rollout.journal import Journal
+from megarl.rollout.records import PublishedVersion, Session
+
+
+class Life:
+    """A controller with 10 GPUs, six of them in three servers, whose clocks say what they are told."""
+
+    def __init__(self, path: Path, patch: pytest.MonkeyPatch, session: Session, now: float) -> None:
+        self._patch = patch
+        self.at(now)
+        self._journal = Journal.open(path, 1, 0)
+        self._journal.append(session)
+        self.clock = ComputeClock(self._journal.state, Resources(servers=3, server_tensor_parallel=2))
+
+    def at(self, hour: float) -> None:
+        self._patch.setattr(time, "time", lambda: 3600 * hour)
+        self._patch.setattr(time, "monotonic", lambda: 3600 * hour + 5)
+
+    def publish(self, version: int, hour: float) -> Spent:
+        self.at(hour)
+        self.clock.published()
+        spent = self.clock.spent()
+        startup, evaluation = spent.startup, spent.evaluation
+        self._journal.append(
+            PublishedVersion(
+                version=version, time=3600 * hour, compute_hours=spent.total, servers=(),
+                startup_hours=startup, evaluation_hours=evaluation,
+            )
+        )  # fmt: skip
+        return spent
+
+    def die(self) -> None:
+        self._journal.close()
+
+
+def test_startup_and_evaluations_are_told_from_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(session="one", time=0.0, devices=10, compute_unit="gpu")
+    life = Life(tmp_path, monkeypatch, session, 0.25)
+    assert life.clock.spent() == Spent(2.5, 2.5, 0.0), "all of it, until weights are out"
+    assert life.publish(0, 0.5).row() == {"startup_hours": 5.0, "evaluation_hours": 0.0, "training_hours": 0.0}
+    life.clock.hold(2)  # servers of two GPUs each, for an hour, of which the second half is one server's alone
+    life.at(1.0)
+    life.clock.hold(-1)
+    life.at(1.5)
+    life.clock.hold(-1)
+    assert life.publish(1, 2.5) == Spent(25.0, 5.0, 3.0)
+    life.clock.hold(1)
+    assert life.publish(2, 3.0) == Spent(30.0, 5.0, 4.0), "one that is under way counts as far as it is"
+    life.die()
+    again = Life(tmp_path, monkeypatch, session, 3.5)  # the controller alone: the run has started long ago
+    assert again.clock.spent() == Spent(35.0, 5.0, 4.0)
+    again.die()
+    new = Life(tmp_path, monkeypatch, Session(session="two", time=36e3, devices=10, compute_unit="gpu"), 10.0)
+    assert new.publish(3, 10.25) == Spent(32.5, 7.5, 4.0), "the second start took a quarter of an hour"
+    new.die()
+
+
+def test_a_server_on_cores_has_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    journal = Journal.open(tmp_path, 1, 0)
+    journal.append(Session(session="s", time=0.0, devices=4, compute_unit="core"))
+    clock = ComputeClock(journal.state, Resources(servers=1, threads=3))
+    clock.hold(1)
+    monkeypatch.setattr(time, "monotonic", lambda: 3600.0)
+    assert clock.spent().evaluation == 3.0
+    journal.close()
