@@ -102,9 +102,11 @@ class TrainedNetwork(Network):
 
     @torch.no_grad()
     def update(self, lr: float, norm: float) -> None:
-        """One AdamW step with gradients of that norm, which are clipped."""
+        """One AdamW step with gradients of that norm, which are clipped. Norms, biases and whatever else has one dimension are
+        not decayed: megatron marks them (`wd_mult`), and leaves it to its scheduler, which is not used, to heed that."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
         parameters = self.optimizer.get_parameters()
         if parameters:
             clip_grad_by_total_norm_fp32(

@@ -233,7 +233,7 @@ class Optimizer(Section):
     final_lr_ratio: float = Field(0.0, ge=0, le=1, description="cosine, linear: share of lr at the end of the steps")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="not stated")
     eps: float = Field(1e-15, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: float = Field(0.01, ge=0, description="of matrices; norms and biases are not decayed")
     grad_clip: float = Field(1.0, gt=0, description="not stated")
 
 
