@@ -247,7 +247,7 @@ def _synthetic(options: argparse.Namespace) -> int:
     hours = np.linspace(options.hours / options.evaluations, options.hours, options.evaluations)
     about = (
         f"SYNTHETIC, no run: drawn from the published fit {law.name} with the noise of {SAMPLES:,} samples; "
-        f"R_0 = {law.r0:g} is assumed"
+        f"R_0 = {law.r0:g} is read off its figure 1"
     )
     print(csv_of([synthetic(law, hours, seed) for seed in range(options.seeds)], about), end="")
     return 0

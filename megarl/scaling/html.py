@@ -54,4 +54,4 @@ def _series(n: int, name: str, curves: Sequence[Curve], fit: Fit | None, end: fl
 def _law(law: Law, first: float, end: float) -> dict[str, Any]:
     hours = np.geomspace(first, end, 80)
     curve = [[float(h), float(r)] for h, r in zip(hours, law(hours), strict=True)]
-    return {"name": f"{law.name} (published; R_0 = {law.r0:g} is assumed)", "curve": curve}
+    return {"name": f"{law.name} (published; R_0 = {law.r0:g}, read off figure 1)", "curve": curve}

@@ -104,7 +104,7 @@ def band(fit: Fit, end: float) -> Prediction:
 def _draw_laws(axes: Any, laws: Sequence[Law], first: float, end: float) -> None:
     for law, dashes in zip(laws, cycle([(2, 1), (6, 2), (6, 1, 1, 1)]), strict=False):
         hours = np.geomspace(first / 2, end, 300)
-        label = f"{law.name} (published; R_0 = {law.r0:g} is assumed)"
+        label = f"{law.name} (published; R_0 = {law.r0:g}, read off figure 1)"
         axes.plot(hours, law(hours), color=GREY, linestyle=(0, dashes), linewidth=1.2, label=label)
 
 

@@ -29,7 +29,7 @@ class Law(msgspec.Struct, frozen=True, kw_only=True):
     hours: float | None = None
     mark: str = ""
     r0: float = 0.0
-    """Assumed, the same for all rows."""
+    """Read off the paper's figure 1 and taken for all rows; the paper does not print it."""
 
     def __call__(self, hours: np.ndarray) -> np.ndarray:
         """Pass rate [points] at GPU-hours."""
