@@ -32,8 +32,6 @@ MARGIN_S = 1e-6
 def main(run: Path, steps: int, output: Path | None) -> int:
     """Write the trace, and say where it lies."""
     rundir = RunDir.opened(run)
-    if steps < 1:
-        raise MegarlError(f"--steps: {steps}: at least 1")
     trace = trace_of(rundir, steps)
     path = output or rundir.path / "trace.json.gz"
     data = json.dumps(trace, separators=(",", ":"), allow_nan=False).encode()

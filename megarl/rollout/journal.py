@@ -82,8 +82,15 @@ class JournalReader:
                 record = frames.read(self._file(number), offset)
                 assert isinstance(record, Finished)
                 return record.group
+        there = self.files()
+        gone = [self._file(n).name for n in range(max(there, default=0)) if n not in there]
         raise MegarlError(
             f"{self.path}: ticket {ticket} has no group here: it is unfinished, removed or dropped (journal.keep)"
+            + (
+                f"; {', '.join(gone[:3])}{' …' if len(gone) > 3 else ''} may have had it, and is not there"
+                if gone
+                else ""
+            )
         )
 
     def _groups_of(self, number: int) -> GroupIndex:

@@ -261,6 +261,45 @@ def test_damage_in_the_middle_is_an_error_with_its_place(tmp_path_factory, data)
         Journal.open(path, 2, 1)
 
 
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_a_record_that_comes_twice_is_refused_or_changes_nothing(tmp_path_factory, data):
+    """What admits, finishes or removes a ticket is refused the second time; the rest says again what is known."""
+    path = tmp_path_factory.mktemp("journal")
+    written(path, 3)
+    journal = Journal.open(path, 2, 1)
+    journal.append(admitted(3), admitted(4), Removed(ticket=3, reason="no variance"), published(1, 2.0))
+    journal.append(Evaluated(version=1, time=3.0, compute_hours=0.1, pass_rate=0.5, n_prompts=2, samples=1))
+    before = journal.state
+    journal.close()
+    file = last_file(path)
+    content, found = file.read_bytes(), list(frames.scan(file))
+    n = data.draw(st.integers(1, len(found) - 1))
+    at = found[data.draw(st.integers(n, len(found) - 1))][0].end
+    entry, payload = found[n]
+    file.write_bytes(content[:at] + content[entry.offset : entry.end] + content[at:])
+    if isinstance(frames.record_of(file, entry, payload), Admitted | Finished | Removed):
+        with pytest.raises(MegarlError, match=f"offset {at}: contradicts the records before it"):
+            Journal.open(path, 2, 1)
+    else:
+        again = Journal.open(path, 2, 1)
+        assert same(again.state, before)
+        again.close()
+
+
+def test_a_file_that_is_gone_is_named_when_its_groups_are_asked_for(tmp_path: Path):
+    written(tmp_path, 40, rotate_bytes=2000)
+    reader = JournalReader(tmp_path)
+    lost = reader._groups_of(2).newest()
+    kept = [t for t in range(40) if reader._groups_of(2).offset(t) is None]
+    (tmp_path / "000002.journal").unlink()
+    journal = Journal.open(tmp_path, 2, 1)
+    assert [group.ticket for group in journal.groups(kept)] == kept
+    with pytest.raises(MegarlError, match=f"ticket {lost} has no group here: .*; 000002.journal may have had it"):
+        journal.groups([lost])
+    journal.close()
+
+
 def test_damage_in_an_old_file_is_found_when_it_is_read(tmp_path: Path):
     written(tmp_path, 40, rotate_bytes=2000)
     reader = JournalReader(tmp_path)
