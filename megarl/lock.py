@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.errors import MegarlError
+from megarl.rundir import writing
 
 
 @contextmanager
@@ -29,8 +30,9 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
             raise MegarlError(
                 f"{folder}: cannot be locked: {error.strerror}; the file system has to have flock (Lustre: mount -o flock)"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
+        with writing(folder / ".lock"):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, str(os.getpid()).encode())
         yield
     finally:
         os.close(descriptor)

@@ -14,6 +14,7 @@ RUN/microbatch.json    the size that learner.microbatch_tokens=auto found
 RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
 """
 
+import errno
 import json
 import math
 import os
@@ -170,9 +171,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise MegarlError(
-            f"{path}: cannot be written: {error.strerror}; make room and resume: what was written before is whole"
-        ) from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        what = "make room and resume: what was written before is whole" if full else "it has to be writable for a run"
+        raise MegarlError(f"{path}: cannot be written: {error.strerror}; {what}") from None
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:

@@ -119,6 +119,7 @@ def check_all(recipe: Recipe) -> str:
     fingerprints = check_inputs(recipe)
     rundir = RunDir.of(recipe)
     check_history(recipe, rundir, fingerprints)
+    _check_writable(rundir.path)
     launcher = chosen(recipe, rundir)
     if isinstance(launcher, LocalLauncher):
         placed = place(recipe, launcher.survey(0))
@@ -127,6 +128,13 @@ def check_all(recipe: Recipe) -> str:
     else:
         with_gpus = True  # the nodes say it when the run starts
     return _ready(recipe, devices.needed(recipe) if with_gpus else 0)
+
+
+def _check_writable(path: Path) -> None:
+    """The run's directory can be made, or be written in. MegarlError as the lock of a run would say it."""
+    there = next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+        raise MegarlError(f"run.dir: cannot write in {there}; give another run.dir")
 
 
 def _ready(recipe: Recipe, gpus: int) -> str:

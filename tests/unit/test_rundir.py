@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import MegarlError
+from megarl.lock import lock
 from megarl.rundir import RunDir, append_jsonl, latest_rows, read_jsonl, write_atomically
 from megarl.supervisor.observe import Observer
+from tests.full_disk import files_no_larger_than
 
 
 def test_rows_supersede_by_step(tmp_path: Path) -> None:
@@ -67,3 +69,14 @@ def test_a_wish_to_stop_that_does_not_fit_on_the_disk_is_one_message(tmp_path: P
     rundir.stop_file.symlink_to("/dev/full")
     with pytest.raises(MegarlError, match=r"stop: cannot be written: No space left on device"):
         rundir.stop(15)
+
+
+def test_a_run_that_cannot_even_be_locked_is_one_message(tmp_path: Path) -> None:
+    with (
+        files_no_larger_than(0),
+        pytest.raises(MegarlError, match=r"\.lock: cannot be written: File too large; make room"),
+        lock(tmp_path, "megarl train", "run.name"),
+    ):
+        pass
+    with lock(tmp_path, "megarl train", "run.name"):  # the first was let go of
+        pass

@@ -398,6 +398,14 @@ def test_lengths_that_servers_would_refuse_are_refused_before(tree: Tree) -> Non
         checks.check_all(changed(tree, serving={"kv_tokens": 1}))
 
 
+def test_a_place_that_cannot_be_written_in(tree: Tree, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "runs", Path("/proc")):
+        with pytest.raises(MegarlError, match=r"run\.dir: cannot write in "):
+            checks.check_all(changed(tree, run={"dir": str(place)}))
+    checks.check_all(changed(tree, run={"dir": str(tmp_path / "not" / "yet")}))
+
+
 def test_differences_are_dotted(tree: Tree) -> None:
     other = changed(tree, learner={"optimizer": {"lr": 1e-3}})
     assert checks.differences(from_tree(tree), other) == [("learner.optimizer.lr", 5e-7, 1e-3)]
