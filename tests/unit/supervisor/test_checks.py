@@ -398,12 +398,15 @@ def test_lengths_that_servers_would_refuse_are_refused_before(tree: Tree) -> Non
         checks.check_all(changed(tree, serving={"kv_tokens": 1}))
 
 
-def test_a_place_that_cannot_be_written_in(tree: Tree, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_in(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    for place in (tmp_path / "file", tmp_path / "file" / "runs", Path("/proc")):
-        with pytest.raises(MegarlError, match=r"run\.dir: cannot write in "):
-            checks.check_all(changed(tree, run={"dir": str(place)}))
     checks.check_all(changed(tree, run={"dir": str(tmp_path / "not" / "yet")}))
+    for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
+        with pytest.raises(MegarlError, match=r"run\.dir: cannot write in .*/file; give another"):
+            checks.check_all(changed(tree, run={"dir": str(folder)}))
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # a file system that was mounted to be read
+    with pytest.raises(MegarlError, match=r"run\.dir: cannot write in "):
+        checks.check_all(from_tree(tree))
 
 
 def test_differences_are_dotted(tree: Tree) -> None:
