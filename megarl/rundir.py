@@ -235,6 +235,45 @@ def latest_rows(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in sorted(by_step(read_jsonl(path)).items())]
 
 
+TEXTS = ("compute_unit", "predicted_score")
+"""What of a row of eval.jsonl is no number."""
+FORECAST = (
+    "predicted_hours", "predicted_asymptote", "predicted_final", "predicted_final_low", "predicted_final_high",
+    "predicted_gain", "predicted_next_gain", "evaluation_noise", "enough",
+)  # fmt: skip
+"""What a row has all of, or none."""
+
+
+def lacking(score: Mapping[str, Any]) -> str:
+    """What a row of eval.jsonl must have and this one has not, or not as a finite number; empty: it is whole."""
+    for name in ("step", "pass_rate", "n_prompts", "samples", "compute_hours"):
+        if not is_figure(score.get(name)) or score[name] < 0:
+            return name
+    if score["pass_rate"] > 1 or not score["n_prompts"]:
+        return "pass_rate of any prompts"
+    return "" if score.get("compute_unit") in ("gpu", "core") else "compute_unit"
+
+
+def is_figure(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def scores(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The latest row of eval.jsonl for each step: numbers, and two texts. One that lacks something is passed over."""
+    found = {}
+    for step, row in by_step(row for row in rows if not lacking(row)).items():
+        kept = {k: v for k, v in row.items() if (isinstance(v, str) if k in TEXTS else is_figure(v))}
+        foretold = all(name in kept for name in FORECAST) and kept["predicted_hours"] > 0
+        found[step] = kept if foretold else {k: v for k, v in kept.items() if k not in FORECAST}
+    return found
+
+
+def latest_scores(path: Path) -> list[dict[str, Any]]:
+    """Those in a file, by step."""
+    return [row for _, row in sorted(scores(read_jsonl(path)).items())]
+
+
 def by_step(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """The latest row of each step. A row that does not say of which step it is, is not ours and passed over."""
     return {row["step"]: row for row in rows if type(row.get("step")) is int}

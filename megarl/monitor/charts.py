@@ -13,6 +13,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from megarl.errors import MegarlError
 from megarl.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, RED, STYLE
 from megarl.recipe import Recipe
 from megarl.scaling.extrapolate import predict
@@ -62,8 +63,11 @@ def _predicted(axes: Any, rows: list[Row], evaluations: list[Row]) -> None:
     if "predicted_hours" not in newest:
         return
     score = newest.get("predicted_score", "pass_rate")
-    curve = curve_of_run("run", evaluations, rows, "the run", Columns(score=score))
-    fitted = fit([curve])
+    try:
+        curve = curve_of_run("run", evaluations, rows, "the run", Columns(score=score))
+        fitted = fit([curve])
+    except MegarlError:  # the row tells of a fit that these rows do not bear out
+        return
     if score != "pass_rate":  # the points so far are of all tasks together
         axes.plot(curve.hours, curve.pass_rate, ".", color=GREY, label=score)
     band = predict(fitted, np.geomspace(fitted.window[0], newest["predicted_hours"], CURVE_POINTS))

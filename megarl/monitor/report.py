@@ -13,7 +13,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.monitor import charts, summary
 from megarl.recipe import Recipe, dump, load
 from megarl.rollout.journal import JournalReader
-from megarl.rundir import RunDir, latest_rows, write_atomically
+from megarl.rundir import RunDir, latest_rows, latest_scores, write_atomically
 from megarl.types import Group, Rollout
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -33,7 +33,7 @@ def main(run: Path) -> int:
 def write_report(rundir: RunDir) -> None:
     """Both files, from what the run directory holds now."""
     recipe = load(str(rundir.recipe))
-    rows, evaluations = latest_rows(rundir.metrics), latest_rows(rundir.eval)
+    rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
     values = summary.summarise(recipe, rundir)
     pages.write_page(
         TEMPLATE,

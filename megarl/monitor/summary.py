@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.recipe import Recipe
-from megarl.rundir import RunDir, latest_rows, read_jsonl
+from megarl.rundir import RunDir, latest_rows, latest_scores, read_jsonl
 from megarl.scaling.outlook import words
 
 Row = dict[str, Any]
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 def summarise(recipe: Recipe, rundir: RunDir) -> Row:
     """Figures over all lives of the run; None where nothing was measured."""
-    rows, evaluations = latest_rows(rundir.metrics), latest_rows(rundir.eval)
+    rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
     lived = steady(rows, rundir)
     events = [e.get("event") for e in read_jsonl(rundir.logs / "supervisor.jsonl")]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})

@@ -32,7 +32,7 @@ from megarl.rollout.places import Places
 from megarl.rollout.records import Evaluated
 from megarl.rollout.sampler import Sampler
 from megarl.rollout.state import State
-from megarl.rundir import RunDir, append_jsonl, latest_rows, step_folder
+from megarl.rundir import RunDir, append_jsonl, lacking, latest_rows, latest_scores, step_folder
 from megarl.scaling.outlook import enough, outlook
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Evaluations:
         self._scored = max(state.evaluations, default=None)
         self._failures, self._not_before = 0, 0.0  # of the grader, in a row; time.monotonic()
         self.running: dict[int, tuple[set[int], asyncio.Task[None]]] = {}
-        self.latest: dict[str, object] = next(reversed(latest_rows(rundir.eval)), {})
+        self.latest: dict[str, object] = next(reversed(latest_scores(rundir.eval)), {})
 
     def is_due(self, version: int, final_version: int) -> bool:
         """Whether these weights need an evaluation, and are not being evaluated yet."""
@@ -140,6 +140,8 @@ class Evaluations:
                     "tries": self._failures + 1,
                 }
             )
+            if missing := lacking(new):
+                raise GraderDown(f"of what came back no {missing} can be told")
             new |= await asyncio.to_thread(self._outlook, new)
             await asyncio.to_thread(self._write_results, version, outcomes)
             append_jsonl(self._rundir.eval, new)
@@ -190,6 +192,9 @@ class Evaluations:
             f"{self._salt}/evaluation/{version}", self._places.limit * len(servers),
         )  # fmt: skip
         await score(self._questions, asker, keep)
+        for of in self._questions:
+            if missing := len(of.open) - len(outcomes[of.name]):
+                raise GraderDown(f"{of.name}: {missing} of {len(of.open)} answers never came")
         return outcomes
 
     def _write_results(self, version: int, outcomes: Mapping[str, Sequence[Outcome]]) -> None:
@@ -204,7 +209,7 @@ class Evaluations:
         score = self._recipe.forecast_column
         if not score:
             return {}
-        earlier = [r for r in latest_rows(self._rundir.eval) if r["step"] < row["step"]]
+        earlier = [r for r in latest_scores(self._rundir.eval) if r["step"] < row["step"]]
         found = outlook([*earlier, row], latest_rows(self._rundir.metrics), self._recipe.run.steps, score)
         return found.row() if found else {}
 

@@ -69,7 +69,8 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     from sglang.srt.utils import kill_process_tree
 
     app.add_middleware(Answers, place=whereabouts.here())
-    app.add_middleware(Gate, endpoints=endpoints, handles=recipe.weights.transport == "cuda_ipc")  # the outer one
+    handles, vocabulary = recipe.weights.transport == "cuda_ipc", int(text_config(recipe)["vocab_size"])
+    app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=vocabulary)  # the outer one
     try:
         launch_server(
             ServerArgs(**engine_arguments(recipe, index, host, port, cuda), **memory_arguments(recipe, cuda)),

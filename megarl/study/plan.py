@@ -14,7 +14,7 @@ from typing import Literal
 
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe, dump, load
-from megarl.rundir import RunDir, latest_rows, write_atomically
+from megarl.rundir import RunDir, latest_scores, write_atomically
 from megarl.supervisor.checks import differences
 
 State = Literal["waiting", "begun", "done", "failed"]
@@ -45,7 +45,7 @@ class Task:
 
     def pass_rates(self) -> list[float]:
         """Of the evaluations so far."""
-        return [row["pass_rate"] for row in latest_rows(self.rundir.eval)]
+        return [row["pass_rate"] for row in latest_scores(self.rundir.eval)]
 
 
 @dataclass(frozen=True)

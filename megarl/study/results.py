@@ -15,7 +15,7 @@ from rich.table import Table
 
 from megarl.errors import MegarlError
 from megarl.recipe import load
-from megarl.rundir import latest_rows, write_atomically
+from megarl.rundir import latest_rows, latest_scores, write_atomically
 from megarl.scaling.fit import Fit, fit
 from megarl.scaling.points import read_points
 from megarl.study.plan import Study, Task
@@ -89,7 +89,7 @@ def read(task: Task) -> tuple[Point, ...]:
             seed=task.seed,
             compute_unit=row["compute_unit"],
         )
-        for row in latest_rows(task.rundir.eval)
+        for row in latest_scores(task.rundir.eval)
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from megarl.monitor.tail import Tail
-from megarl.rundir import RunDir, by_step
+from megarl.rundir import RunDir, by_step, scores
 from megarl.supervisor.restart import Role
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
@@ -85,7 +85,7 @@ class Observer:
         self._look_at_logs()
         self._problem: Problem | None = None  # what was found are problems of an earlier life
         self.rows = by_step(self._metrics.new())
-        self.evaluations = by_step(self._eval.new())
+        self.evaluations = scores(self._eval.new())
         self.status: Status | None = None
 
     def look(self) -> None:
@@ -93,7 +93,7 @@ class Observer:
         new = by_step(self._metrics.new())
         self.rows |= new
         self.steps_made += len(new)
-        self.evaluations |= by_step(self._eval.new())
+        self.evaluations |= scores(self._eval.new())
         with suppress(OSError, msgspec.DecodeError):  # not written yet, or no status: the last one stays
             self.status = msgspec.json.decode(self._rundir.status.read_bytes(), type=Status)
         self._look_at_logs()

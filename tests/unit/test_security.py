@@ -114,7 +114,7 @@ def test_handles_are_taken_from_this_machine_where_a_learner_shares_it(
         "type": "http", "method": call[0], "path": call[1], "headers": [(b"authorization", KEYS[key])],
         "client": (client, 50000), "server": (server, 30000),
     }  # fmt: skip
-    guard = gate.Gate(sglang, ENDPOINTS, handles=shares)
+    guard = gate.Gate(sglang, ENDPOINTS, handles=shares, vocabulary=10)
     asyncio.run(guard(scope, receive, send))
     assert said == [404 if not shares or client != server else 200 if key == "admin" else 401]
     assert guard.refused == (said != [200])
@@ -138,10 +138,59 @@ def test_sglang_freezes_its_garbage_collector_once(client: str, answers: list[in
         "type": "http", "method": "POST", "path": "/freeze_gc", "headers": [],
         "client": (client, 50000), "server": ("10.0.0.1", 30000),
     }  # fmt: skip
-    guard = gate.Gate(sglang, ENDPOINTS, handles=False)
+    guard = gate.Gate(sglang, ENDPOINTS, handles=False, vocabulary=10)
     for _ in answers:
         asyncio.run(guard(scope, receive, send))
     assert said == answers
+
+
+BODIES = {
+    b'{"input_ids": [0, 9], "sampling_params": {"stop_token_ids": [9], "top_p": 1}, "cache_salt": "x"}': 200,
+    b'{"input_ids": [[0, 9], []], "token_ids_logprob": [[9], null], "sampling_params": [{"logit_bias": {"9": 1}}]}': 200,
+    b"{}": 200,
+    b'{"input_ids": [0, 10]}': 400,
+    b'{"input_ids": [0, -1]}': 400,
+    b'{"input_ids": [[1], [1, 10, 2]]}': 400,
+    b'{"input_ids": [1, 99999999999999999999999]}': 400,
+    b'{"input_ids": [1, 2.5]}': 400,
+    b'{"input_ids": [1, true]}': 400,
+    b'{"input_ids": "12"}': 400,
+    b'{"input_ids": [1, [2]]}': 400,
+    b'{"input_ids": [1], "token_ids_logprob": [[10]]}': 400,
+    b'{"input_ids": [1], "sampling_params": {"stop_token_ids": [10]}}': 400,
+    b'{"input_ids": [1], "sampling_params": {"logit_bias": {"10": 1.0}}}': 400,
+    b'{"input_ids": [1], "sampling_params": {"logit_bias": {"-1": 1.0}}}': 400,
+    b"[" * 100_000: 400,
+    b"nonsense": 400,
+}
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body[:60].decode())
+def test_ids_outside_the_vocabulary_never_reach_the_engine(body: bytes, parts: int) -> None:
+    """Of a vocabulary of ten. What is let through arrives whole."""
+    size = -(-len(body) // parts)
+    cut = [body[n * size : (n + 1) * size] for n in range(parts)]
+    pieces = [{"type": "http.request", "body": part, "more_body": n + 1 < parts} for n, part in enumerate(cut)]
+    said: list[int] = []
+
+    async def sglang(scope: gate.Message, receive: gate.Receive, send: gate.Send) -> None:
+        assert (await receive())["body"] == body
+        assert (await receive())["type"] == "http.disconnect"
+        said.append(200)
+
+    async def send(message: gate.Message) -> None:
+        said.extend([message["status"]] if "status" in message else [])
+
+    async def receive() -> gate.Message:
+        return pieces.pop(0) if pieces else {"type": "http.disconnect"}
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/generate", "headers": [(b"authorization", KEYS["user"])],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    }  # fmt: skip
+    asyncio.run(gate.Gate(sglang, ENDPOINTS, handles=False, vocabulary=10)(scope, receive, send))
+    assert said == [BODIES[body]]
 
 
 # Where the keys lie.

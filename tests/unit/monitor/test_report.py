@@ -1,5 +1,7 @@
 """Summary, charts and report from runs of every length, none included."""
 
+import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -7,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from megarl.data.tokenizer import load_tokenizer
@@ -15,8 +19,10 @@ from megarl.monitor import charts, report, summary
 from megarl.recipe import Recipe, from_tree
 from megarl.rollout.journal import Journal
 from megarl.rollout.records import Admitted, Finished
-from megarl.rundir import RunDir, append_jsonl, latest_rows
+from megarl.rundir import FORECAST, RunDir, append_jsonl, latest_rows, latest_scores
 from megarl.scaling.outlook import outlook
+from megarl.supervisor import view
+from megarl.supervisor.observe import Observer
 from megarl.types import Group, Prompt, Rollout, Segment, float32
 from tests.summaries import WORDS, recomputed
 
@@ -129,6 +135,47 @@ def test_run_without_any_files(recipe: Recipe, write_run: Callable[[int], RunDir
     report.write_report(rundir)
     page = words(summary.render(summary.summarise(recipe, rundir) | {"outcome": "failed", "reason": "x"}, rundir))
     assert "0 of 80" in page
+
+
+WHOLE = {"step": 3, "pass_rate": 0.5, "n_prompts": 9, "samples": 2, "compute_hours": 1.0, "compute_unit": "core"}
+FIGURES = st.sampled_from(
+    [*WHOLE, "time", "seconds", "pass_rate/math", "predicted_hours", "predicted_score", "enough", "entropy", "x"]
+)
+VALUES = st.one_of(st.none(), st.booleans(), st.floats(), st.integers(), st.text(max_size=3), st.just([1]), st.just({}))
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(wrong=st.dictionaries(FIGURES, VALUES, max_size=4), without=st.sets(FIGURES, max_size=2))
+@example(wrong={}, without={"pass_rate"})
+@example(wrong={"pass_rate": math.nan}, without=set())
+@example(wrong={"step": 9, "predicted_score": "pass_rate/none"} | dict.fromkeys(FORECAST, 1.0), without=set())
+@example(wrong={"step": 9, "predicted_hours": 9.0, "predicted_final": 0.5}, without=set())
+def test_every_reader_survives_any_row_of_eval_jsonl(
+    recipe: Recipe, write_run: Callable[[int], RunDir], wrong: dict[str, object], without: set[str]
+) -> None:
+    """Some rows of this kind are whole all the same."""
+    rundir = write_run(5)
+    row = {name: value for name, value in (WHOLE | wrong).items() if name not in without}
+    with rundir.eval.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    values = summary.summarise(recipe, rundir)
+    assert 0 <= values["pass_rate_after"] <= 1
+    charts.reward_png(recipe, latest_rows(rundir.metrics), latest_scores(rundir.eval))
+    observer = Observer(rundir)
+    observer.look()
+    shown = view.Frame(recipe, observer, 1.0, {}, "")
+    assert "held-out" in view.line(shown)
+    assert "pass rate, held out" in words(view.render(shown))
+
+
+def test_what_is_no_score_is_passed_over(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(5)
+    before = latest_scores(rundir.eval)
+    for name in WHOLE:
+        append_jsonl(rundir.eval, {k: v for k, v in WHOLE.items() if k != name} | {"step": 4} if name != "step" else {})
+    assert latest_scores(rundir.eval) == before
+    append_jsonl(rundir.eval, WHOLE | {"step": 4})
+    assert [row["step"] for row in latest_scores(rundir.eval)] == [*(row["step"] for row in before), 4]
 
 
 def test_no_run(tmp_path: Path) -> None:

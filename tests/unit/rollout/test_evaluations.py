@@ -85,24 +85,30 @@ def test_as_many_of_each_task() -> None:
 
 
 class Answers:
-    """A sampler, and graders that are down for the first `down` answers. allowed: by job, the servers of five it may use."""
+    """A sampler, and graders that are down for the first `down` answers. allowed: by job, the servers of five it may use.
+
+    down below 0: so many answers end as if their task had been cancelled.
+    """
 
     clients: Mapping[int, Any] = {}
 
     def __init__(self, down: int) -> None:
-        self.down = down
+        self.down, self.cancelled = down, -down
         self.allowed: list[set[int]] = []
 
     async def complete(self, job: Any) -> Completion:
         self.allowed.append({s for s in range(5) if job.may_use(s, 0)})
         await asyncio.sleep(0)
+        if self.cancelled > 0:
+            self.cancelled -= 1
+            raise asyncio.CancelledError
         return Completion(finish="stop", text="</think>x")
 
     def __getitem__(self, task: str) -> "Answers":
         return self
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: None) -> Grade:
-        if self.down:
+        if self.down > 0:
             self.down -= 1
             raise GraderDown("no process starts")
         return Grade(1.0, True, True)
@@ -170,6 +176,21 @@ def test_it_ends_the_run_when_the_grader_stays_down(tmp_path: Path, monkeypatch:
     assert reason.startswith("version 0 could not be scored, the grader is down: no process starts; tried 3 times")
     assert not RunDir.of(recipe).eval.exists()
     assert not list(RunDir.of(recipe).evaluations.iterdir())
+
+
+@pytest.mark.parametrize("lost", [1, 1000])
+def test_no_score_is_written_of_answers_that_never_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    recipe = recipe_of(tmp_path, math=1, code=1)
+    failures, begun = asyncio.run(scored(recipe, -lost))
+    rows = list(read_jsonl(RunDir.of(recipe).eval))
+    if lost == 1:
+        assert (failures, begun, [row["pass_rate"] for row in rows]) == ([], 2, [1.0])
+    else:
+        assert (len(failures), begun, rows) == (1, TRIES, [])
+        assert "math: 6 of 6 answers never came" in failures[0]
 
 
 def test_it_waits_before_it_tries_again(tmp_path: Path) -> None:

@@ -94,7 +94,10 @@ def test_table_of_all_tasks(study: Study) -> None:
     first = study.tasks[0]
     first.rundir.create()
     first.rundir.recipe.touch()
-    first.rundir.eval.write_text("".join(json.dumps({"step": s, "pass_rate": s / 10}) + "\n" for s in (0, 4, 9)))
+    counts = {"n_prompts": 100, "samples": 4, "compute_hours": 1.0, "compute_unit": "gpu"}
+    first.rundir.eval.write_text(
+        "".join(json.dumps({"step": s, "pass_rate": s / 10} | counts) + "\n" for s in (0, 4, 9))
+    )
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(running.table(study, first, 125.0))
     text = console.export_text()

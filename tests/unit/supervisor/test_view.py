@@ -197,8 +197,8 @@ def test_outlook(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     rundir = write_run(41)
     assert "predicted" not in text(frame(recipe, rundir))
     found = Outlook(12.0, 0.91, 0.9, 0.88, 0.92, 0.012, 0.001, 0.004, True)
-    evaluation = {"step": 41, "pass_rate": 0.87, "compute_unit": "gpu"} | found.row()
-    append_jsonl(rundir.eval, evaluation)
+    counts = {"n_prompts": 100, "samples": 4, "compute_hours": 1.0, "compute_unit": "gpu"}
+    append_jsonl(rundir.eval, {"step": 41, "pass_rate": 0.87} | counts | found.row())
     page = text(frame(recipe, rundir))
     assert "0.900 (0.880–0.920) at the end · ceiling 0.910 · +0.012 in 1,000 GPU h" in page
     assert "may as well stop" in " ".join(page.split())
