@@ -69,7 +69,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     from sglang.srt.utils import kill_process_tree
 
     app.add_middleware(Answers, place=whereabouts.here())
-    handles, vocabulary = recipe.weights.transport == "cuda_ipc", int(text_config(recipe)["vocab_size"])
+    handles, vocabulary = recipe.weights.transport == "cuda_ipc", int(language_config(recipe)["vocab_size"])
     app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=vocabulary)  # the outer one
     try:
         launch_server(
