@@ -28,7 +28,7 @@ def main(options: argparse.Namespace) -> int:
         )
     posed = problem(recipe, options.gpus, options.gpu, options.model_config, _work(recipe, options))
     written, found = as_written(posed), search(posed)
-    chosen = _chosen(written, found)
+    chosen = _chosen(posed, written, found)
     simulated = _simulated(posed, chosen, found, options) if options.simulate and chosen else show.Simulated()
     if options.json:
         print(json.dumps(show.as_json(posed, written, found, BEST, simulated), indent=2))
@@ -70,9 +70,9 @@ def _measured(run: Path) -> Lengths:
     return lengths_of(run)
 
 
-def _chosen(written: Plan | str, found: Found) -> dict[str, Plan]:
+def _chosen(problem: Problem, written: Plan | str, found: Found) -> dict[str, Plan]:
     """What is simulated: by a short name."""
-    first = {} if isinstance(written, str) else {"as written": written}
+    first = {} if isinstance(written, str) else {show.name_of_written(written, problem): written}
     return first | {f"plan {i}": plan for i, plan in enumerate(found.plans[:SIMULATED], 1)}
 
 

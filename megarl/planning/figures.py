@@ -108,8 +108,11 @@ def _split(axes: Any, plans: Sequence[Plan], results: Mapping[str, Result]) -> N
         *zip(*sorted(best.items()), strict=True), "o-", color="#b9c7da", markersize=4, label="estimate, best layout"
     )
     for (name, result), colour in zip(results.items(), COLOURS, strict=False):
-        ranks = result.plan.recipe.resources.learner_ranks
-        axes.plot(ranks, result.summary.tokens_per_second, "D", color=colour, label=f"{name}, simulated")
+        point = (result.plan.recipe.resources.learner_ranks, result.summary.tokens_per_second)
+        axes.plot(*point, "D", color=colour, label=f"{name}, simulated")
+        if plans and result.plan.gpus != plans[0].gpus:
+            text = f"as written: {result.plan.gpus} GPUs"
+            axes.annotate(text, point, xytext=(6, -3), textcoords="offset points", fontsize=8, color=colour)
     axes.set_ylim(bottom=0)
     axes.set_title("completion tokens a second, by the split")
     axes.set_xlabel("GPUs of the learner; the others generate")

@@ -95,17 +95,40 @@ class Plan:
 
 @dataclass
 class Found:
-    """plans: best first. refused: reasons, with how many layouts each one refused."""
+    """plans: best first. refused: reasons, with how many layouts each one refused. saving: what of `learner` the plans change
+    to fit, where nothing does without."""
 
     plans: list[Plan]
     refused: Counter[str] = field(default_factory=Counter)
+    saving: dict[str, str | float] = field(default_factory=dict)
+
+
+SAVING: tuple[dict[str, str | float], ...] = (
+    {"recompute": "selective"},
+    {"recompute": "full"},
+    {"recompute": "full", "optimizer_offload": 0.5},
+    {"recompute": "full", "optimizer_offload": 1.0},
+)
+"""What makes a learner smaller and slower, tried in this order."""
 
 
 def search(problem: Problem) -> Found:
-    """All splits and layouts; none where nothing is split (resources.colocate)."""
-    refused: Counter[str] = Counter()
+    """All splits and layouts, with a learner that saves memory if nothing fits otherwise; none where nothing is split
+    (resources.colocate)."""
     if problem.recipe.resources.colocate:
         return Found([])
+    found, own = _search(problem), problem.recipe.learner
+    tried = [own.model_copy(update=saving) for saving in SAVING]
+    for learner in () if found.plans else tried[tried.index(own) + 1 :] if own in tried else tried:
+        saving = {key: getattr(learner, key) for key in SAVING[-1] if getattr(learner, key) != getattr(own, key)}
+        recipe = problem.recipe.model_copy(update={"learner": learner})
+        if plans := _search(replace(problem, recipe=recipe)).plans:
+            return Found(plans, found.refused, saving)
+    return found
+
+
+def _search(problem: Problem) -> Found:
+    refused: Counter[str] = Counter()
     servers = {}
     for ranks in TENSOR:
         reason, memory_of = _server(problem, ranks)
@@ -198,7 +221,7 @@ def _learner(problem: Problem, recipe: Recipe) -> LearnerChoice | str:
     )
     need = memory.learner(recipe, problem.shape, packed.largest, packed.microbatches)
     if need.total > problem.assumed.usable(problem.gpu):
-        return f"learner: does not fit {problem.assumed.usable(problem.gpu) / GB:.0f} GB a GPU; {_largest_part(need)} is most"
+        return f"learner: does not fit {problem.assumed.usable(problem.gpu) / GB:.0f} GB a GPU; {_largest_part(need)}"
     seconds = speed.train_seconds(recipe, problem.shape, packed, problem.gpu, problem.assumed)
     return LearnerChoice(recipe, need, packed, seconds)
 
@@ -230,8 +253,12 @@ _RULES = {
 
 
 def _largest_part(need: LearnerMemory) -> str:
-    parts = {"state": need.state, "activations": need.activations, "head": need.head}
-    return max(parts, key=parts.__getitem__)
+    parts = {
+        "weights, gradients and AdamW are": need.state,
+        "activations are": need.activations,
+        "the head's logits are": need.head,
+    }
+    return f"{max(parts, key=parts.__getitem__)} the largest part"
 
 
 @lru_cache(maxsize=4096)

@@ -47,7 +47,11 @@ def tables(problem: Problem, written: Plan | str, found: Found, best: int, simul
     )
     plans = {f"plan {i}": plan for i, plan in enumerate(found.plans[:best], 1)}
     if not isinstance(written, str):
-        plans = {"as written" if written.gpus == problem.gpus else f"written ({written.gpus})": written} | plans
+        plans = {name_of_written(written, problem): written} | plans
+    if not found.plans and not problem.recipe.resources.colocate:
+        console.print("nothing fits, not even with learner.recompute=full learner.optimizer_offload=1", highlight=False)
+    if found.saving:
+        console.print(f"nothing fits without {_saving(found)}, which the plans set", highlight=False)
     console.print(_table(plans))
     if plans:
         name, plan = next(iter(plans.items()))
@@ -68,6 +72,15 @@ def tables(problem: Problem, written: Plan | str, found: Found, best: int, simul
         console.print(_simulated(simulated))
 
 
+def name_of_written(written: Plan, problem: Problem) -> str:
+    """`as written`; with its GPUs where these are not those that are planned for."""
+    return "as written" if written.gpus == problem.gpus else f"written ({written.gpus})"
+
+
+def _saving(found: Found) -> str:
+    return " and ".join(f"learner.{key}={value}" for key, value in found.saving.items())
+
+
 def _table(plans: Mapping[str, Plan]) -> Table:
     """A column a plan: it fits a narrow terminal."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -81,8 +94,11 @@ def _table(plans: Mapping[str, Plan]) -> Table:
 
 def overrides(plan: Plan) -> list[str]:
     """What makes the recipe this plan."""
-    m, r = plan.recipe.model, plan.recipe.resources
+    m, r, learner = plan.recipe.model, plan.recipe.resources, plan.recipe.learner
+    saving = [f"learner.recompute={learner.recompute}"] if learner.recompute != "none" else []
+    saving += [f"learner.optimizer_offload={learner.optimizer_offload}"] if learner.optimizer_offload else []
     return [
+        *saving,
         f"resources.servers={r.servers}",
         f"resources.server_tensor_parallel={r.server_tensor_parallel}",
         f"resources.learner_ranks={r.learner_ranks}",
@@ -154,10 +170,14 @@ def _remarks(problem: Problem, plans: list[Plan]) -> list[str]:
 
 
 def _simulated(simulated: Simulated) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    names = ("simulated", "step s", "tokens/s", "lag", "largest", "idle: learner", "servers", "running", "publishing")
+    """It fits 80 columns: headings of two lines."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    names = (
+        "\nsimulated", "\nstep, s", "\ntokens/s", "mean\nlag", "max\nlag", "learner\nidle", "servers\nidle",
+        "rollouts\nat once", "publi-\ncation",
+    )  # fmt: skip
     for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i == 0 else "right")
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
     for name, s in simulated.rows().items():
         table.add_row(
             name, f"{s.step_seconds:.1f}", f"{s.tokens_per_second:,.0f}", f"{s.lag_mean:.1f}", str(s.lag_max),
@@ -178,6 +198,7 @@ def as_json(problem: Problem, written: Plan | str, found: Found, best: int, simu
         "assumed": asdict(problem.assumed),
         "as_written": written if isinstance(written, str) else _plan(written),
         "plans": [_plan(plan) for plan in found.plans[:best]],
+        "saving": found.saving,
         "refused": dict(found.refused.most_common()),
         "simulated": asdict(simulated),
     }

@@ -70,7 +70,8 @@ def submit(file: Path) -> int:
 
 
 def choose(recipe: Recipe, options: argparse.Namespace) -> Chosen:
-    """The recipe as written if it fits the nodes, else the best plan that does. MegarlError if nothing does."""
+    """The recipe as written if it fits the nodes (and, with --gpu, their memory), else the best plan that does. MegarlError if
+    nothing does."""
     per_node = options.gpus_per_node
     if not per_node:
         return Chosen(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))
@@ -78,34 +79,31 @@ def choose(recipe: Recipe, options: argparse.Namespace) -> Chosen:
         Node(f"node {i + 1}", f"{i}", "", "", tuple(map(str, range(per_node))), 0, ()) for i in range(options.nodes)
     ]
     try:
-        placed = place(recipe, nodes)
-        misfit = None
+        placed, misfit = place(recipe, nodes), ""
     except MegarlError as error:
-        misfit = error
-    if misfit is None:
-        idle = len(nodes) * per_node - needed(recipe)
-        spare = (f"{idle} GPUs have nothing to do; --gpu lets the plan use them",) if idle else ()
-        return Chosen(recipe, (), (*described(placed, nodes), *spare, *_expected(recipe, options)))
+        placed, misfit = {}, str(error)
+    idle = len(nodes) * per_node - needed(recipe)
+    spare = (f"{idle} GPUs have nothing to do; `megarl plan` has layouts for all of them",) if idle else ()
     if not options.gpu:
-        raise MegarlError(f"{misfit}\n--gpu NAME has `megarl plan` choose a layout for {options.nodes} nodes")
+        if misfit:
+            raise MegarlError(f"{misfit}\n--gpu NAME has `megarl plan` choose a layout for {options.nodes} nodes")
+        return Chosen(recipe, (), (*described(placed, nodes), *spare))
     problem = command.problem(recipe, len(nodes) * per_node, options.gpu, options.model_config, command.work(recipe))
+    if not misfit:
+        written = as_written(problem)
+        if not isinstance(written, str):
+            return Chosen(recipe, (), (*described(placed, nodes), *spare, *_figures(written)))
+        misfit = written
     for plan in search(problem).plans:
         try:
             placed = place(plan.recipe, nodes)
         except MegarlError:
             continue
-        return Chosen(plan.recipe, tuple(show.overrides(plan)), (*described(placed, nodes), *_figures(plan)))
+        why = f"the layout is the plan's; as written it does not fit: {misfit}"
+        return Chosen(plan.recipe, tuple(show.overrides(plan)), (why, *described(placed, nodes), *_figures(plan)))
     raise MegarlError(
-        f"no layout fits {options.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is refused"
+        f"as written: {misfit}\nno layout fits {options.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is refused"
     )
-
-
-def _expected(recipe: Recipe, options: argparse.Namespace) -> tuple[str, ...]:
-    if not options.gpu:
-        return ()
-    gpus = options.nodes * options.gpus_per_node
-    plan = as_written(command.problem(recipe, gpus, options.gpu, options.model_config, command.work(recipe)))
-    return (f"by the plan it does not fit: {plan}",) if isinstance(plan, str) else _figures(plan)
 
 
 def _figures(plan: Plan) -> tuple[str, ...]:

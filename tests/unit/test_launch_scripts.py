@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
+from megarl.planning import command
+from megarl.planning.layouts import as_written
 from megarl.recipe import load
 from megarl.supervisor.devices import needed
 
@@ -136,3 +138,23 @@ def test_submit_takes_the_plan_where_the_recipe_does_not_fit(
     chosen = load("scalerl-8b", [word for word in last.split() if "=" in word and not word.startswith("run.")])
     assert needed(chosen) <= 32
     assert "export IMAGE=/m.sif" in file.read_text()
+
+
+def test_submit_keeps_no_layout_that_the_gpus_have_no_memory_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 ranks of a 17Bx16 do not fit 80 GB each, though 80 GPUs are enough by number."""
+    file = tmp_path / "job.sbatch"
+    words = ["submit", "scalerl-17bx16", "--nodes", "10", "--out", str(file), "--model-config", "llama-4-scout"]
+    assert main([*words, "--gpu", "h100"]) == 0
+    text = file.read_text()
+    assert "# the layout is the plan's; as written it does not fit: learner: does not fit" in text
+    changed = [word for word in text.splitlines()[-1].split() if "=" in word and not word.startswith("run.")]
+    recipe = load("scalerl-17bx16", changed)
+    planned = as_written(command.problem(recipe, 80, "h100", "llama-4-scout", command.work(recipe)))
+    assert not isinstance(planned, str), planned
+    capsys.readouterr()
+    file.unlink()
+    assert main([*words[:3], "1", *words[4:], "--gpu", "rtx-4090", "--yes"]) == 2
+    assert "no layout fits 1 nodes of 8 GPUs" in capsys.readouterr().err
+    assert not file.exists()

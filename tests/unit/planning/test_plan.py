@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from megarl import cli
 from megarl.planning import formulas, scenario, shapes, show, speed
@@ -68,16 +69,43 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert resources.servers * resources.server_tensor_parallel + resources.learner_ranks == 80
 
 
-def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its table, which fits 80 columns."""
     sizes = (
         "batch.prompts=4 sampling.generations=2 length.thinking_tokens=[200,300] length.answer_tokens=20 pipeline.k=2"
     )
-    arguments = f"plan scalerl-8b {sizes} --gpus 4 --gpu gb200 --model-config llama-3.1-8b --simulate --steps 2 --json"
-    assert cli.main([*arguments.split(), "--out", str(tmp_path / "plan.png")]) == 0
+    arguments = f"plan scalerl-8b {sizes} --gpus 4 --gpu gb200 --model-config llama-3.1-8b --simulate --steps 2"
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k)))
+    assert cli.main([*arguments.split(), "--json", "--out", str(tmp_path / "plan.png")]) == 0
     simulated = json.loads(capsys.readouterr().out)["simulated"]
-    assert set(simulated["plans"]) == {"as written", "plan 1", "plan 2", "plan 3"}
+    assert set(simulated["plans"]) == {"written (80)", "plan 1", "plan 2", "plan 3"}
+    (split,) = [axes for axes in drawn[0].axes if "by the split" in axes.get_title(loc="left")]
+    assert [text.get_text() for text in split.texts] == ["as written: 80 GPUs"]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert all(s["lag_max"] <= int(k) for k, s in simulated["by_lag"].items())
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("plan 1, spread 0.3 ") and len(line.split()) == 12 for line in lines), lines
+    assert all(len(line) <= 80 for line in lines if not line.startswith("plan 1 is: "))
+
+
+def test_where_nothing_fits_recomputation_and_offload_are_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "plan scalerl-8b --gpus 16 --gpu h100 --model-config qwen3-30b-a3b"
+    assert cli.main(arguments.split()) == 0
+    out = capsys.readouterr().out
+    assert "nothing fits without learner.recompute=full, which the plans set" in " ".join(out.split())
+    (best,) = [line.removeprefix("plan 1 is: ") for line in out.splitlines() if line.startswith("plan 1 is: ")]
+    assert isinstance(as_written(problem("scalerl-8b", "qwen3-30b-a3b", "h100", 16, 8000, *best.split())), Plan)
+    smaller = search(problem("scalerl-8b", "qwen3-30b-a3b", "h100", 8))
+    assert smaller.saving == {"recompute": "full", "optimizer_offload": 1.0}
+    assert "learner.optimizer_offload=1.0" in show.overrides(smaller.plans[0])
+    assert search(problem("scalerl-8b", "llama-3.1-8b", "h100")).saving == {}, "what fits is left as it is"
+    nothing = search(problem("scalerl-8b", "qwen3-30b-a3b", "h100", 2))
+    assert (nothing.plans, nothing.saving) == ([], {})
 
 
 @pytest.mark.parametrize(
