@@ -1,5 +1,6 @@
 """The model card of an exported directory: where the weights come from, how they were trained, how well they do."""
 
+import re
 from pathlib import Path
 
 import yaml
@@ -8,6 +9,9 @@ from megarl.models.checkpoint import Meta
 from megarl.rundir import RunDir, latest_rows
 
 FILE = "README.md"
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+FOLDERS = ("runs", "models", "data")
+"""Where models lie by the recipes and the docs: `models/Qwen3-8B` is a directory, also where it is not there."""
 
 UNITS = {"gpu": "GPU", "core": "core"}
 
@@ -16,7 +20,8 @@ def render(checkpoint: Path, meta: Meta) -> str:
     """README.md. Training and evaluation only if the checkpoint lies in a run directory."""
     run = run_of(checkpoint)
     base = _base(run, meta)
-    lines = ["---", f"base_model: {base}", "library_name: transformers", "tags: [megarl]", "---", ""]
+    of_hub = [f"base_model: {base}"] if _is_hub_id(base) else []
+    lines = ["---", *of_hub, "library_name: transformers", "tags: [megarl]", "---", ""]
     lines += [
         f"# {run.path.name if run else checkpoint.name}",
         "",
@@ -42,6 +47,12 @@ def _base(run: RunDir | None, meta: Meta) -> str:
         return meta.hf_source
     recipe = yaml.safe_load(run.recipe.read_text()) or {}
     return str(recipe.get("model", {}).get("path") or meta.hf_source)
+
+
+def _is_hub_id(base: str) -> bool:
+    """ORG/NAME, and no directory: the front matter of a card takes nothing else as base_model."""
+    organisation, _, _ = base.partition("/")
+    return HUB_ID.fullmatch(base) is not None and organisation not in FOLDERS and not Path(base).exists()
 
 
 def _training(run: RunDir, meta: Meta) -> list[tuple[str, str]]:

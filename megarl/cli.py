@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl import __version__
 from megarl.commands import add_command, add_group, add_recipe_command, at_least
 from megarl.data import cli as data
 from megarl.errors import MegarlError
@@ -54,6 +55,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def parser() -> argparse.ArgumentParser:
     """All subcommands; `command` of the parsed options runs the chosen one."""
     top = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning with Megatron-Core and SGLang.")
+    top.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     train = add_recipe_command(commands, "train", _train, "train a policy: start, watch and restart all roles")
@@ -87,7 +89,9 @@ def parser() -> argparse.ArgumentParser:
 
     about = "variants of a recipe, several seeds each, compared by their scaling curves"
     studies = add_group(commands, "study", about, "loo | compare | results")
-    loo = add_command(studies, "loo", _study_loo, "a recipe and its variants with one part of ScaleRL taken back each")
+    loo = add_command(
+        studies, "loo", _study_loo, "leave-one-out: a recipe, and variants of it that revert one ScaleRL component each"
+    )
     loo.add_argument("recipe", help="name of a recipe or a YAML file")
     loo.add_argument("--with", dest="beside", default="", metavar="A,B", help="more recipes to run beside the variants")
     compare = add_command(studies, "compare", _study_compare, "several recipes")
@@ -214,15 +218,14 @@ def _recipes(options: argparse.Namespace) -> int:
     from megarl.recipe import load, shipped
     from megarl.supervisor.devices import needed
 
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column("name", style="bold", no_wrap=True)
-    table.add_column("what", ratio=1)
-    table.add_column("model", overflow="fold")
     table.add_column("GPUs", justify="right", no_wrap=True)
+    table.add_column("what", ratio=1)
     for name in shipped():
         recipe = load(name)
-        gpus = f"{needed(recipe)}" + (" or none" if recipe.model.dtype == "fp32" else "")
-        table.add_row(name, recipe.description, recipe.model.path, gpus)
+        gpus = f"{needed(recipe)}" + (" or 0" if recipe.model.dtype == "fp32" else "")
+        table.add_row(name, gpus, recipe.description)
     Console().print(table)
     return 0
 

@@ -26,7 +26,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """A subcommand, to be given its arguments. function: from the parsed options to the exit status; they have it as
     `command`."""
-    made = commands.add_parser(name, help=about, description=about)
+    made = commands.add_parser(name, help=about.replace("%", "%%"), description=about)  # argparse formats `help` alone
     made.set_defaults(command=function)
     return made
 

@@ -56,7 +56,7 @@ def recomputed(run: Path, lag_limit: int) -> dict[str, Any]:
     }
 
 
-WORDS = {"run", "steps_planned", "compute_unit", "predicted", "tasks", "outcome", "reason", "wall_seconds"}
+WORDS = {"run", "warnings", "steps_planned", "compute_unit", "predicted", "tasks", "outcome", "reason", "wall_seconds"}
 """Of a summary, what is no figure of the run's files."""
 
 

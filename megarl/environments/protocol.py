@@ -4,9 +4,10 @@
         def __init__(self, setting: Setting) -> None:
             self._setting = setting
 
-        async def step(self, tokens):                     # of the turn, exactly as they were sampled
-            text = self._setting.tokenizer.decode(tokens)
-            return DONE if "bye" in text else Observation(self._setting.framing.tokens(text))
+        async def step(self, tokens):                     # of the turn, as they were sampled, its end token included
+            if "=" not in self._setting.said(tokens):     # its text, without its thinking
+                return DONE
+            return Observation(tokens[:-1][: self._setting.reply_tokens])
 
 `data.tasks.NAME.environment: package.module:Echo` plays it. It must not block the event loop (asyncio.to_thread for what does).
 """

@@ -19,7 +19,8 @@ def add(commands: Commands) -> None:
         "--suite",
         required=True,
         metavar="NAME[,NAME]",
-        help="aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, a suite or task of the run, or a YAML file",
+        help="aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, a suite or task of the run, RUN:TASK (held "
+        "out of that run), or a YAML file",
     )
     ask.add_argument("--samples", type=int, metavar="K", help="answers a prompt (default: the suite's)")
     ask.add_argument("--limit", type=int, metavar="N", help="prompts of each suite, chosen by hash (default: all)")

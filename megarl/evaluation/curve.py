@@ -18,7 +18,7 @@ from megarl.errors import MegarlError
 from megarl.evaluation.answers import SuiteDir, suites_in
 from megarl.evaluation.estimators import Interval, over_prompts, powers_up_to
 from megarl.evaluation.metrics import Outcome, by_prompt, choices, read_outcomes
-from megarl.rundir import RunDir
+from megarl.rundir import CHECKPOINT, RunDir, step_of
 
 WORDS = {"pass": "oracle (pass@n)", "maj": "majority (maj@n)", "best": "by reward (best@n)"}
 STYLES = {"pass": ":", "maj": "-", "best": "--"}
@@ -86,17 +86,16 @@ def _of(place: Path, suite: str) -> list[Curve]:
     outcomes = read_outcomes(SuiteDir(place, suite).answers)
     if not outcomes:
         raise MegarlError(f"{SuiteDir(place, suite).answers}: has no answers")
-    return curves(place.name, outcomes)
+    return curves(f"step {step_of(place)}" if CHECKPOINT.fullmatch(place.name) else place.name, outcomes)
 
 
 def table(suite: str, found: Sequence[Curve]) -> Table:
     """A row for each model and n."""
     kinds = [kind for kind in WORDS if any(curve.kind == kind for curve in found)]
-    shown = Table(box=None, padding=(0, 2), pad_edge=False, title=suite, title_justify="left")
-    for header in ("model", "n", "tokens a prompt"):
-        shown.add_column(header, justify="left" if header == "model" else "right", no_wrap=True)
-    for kind in kinds:
-        shown.add_column(WORDS[kind], justify="right", no_wrap=True)
+    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=suite, title_justify="left")
+    shown.add_column("model", overflow="fold")  # it gives way where the terminal is narrow: figures cannot
+    for header in ("n", "tokens a\nprompt", *(WORDS[kind].replace(" (", "\n(") for kind in kinds)):
+        shown.add_column(header, justify="right", no_wrap=True)
     for model in dict.fromkeys(curve.of for curve in found):
         of_model = {curve.kind: curve.points for curve in found if curve.of == model}
         for at, point in enumerate(of_model["pass"]):
@@ -106,7 +105,7 @@ def table(suite: str, found: Sequence[Curve]) -> Table:
 
 
 def _cell(score: Interval | None) -> str:
-    return "–" if score is None else f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]"
+    return "–" if score is None else f"{score.mean:.3f} [{score.low:.2f}, {score.high:.2f}]"
 
 
 def draw(suite: str, found: Sequence[Curve], path: Path) -> None:

@@ -84,7 +84,7 @@ def main(options: argparse.Namespace) -> int:
 def _loaded(name: str, recipe: Recipe, tokenizer: Tokenizer, console: Console) -> tuple[Questions[Any], str]:
     """Of a suite, and the digest of its prompts."""
     suite = recipe.evaluation.suites[name]
-    found = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens)
+    found = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
     for reason, count in found.left_out.items():
         console.print(f"{name}: {count} of {found.rows} rows are not asked: {reason}", style="yellow", highlight=False)
     return found.questions, found.digest

@@ -17,8 +17,9 @@ LENGTH = {"control", "prompt_tokens", "thinking_tokens", "answer_tokens", "end_o
 
 def settings_of(recipe: Recipe, rows: Rows) -> dict[str, Any]:
     """All of the recipe that an answer depends on. How many are asked for, of how many prompts, is not of it."""
+    suite = rows.model_dump(mode="json", exclude={"samples", "prompts", "train", "weight"})
     return {
-        "suite": rows.model_dump(mode="json", exclude={"samples", "prompts", "train", "weight"}),
+        "suite": {key: value for key, value in suite.items() if (key, value) != ("heldout", None)},
         "length": recipe.length.model_dump(mode="json", include=LENGTH),
         "temperature": recipe.evaluation.temperature,
         "top_p": recipe.evaluation.top_p,

@@ -97,7 +97,8 @@ def recipe_of(
 
 
 def _suite(word: str, base: Recipe) -> tuple[str, dict[str, Any]]:
-    """Name and keys of a suite: of the run's recipe, a shipped one, or a YAML file; or a task of the run, held out."""
+    """Name and keys of a suite: of the run's recipe, a shipped one, or a YAML file; or what a task of this
+    run, or RUN:TASK, holds out."""
     if word in base.evaluation.suites:
         return word, base.evaluation.suites[word].model_dump(mode="json")
     if word in base.data.tasks:
@@ -108,19 +109,22 @@ def _suite(word: str, base: Recipe) -> tuple[str, dict[str, Any]]:
         if not Path(word).is_file():
             raise MegarlError(f"--suite: {word!r} is not a file")
         return Path(word).stem, load_suite(Path(word))
+    path, colon, task = word.rpartition(":")
+    if colon:
+        of_run = load(str(RunDir.opened(Path(path)).recipe))
+        if task not in of_run.data.tasks:
+            raise MegarlError(f"--suite: {path} has no task {task!r}; it has {', '.join(of_run.data.tasks)}")
+        return task, _heldout(task, of_run)
     known = [*shipped_suites(), *base.evaluation.suites, *base.data.tasks]
-    raise MegarlError(f"--suite: {word!r} is none of {', '.join(dict.fromkeys(known))}, and no YAML file")
+    raise MegarlError(f"--suite: {word!r} is none of {', '.join(dict.fromkeys(known))}, no RUN:TASK and no YAML file")
 
 
 def _heldout(name: str, base: Recipe) -> dict[str, Any]:
     task = base.data.tasks[name]
-    if not isinstance(task.heldout, str):
-        raise MegarlError(
-            f"--suite: the held-out prompts of {name} are rows of {task.train}, chosen by hash; name a file"
-        )
     kept = task.model_dump(mode="json", exclude={"train", "heldout", "weight"})
     of_run = base.evaluation
-    return kept | {"data": task.heldout, "samples": of_run.samples, "prompts": of_run.prompts}
+    rows = {"data": task.heldout} if isinstance(task.heldout, str) else {"data": task.train, "heldout": task.heldout}
+    return kept | rows | {"samples": of_run.samples, "prompts": of_run.prompts}
 
 
 def _of_directory(hf: Path) -> list[str]:

@@ -6,12 +6,13 @@ tests of a programming problem are what it is graded by.
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
 
+from megarl.data.contamination import overlap_with
 from megarl.data.mappings import mapping_of
 from megarl.data.prompts import load_set, of_programs, renderer
 from megarl.data.survey import survey
@@ -30,9 +31,12 @@ class Loaded(NamedTuple):
     digest: str
 
 
-def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int) -> Loaded:
-    """MegarlError if the source cannot be read, or none can be asked."""
-    return _choices(name, suite) if suite.choices else _sampled(name, suite, tokenizer, max_tokens)
+def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str] = ()) -> Loaded:
+    """MegarlError if the source cannot be read, or none can be asked. decontaminate: of a suite that is held out of what is
+    trained on, as in data.decontaminate."""
+    if suite.choices:
+        return _choices(name, suite)
+    return _sampled(name, suite, tokenizer, max_tokens, decontaminate)
 
 
 def _choices(name: str, suite: Suite) -> Loaded:
@@ -43,19 +47,25 @@ def _choices(name: str, suite: Suite) -> Loaded:
     return Loaded(asked, rows, found.left_out, _digest([q.id, q.context, q.choices, q.gold] for q in found.questions))
 
 
-def _sampled(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int) -> Loaded:
+def _sampled(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str]) -> Loaded:
     read = mapping_of(suite.mapping, suite.columns.model_dump())
     if "code" in suite.graders:
         read = of_programs(read)
     within = renderer(suite, tokenizer)
-    found = survey(suite.data, read, largest=math.inf)
-    prompts = load_set(
+    if suite.heldout is None:
+        found = survey(suite.data, read, largest=math.inf)
+        rows, left_out = len(found.kept), dict(found.left_out.counts)
+    else:
+        found = survey(suite.data, read, suite.heldout, overlap_with(decontaminate))
+        rows, left_out = suite.heldout, {}
+    sets = load_set(
         found, lambda text: within(suite.prompt.replace("{prompt}", text)), tokenizer, max_tokens, name, suite.data
-    )[0].prompts
-    too_long = int(found.kept.sum()) - len(prompts)
-    left_out = dict(found.left_out.counts) | ({f"longer than {max_tokens} tokens": too_long} if too_long else {})
+    )
+    prompts = sets[suite.heldout is not None].prompts
+    if too_long := rows - sum(left_out.values()) - len(prompts):
+        left_out[f"longer than {max_tokens} tokens"] = too_long
     asked = Sampled(name, choose(prompts, suite.prompts), suite.samples, rows=suite, rewards=suite.rewards)
-    return Loaded(asked, len(found.kept), left_out, _digest([p.id, p.tokens.tolist(), p.answer] for p in prompts))
+    return Loaded(asked, rows, left_out, _digest([p.id, p.tokens.tolist(), p.answer] for p in prompts))
 
 
 def _digest(asked: Iterable[list[Any]]) -> str:

@@ -5,7 +5,7 @@
     controller ─► eval.jsonl ────────────────► (mirrored) ─────────┼─► wandb_writer.py       ┘ tag(name): heading/name
                                                                    └─► prometheus.py: GET /metrics
 
-Rows supersede by step: after a crash the replayed steps are written again.
+If a step appears twice, the last row counts: after a crash the replayed steps are written again.
 """
 
 import math

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from megarl.monitor import warnings
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir, latest_rows, latest_scores, read_jsonl
 from megarl.scaling.outlook import words
@@ -61,6 +62,10 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "interruption_rate": _mean(rows[-20:], "interruption_rate"),
         "format_error_rate": _mean(rows[-20:], "format_error_rate"),
         "void_groups": _total(rows, "void_groups"),
+        "warnings": warnings.words(
+            *(_mean(rows[-20:], name) for name in ("truncation_rate", "effective_sample_size", "format_error_rate")),
+            recipe.length.end_of_thinking,
+        ),
         "restarts": events.count("restart"),
         "tasks": _by_task(recipe, rows, first, last),
     }
@@ -131,11 +136,13 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
     yield "speed", f"{show(v['tokens_per_second'], ',.0f')} tokens/s · {show(v['step_seconds'], '.2f')} s a step"
     yield "idle", f"servers {show(v['server_idle_share'], '.0%')} · learner {show(v['learner_idle_share'], '.0%')}"
     parts = " · ".join(f"{part} {show(v[f'{part}_seconds'], '.3f')}" for part in ("pause", "transfer", "resume"))
-    yield "publication", f"{show(v['publish_seconds'], '.3f')} s each of {v['publications']} ({parts})"
+    yield "publication", f"{show(v['publish_seconds'], '.3f')} s each of {v.get('publications', '–')} ({parts})"
     yield "lag", f"largest {show(v['lag_max'], '.0f')} of {v['lag_limit']} · mean {show(v['lag_mean'], '.2f')}"
     yield "servers vs learner", _parity(v)
     rates = (("truncated", "truncation_rate"), ("interrupted", "interruption_rate"), ("malformed", "format_error_rate"))
     yield "answers", " · ".join(f"{word} {show(v[key], '.1%')}" for word, key in rates) + " (last 20 steps)"
+    for warning in v.get("warnings", ()):  # a run of an older version has none
+        yield "look at", warning
     if v["restarts"] or v["void_groups"]:
         yield "mishaps", f"{v['restarts']} restarts of a role · {show(v['void_groups'], '.0f')} void groups"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 TRUNCATION_LIMIT = 0.10
 SAMPLE_SIZE_LIMIT = 0.10
+MALFORMED_LIMIT = 0.50
 
 
 def flags(row: Mapping[str, Any]) -> dict[str, float]:
@@ -23,8 +24,10 @@ def flags(row: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def words(truncated: float | None, sample_size: float | None) -> list[str]:
-    """What a user should look at, given recent means of both; None: not measured."""
+def words(
+    truncated: float | None, sample_size: float | None, malformed: float | None, end_of_thinking: str
+) -> list[str]:
+    """What a user should look at, given recent means of the three; None: not measured. end_of_thinking: the recipe's."""
     found = []
     if truncated is not None and truncated > TRUNCATION_LIMIT:
         found.append(
@@ -35,4 +38,13 @@ def words(truncated: float | None, sample_size: float | None) -> list[str]:
             f"the effective sample size is {sample_size:.0%} of the batch's tokens: the weights run away from those that "
             "generated; lower pipeline.k or the learning rate"
         )
+    if malformed is not None and malformed > MALFORMED_LIMIT:
+        share = "all answers" if malformed == 1 else f"{malformed:.0%} of the answers"
+        cause = (
+            f"their completions have no {end_of_thinking} (length.end_of_thinking) with an answer behind it. A model that "
+            "was never trained to write it needs a warm start (megarl sft), or length.end_of_thinking= with length.control=none"
+            if end_of_thinking
+            else "their completions are empty"
+        )
+        found.append(f"{share} are malformed and count as wrong: {cause}")
     return found

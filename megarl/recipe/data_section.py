@@ -71,7 +71,7 @@ class Rows(Section):
         description="math, exact, code, format, a name of data.services, or package.module:function: says what is right",
     )
     rewards: dict[TaskName, Reward] = Field(
-        {}, description="added to its reward, by name; what is right they do not say"
+        {}, description="by name: each adds weight x score to the reward; none affects correctness"
     )
     environment: str = Field(
         "",
@@ -119,6 +119,11 @@ class Suite(Rows):
     prompt: str = Field("{prompt}", description="what the model is asked; {prompt} stands for the row's")
     samples: int = Field(1, ge=1, description="answers a prompt: mean@samples, pass@k and maj@k up to it")
     prompts: int | None = Field(None, ge=1, description="at most so many, chosen by hash; null: all")
+    heldout: int | None = Field(
+        None,
+        ge=1,
+        description="only the rows of `data` that a task with this number for `heldout` holds out; null: all",
+    )
 
 
 class Data(Section):

@@ -7,6 +7,7 @@ refused, for a few lines of them can mean more than fits in memory; `base` share
 import contextlib
 import difflib
 import os
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -197,11 +198,19 @@ def _apply(tree: dict[str, Any], override: str, origin: dict[tuple[str, ...], st
         here = here.setdefault(parent, {})
         if not isinstance(here, dict):
             raise MegarlError(f"{said}: {parent} is a value, not a section")
+    kind: Any = Recipe
+    for part in (*parents, last):
+        kind = kind_of(kind, part)
     try:
-        here[last], _ = _parsed(value)
+        here[last], _ = _parsed(value) if value or not _takes_empty(kind) else ("", None)
     except yaml.YAMLError:
         raise MegarlError(f"{said}: the value is not YAML") from None
     origin[(*parents, last)] = said
+
+
+def _takes_empty(kind: Any) -> bool:
+    """Whether the value may be an empty text: `key=` then means that, and no value elsewhere."""
+    return kind is str or "" in typing.get_args(kind)
 
 
 def _validated(tree: dict[str, Any], origin: dict[tuple[str, ...], str], source: str) -> Recipe:

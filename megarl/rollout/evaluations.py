@@ -50,7 +50,7 @@ def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: 
         for name, task in recipe.data.tasks.items()
     ]
     for name, suite in chosen.suites.items():
-        loaded = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens)
+        loaded = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
         for reason, count in loaded.left_out.items():
             log.warning("%s: %d of %d rows are not asked: %s", name, count, loaded.rows, reason)
         found.append(loaded.questions)

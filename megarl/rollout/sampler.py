@@ -117,7 +117,8 @@ class Sampler:
         self._length = recipe.length
         self._max_retries = recipe.serving.max_retries
         self._tokenizer = tokenizer
-        self._phrase = tokenizer.ids(recipe.length.interruption)
+        # Where nothing is interrupted the tokenizer need not know the phrase.
+        self._phrase = tokenizer.ids(recipe.length.interruption if recipe.length.control == "interruption" else "")
         self._end = tokenizer.end
         self.clients = clients
         self._places = places

@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
     """The subcommand `scaling` and its own."""
     inner = add_group(commands, "scaling", "what a run will reach, from its evaluations")
 
-    found = add_command(inner, "fit", _fit, "A, B and C_mid of a run, with 95 %% intervals")
+    found = add_command(inner, "fit", _fit, "A, B and C_mid of a run, with 95 % intervals")
     _points(found, "a run directory, or a CSV or JSONL of points")
     found.add_argument("--json", action="store_true", help="the fit as one JSON object")
 

@@ -30,7 +30,9 @@ def add(commands: Commands) -> None:
     logs = add_command(commands, "logs", _logs, "what the processes of a run wrote")
     logs.add_argument("run", type=Path, help="run directory")
     logs.add_argument(
-        "--role", default="supervisor", help="server, server-3, learner, controller or supervisor (default)"
+        "--role",
+        default="learner-0",
+        help="server, server-3, learner, learner-0 (its first rank: default), controller or supervisor",
     )
     logs.add_argument("-n", type=at_least(1), default=20, metavar="LINES", help="of each file (default 20)")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")

@@ -1,6 +1,6 @@
 """`megarl logs RUN --role …`: the end of a role's logs, and what is added to them.
 
-server, learner, controller: all of that kind      server-3: one      supervisor: what was started, ended, restarted
+server, learner, controller: all of that kind      server-3, learner-0: one      supervisor: what was started, ended, restarted
 """
 
 import time
@@ -35,12 +35,14 @@ def logs_of(rundir: RunDir, role: str) -> list[Path]:
     kind, _, index = role.partition("-")
     if role == "supervisor":
         found = [rundir.logs / "supervisor.jsonl"]
-    elif kind in KINDS and (not index or (index.isdecimal() and kind == "server")):
+    elif kind in KINDS and (not index or (index.isdecimal() and kind != "controller")):
         found = sorted(
             rundir.logs.glob(f"{kind}/*.{index or '*'}.log"), key=lambda log: (log.stat().st_mtime, log.name)
         )
     else:
-        raise MegarlError(f"--role: {role!r} is none of {', '.join(KINDS)}, supervisor, and server-N for one server")
+        raise MegarlError(
+            f"--role: {role!r} is none of {', '.join(KINDS)}, supervisor, and server-N or learner-N for one"
+        )
     return [file for file in found if file.exists()]
 
 

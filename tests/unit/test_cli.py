@@ -1,5 +1,6 @@
 """The command line as a user meets it: quick, one message for bad input, nothing started by a dry run."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -60,7 +61,35 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes"]) == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in shipped())
+    names = [line.split()[0] for line in listed.splitlines()[1:] if not line.startswith(" ")]
+    assert names == list(shipped())
+    assert names[0] == "quickstart"
+    assert names[-1].endswith("-tiny"), "a baseline"
+
+
+def test_the_list_of_recipes_fits_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["recipes"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert max(map(len, rows)) <= 80
+    assert len(rows) <= 3 * len(shipped()) + 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"megarl {importlib.metadata.version('megarl')}\n"
+
+
+def test_percent_signs_in_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["scaling", "--help"], ["scaling", "fit", "--help"]):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        shown = capsys.readouterr().out
+        assert "95 % intervals" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))

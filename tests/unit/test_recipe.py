@@ -131,6 +131,17 @@ def test_overrides(file: Path) -> None:
     assert recipe.batch.positive_threshold is None
 
 
+def test_nothing_behind_the_equals_sign_is_an_empty_text_where_one_may_stand(file: Path) -> None:
+    file.write_text(MATH)
+    recipe = load(
+        str(file),
+        ["length.end_of_thinking=", "length.control=none", "data.tasks.math.mapping=", "batch.positive_threshold="],
+    )
+    assert (recipe.length.end_of_thinking, recipe.data.tasks["math"].mapping) == ("", "")
+    assert recipe.batch.positive_threshold is None
+    assert "run.seed: input should be a valid integer, got None" in refused(file, MATH, ("run.seed=",))
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from checkpoints_tools import card
 from checkpoints_tools.__main__ import main
 from megarl.models import build, checkpoint, family_of, hf, parallel
 from megarl.recipe import Model
@@ -102,6 +103,20 @@ def test_inspect_shows_equal_layers_as_one_line(directory: Path, capsys: pytest.
     assert sum("gate_proj" in line for line in lines) == 1
 
 
+@pytest.mark.parametrize(
+    ("base", "known"),
+    [
+        ("meta-llama/Llama-3.1-8B", True),
+        ("runs/quickstart-sft", False),
+        ("models/Qwen3-8B", False),
+        ("/a/b", False),
+        ("b", False),
+    ],
+)
+def test_only_a_hub_id_is_the_base_model_of_a_card(base: str, known: bool) -> None:
+    assert card._is_hub_id(base) is known
+
+
 def test_model_card_of_a_run(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the run's own files say up to the checkpoint's step, and nothing that comes after it."""
     run = RunDir(tmp_path / "run")
@@ -117,14 +132,14 @@ def test_model_card_of_a_run(directory: Path, tmp_path: Path, capsys: pytest.Cap
     for step, rate in ((0, 0.25), (3, 0.5), (4, 0.75)):
         append_jsonl(run.eval, {"step": step, "pass_rate": rate, "samples": 4, "n_prompts": 200})
     assert main(["convert", "megatron-to-hf", str(run.path), str(tmp_path / "out")]) == 0
-    card = (tmp_path / "out" / "README.md").read_text()
-    front = yaml.safe_load(card.split("---")[1])
+    written = (tmp_path / "out" / "README.md").read_text()
+    front = yaml.safe_load(written.split("---")[1])
     assert front["base_model"] == "meta-llama/Llama-3.1-8B"
-    assert "| optimiser steps | 3 |" in card
-    assert "| recipe | Sums |" in card
-    assert "| GPU-hours | 3 |" in card
-    assert "| tokens trained | 3,000 |" in card
-    assert "| evaluation | pass rate 0.5 at step 3: mean of 4 samples on 200 held-out prompts |" in card
+    assert "| optimiser steps | 3 |" in written
+    assert "| recipe | Sums |" in written
+    assert "| GPU-hours | 3 |" in written
+    assert "| tokens trained | 3,000 |" in written
+    assert "| evaluation | pass rate 0.5 at step 3: mean of 4 samples on 200 held-out prompts |" in written
     capsys.readouterr()
     main(["inspect", str(run.path)])
     out = capsys.readouterr().out
@@ -139,5 +154,6 @@ def test_model_card_of_a_run(directory: Path, tmp_path: Path, capsys: pytest.Cap
         ]
     )
     alone = (tmp_path / "alone" / "README.md").read_text()
-    assert yaml.safe_load(alone.split("---")[1])["base_model"] == str(directory)
+    assert "base_model" not in yaml.safe_load(alone.split("---")[1]), "a directory is no model of the hub"
+    assert f"| base model | {directory} |" in alone
     assert "evaluation" not in alone

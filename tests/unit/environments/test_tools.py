@@ -1,7 +1,9 @@
 """The calculator against Python's own arithmetic, the Python tool in its real sandbox, a game that a binary search wins."""
 
 import asyncio
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +36,18 @@ def bytes_of(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def setting(tokenizer: Tokenizer, limit: int = 200) -> Setting:
     framing = Framing(tokenizer, "raw", limit, "t")
     return Setting("t", tokenizer, framing, Sandbox("bubblewrap", 2, LIMITS), "</think>", limit)
+
+
+def test_the_example_of_the_docs_works_with_the_quickstarts_tokenizer() -> None:
+    page = Path(__file__).parents[3] / "docs" / "tools.md"
+    (code,) = re.findall(r"```python\n(.*?class Echo.*?)```", page.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    echo = names["Echo"](setting(CHARACTERS, limit=3))
+    assert isinstance(echo, Environment)
+    asked = np.append(CHARACTERS.ids("12+34="), CHARACTERS.end).astype(np.int32)
+    assert CHARACTERS.decode(asyncio.run(echo.step(asked)).tokens) == "12+"
+    assert asyncio.run(echo.step(CHARACTERS.ids("46"))).done
 
 
 EXPRESSIONS = st.recursive(

@@ -172,6 +172,24 @@ def test_text_votes_as_it_is_and_programs_do_not(graders: Any) -> None:
     assert asyncio.run(run()) == ["0.50", "", ""]
 
 
+def test_the_table_of_a_runs_steps_fits_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (0, 1200):
+        suite = SuiteDir(tmp_path / "run" / "evaluations" / f"step-{step:07}", "s")
+        suite.path.mkdir(parents=True)
+        for one in answers(reward=1.0):
+            suite.add(one)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    assert curve.main([Path("run")], None, None) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in rows if line.startswith("step")] == ["0", "1200"]
+    assert "…" not in "".join(rows)
+    assert sum(line.count("[") for line in rows) == 2 * 3 * 3
+    assert max(map(len, rows)) <= 80
+
+
 def test_curves_of_two_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, more in (("weak", {}), ("strong", {"reward": 1.0})):
         suite = SuiteDir(tmp_path / name, "s")
@@ -180,7 +198,7 @@ def test_curves_of_two_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             suite.add(one)
     assert curve.main([tmp_path / "weak", tmp_path / "strong"], None, None) == 0
     shown = capsys.readouterr().out
-    assert "oracle (pass@n)" in shown
+    assert "(pass@n)" in shown
     assert (tmp_path / "weak" / "curve-s.png").read_bytes().startswith(b"\x89PNG")
     found = {c.kind: c.points for c in curve.curves("m", [Outcome.of(a) for a in answers(reward=1.0)])}
     assert set(found) == {"pass", "maj", "best"}

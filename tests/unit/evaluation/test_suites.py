@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from megarl.data.arithmetic_models import character_tokenizer
 from megarl.data.mappings import MAPPINGS
+from megarl.data.prompts import load_tasks
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import MegarlError
 from megarl.evaluation import suites
+from megarl.evaluation.subject import _suite
 from megarl.grading import Grade, Graders
-from megarl.recipe import Recipe, from_tree, load, load_suite, shipped_suites
+from megarl.recipe import Recipe, dump, from_tree, load, load_suite, shipped_suites
+from megarl.rollout.sampler import Sampler
+from megarl.rundir import RunDir
 from tests.evaluation_sets import SETS, byte_llama, write_rows
 
 FENCED = "Here it is:\n```python\n{}\n```"
@@ -131,6 +136,38 @@ def test_tests_of_any_size_are_kept(tokenizer: Tokenizer, tmp_path: Path) -> Non
         "livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000
     ).questions.prompts
     assert len(prompt.answer) > 1 << 20
+
+
+def test_the_held_out_rows_of_a_task_are_those_of_training(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"id": f"p{n}", "prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
+    train = write_rows(tmp_path / "train.jsonl", rows)
+    banned = write_rows(tmp_path / "banned.jsonl", [{"prompt": " ".join(f"w{n}" for n in range(20)), "answer": "1"}])
+    tree = {
+        "run": {"dir": str(tmp_path), "name": "run"},
+        "data": {"tasks": {"sums": {"train": str(train), "heldout": 7}}, "decontaminate": [str(banned)]},
+    }
+    recipe = from_tree(tree)
+    heldout = {p.id for p in load_tasks(recipe, tokenizer)["sums"].heldout}
+    rundir = RunDir.of(recipe)
+    rundir.create()
+    rundir.recipe.write_text(dump(recipe))
+    for word, base in (("sums", recipe), (f"{rundir.path}:sums", from_tree({}))):
+        name, keys = _suite(word, base)
+        suite = from_tree({"evaluation": {"suites": {name: keys}}}).evaluation.suites[name]
+        loaded = suites.load(name, suite, tokenizer, 2048, recipe.data.decontaminate)
+        assert ({p.id for p in loaded.questions.prompts}, loaded.rows, dict(loaded.left_out)) == (heldout, 7, {})
+    with pytest.raises(MegarlError, match="has no task 'sum'; it has sums"):
+        _suite(f"{rundir.path}:sum", recipe)
+
+
+def test_where_nothing_is_interrupted_the_tokenizer_need_not_know_the_phrase() -> None:
+    made = character_tokenizer()
+    tokenizer = Tokenizer(made.backend_tokenizer, made.eos_token_id, Path())
+    recipe = from_tree({"length": {"interruption": "Ünknown </think>"}})
+    with pytest.raises(MegarlError, match="cannot encode 'Ünknown"):
+        Sampler(recipe, tokenizer, {}, None, None)  # type: ignore[arg-type]
+    length = recipe.length.model_copy(update={"control": "none"})
+    Sampler(recipe.model_copy(update={"length": length}), tokenizer, {}, None, None)  # type: ignore[arg-type]
 
 
 def test_a_suite_of_the_users(tmp_path: Path) -> None:

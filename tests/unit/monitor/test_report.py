@@ -114,6 +114,16 @@ def test_first_step_of_a_life_is_no_measure(write_run: Callable[[int], RunDir]) 
     assert [row["step"] for row in summary.steady(rows, rundir)] == [1, 2, 4, 5]
 
 
+def test_a_run_of_malformed_answers_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(30)
+    for row in latest_rows(rundir.metrics):
+        append_jsonl(rundir.metrics, row | {"format_error_rate": 1.0})
+    values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "all steps done"}
+    assert "all answers are malformed and count as wrong" in words(summary.render(values, rundir))
+    report.write_report(rundir)
+    assert "have no &lt;/think&gt; (length.end_of_thinking)" in rundir.report.read_text()
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 50])
 def test_report_of_any_length(recipe: Recipe, write_run: Callable[[int], RunDir], steps: int) -> None:
     rundir = write_run(steps)

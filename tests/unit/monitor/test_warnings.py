@@ -18,12 +18,21 @@ def test_a_row_says_what_it_shows() -> None:
 
 def test_what_was_not_measured_is_no_sign() -> None:
     assert flags({}) == flags({"truncation_rate": math.nan}) == {}
-    assert words(None, None) == []
+    assert words(None, None, None, "</think>") == []
 
 
 def test_words() -> None:
-    assert words(0.05, 0.9) == []
-    (cut,) = words(0.15, 0.9)
+    assert words(0.05, 0.9, 0.5, "</think>") == []
+    (cut,) = words(0.15, 0.9, 0.0, "</think>")
     assert cut.startswith("15% of the answers are cut off")
-    (small,) = words(0.05, 0.05)
+    (small,) = words(0.05, 0.05, 0.0, "</think>")
     assert small.startswith("the effective sample size is 5% of the batch")
+
+
+def test_malformed_answers_have_a_cause() -> None:
+    (most,) = words(0.0, 0.9, 0.51, "[done]")
+    assert most.startswith(
+        "51% of the answers are malformed and count as wrong: their completions have no [done] (length.end_"
+    )
+    (every,) = words(0.0, 0.9, 1.0, "")
+    assert every == "all answers are malformed and count as wrong: their completions are empty"

@@ -1,6 +1,7 @@
 """A run read from another terminal, and after its end: `megarl status` and `megarl logs`."""
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -100,6 +101,11 @@ def test_logs(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(capsys.readouterr().out.splitlines()) == ["server n1.0: b", "server n1.0: c", "server n2.1: d"]
     assert main(["logs", run, "--role", "server-1"]) == 0
     assert capsys.readouterr().out == "d\n"
+    for host, rank in (("n3", 0), ("n3", 1)):
+        logged(rundir, "learner", host, rank, f"rank {rank}")
+    assert main(["logs", run]) == 0
+    assert capsys.readouterr().out == "rank 0\n"
+    shutil.rmtree(rundir.logs / "learner")
     assert main(["logs", run, "--role", "learner"]) == 2
     assert "no log of learner yet" in capsys.readouterr().err
     assert main(["logs", run, "--role", "judge-1"]) == 2
