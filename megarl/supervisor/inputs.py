@@ -54,7 +54,7 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
         from megarl.evaluation import suites  # it brings scipy
 
         for name, suite in recipe.evaluation.suites.items():
-            suites.load(name, suite, tokenizer, recipe.length.prompt_tokens)
+            suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
     return found
 
 
