@@ -63,7 +63,9 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "format_error_rate": _mean(rows[-20:], "format_error_rate"),
         "void_groups": _total(rows, "void_groups"),
         "warnings": warnings.words(
-            *(_mean(rows[-20:], name) for name in ("truncation_rate", "effective_sample_size", "format_error_rate")),
+            _mean(rows[-20:], "truncation_rate"),
+            _mean(rows[-20:], "effective_sample_size"),
+            _mean(rows[-20:], "format_error_rate"),
             recipe.length.end_of_thinking,
         ),
         "restarts": events.count("restart"),

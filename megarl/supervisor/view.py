@@ -113,8 +113,12 @@ def phase(frame: Frame) -> str:
 def warnings(frame: Frame) -> list[str]:
     """What a user should look at."""
     observer = frame.observer
-    names = ("truncation_rate", "effective_sample_size", "format_error_rate")
-    found = flagged(*(recent(observer, name) for name in names), frame.recipe.length.end_of_thinking)
+    found = flagged(
+        recent(observer, "truncation_rate"),
+        recent(observer, "effective_sample_size"),
+        recent(observer, "format_error_rate"),
+        frame.recipe.length.end_of_thinking,
+    )
     newest = observer.evaluations[max(observer.evaluations)] if observer.evaluations else {}
     if newest.get("enough"):
         found.append(f"{enough(newest)}: the run may as well stop (run.stop_at_asymptote ends one by itself)")
