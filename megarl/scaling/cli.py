@@ -68,7 +68,11 @@ def _points(command: argparse.ArgumentParser, about: str, several: bool = False)
     command.add_argument("points", nargs="+" if several else None, help=about)
     command.add_argument("--r0", type=float, metavar="X", help="pass rate before training, if the points have none")
     command.add_argument(
-        "--from", dest="start", type=float, metavar="H", help="leave out points before (default: the first epoch)"
+        "--from",
+        dest="start",
+        type=float,
+        metavar="H",
+        help="leave out points before (default: 1,500 GPU-hours, or a shorter first epoch)",
     )
     command.add_argument("--until", type=float, metavar="H", help="leave out points after")
     command.add_argument("--form", choices=FORM_NAMES, default="sigmoid")

@@ -1,6 +1,6 @@
 """ScaleRL's fit of a learning curve, and how sure its parameters are (arXiv 2510.13786, section 2 and appendix A).
 
-    Curves ──► window.py: without the first epoch ──► profile.py: A, B, C_mid and their intervals ──► doubts.py ──► Fit
+    Curves ──► window.py: without early points ──► profile.py: A, B, C_mid and their intervals ──► doubts.py ──► Fit
 
 The paper tries A = 0.450, 0.455 … 0.800 and C_mid, and fits B for each pair; the smallest sum of squares wins. Here C_mid is
 continuous and so, unless `grid="paper"`, is A between 0 and 1. R_0 is the score before training and is not fitted if known.

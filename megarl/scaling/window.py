@@ -1,4 +1,7 @@
-"""Which points are fitted: ScaleRL leaves out the first epoch, or about 1,500 GPU-hours, where the law does not hold yet."""
+"""Which points are fitted. The law does not hold at first: ScaleRL leaves out the first 1,500 GPU-hours, about an epoch.
+
+A run whose first epoch is shorter, or on CPU cores, has the epoch left out instead: hours of another size of run mean little.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +12,7 @@ from megarl.errors import MegarlError
 from megarl.scaling.points import Curve
 
 EARLY_HOURS = 1500.0
-"""GPU-hours left out where epochs are unknown: about one epoch of the paper's runs."""
+"""GPU-hours that the paper leaves out."""
 ENOUGH = 8
 """Points that must remain for the default window to leave any out."""
 
@@ -35,12 +38,12 @@ def windowed(
 
 def _default(curve: Curve, end: float | None, remarks: list[str]) -> float:
     """Hours before which points are left out."""
-    known = curve.first_epoch is not None
-    early = curve.first_epoch if curve.first_epoch is not None else EARLY_HOURS if curve.unit == "gpu" else 0.0
+    epoch = math.inf if curve.first_epoch is None else curve.first_epoch
+    early = min(epoch, EARLY_HOURS) if curve.unit == "gpu" else 0.0 if curve.first_epoch is None else epoch
     rest = curve.hours[curve.hours <= (math.inf if end is None else end)]
     if (rest >= early).sum() >= ENOUGH or not (rest < early).any():
         return early if math.isfinite(early) else 0.0
-    what = "the first epoch" if known else f"the first {EARLY_HOURS:,.0f} GPU-hours"
+    what = "the first epoch" if early == epoch else f"the first {EARLY_HOURS:,.0f} GPU-hours"
     remarks.append(
         f"{what} could not be left out ({(rest >= early).sum()} of {len(rest)} points are later): early points, where the law "
         "does not hold yet, are in the fit"

@@ -34,7 +34,7 @@ BASELINES = {
     "grpo": ("ppo-off-policy", 8, "clip", (0.2, 0.2), "sample", "group", "none", 48),
     "dapo": ("ppo-off-policy", 8, "clip", (0.2, 0.26), "prompt", "group", "none", 80),
     "magistral": ("pipeline-rl", 8, "clip", (0.2, 0.26), "prompt", "batch", "none", 48),
-    "minimax-m1": ("ppo-off-policy", 8, "cispo", (0.0, 5.0), "prompt", "group", "both", 48),
+    "minimax-m1": ("ppo-off-policy", 8, "cispo", (0.0, 5.0), "prompt", "group", "both", 80),
     "gspo": ("pipeline-rl", 8, "gspo", (4e-3, 5e-3), "sample", "group", "both", 48),
     "dr-grpo": ("ppo-off-policy", 1, "clip", (0.2, 0.2), "constant", "none", "none", 48),
 }
@@ -49,7 +49,7 @@ def test_a_baseline_is_its_paper_and_otherwise_the_scalerl_of_its_size(name, siz
     assert (
         r.pipeline.kind, r.pipeline.k, r.loss.kind, bounds, r.batch.aggregation, r.batch.advantage, r.model.fp32_head,
     ) == BASELINES[name][:-1]  # fmt: skip
-    assert r.batch.prompts == BASELINES[name][-1] or (size == "tiny" and r.batch.prompts in (24, 40))
+    assert r.batch.prompts == BASELINES[name][-1] // (1 if size == "8b" else 2)
     assert r.batch.positive_threshold is None
     assert (r.loss.correction, r.loss.entropy_bonus, r.batch.centring) == ("none", 0.0, "group")
     assert r.reference.coefficient == 0
@@ -81,6 +81,11 @@ def test_scalerl_8b_is_the_papers():
     r = load("scalerl-8b")
     assert (r.resources.servers * r.resources.server_tensor_parallel, r.resources.learner_ranks) == (64, 16)
     assert (r.batch.prompts, r.sampling.generations) == (48, 16)
+    longest, batch = load("scalerl-8b-batch-2048"), r.batch.prompts * r.sampling.generations
+    per_rollout = 100_000 / (longest.run.steps * longest.batch.prompts * longest.sampling.generations)
+    assert r.run.steps * batch * per_rollout == pytest.approx(16_000, rel=0.02), (
+        "GPU-hours of the paper's runs of this batch"
+    )
     assert (r.learner.optimizer.lr, r.learner.optimizer.warmup_steps) == (5e-7, 100)
     assert (r.length.prompt_tokens, r.length.thinking_tokens, r.length.answer_tokens) == (2048, (10_000, 12_000), 2048)
     assert (r.evaluation.every, r.evaluation.prompts, r.evaluation.samples) == (100, 1000, 16)

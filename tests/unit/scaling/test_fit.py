@@ -176,7 +176,7 @@ class TestWindow:
         assert fit([exact(0.61, 1.92, 2542)]).window == (1500, 16_000)
 
     def test_first_epoch(self) -> None:
-        found = fit([replace(exact(0.61, 1.92, 2542), first_epoch=4100.0)])
+        found = fit([replace(exact(0.61, 1.92, 2542), first_epoch=4100.0, unit="core")])
         assert found.window == (4500, 16_000)
 
     def test_options_win(self) -> None:
@@ -190,8 +190,14 @@ class TestWindow:
         assert found.window[0] == 500
         assert any("first 1,500 GPU-hours could not be left out (6 of 8" in warning for warning in found.warnings)
 
+    @pytest.mark.parametrize(("epoch", "start"), [(900.0, 1000), (4100.0, 1500), (math.inf, 1500), (None, 1500)])
+    def test_the_papers_hours_or_a_shorter_epoch(self, epoch: float | None, start: float) -> None:
+        found = fit([replace(exact(0.61, 1.92, 2542), first_epoch=epoch)])
+        assert found.window[0] == start
+        assert not any("could not be left out" in warning for warning in found.warnings)
+
     def test_run_in_its_first_epoch(self) -> None:
-        found = fit([replace(exact(0.61, 1.92, 2542), first_epoch=math.inf)])
+        found = fit([replace(exact(0.61, 1.92, 2542), first_epoch=math.inf, unit="core")])
         assert any("the first epoch could not be left out (0 of 32" in warning for warning in found.warnings)
 
 
