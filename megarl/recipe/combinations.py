@@ -16,6 +16,8 @@ GRADERS = ("math", "exact", "code", "format")
 OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FP8_MULTIPLE = 16
 """What each size of an FP8 product must divide by."""
+LOSSES = ("cispo", "clip", "gspo", "reinforce")
+"""The same; others are functions."""
 ENVIRONMENTS = ("python", "calculator", "guessing")
 """The same; others are classes."""
 
@@ -99,6 +101,14 @@ def impossible(r: Recipe) -> list[str]:
         found.append(
             f"critic.warmup_steps: {r.critic.warmup_steps} of run.steps={r.run.steps} leave none to train the policy in; "
             "shorten the warm-up"
+        )
+    if r.loss.kind not in LOSSES and not OF_USERS.fullmatch(r.loss.kind):
+        found.append(
+            f"loss.kind: {r.loss.kind!r} is no loss; {_known(r.loss.kind, LOSSES)}, and package.module:function"
+        )
+    if r.loss.kind not in LOSSES and r.loss.correction != "none":
+        found.append(
+            "loss.correction: a loss of your own has the weight in its hands; bound it there, and set none here"
         )
     if r.loss.kind == "cispo" and r.loss.correction != "none":
         found.append("loss.correction: cispo is truncated importance sampling already; use loss.cap")

@@ -196,13 +196,22 @@ class BatchSection(Section):
 
 
 class Loss(Section):
-    kind: Literal["cispo", "clip", "gspo", "reinforce"] = Field("cispo", description="clip: PPO, GRPO, DAPO")
+    kind: str = Field(
+        "cispo",
+        description="cispo, clip (PPO, GRPO, DAPO), gspo, reinforce, or package.module:function of your own "
+        "(docs/add-a-loss.md)",
+    )
     cap: float = Field(
         4.0, gt=0, description="cispo: upper bound of the importance ratio: 4, 5 and 8 were tried, choice not stated"
     )
     lower: float = Field(0.0, ge=0, description="cispo: lower bound of the importance ratio")
-    clip_low: float = Field(0.2, ge=0, le=1, description="clip, gspo: the ratio is clipped at 1 - this")
-    clip_high: float = Field(0.2, ge=0, description="clip, gspo: the ratio is clipped at 1 + this")
+    clip_low: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="clip: a token's ratio is clipped at 1 - this; gspo: a sequence's, for which 3e-4 is usual",
+    )
+    clip_high: float = Field(0.2, ge=0, description="the same upwards, at 1 + this; gspo: 4e-4 is usual")
     correction: Literal["none", "truncate", "mask"] = Field(
         "none", description="clip, gspo (mask only), reinforce: bound on the weight of a token of another policy"
     )

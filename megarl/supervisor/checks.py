@@ -7,6 +7,8 @@ check_history(recipe, …)    a run that is there may go on, and goes on as it b
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from megarl.errors import MegarlError
 from megarl.monitor import wandb_writer
 from megarl.ports import check_free
 from megarl.recipe import Recipe, flat, load
+from megarl.recipe.combinations import LOSSES
 from megarl.rollout.journal import JournalReader
 from megarl.rundir import RunDir
 from megarl.serving import server
@@ -73,6 +76,8 @@ def check_inputs(recipe: Recipe) -> inputs.Fingerprints:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
     _check_graders(recipe)
+    if recipe.loss.kind not in LOSSES:
+        check_own_loss(recipe)
     wandb_writer.check(recipe)
     return inputs.read_inputs(recipe)
 
@@ -111,6 +116,24 @@ def _check_graders(recipe: Recipe) -> None:
     from megarl.grading.grader import check_graders  # it brings aiohttp
 
     check_graders(recipe.data, recipe.evaluation.sampled)
+
+
+def check_own_loss(recipe: Recipe) -> None:
+    """It can be imported and is a loss; looked at in another process, for it brings torch, and importing may do anything."""
+    from megarl.grading.functions import IMPORT_LIMIT_S, environment  # it brings aiohttp
+
+    code = (
+        "import sys; from megarl.recipe import Loss; from megarl.learner.losses.own import own; "
+        "own(Loss.model_validate_json(sys.argv[1], strict=False))"
+    )
+    words = [sys.executable, "-c", code, recipe.loss.model_dump_json()]
+    try:
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise MegarlError(f"loss.kind: {recipe.loss.kind} was not imported within {IMPORT_LIMIT_S:g} s") from None
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise MegarlError(said.removeprefix("megarl.errors.MegarlError: "))
 
 
 def check_all(recipe: Recipe) -> str:

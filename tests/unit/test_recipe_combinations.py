@@ -132,6 +132,11 @@ IMPOSSIBLE = [
         "on one; set weights.transport=cuda_ipc",
     ),
     (shared(serving={}), "serving.memory_fraction: with resources.colocate say which share of a GPU"),
+    (
+        {"loss": {"kind": "cispp"}},
+        "loss.kind: 'cispp' is no loss; did you mean cispo? known: cispo, clip, gspo, rei",
+    ),
+    ({"loss": {"kind": "mine:loss", "correction": "mask"}}, "loss.correction: a loss of your own"),
     (shared(resources={"colocate": True, "servers": 2}), "resources.colocate: each GPU has a learner rank"),
     (
         shared(

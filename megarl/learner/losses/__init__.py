@@ -4,7 +4,8 @@
                                                ──► reference_kl.py ──► per-token loss [n], metrics [n]
 
 The trainer sums `weight * loss`; the weights (megarl/batch.py) are the aggregation, so no loss knows about it. ratios.py has
-what all say of the importance ratio. value.py is the critic's, cross_entropy.py the warm start's.
+what all say of the importance ratio. own.py takes one of the user's. value.py is the critic's,
+cross_entropy.py the warm start's.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from megarl.learner.losses import cispo, clip, correction, cross_entropy, gspo, ratios, reference_kl, reinforce
 from megarl.learner.losses.entropy_bonus import with_entropy_bonus
+from megarl.learner.losses.own import own
 from megarl.learner.losses.tokens import TokenLoss
 from megarl.recipe import Loss as LossSection
 from megarl.recipe import Reference
@@ -31,7 +33,7 @@ class Loss:
 
 def policy_loss(section: LossSection, reference: Reference | None = None) -> Loss:
     """The loss of `recipe.loss` and `recipe.reference`."""
-    loss = _LOSSES[section.kind](section)
+    loss = _LOSSES[section.kind](section) if section.kind in _LOSSES else Loss(*own(section))
     if section.correction != "none":
         has_ratio = section.kind != "reinforce"
         function = correction.corrected(loss.function, section.correction, section.correction_cap, has_ratio)

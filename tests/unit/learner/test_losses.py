@@ -1,7 +1,11 @@
 """Each loss against its paper's formula in numpy (value) and finite differences of a surrogate in float64 (gradient), and the
 special cases that tie the losses together."""
 
-from collections.abc import Callable
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.errors import MegarlError
 from megarl.learner.losses import policy_loss, supervised_loss
 from megarl.learner.losses.tokens import Tokens
 from megarl.recipe import Loss
@@ -109,6 +114,74 @@ def test_value_and_gradient(section: Loss, reference: Callable[..., float], lag:
 
     assert losses.sum() == pytest.approx(objective(logp), rel=1e-12)
     np.testing.assert_allclose(gradient, differences(objective, logp), rtol=1e-6, atol=1e-8)
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """own_module(source): my_losses.py in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(source: str) -> None:
+        sys.modules.pop("my_losses", None)
+        importlib.invalidate_caches()
+        (tmp_path / "my_losses.py").write_text(source)
+
+    yield write
+    sys.modules.pop("my_losses", None)
+
+
+def test_the_loss_of_the_docs(own_module: Callable[[str], None]) -> None:
+    page = Path(__file__).parents[3] / "docs" / "add-a-loss.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    own_module(code)
+    section = Loss(kind="my_losses:tapered", cap=0.9)
+    drawn = draw([3, 17, 4], lag=0.8)
+    logp, behaviour, gain, _ = drawn
+    losses, gradient, metrics = value_and_gradient(section, drawn)
+    ratio = np.exp(logp - behaviour)
+    weight = np.array([1.0 if a >= 0 else min(r, 0.9) for a, r in zip(gain, ratio, strict=True)])
+    np.testing.assert_allclose(losses, -weight * gain * logp, rtol=1e-9)
+    np.testing.assert_allclose(gradient, -weight * gain, rtol=1e-9)
+    assert set(metrics) == set(policy_loss(section).metrics), "ranks that do not compute it know its metrics"
+    assert metrics["tapered_share"].tolist() == (ratio > 0.9).tolist()
+    assert policy_loss(section).finish(dict.fromkeys(metrics, 1.0))["effective_sample_size"] == 1
+    assert "clipped_share" not in metrics
+    bonus, _ = policy_loss(section.model_copy(update={"entropy_bonus": 0.5})).function(
+        tokens(torch.tensor(logp), drawn, torch.ones(len(logp), dtype=torch.float64))
+    )
+    np.testing.assert_allclose(bonus.numpy(), losses - 0.5, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (None, "cannot be imported: ModuleNotFoundError: No module named 'my_losses'"),
+        ("def other(): ...", "cannot be imported: AttributeError: module 'my_losses' has no attribute 'mine'"),
+        ("1 +", "cannot be imported: SyntaxError"),
+        ("mine = 3", "is a int and cannot be called"),
+        (
+            "def mine(tokens): return tokens.logp, {}",
+            "fails on three made-up tokens: TypeError: mine() takes 1 positional",
+        ),
+        ("def mine(t, s): return t.logp", "returns a Tensor, not (losses, metrics)"),
+        ("def mine(t, s): return t.logp.mean(), {}", "returns losses of shape (); one a token is needed"),
+        ("def mine(t, s): return t.logp.detach(), {}", "returns losses without a gradient"),
+        ("def mine(t, s): return t.logp, {'x': t.logp}", "returns a metric 'x' that is no tensor [n] without gradient"),
+        ("def mine(t, s): return t.logp, {'lr': t.advantage}", "returns a metric 'lr', a name that is taken"),
+        (
+            "def mine(t, s): return t.logp, {'ratio_mean': t.advantage}",
+            "returns a metric 'ratio_mean', a name that is taken",
+        ),
+    ],
+)
+def test_what_is_no_loss_is_named(own_module: Callable[[str], None], body: str | None, said: str) -> None:
+    if body is not None:
+        own_module(body + "\n")
+    with pytest.raises(MegarlError) as error:
+        policy_loss(Loss(kind="my_losses:mine"))
+    assert str(error.value).startswith("loss.kind: my_losses:mine ")
+    assert said in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["truncate", "mask"])

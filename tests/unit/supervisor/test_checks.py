@@ -55,7 +55,7 @@ def test_missing_model(tree: Tree) -> None:
             lambda m: (m / INDEX).write_text('{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'),
             r"1 of 2 files of weights are missing: model-2\.safetensors",
         ),
-        (lambda m: (m / INDEX).write_text("[]"), r"not an index of weights"),
+        (lambda m: (m / INDEX).write_text("[]"), r"index\.json: a list, not an object"),
     ],
 )
 def test_missing_parts_of_a_model(tree: Tree, damage: Callable[[Path], object], said: str) -> None:
@@ -122,6 +122,16 @@ def test_missing_graders(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyP
     tasks = {"math": tree["data"]["tasks"]["math"] | task}
     with pytest.raises(MegarlError, match=words):
         checks.check_inputs(changed(tree, data={"tasks": tasks, "services": services}))
+
+
+def test_a_loss_of_the_users(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_losses.py").write_text(
+        "def good(tokens, settings):\n    return -tokens.logp * tokens.advantage, {}\nbad = 3\n"
+    )
+    checks.check_own_loss(changed(tree, loss={"kind": "my_losses:good"}))
+    with pytest.raises(MegarlError, match=r"^loss\.kind: my_losses:bad is a int and cannot be called; see docs"):
+        checks.check_inputs(changed(tree, loss={"kind": "my_losses:bad"}))
 
 
 def test_missing_warm_start(tree: Tree) -> None:
