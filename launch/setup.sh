@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with the pinned CPU stack of requirements/cpu.txt and megarl itself, or does nothing when it is up to date.
-# Needs a Python 3.12: MEGARL_PYTHON, then python3.12 on PATH, then pyenv.
+# Its Python 3.12 is MEGARL_PYTHON, or one on PATH, or pyenv's; else uv fetches one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE        # without .pyc files every role compiles all it imports, at each start
@@ -18,28 +18,60 @@ stamp=.venv/.megarl-setup
 want=$(cat requirements/cpu.txt setup.py launch/setup.sh | sha256sum | cut -d' ' -f1)
 [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && exit 0
 
-is_312() { "$1" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
-python=
+uv_pin=uv==0.13.8
+is_312() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
+makes_venvs() { "$1" -c 'import venv, ensurepip' >/dev/null 2>&1; }   # Debian's python3 without python3-venv does not
+python='' bare=''
 for candidate in "${MEGARL_PYTHON:-}" python3.12 python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
-    if [ -n "$candidate" ] && is_312 "$candidate"; then python=$candidate; break; fi
+    if [ -n "$candidate" ] && is_312 "$candidate"; then
+        if makes_venvs "$candidate"; then python=$candidate; break; fi
+        bare=${bare:-$candidate}
+    fi
 done
-if [ -z "$python" ]; then
-    cat >&2 <<'MSG'
-megarl needs Python 3.12 (megarl's stack has no wheels for other versions), and none was found on PATH or under pyenv.
+
+# Without such a Python uv makes .venv: it needs no venv and no pip, and fetches a Python 3.12 where there is none.
+find_uv() {
+    uv=$(command -v uv || true)
+    [ -z "$uv" ] || return 0
+    for candidate in python3 python3.{14,13,12,11,10,9,8} python; do
+        if timeout 180 "$candidate" -m pip install --quiet --retries 1 --target "$scratch" "$uv_pin" >/dev/null 2>&1; then
+            uv=$scratch/bin/uv
+            return 0
+        fi
+    done
+    return 1
+}
+
+refuse() {
+    cat >&2 <<MSG
+megarl needs Python 3.12 with venv and pip (its stack has no wheels for other versions). $1
 Get one, then run this again:
   Debian/Ubuntu:  apt-get install python3.12 python3.12-venv
   pyenv:          pyenv install 3.12
+  uv:             install uv, which fetches a Python by itself; UV_PYTHON_INSTALL_MIRROR is where from, if not from the internet
 or say where it is:  MEGARL_PYTHON=/path/to/python3.12 make …
 MSG
     exit 1
-fi
+}
 
-echo "megarl: making .venv with $("$python" --version) (about 7 GB, a few minutes the first time)"
-if ! { [ -x .venv/bin/python ] && is_312 .venv/bin/python; }; then
+if ! { [ -x .venv/bin/python ] && is_312 .venv/bin/python && [ -x .venv/bin/pip ]; }; then
     rm -rf .venv
-    "$python" -m venv .venv
+    if [ -n "$python" ]; then
+        echo "megarl: making .venv with $("$python" --version) (about 7 GB, a few minutes the first time)"
+        "$python" -m venv .venv
+    else
+        scratch=$(mktemp -d)
+        trap 'rm -rf "$scratch"' EXIT
+        had="None was found on PATH or under pyenv"
+        [ -z "$bare" ] || had="$bare lacks venv or pip"
+        find_uv || refuse "$had, and there is neither uv nor a Python that could install it."
+        echo "megarl: making .venv with uv, for there is no Python 3.12 with venv and pip (about 7 GB, a few minutes the first time)"
+        said=$("$uv" venv --python "${bare:-3.12}" .venv 2>&1) || refuse "$had, and uv could not make .venv:
+$said"
+        "$uv" pip install --quiet --python .venv/bin/python pip
+    fi
 fi
-.venv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.8
+.venv/bin/python -m pip install --quiet --disable-pip-version-check "$uv_pin"
 # cpu.txt is the whole closure, so nothing is resolved: the same packages on every machine.
 export VIRTUAL_ENV=$PWD/.venv UV_LINK_MODE=${UV_LINK_MODE:-copy} UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
 .venv/bin/uv pip install --no-deps --compile-bytecode --requirements requirements/cpu.txt

@@ -92,7 +92,7 @@ def python() -> Finding:
     if sys.version_info[:2] == (3, 12):
         return Finding("Python", "good", version)
     return Finding(
-        "Python", "bad", version, "the stack has wheels for Python 3.12 alone; `make setup` finds one or says how"
+        "Python", "bad", version, "the stack has wheels for Python 3.12 alone; `make setup` finds or fetches one"
     )
 
 
