@@ -44,7 +44,7 @@ pathlib.Path("asked").open("a").write("pip " + " ".join(sys.argv[1:]) + "\\n")
 
 
 def archive(folder: Path) -> None:
-    """The Python that runs this, without ensurepip and with a pip that only notes what it is asked; and uv's list of Pythons."""
+    """The Python that runs this, without ensurepip and with a pip that only notes what it is asked; uv's list of Pythons."""
     base, name = Path(sys.base_prefix), f"cpython-{platform.python_version()}.tar.gz"
     (folder / "1").mkdir(parents=True)
     with tarfile.open(folder / "1" / name, "w:gz", compresslevel=0) as tar:
