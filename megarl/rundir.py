@@ -21,9 +21,9 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -33,6 +33,10 @@ from megarl.recipe import Recipe
 META = "megarl.json"
 """In a checkpoint, written last: without it it is not complete."""
 CHECKPOINT = re.compile(r"step-(\d+)")
+
+
+LARGEST = 1 << 62
+"""No number of a row is as large."""
 
 
 class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +78,16 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     controller_metrics: str = ""  # host:port of GET /metrics; empty: nobody listens
     learner_metrics: str = ""
     metrics_key: str = ""
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A line of RUN/logs/supervisor.jsonl: what the supervisor did, in its life `session`."""
+
+    time: float
+    session: str
+    event: str
+    role: Annotated[str, msgspec.Meta(pattern=r"^((server|controller|learner)-[0-9]{1,9})?$")] = ""
+    nodes: tuple[str, ...] = ()
 
 
 class RunDir:
@@ -119,6 +133,12 @@ class RunDir:
     def log(self, role: str, host: str, rank: int) -> Path:
         """Of one process. role: server, controller or learner; rank: which server, or which rank of the learner."""
         return self.logs / role / f"{host}.{rank}.log"
+
+    def events(self) -> Iterator[Event]:
+        """What the supervisor has done, of all lives; lines that are none of its are passed over."""
+        for row in read_jsonl(self.logs / "supervisor.jsonl"):
+            with suppress(msgspec.ValidationError):
+                yield msgspec.convert(row, Event)
 
     def create(self) -> None:
         for folder in (self.path, self.rollouts, self.logs, self.checkpoints, self.tensorboard):
@@ -217,7 +237,13 @@ def parsed(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return {k: math.nan if v is None else v for k, v in row.items()} if isinstance(row, dict) else None
+    return {k: _number(v) for k, v in row.items()} if isinstance(row, dict) else None
+
+
+def _number(value: Any) -> Any:
+    """What no metric can be is not-a-number."""
+    beyond = isinstance(value, int | float) and not -LARGEST < value < LARGEST
+    return math.nan if value is None or beyond else value
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -275,5 +301,10 @@ def latest_scores(path: Path) -> list[dict[str, Any]]:
 
 
 def by_step(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The latest row of each step. A row that does not say of which step it is, is not ours and passed over."""
-    return {row["step"]: row for row in rows if type(row.get("step")) is int}
+    """The latest row of each step: its numbers, and two texts. A row that does not say of which step it is, is not ours and
+    passed over."""
+    return {
+        row["step"]: {k: v for k, v in row.items() if (isinstance(v, str) if k in TEXTS else type(v) in (int, float))}
+        for row in rows
+        if type(row.get("step")) is int and row["step"] >= 0
+    }

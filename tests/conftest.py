@@ -1,18 +1,20 @@
 """For all tests: property tests have no deadline, for the machine may be busy, and the same examples each time; and the policy
 that real runs begin with."""
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.e2e.runs import megarl
 
 settings.register_profile("megarl", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)  # pytest --hypothesis-profile=explore: other examples each time
-settings.load_profile("megarl")
+settings.register_profile("long", deadline=None, max_examples=3_000, suppress_health_check=list(HealthCheck))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "megarl"))  # HYPOTHESIS_PROFILE=long: by hand, for minutes
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # Begun in the background by a shell without job control: whoever is started from here would never hear Ctrl-C.

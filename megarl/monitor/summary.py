@@ -15,7 +15,7 @@ from rich.text import Text
 
 from megarl.monitor import warnings
 from megarl.recipe import Recipe
-from megarl.rundir import RunDir, latest_rows, latest_scores, read_jsonl
+from megarl.rundir import RunDir, latest_rows, latest_scores
 from megarl.scaling.outlook import words
 
 Row = dict[str, Any]
@@ -25,7 +25,7 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
     """Figures over all lives of the run; None where nothing was measured."""
     rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
     lived = steady(rows, rundir)
-    events = [e.get("event") for e in read_jsonl(rundir.logs / "supervisor.jsonl")]
+    events = [event.event for event in rundir.events()]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
     seconds = _total(lived, "step_seconds")
     publishing = [row for row in lived if "transfer_seconds" in row]
@@ -33,8 +33,8 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "run": recipe.run.name,
         "steps": len(rows),
         "steps_planned": recipe.run.steps,
-        "compute_hours": max((r["compute_hours"] for r in [*rows, *evaluations]), default=None),
-        "compute_unit": rows[-1]["compute_unit"] if rows else None,
+        "compute_hours": _largest([*rows, *evaluations], "compute_hours"),
+        "compute_unit": rows[-1].get("compute_unit") if rows else None,
         "pass_rate_before": first.get("pass_rate"),
         "pass_rate_before_step": first.get("step"),
         "pass_rate_after": last.get("pass_rate"),
@@ -91,11 +91,10 @@ def _by_task(recipe: Recipe, rows: list[Row], first: Row, last: Row) -> dict[str
 
 def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
     """Rows whose times are those of steps: not replayed, and not the first of a learner's life, which has its start-up."""
-    events = read_jsonl(rundir.logs / "supervisor.jsonl")
-    starts = [e["time"] for e in events if e.get("event") == "started" and e.get("role") == "learner-0"]
-    times = sorted(row["time"] for row in rows)
+    starts = [e.time for e in rundir.events() if e.event == "started" and e.role == "learner-0"]
+    times = sorted(_finite(rows, "time"))
     first = {times[i] for start in starts if (i := bisect.bisect(times, start)) < len(times)}
-    return [row for row in rows if not row.get("replay") and row["time"] not in first]
+    return [row for row in rows if not row.get("replay") and row.get("time") not in first]
 
 
 def render(values: Row, rundir: RunDir) -> RenderableType:

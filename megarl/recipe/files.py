@@ -136,7 +136,9 @@ def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
     try:
         node = loader.get_single_node()
         return (None if node is None else loader.construct_document(node)), node
-    except (ValueError, OverflowError, AttributeError, TypeError) as error:  # a date or a number that there is not
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # PyYAML makes a date, or what a tag says, of whatever is there
         raise yaml.YAMLError(f"a value cannot be read: {error}") from None
     finally:
         loader.dispose()

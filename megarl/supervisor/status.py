@@ -3,15 +3,16 @@
 RUN/summary.json is there ──► the closing summary         else ──► the live view, of this moment
 """
 
-import json
 import time
 from pathlib import Path
 
 from rich.console import Console
 
+from megarl.errors import MegarlError
+from megarl.hf_files import read_json
 from megarl.monitor import summary
 from megarl.recipe import load
-from megarl.rundir import RunDir, read_jsonl
+from megarl.rundir import RunDir
 from megarl.supervisor.observe import Observer
 from megarl.supervisor.restart import Kind, Role
 from megarl.supervisor.view import Frame, RoleView, clock, render
@@ -24,7 +25,11 @@ def main(run: Path) -> int:
     rundir = RunDir.opened(run)
     console = Console()
     if rundir.summary.exists():
-        console.print(summary.render(json.loads(rundir.summary.read_text()), rundir))
+        values = read_json(rundir.summary)
+        try:
+            console.print(summary.render(values, rundir))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise MegarlError(f"{rundir.summary}: not what a run writes at its end ({error!r}); remove it") from None
         return 0
     recipe, observer = load(str(rundir.recipe)), Observer(rundir)
     observer.look()
@@ -43,17 +48,17 @@ def roles_of(rundir: RunDir) -> tuple[dict[Role, RoleView], float]:
     roles: dict[Role, RoleView] = {}
     restarts: dict[Role, int] = {}
     session, began = "", time.time()
-    for event in read_jsonl(rundir.logs / "supervisor.jsonl"):
-        if event["session"] != session:
-            session, began = event["session"], event["time"]
+    for event in rundir.events():
+        if event.session != session:
+            session, began = event.session, event.time
             roles, restarts = {}, {}
-        if "role" not in event:
+        if not event.role:
             continue
-        role = role_named(event["role"])
-        restarts[role] = restarts.get(role, 0) + (event["event"] == "restart")
-        state = {"started": "running", "restart": "restarting"}.get(event["event"], event["event"])
-        seconds = time.time() - event["time"] if state == "running" else 0.0
-        nodes = event.get("nodes") or (roles[role].nodes if role in roles else ())
+        role = role_named(event.role)
+        restarts[role] = restarts.get(role, 0) + (event.event == "restart")
+        state = {"started": "running", "restart": "restarting"}.get(event.event, event.event)
+        seconds = time.time() - event.time if state == "running" else 0.0
+        nodes = event.nodes or (roles[role].nodes if role in roles else ())
         roles[role] = RoleView(state, seconds, restarts[role], nodes)
     return roles, began
 

@@ -36,7 +36,7 @@ def words(renderable: object) -> str:
 
 def test_summary(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     rundir = write_run(60)
-    append_jsonl(rundir.logs / "supervisor.jsonl", {"event": "restart"})
+    append_jsonl(rundir.logs / "supervisor.jsonl", {"time": 1.0, "session": "s", "event": "restart"})
     values = summary.summarise(recipe, rundir)
     assert (values["steps"], values["steps_planned"], values["restarts"]) == (60, 80, 1)
     assert (values["pass_rate_before"], values["pass_rate_after"], values["pass_rate_after_step"]) == (0.384, 0.933, 60)

@@ -1,0 +1,52 @@
+"""Whatever stands in data, config.json and the tokenizer's files: the checks of a run read it or say one message; soon."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from megarl.errors import MegarlError
+from megarl.recipe import Recipe
+from megarl.supervisor import checks
+from tests.unit.fuzz.hostile import changed, lines, rows_like
+
+LIMIT_S, LONGEST = 20.0, 8_000
+ROW = {"id": "7", "prompt": "7+1=", "answer": "8", "difficulty": 1}
+FILES = (
+    "train.jsonl", "heldout.jsonl", "model/config.json", "model/tokenizer_config.json", "model/tokenizer.json",
+    "model/model.safetensors", "model/model.safetensors.index.json", "model/chat_template.jinja",
+)  # fmt: skip
+
+
+@settings(suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
+@given(data=st.data())
+def test_any_file_that_a_run_is_given(recipe: Recipe, tmp_path: Path, data: st.DataObject) -> None:
+    kept = tmp_path / "kept"
+    if not kept.exists():
+        shutil.copytree(tmp_path, kept)
+    shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
+    name = data.draw(st.sampled_from(FILES))
+    file = tmp_path / name
+    before = file.read_bytes() if file.exists() else b"{{ messages }}"
+    like = st.just(b"") | changed(before)
+    if name.endswith(".jsonl"):
+        like |= lines(rows_like(ROW))
+    elif name.endswith(".json") and file.exists():
+        like |= rows_like(json.loads(before)).map(lambda row: json.dumps(row).encode())
+    template = data.draw(st.sampled_from(["raw", "chat"]))
+    tasks = {key: task.model_copy(update={"template": template}) for key, task in recipe.data.tasks.items()}
+    made = recipe.model_copy(update={"data": recipe.data.model_copy(update={"tasks": tasks})})
+    there = file.exists()
+    file.write_bytes(data.draw(like))
+    begun, said = time.monotonic(), "-"
+    try:
+        checks.check_all(made)
+    except MegarlError as error:
+        said = str(error)
+    if not there:
+        file.unlink()
+    assert 0 < len(said) < LONGEST
+    assert time.monotonic() - begun < LIMIT_S
