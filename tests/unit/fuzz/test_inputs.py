@@ -13,7 +13,7 @@ from megarl.recipe import Recipe
 from megarl.supervisor import checks
 from tests.unit.fuzz.hostile import changed, lines, rows_like
 
-LIMIT_S, LONGEST = 20.0, 8_000
+LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters
 ROW = {"id": "7", "prompt": "7+1=", "answer": "8", "difficulty": 1}
 FILES = (
     "train.jsonl", "heldout.jsonl", "model/config.json", "model/tokenizer_config.json", "model/tokenizer.json",
@@ -41,7 +41,7 @@ def test_any_file_that_a_run_is_given(recipe: Recipe, tmp_path: Path, data: st.D
     made = recipe.model_copy(update={"data": recipe.data.model_copy(update={"tasks": tasks})})
     there = file.exists()
     file.write_bytes(data.draw(like))
-    begun, said = time.monotonic(), "-"
+    begun, said = time.process_time(), "-"
     try:
         checks.check_all(made)
     except MegarlError as error:
@@ -49,4 +49,4 @@ def test_any_file_that_a_run_is_given(recipe: Recipe, tmp_path: Path, data: st.D
     if not there:
         file.unlink()
     assert 0 < len(said) < LONGEST
-    assert time.monotonic() - begun < LIMIT_S
+    assert time.process_time() - begun < LIMIT_S

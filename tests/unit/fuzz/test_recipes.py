@@ -15,7 +15,7 @@ from megarl.recipe import Recipe, describe, dump, load, shipped
 from megarl.recipe.text import flat
 from tests.unit.fuzz.hostile import changed, values
 
-LIMIT_S, LONGEST = 10.0, 8_000
+LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters
 TEXTS = [path.read_bytes() for path in shipped().values()]
 KEYS = sorted(flat(Recipe().model_dump(mode="json")))
 DEEPER = [
@@ -26,7 +26,7 @@ DEEPER = [
 
 
 def loaded(data: bytes, overrides: Sequence[str] = ()) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     with tempfile.NamedTemporaryFile("wb", suffix=".yaml") as file:
         file.write(data)
         file.flush()
@@ -39,7 +39,7 @@ def loaded(data: bytes, overrides: Sequence[str] = ()) -> None:
         for text in () if recipe is None else (dump(recipe), describe(recipe)):
             Path(file.name).write_text(text)
             assert load(file.name) == recipe
-    assert time.monotonic() - begun < LIMIT_S
+    assert time.process_time() - begun < LIMIT_S
 
 
 @given(data=st.binary(max_size=300) | st.sampled_from(TEXTS).flatmap(changed))

@@ -18,7 +18,7 @@ from tests.unit.conftest import evaluation_row, metrics_row
 from tests.unit.fuzz.hostile import changed, lines, rows_like
 from tests.unit.rollout.test_journal import written
 
-LIMIT_S, LONGEST = 20.0, 8_000
+LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters
 EVENT = {"time": 1.8e9, "session": "s", "event": "started", "role": "learner-0", "pid": 1, "nodes": ["here"]}
 FILES = (
     "recipe.yaml", "metrics.jsonl", "eval.jsonl", "status.json", "logs/supervisor.jsonl", "endpoints.json", "fingerprints.json",
@@ -61,12 +61,12 @@ def test_any_file_of_a_run(whole: RunDir, capsys: pytest.CaptureFixture[str], da
     file.write_bytes(data.draw(contents(name, file.read_bytes() if file.exists() else b"{}\n")))
     Observer(whole).look()
     command = data.draw(st.sampled_from(commands(whole)))
-    begun = time.monotonic()
+    begun = time.process_time()
     assert cli.main(command) in (0, 1, 2)
     said = capsys.readouterr()
     assert "Traceback" not in said.err
     assert len(said.err) < LONGEST
-    assert time.monotonic() - begun < LIMIT_S
+    assert time.process_time() - begun < LIMIT_S
 
 
 def contents(name: str, before: bytes) -> st.SearchStrategy[bytes]:

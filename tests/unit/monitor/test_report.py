@@ -52,8 +52,12 @@ def test_summary_is_recomputed_from_the_files(recipe: Recipe, write_run: Callabl
     """A run with a step of minutes, steps without a publication, a replayed one, a step made twice, two lives."""
     rundir = write_run(30)
     for start in (0.0, 1.8e9 + 21):
-        append_jsonl(rundir.logs / "supervisor.jsonl", {"event": "started", "role": "learner-0", "time": start})
-    append_jsonl(rundir.logs / "supervisor.jsonl", {"event": "restart", "role": "learner-0"})
+        append_jsonl(
+            rundir.logs / "supervisor.jsonl", {"session": "s", "event": "started", "role": "learner-0", "time": start}
+        )
+    append_jsonl(
+        rundir.logs / "supervisor.jsonl", {"time": 1.0, "session": "s", "event": "restart", "role": "learner-0"}
+    )
     rows = latest_rows(rundir.metrics)
     append_jsonl(rundir.metrics, rows[5] | {"step_seconds": 300.0, "server_busy_share": 0.1, "wait_seconds": 200.0})
     append_jsonl(rundir.metrics, rows[7] | {"replay": 1, "step_seconds": 1000.0})
@@ -109,7 +113,9 @@ def test_replayed_steps_do_not_count_as_speed(recipe: Recipe, write_run: Callabl
 def test_first_step_of_a_life_is_no_measure(write_run: Callable[[int], RunDir]) -> None:
     rundir = write_run(6)
     for start in (0.0, 1.8e9 + 5, 1.9e9):  # before step 0, between steps 2 and 3, after the last
-        append_jsonl(rundir.logs / "supervisor.jsonl", {"event": "started", "role": "learner-0", "time": start})
+        append_jsonl(
+            rundir.logs / "supervisor.jsonl", {"session": "s", "event": "started", "role": "learner-0", "time": start}
+        )
     rows = latest_rows(rundir.metrics)
     assert [row["step"] for row in summary.steady(rows, rundir)] == [1, 2, 4, 5]
 
