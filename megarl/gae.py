@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-from scipy.signal import lfilter
 
 from megarl.advantages import NOTHING_SEEN, Moments
 from megarl.batch import TrainSequence
@@ -26,6 +25,8 @@ def advantages_and_returns(
     rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """A and R of the n trained tokens of one rollout, from rewards [n] and values [n]. [n] float64 each."""
+    from scipy.signal import lfilter  # a quarter of what a learner imports; only runs with a critic need it
+
     values = values.astype(np.float64)
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
     advantages = lfilter([1.0], [1.0, -gamma * lam], deltas[::-1])[::-1]  # the recursion, from the last token on
