@@ -1,8 +1,8 @@
 """One rank of test_learner_layouts: the RL step at every layout of its world size.
 
 `python -m tests.parallel.learner_world DIR`, DIR holding batch.msgpack and for each model NAME/model/ (Hugging Face),
-NAME/expected.pt (transformers') and, from the world of one rank on, one_rank.pt and checkpoints/. Differences are
-max|d| / max|expected|.
+NAME/expected.pt and, for one with experts, NAME/balancing.pt (transformers'); from the world of one rank on also one_rank.pt
+and checkpoints/. Differences are max|d| / max|expected|.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megarl import recipe as recipes
 from megarl.advantages import Moments
+from megarl.batch import unrewarded
 from megarl.learner.checkpoint import Checkpoints
 from megarl.learner.trained import TrainedNetwork
 from megarl.learner.trainer import Trainer
@@ -24,6 +25,7 @@ from megarl.models import family_of, hf, parallel
 from megarl.recipe import Recipe
 from megarl.types import Batch, decode
 from tests.sequences import logprobs, training_sequences
+from tests.unit.learner.test_expert_load import COEFFICIENT
 
 # isort: split
 from megatron.core import parallel_state
@@ -40,7 +42,12 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         VPP2,
         {"context_parallel": 2},
     ],
-    4: [PP2_TP2, {"pipeline_parallel": 2}, {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True}],
+    4: [
+        PP2_TP2,
+        {"pipeline_parallel": 2},
+        {"pipeline_parallel": 2, "context_parallel": 2},
+        {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True},
+    ],
 }
 PP2_EP2 = {"pipeline_parallel": 2, "expert_parallel": 2}
 TP2_EP2 = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
@@ -50,6 +57,7 @@ WITH_EXPERTS: dict[int, list[dict[str, Any]]] = {
     4: [PP2_EP2, TP2_EP2 | {"expert_tensor_parallel": 2}],
 }
 CHECKPOINTED: list[dict[str, Any]] = [{}, VPP2, PP2_TP2, PP2_EP2]
+BALANCED = {"load_balancing": "aux_loss", "aux_loss_coefficient": COEFFICIENT}
 RESUMED = 2
 COUNTED = (5, 2, Moments(24.5, 1 / 3, 0.7))
 """Steps skipped, those in a row, and statistics of advantages: any, for they only have to come back."""
@@ -70,6 +78,8 @@ def check_model(directory: Path, batch: Batch, world: int) -> None:
         # What packing does to a layer is no other with experts.
         for packing in (True,) if experts or "context_parallel" in layout else (True, False):
             check_step(directory, batch, recipe_of(directory, world, packing, **layout), f"{what} packing={packing}")
+        if (directory / "balancing.pt").exists():
+            check_balancing(directory, recipe_of(directory, world, True, moe=BALANCED, **layout), what)
         if layout in CHECKPOINTED and directory.name != "qwen3_moe":  # stored as llama4's
             recipe = recipe_of(directory, world, True, **layout)
             if not experts:
@@ -131,6 +141,19 @@ def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None
     imbalance = {name: value for name, value in metrics.items() if name.startswith("expert_imbalance_layer")}
     assert imbalance.keys() == expected["imbalance"].keys(), what
     assert all(math.isclose(imbalance[n], expected["imbalance"][n], rel_tol=1e-6) for n in imbalance), (what, imbalance)
+
+
+def check_balancing(directory: Path, recipe: Recipe, what: str) -> None:
+    """The gradient of the balancing loss, beside which advantages of zero leave none, against transformers'. A sequence fills a
+    micro-batch, so that a layout changes nothing but who computes it."""
+    expected = torch.load(directory / "balancing.pt", weights_only=False)
+    trainer = start(directory, recipe)
+    metrics = trainer.forward_backward([unrewarded(i, tokens) for i, tokens in enumerate(expected["ids"])])
+    assert metrics["microbatches"] == len(expected["ids"]) / recipe.data_parallel, what
+    found = full_gradients(trainer.policy)
+    worst = max(difference(found[n], g, expected["gradients"]) for n, g in expected["gradients"].items())
+    say(f"{what}: balancing loss against transformers: gradients {worst:.1e}")
+    assert worst <= 3e-6, what
 
 
 def check_checkpoint(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None:

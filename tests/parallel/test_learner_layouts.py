@@ -16,6 +16,7 @@ from checkpoints_tools.layout import Layout
 from megarl.types import Batch, Group, Prompt, Rollout, Segment, encode
 from tests.parallel.worlds import run_world
 from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen3_moe
+from tests.unit.learner.test_expert_load import balancing_by_transformers
 
 VOCABULARY = 131  # no TP divides it
 TEMPERATURE, CAP = 0.7, 1.5  # as in learner_world.recipe_of
@@ -131,6 +132,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, tiny in MODELS.items():
         model = tiny(path / name / "model", vocab_size=VOCABULARY)
         torch.save(scalerl_by_transformers(model, batch, tmp_path_factory.mktemp(name)), path / name / "expected.pt")
+    draw = np.random.default_rng(6)
+    ids = [draw.integers(0, VOCABULARY, n).astype(np.int32) for n in (40, 33, 57, 64)]  # each fills a micro-batch
+    again = MODELS["qwen3_moe"](tmp_path_factory.mktemp("again") / "model", vocab_size=VOCABULARY)
+    balancing = balancing_by_transformers(again, ids, tmp_path_factory.mktemp("balancing"))
+    torch.save({"ids": ids, "gradients": balancing}, path / "qwen3_moe" / "balancing.pt")
     print(run_world(1, "tests.parallel.learner_world", str(path)))
     # The other worlds resume from one rank's checkpoint as checkpoints_tools reshards it, optimiser included.
     for name, layout in {"llama": Layout(tensor=2, pipeline=2), "llama4": Layout(pipeline=2, expert=2)}.items():

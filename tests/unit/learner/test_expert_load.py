@@ -24,21 +24,29 @@ def switch_loss(logits: torch.Tensor, chosen: int) -> torch.Tensor:
     return logits.shape[-1] * (choices.mean(0) / chosen * probabilities.mean(0)).sum()
 
 
-def test_balancing_gradient_is_that_of_the_switch_transformer(tmp_path: Path) -> None:
-    """Advantages of zero leave nothing else. Micro-batches of one sequence each: theirs are the losses of sequences."""
-    model = tiny_qwen3_moe(tmp_path / "hf", num_hidden_layers=2).double()
-    draw = np.random.default_rng(1)
-    ids = [draw.integers(0, 128, n).astype(np.int32) for n in LENGTHS]
+def balancing_by_transformers(model: Any, ids: list[np.ndarray], path: Path) -> dict[str, torch.Tensor]:
+    """Gradients of the loss of a step whose micro-batches are one sequence each, in float64. The model is spoilt."""
+    model = model.double()
     seen: list[torch.Tensor] = []
     for layer in model.model.layers:
-        gate = layer.mlp.gate
-        gate.register_forward_pre_hook(lambda gate, inputs: seen.append(inputs[0].flatten(0, -2) @ gate.weight.T))
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_pre_hook(
+                lambda gate, inputs: seen.append(inputs[0].flatten(0, -2) @ gate.weight.T)
+            )
     for tokens in ids:
         seen.clear()
         model(torch.from_numpy(tokens).long()[None])
-        share = len(tokens) / sum(LENGTHS)
+        share = len(tokens) / sum(map(len, ids))
         sum(COEFFICIENT * share * switch_loss(logits, 2) for logits in seen).backward()  # type: ignore[union-attr]
-    expected = gradients(model, tmp_path / "gradients")
+    return gradients(model, path)
+
+
+def test_balancing_gradient_is_that_of_the_switch_transformer(tmp_path: Path) -> None:
+    """Advantages of zero leave nothing else. Micro-batches of one sequence each: theirs are the losses of sequences."""
+    model = tiny_qwen3_moe(tmp_path / "hf", num_hidden_layers=2)
+    draw = np.random.default_rng(1)
+    ids = [draw.integers(0, 128, n).astype(np.int32) for n in LENGTHS]
+    expected = balancing_by_transformers(model, ids, tmp_path / "gradients")
 
     recipe = recipes.from_tree(
         {
