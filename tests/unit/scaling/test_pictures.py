@@ -48,6 +48,7 @@ def test_page_opens_offline(series: Series, tmp_path: Path) -> None:
     page = Resources(text)
     assert (page.found, len(page.scripts)) == ([], 1)
     assert not asks_the_network(text)
+    assert "the axis starts at" in text
     data = json.loads(re.search(r"^const DATA = (.*);$", text, re.MULTILINE)[1])  # type: ignore[index]
     first, short = data["series"]
     found = series[NAME][1]
