@@ -230,7 +230,7 @@ def _parity(row: Mapping[str, Any]) -> str:
     """Mean and 99th percentile of the log-prob difference at equal weights; then the other causes' means."""
     if row.get("parity_mean/kernels") is None:
         return "–"
-    tail = f" (99 %: {number(row['parity_p99/kernels'], 1, 'e')})" if row["parity_mean/kernels"] else ""
+    tail = f" (99 %: {number(row.get('parity_p99/kernels'), 1, 'e')})" if row["parity_mean/kernels"] else ""
     words = {"decode": "decode", "stale_kv": "stale KV", "staleness": "staleness"}
     others = [
         f"{word} {number(row[name], 1, 'e')}"

@@ -408,6 +408,13 @@ def test_lengths_that_servers_would_refuse_are_refused_before(tree: Tree) -> Non
         checks.check_all(changed(tree, serving={"kv_tokens": 1}))
 
 
+def test_a_configuration_whose_values_are_of_other_types(recipe: Recipe) -> None:
+    file = Path(recipe.model.path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": "many"}))
+    with pytest.raises(MegarlError, match=r"config\.json: not a model's configuration: '<' not supported"):
+        checks.check_all(recipe)
+
+
 def test_a_folder_that_cannot_be_written_in(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     checks.check_all(changed(tree, run={"dir": str(tmp_path / "not" / "yet")}))
