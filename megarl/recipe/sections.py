@@ -84,7 +84,8 @@ class Resources(Section):
     colocate: bool = Field(False, description="servers and learner ranks share GPUs of one machine, a rank on each")
     threads: int = Field(1, ge=1, description="CPU threads of a learner rank or a server")
     large_on_cpu: bool = Field(
-        False, description="without a GPU start also more than 8 threads a core, or a bf16 or fp16 model of over 1e9"
+        False,
+        description="without a GPU start also more than 8 threads a core, or a bf16 or fp16 model of over 1e9 parameters",
     )
 
 
