@@ -12,7 +12,10 @@ from megarl.recipe.section import Section
 
 class Run(Section):
     name: str = Field(
-        "run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=200, description="run directory is dir/name"
+        "run",
+        pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$",
+        max_length=200,
+        description="run directory is dir/name",
     )
     dir: str = "runs"
     seed: int = Field(0, ge=0)

@@ -373,6 +373,12 @@ def test_an_override_may_be_anything(file: Path, value: str) -> None:
     assert len(said) < 1_000
 
 
+@pytest.mark.parametrize("name", [".servers", "a.b", "-", "..a"])
+def test_names_of_runs_may_have_dots(file: Path, name: str) -> None:
+    file.write_text(f"run: {{name: {name!r}}}\n")
+    assert load(str(file)).run.name == name
+
+
 def test_most_of_many_errors_are_counted(file: Path) -> None:
     said = refused(file, "run:\n" + "".join(f"  key{n}: 1\n" for n in range(500)))
     assert "… and 489 more" in said
