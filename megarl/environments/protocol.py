@@ -1,4 +1,4 @@
-"""What an environment is. One instance is made for each rollout, in the controller's event loop.
+"""What an environment is. One instance is made for each rollout, in a process that has all those of its class.
 
     class Echo(Environment):
         def __init__(self, setting: Setting) -> None:
@@ -9,7 +9,8 @@
                 return DONE
             return Observation(tokens[:-1][: self._setting.reply_tokens])
 
-`data.tasks.NAME.environment: package.module:Echo` plays it. It must not block the event loop (asyncio.to_thread for what does).
+`data.tasks.NAME.environment: package.module:Echo` plays it. It must not block that process (asyncio.to_thread for
+what does).
 """
 
 from dataclasses import dataclass

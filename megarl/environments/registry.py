@@ -1,78 +1,51 @@
-"""The environments of a recipe: what makes one for a rollout of each task or suite that has any."""
-
-import importlib
-import os
-import sys
-from collections.abc import Callable
+"""The environments of a recipe: what plays the episodes of each task or suite that has any."""
 
 from megarl.data.tokenizer import Tokenizer
 from megarl.environments.bounded import Bounded
-from megarl.environments.calculator import Calculator
-from megarl.environments.framing import Framing
-from megarl.environments.guessing import Guessing
-from megarl.environments.protocol import Environment, Setting
-from megarl.environments.python import LIMITS, Python
-from megarl.errors import MegarlError
-from megarl.grading.sandbox import Sandbox, places
+from megarl.environments.host import Host
+from megarl.environments.worker import BUILT_IN, Episodes, Part, Setup
 from megarl.recipe import Recipe, Rows
-
-Factory = Callable[[Setting], Environment]
-BUILT_IN: dict[str, Factory] = {"python": Python, "calculator": Calculator, "guessing": Guessing}
 
 
 class Environments:
-    """By task or suite. MegarlError if one that the recipe names cannot be had here: made once, to see that it can be."""
+    """By task or suite; one process for each environment, whatever has it. MegarlError if one that the recipe names cannot be
+    had here."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         rows: dict[str, Rows] = {**recipe.data.tasks, **recipe.evaluation.sampled}
         self._keys = {name: f"data.tasks.{name}.environment" for name in recipe.data.tasks}
         self._keys |= {name: f"evaluation.suites.{name}.environment" for name in recipe.evaluation.sampled}
         self._tasks = {name: task for name, task in rows.items() if task.environment}
-        self._settings: dict[str, Setting] = {}
-        self._factories: dict[str, Factory] = {}
-        if self._tasks:
-            sandbox = Sandbox(recipe.data.sandbox, places(), LIMITS)
-            if any(task.environment == "python" for task in self._tasks.values()):
-                sandbox.check()
-            for name, task in self._tasks.items():
-                framing = Framing(tokenizer, task.template, task.reply_tokens, name)
-                self._settings[name] = Setting(
-                    name, tokenizer, framing, sandbox, recipe.length.end_of_thinking, task.reply_tokens
+        self._vocabulary = tokenizer.vocabulary
+        self._hosts: dict[str, Host] = {}
+        for environment in dict.fromkeys(task.environment for task in self._tasks.values()):
+            parts = {
+                name: Part(
+                    key=self._keys[name], template=task.template, reply_tokens=task.reply_tokens,
+                    reply_timeout_s=task.reply_timeout_s,
                 )
-                self._factories[name] = _found(self._keys[name], task)
-                if not isinstance(self._made(name), Environment):
-                    raise MegarlError(
-                        f"{self._keys[name]}: {task.environment} is no Environment; derive it from "
-                        "megarl.environments.Environment"
-                    )
+                for name, task in self._tasks.items() if task.environment == environment
+            }  # fmt: skip
+            setup = Setup(
+                environment=environment, tokenizer=str(tokenizer.path), sandbox=recipe.data.sandbox,
+                end_of_thinking=recipe.length.end_of_thinking, parts=parts,
+            )  # fmt: skip
+            self._hosts[environment] = host = Host(setup)
+            if environment in BUILT_IN:
+                Episodes(setup, tokenizer, int)
+            else:
+                host.check()
 
     def of(self, task: str) -> Bounded | None:
         """A new one for an episode of this task; None: its rollouts are one turn."""
-        return Bounded(self._made(task), task, self._tasks[task]) if task in self._tasks else None
+        if task not in self._tasks:
+            return None
+        rows = self._tasks[task]
+        return Bounded(
+            self._hosts[rows.environment], self._keys[task].removesuffix(".environment"), rows, self._vocabulary
+        )
 
-    def _made(self, task: str) -> Environment:
-        try:
-            return self._factories[task](self._settings[task])
-        except MegarlError:
-            raise
-        except Exception as error:  # of a user's class: anything
-            raise MegarlError(
-                f"{self._keys[task]}: {self._tasks[task].environment} cannot be made: {type(error).__name__}: {error}"
-            ) from error
-
-
-def _found(key: str, task: Rows) -> Factory:
-    """What the recipe means: one of ours, or the user's class in a module on PYTHONPATH or in the working directory."""
-    if task.environment in BUILT_IN:
-        return BUILT_IN[task.environment]
-    module, _, attribute = task.environment.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        factory: Factory = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # importing may do anything
-        raise MegarlError(
-            f"{key}: {task.environment} cannot be used: {type(error).__name__}: {error}; it must be "
-            f"a class in a module on PYTHONPATH or in {os.getcwd()}"
-        ) from None
-    return factory
+    def close(self) -> None:
+        """End their processes."""
+        for host in self._hosts.values():
+            host.close()

@@ -81,6 +81,7 @@ class AskedServers:
         """The request goes on as long as serving.max_retries allows: a server that is gone for good is seen by `watch`."""
 
     async def close(self) -> None:
+        self.sampler.close()
         for client in self.clients.values():
             await client.close()
 

@@ -1,5 +1,6 @@
 """What of a completion is its answer, what a grader is asked about it, and what its verdicts are worth."""
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -62,10 +63,16 @@ def judged(correct: bool, timeout: bool = False) -> Verdict:
 
 
 def graded(answer: str, main: Verdict, others: Mapping[str, Verdict], weights: Mapping[str, float]) -> Grade:
-    """The grade of an answer, of the task's grader's verdict and the others' by name."""
+    """The grade of an answer, of the task's grader's verdict and the others' by name. GraderDown if that is no number."""
     verdicts = {"answer": main, **others}
+    reward = main.score + sum(weights[name] * verdict.score for name, verdict in others.items())
+    if not math.isfinite(reward):
+        scores = ", ".join(f"{name} {verdict.score:g}" for name, verdict in verdicts.items())
+        raise GraderDown(
+            f"the reward is {reward}, which nothing can be learnt from (scores before their weights: {scores})"
+        )
     return Grade(
-        reward=main.score + sum(weights[name] * verdict.score for name, verdict in others.items()),
+        reward=reward,
         correct=main.score > 0,
         format_ok=bool(answer),
         timeout=any(verdict.timeout for verdict in verdicts.values()),

@@ -319,6 +319,7 @@ class Controller:
 
     async def _close(self) -> None:
         self.graders.close()
+        self.sampler.close()
         await self.servers.close()
         await self.ledger.close()
         self.link.close()

@@ -126,6 +126,10 @@ class Sampler:
         self._spans = spans
         self._environments = Environments(recipe, tokenizer)
 
+    def close(self) -> None:
+        """End the environments' processes."""
+        self._environments.close()
+
     async def complete(self, job: Job) -> Completion:
         """The whole rollout. Raises Void, or EnvironmentDown."""
         done = Completion()

@@ -1,13 +1,19 @@
 """Environments that do what a test has told them."""
 
 import asyncio
+import itertools
+import os
+import sys
+import time
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 
 from megarl.environments import DONE, Environment, Observation, Setting
+from megarl.environments.worker import Episodes, Reply, Request, Setup
 from megarl.grading import Verdict
-from megarl.types import Prompt, int32
+from megarl.types import Prompt, decode, encode, int32
 
 CALL = 9
 """The token that ends a turn within a message."""
@@ -51,11 +57,82 @@ class Scripted(Environment):
         self._script.closed += 1
 
 
+class Near:
+    """In the place of Host: the episodes are played in the test's own process. What passes is sent and read all the same."""
+
+    tokenizer: ClassVar[Any] = None
+    over = False
+
+    def __init__(self, setup: Setup) -> None:
+        self.numbers = itertools.count(1)
+        self._episodes = Episodes(setup, self.tokenizer, int)
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    async def process(self) -> "Near":
+        return self
+
+    async def ask(self, request: Request, limit_s: float) -> Reply:
+        reply: Reply = decode(encode(await self._episodes.answer(decode(encode(request), Request))), Reply)
+        return reply
+
+
+class Hostile(Environment):
+    """Its prompt's answer is a program: what comes of `turn` in it is the reply; with no `turn` it is an echo of the turn."""
+
+    def __init__(self, setting: Setting) -> None:
+        pass
+
+    async def reset(self, prompt: Prompt) -> None:
+        self._names: dict[str, Any] = {
+            "asyncio": asyncio,
+            "os": os,
+            "sys": sys,
+            "time": time,
+            "Observation": Observation,
+        }
+        exec(prompt.answer, self._names)
+
+    async def step(self, tokens: np.ndarray) -> Observation:
+        if "turn" not in self._names:
+            await asyncio.sleep(0.05)
+            return Observation(tokens)
+        reply: Observation = await self._names["turn"](tokens)
+        return reply
+
+    async def reward(self) -> Verdict | None:
+        return Verdict(self._names.get("score", 0.5))
+
+
+SAID: Any = None
+
+
+class Fuzzed(Environment):
+    """Says what SAID has."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.stop_tokens = SAID.stops
+
+    async def step(self, tokens: np.ndarray) -> Observation:
+        reply: Observation = SAID.reply
+        return reply
+
+    async def reward(self) -> Verdict | None:
+        verdict: Verdict | None = SAID.verdict
+        return verdict
+
+
 class Faulty(Environment):
     """Fails where its task's name says."""
 
     def __init__(self, setting: Setting) -> None:
         self._where = setting.task
+        if self._where == "exit":
+            sys.exit("no more")
         if self._where == "made":
             raise RuntimeError("no licence")
 

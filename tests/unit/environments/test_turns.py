@@ -6,6 +6,8 @@ What the servers were asked and what they sent is all that is looked at, beside 
 import asyncio
 import base64
 import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from megarl.rollout.sampler import Completion, Job, Sampler, Void
 from megarl.rollout.task_metrics import task_statistics
 from megarl.types import Batch, Group, Prompt, Rollout, float32, int32
 from tests.unit.environments import scripted
-from tests.unit.environments.scripted import CALL, Script
+from tests.unit.environments.scripted import CALL, Near, Script
 
 END, CLOSE = 0, 1
 PHRASE = [8, 8, CLOSE]
@@ -38,6 +40,8 @@ class Letters:
     """A tokenizer of ten tokens; 1 is `</think>`."""
 
     end = END
+    vocabulary = 10
+    path = Path()
 
     def ids(self, text: str) -> np.ndarray:
         return int32(PHRASE)
@@ -106,6 +110,14 @@ class Client:
         finish = "stop" if tokens[-1] in stop_token_ids else "length"
         table = base64.b64encode(rows.tobytes()).decode()
         return Generation(int32(tokens), float32([-1.0] * len(tokens)), tuple(spans), finish, table)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_this_process() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.environments.registry.Host", Near)
+        patch.setattr(Near, "tokenizer", Letters())
+        yield
 
 
 def recipe_of(control: str, thinking: int, answer: int, turns: int, turn_tokens: int, reply_tokens: int) -> Recipe:
