@@ -1,6 +1,7 @@
 """Several rewards of a task: their sum, what each said, and the user's own graders."""
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import pytest
 
 from megarl.batch import batch_statistics
 from megarl.errors import MegarlError
-from megarl.grading import Grade, Graders
-from megarl.grading.answer import Verdict, graded
+from megarl.grading import Grade, GraderDown, Graders
+from megarl.grading.answer import Verdict, graded, judged
 from megarl.recipe import from_tree
 from megarl.rollout.task_metrics import task_statistics
 from megarl.types import Batch, Group, Prompt, Rollout, decode, encode, int32
@@ -185,3 +186,10 @@ def test_each_reward_is_a_metric_of_its_own() -> None:
     recipe = from_tree({"data": {"tasks": {"m": TASK, "n": TASK}}})
     of_tasks = task_statistics(batch, recipe)
     assert [name for name in of_tasks if name.startswith("reward/")] == ["reward/answer/m", "reward/form/m"]
+
+
+@pytest.mark.parametrize(("score", "weight"), [(math.nan, 1.0), (math.inf, -1.0), (1e308, 1e10)])
+def test_a_sum_that_is_no_number_is_no_grade(score: float, weight: float) -> None:
+    with pytest.raises(GraderDown, match=r"the reward is (nan|-?inf), .*answer 1, taste (nan|inf|1e\+308)\)"):
+        graded("a", judged(True), {"taste": Verdict(score)}, {"taste": weight})
+    assert graded("a", judged(True), {"taste": Verdict(2.0)}, {"taste": weight}).reward == 1 + 2 * weight
