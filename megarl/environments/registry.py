@@ -16,7 +16,7 @@ class Environments:
         self._keys = {name: f"data.tasks.{name}.environment" for name in recipe.data.tasks}
         self._keys |= {name: f"evaluation.suites.{name}.environment" for name in recipe.evaluation.sampled}
         self._tasks = {name: task for name, task in rows.items() if task.environment}
-        self._vocabulary = tokenizer.vocabulary
+        self._tokenizer = tokenizer
         self._hosts: dict[str, Host] = {}
         for environment in dict.fromkeys(task.environment for task in self._tasks.values()):
             parts = {
