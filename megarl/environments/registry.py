@@ -42,7 +42,10 @@ class Environments:
             return None
         rows = self._tasks[task]
         return Bounded(
-            self._hosts[rows.environment], self._keys[task].removesuffix(".environment"), rows, self._vocabulary
+            self._hosts[rows.environment],
+            self._keys[task].removesuffix(".environment"),
+            rows,
+            self._tokenizer.vocabulary,
         )
 
     def close(self) -> None:
