@@ -6,8 +6,9 @@ A twin is run in a workplace that `tests.twin_models.write_workplace` makes. RUL
 replaces; every other key is the recipe's own: precision, loss, pipeline, aggregation, advantages, resampling, control of
 lengths, critic, reference, graders, sandbox, templates, schedules, phrases.
 
-What a twin cannot keep: two processes on one GPU. `resources.colocate` with `weights.transport: cuda_ipc` needs a GPU, so the
-twin of such a recipe publishes by process group, as a recipe does whose servers have GPUs of their own.
+What a twin cannot keep: an optimiser in the host's memory, for there is no GPU whose memory that spares, and two processes on
+one GPU. `resources.colocate` with `weights.transport: cuda_ipc` needs a GPU, so the twin of such a recipe publishes by process
+group, as a recipe does whose servers have GPUs of their own.
 """
 
 import json
@@ -75,6 +76,7 @@ RULES = (
     Rule("resources.server_tensor_parallel", at_most(2), "several ranks are two"),
     Rule("resources.threads", fixed(1), "two cores for all roles"),
     Rule("resources.colocate", fixed(False), "NOT KEPT: there is no GPU to share"),
+    Rule("learner.optimizer_offload", fixed(0.0), "NOT KEPT: there is no GPU whose memory it would spare"),
     Rule("weights.transport", lambda r, old: "process_group" if old == "cuda_ipc" else old, "NOT KEPT: cuda_ipc needs a GPU"),
     # Sizes
     Rule("length.prompt_tokens", fixed(128), "a chat template with a system message takes about 100 characters"),

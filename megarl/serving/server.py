@@ -118,7 +118,7 @@ def check(recipe: Recipe, cuda: bool) -> None:
     serving = recipe.serving
     longest = recipe.length.context_tokens
     limit = config.get("max_position_embeddings")
-    _check_experts(recipe, config)
+    _check_qwen(recipe, config)
     _check_llama4(recipe, config, longest, cuda)
     if limit is not None and limit < longest:
         raise MegarlError(
@@ -151,8 +151,14 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, Any]:
     return found
 
 
-def _check_experts(recipe: Recipe, config: dict[str, Any]) -> None:
-    """SGLang gives every layer of a Qwen3-MoE experts, whatever its config.json says."""
+def _check_qwen(recipe: Recipe, config: dict[str, Any]) -> None:
+    """SGLang gives every layer of a Qwen3-MoE experts, and every Qwen2 the usual size of heads, whatever config.json says."""
+    heads, hidden = config.get("num_attention_heads", 1), config.get("hidden_size", 0)
+    if config.get("model_type") == "qwen2" and config.get("head_dim") not in (None, hidden // heads):
+        raise MegarlError(
+            f"{recipe.model.path}: head_dim={config['head_dim']} in config.json: SGLang serves Qwen2 with heads of "
+            f"hidden_size / num_attention_heads = {hidden // heads} and no others"
+        )
     if config.get("model_type") == "qwen3_moe" and (
         config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     ):

@@ -36,7 +36,7 @@ class Case:
 ENDLESS = {"eos_token_id": None, "bos_token_id": None, "max_position_embeddings": POSITIONS, "vocab_size": VOCABULARY}
 LLAMA4 = {"interleave_moe_layer_step": 2, "moe_layers": [1, 3]}
 CASES = {
-    "qwen2": Case(tiny_qwen2),
+    "qwen2": Case(tiny_qwen2, {"head_dim": 8}),  # SGLang's has hidden_size / num_attention_heads
     "qwen3": Case(tiny_qwen3, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3_moe": Case(tiny_qwen3_moe, {"num_experts": 8, "moe_intermediate_size": 32}, "mlp.gate"),
     "llama4": Case(tiny_llama4, LLAMA4, "feed_forward.router"),

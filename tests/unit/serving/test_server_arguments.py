@@ -106,6 +106,11 @@ def test_llama_4_without_its_vision_tower_is_always_ours(tmp_path: Path) -> None
     [
         ({"no_rope_layers": [1, 0, 1, 0]}, False, "no_rope_layers .* every fourth layer"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, False, "experts in every layer"),
+        (
+            {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 8, "head_dim": 16},
+            False,
+            "heads of .* = 8",
+        ),
         ({"moe_layers": [0, 3]}, False, "moe_layers .* interleave_moe_layer_step=2"),
         ({}, True, "does not divide the attention of Llama4ForCausalLM into chunks"),
     ],
