@@ -12,6 +12,7 @@ megarl/
   wishes.py      signals that ask for the end      errors.py      the one kind of error that users see
   pages.py       HTML of one file                  pictures.py    colours and settings of all pictures
   lock.py        one process at a time in a dir    fp16_on_cpu.py  products of fp16 numbers, on a CPU
+  hf_files.py    what a Hugging Face directory says
   supervisor/    `megarl train`: start, watch, restart, live view
   rollout/       `megarl rollout`: the controller  serving/       `megarl serve`: one SGLang server
   learner/       `megarl learn`, `megarl sft`      weights/       publication of weights to the servers

@@ -10,5 +10,6 @@ stored.py         where a run's prompts lie: on disk
 cli.py            `megarl data`: prepare.py writes rows of ours from any source, inspection.py shows what one has
 traces.py         rows of a warm start, completions or messages -> token ids
 chat.py           a model's chat template                              tokenizer.py  the tokenizer of a directory
+model_files.py    its weights: there, whole, how many
 arithmetic.py     writes a data set of sums; arithmetic_models.py the tiny models that learn them; products.py for a tool
 """

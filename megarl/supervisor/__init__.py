@@ -1,6 +1,6 @@
 """`megarl train`: the roles as processes. Nothing here imports a role.
 
-checks.py     everything that can be wrong before a process is started
+checks.py     everything that can be wrong before a process is started; inputs.py reads what it is given, and knows it again
 train.py      starts the roles, watches, restarts, ends the run; exit status
 nodes.py      what a node has: address, GPUs, free ports; devices.py asks for the GPUs
 placement.py  which role on which node and GPUs: pure
