@@ -1,6 +1,7 @@
 """How an SGLang server is started and watched.
 
 server.py      `megarl serve`: recipe -> SGLang's arguments -> its HTTP server, in this process
+checks.py      what SGLang would refuse late, or serve wrongly
 gate.py        who may ask it for what
 answers.py     what it answers in SGLang's place
 memory.py      how much it takes of a GPU that the learner shares

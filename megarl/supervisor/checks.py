@@ -24,7 +24,7 @@ from megarl.recipe import Recipe, flat, load
 from megarl.recipe.combinations import LOSSES
 from megarl.rollout.journal import JournalReader
 from megarl.rundir import RunDir
-from megarl.serving import server
+from megarl.serving.checks import check as check_server
 from megarl.supervisor import devices, inputs
 from megarl.supervisor.launcher import LocalLauncher
 from megarl.supervisor.placement import Place, place
@@ -232,8 +232,8 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
 def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
     """The servers can serve the model with these lengths."""
     try:
-        server.check(recipe, cuda=bool(placed[Role("server", 0)].gpus))
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        check_server(recipe, cuda=bool(placed[Role("server", 0)].gpus))
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise MegarlError(f"{recipe.model.path}/config.json: not a model's configuration: {error}") from None
 
 

@@ -10,7 +10,8 @@ import pytest
 from megarl.errors import MegarlError
 from megarl.recipe import Recipe, from_tree
 from megarl.serving import server
-from megarl.serving.server import check, engine_arguments, environment, memory_arguments
+from megarl.serving.checks import check
+from megarl.serving.server import engine_arguments, environment, memory_arguments
 
 
 def a_recipe(path: Path, positions: int = 512, config: dict[str, Any] | None = None, **sections: Any) -> Recipe:
