@@ -194,3 +194,12 @@ def test_reader_that_leaves_early() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_streams_that_are_closed_cost_nothing() -> None:
+    """The status is that of the command: nothing is written, and nothing is opened in the place of a stream."""
+    closed = f"exec <&- >&- 2>&-; exec {sys.executable} -m megarl"
+    done = [
+        subprocess.run(["sh", "-c", f"{closed} recipes show {name}"], timeout=60) for name in ("quickstart", "none")
+    ]
+    assert [one.returncode for one in done] == [0, 2]
