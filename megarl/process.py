@@ -83,6 +83,17 @@ class _Lasting(io.FileIO):
             return len(data)
 
 
+def shared_memory_mark(session: int) -> str:
+    """In the name of what the processes of a session have in /dev/shm: who ends them finds what they could not remove."""
+    return f"megarl-{session}-"
+
+
+def remove_shared_memory(session: int) -> None:
+    """Of a session that has ended."""
+    for path in Path("/dev/shm").glob(f"*{shared_memory_mark(session)}*"):
+        path.unlink(missing_ok=True)
+
+
 def log_to(path: Path) -> None:
     """All output of this process goes to the end of this file from here on."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -60,6 +60,8 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     if recipe.model.dtype == "fp16":
         fp16_on_cpu.install()
 
+    workers.own_ports()
+
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree

@@ -3,10 +3,13 @@
 With a GPU, SGLang starts them with `spawn`, which imports this module first; without one they are forked.
 """
 
+import os
 import threading
+import uuid
+from dataclasses import replace
 from typing import Any
 
-from megarl.process import die_with_parent
+from megarl.process import die_with_parent, shared_memory_mark
 
 
 def scheduler(*args: Any, **kwargs: Any) -> None:
@@ -16,7 +19,28 @@ def scheduler(*args: Any, **kwargs: Any) -> None:
     from megarl import stores
 
     stores.bind_all()
+    own_buffers()
     run_scheduler_process(*args, **kwargs)
+
+
+def own_buffers() -> None:
+    """Buffers between ranks are named by the session of the server, not by the process that makes them."""
+    from sglang.srt.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.make_shm_name = lambda kind: f"{shared_memory_mark(os.getsid(0))}{kind}-{uuid.uuid4().hex[:8]}"
+
+
+def own_ports() -> None:
+    """And so is the file in which a scheduler says how busy it is."""
+    from sglang.srt.server_args import PortArgs
+
+    made = PortArgs.init_new
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        ports = made(*args, **kwargs)
+        return replace(ports, instance_id=f"{shared_memory_mark(os.getsid(0))}{ports.instance_id}")
+
+    PortArgs.init_new = staticmethod(named)
 
 
 def no_detokenizer(server_args: Any, port_args: Any) -> None:

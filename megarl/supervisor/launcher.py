@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 import psutil
 
-from megarl.process import NODE, SUPERVISOR
+from megarl.process import NODE, SUPERVISOR, remove_shared_memory
 from megarl.recipe import Recipe
 from megarl.rundir import RunDir, writing
 from megarl.supervisor.nodes import Node, here
@@ -170,6 +170,7 @@ class LocalProcess:
     def wait_gone(self) -> None:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_LIMIT_S)
+            remove_shared_memory(self.pid)
 
     def still(self) -> Still | None:
         """One of its processes is stopped."""

@@ -21,6 +21,7 @@ from megarl.admission import Admission
 from megarl.batch import batch_statistics
 from megarl.data.prompts import TaskPrompts
 from megarl.data.tokenizer import load_tokenizer
+from megarl.process import shared_memory_mark
 from megarl.recipe import Recipe
 from megarl.rollout.drawing import mixture_of
 from megarl.rollout.journal import JournalReader
@@ -220,6 +221,7 @@ def check_nothing_left(family: list[psutil.Process], ports: list[int]) -> None:
     assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     taken = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     assert not taken & set(ports)
+    assert not [left for p in family for left in Path("/dev/shm").glob(f"*{shared_memory_mark(p.pid)}*")]
 
 
 def check_parity(rundir: RunDir, limit: float = 1e-4) -> list[dict[str, Any]]:

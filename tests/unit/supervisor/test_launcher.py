@@ -90,6 +90,26 @@ def test_kill_ends_what_a_dead_leader_left(tmp_path: Path) -> None:
     wait_until_gone([child])
 
 
+def test_what_a_killed_role_leaves_in_shared_memory_is_removed(tmp_path: Path) -> None:
+    """And nothing of anybody else's."""
+    code = (
+        "import os; from megarl.process import shared_memory_mark; mark = shared_memory_mark(os.getsid(0)); "
+        "open(f'/dev/shm/sglang_loads_{mark}x.shm', 'w'); open(f'/dev/shm/{mark}mq-1', 'w'); print('mark', mark, flush=True)"
+    )
+    process = start(f"{code}; {SLEEP}", tmp_path)
+    mark = wait_for_line(log_in(tmp_path), "mark")
+    other = Path(f"/dev/shm/sglang_loads_{mark.replace('megarl', 'megarl-test')}.shm")
+    other.touch()
+    try:
+        assert len(list(Path("/dev/shm").glob(f"*{mark}*"))) == 2
+        process.kill()
+        process.wait_gone()
+        assert not list(Path("/dev/shm").glob(f"*{mark}*"))
+        assert other.exists()
+    finally:
+        other.unlink()
+
+
 def test_role_dies_with_its_supervisor(tmp_path: Path) -> None:
     """The supervisor is killed with SIGKILL: no handler of it runs."""
     log = log_in(tmp_path)
