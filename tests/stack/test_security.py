@@ -131,13 +131,13 @@ def test_code_of_the_model_directory_is_not_run(live: LiveRun) -> None:
     assert not (live.cwd / "mark").exists()
 
 
-def ask(live: LiveRun, method: str, path: str, key: str = "", **headers: str) -> int:
+def ask(live: LiveRun, method: str, path: str, key: str = "", body: bytes = b"{}", **headers: str) -> int:
     """The status of a request to the run's server."""
     host, _, port = live.rundir.endpoints().servers[0].removeprefix("http://").partition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=30)
     try:
         wanted = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        connection.request(method, path, b"{}" if method == "POST" else None, wanted | headers)
+        connection.request(method, path, body if method == "POST" else None, wanted | headers)
         return connection.getresponse().status
     finally:
         connection.close()
@@ -202,6 +202,8 @@ def test_strangers_at_a_server_are_counted_and_the_run_goes_on(live: LiveRun) ->
             assert not raw.recv(4096).startswith(b"HTTP/1.1 2")
     for _ in range(8):
         assert ask(live, "POST", "/generate", "nonsense") == 401
+    key = live.rundir.endpoints().api_key
+    assert ask(live, "POST", "/generate", key, b'{"input_ids": [1, 99999999], "sampling_params": {}}') == 400
     (file,) = (live.rundir.logs / "server").glob("*.log")
     counted = [int(n) for n in re.findall(r"requests refused so far: (\d+), this one from 127.0.0.1", file.read_text())]
     assert counted == [2**n for n in range(len(counted))]

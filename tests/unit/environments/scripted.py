@@ -3,8 +3,10 @@
 import asyncio
 import itertools
 import os
+import stat
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -81,6 +83,15 @@ class Near:
         return reply
 
 
+def scrawl() -> None:
+    """Write into every pipe there is, and wait."""
+    for descriptor in range(3, 64):
+        with suppress(OSError):
+            if stat.S_IFMT(os.fstat(descriptor).st_mode) in (stat.S_IFIFO, stat.S_IFSOCK):
+                os.write(descriptor, b"\xff" * 64)
+    time.sleep(9)
+
+
 class Hostile(Environment):
     """Its prompt's answer is a program: what comes of `turn` in it is the reply; with no `turn` it is an echo of the turn."""
 
@@ -95,6 +106,7 @@ class Hostile(Environment):
             "time": time,
             "Observation": Observation,
         }
+        self._names["scrawl"] = scrawl
         exec(prompt.answer, self._names)
 
     async def step(self, tokens: np.ndarray) -> Observation:

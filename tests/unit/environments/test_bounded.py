@@ -109,6 +109,7 @@ HOSTILE = {
     "os._exit(7)": r"ended its process \(status 7\)",
     "os.kill(os.getpid(), 11)": r"ended its process \(signal 11\)",
     "time.sleep(99)": r"blocked its process, 1 s \(reply_timeout_s\) and more",
+    "scrawl()": r"spoiled what its process says \(a reply of [0-9,]+ bytes\)",
     "while True: pass": "blocked its process",
     "return Observation([1, 260])": "replied token 260, which is not in the vocabulary of 260",
     "return Observation([1, -1])": "step failed: ValueError: it answered .*, which are no token ids",
