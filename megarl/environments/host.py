@@ -22,7 +22,7 @@ from megarl.environments.protocol import EnvironmentDown
 from megarl.environments.worker import HEAD, LONGEST, MARK, Failed, Greeting, Refused, Reply, Request, Setup, frame
 from megarl.errors import MegarlError
 from megarl.grading.functions import environment
-from megarl.types import decode
+from megarl.types import decode, encode
 
 log = logging.getLogger(__name__)
 START_LIMIT_S = 120.0
@@ -62,7 +62,7 @@ class Process:
         self._waiting[request.call] = reply
         try:
             with contextlib.suppress(OSError, RuntimeError):  # it has just ended, which `_read` learns too
-                self._process.stdin.write(frame(request))
+                self._process.stdin.write(frame(encode(request)))
             for _ in range(2):  # one that is slow with all it has to do is given the time again
                 if (await asyncio.wait({reply}, timeout=limit_s + MARGIN_S))[0]:
                     return reply.result()
@@ -120,8 +120,8 @@ class Host:
         """MegarlError if the environment cannot be had. Another process looks, for importing it may do anything."""
         try:
             done = subprocess.run(
-                [*_COMMAND, "-1"], input=frame(self._setup), env=environment(), capture_output=True, timeout=START_LIMIT_S,
-                start_new_session=True,
+                [*_COMMAND, "-1"], input=frame(encode(self._setup)), env=environment(), capture_output=True,
+                timeout=START_LIMIT_S, start_new_session=True,
             )  # fmt: skip
             greeting: Greeting = decode(done.stdout[HEAD.size :], Greeting)
         except subprocess.TimeoutExpired:
@@ -176,7 +176,7 @@ async def _started(setup: Setup) -> Process:
     assert process.stdin
     assert process.stdout
     try:
-        process.stdin.write(frame(setup))
+        process.stdin.write(frame(encode(setup)))
         greeting: Greeting = await asyncio.wait_for(_received(process.stdout, Greeting), START_LIMIT_S)
         if isinstance(greeting, Refused):
             raise EnvironmentDown(greeting.error)

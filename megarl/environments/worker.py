@@ -165,8 +165,17 @@ class Episodes:
                     f"{of.key}: {setup.environment} is no Environment; derive it from megarl.environments.Environment"
                 )
 
-    async def answer(self, request: Request) -> Reply:
-        """Whatever the environment does; but it may never return, if the environment does not let itself be cancelled."""
+    async def answer(self, request: Request) -> bytes:
+        """A reply, encoded, whatever the environment does; but this may never return, if the environment does not let itself be
+        cancelled."""
+        try:
+            return encode(await self._reply(request))
+        except Exception as error:  # a number that no record holds, a text that is no Unicode
+            return encode(
+                Failed(call=request.call, error=f"answered what cannot be passed on ({type(error).__name__})")
+            )
+
+    async def _reply(self, request: Request) -> Reply:
         what = str(type(request).__struct_config__.tag)
         if isinstance(request, Begin):
             part = self._setup.parts[request.prompt.task]
@@ -179,7 +188,7 @@ class Episodes:
             async with asyncio.timeout(part.reply_timeout_s) as limit:
                 return await _Marked(self._answer(request), lambda inside: self._mark(request.episode if inside else 0))
         except GraderDown as error:
-            return Failed(call=request.call, error=str(error)[:SAID])
+            return Failed(call=request.call, error=_said(error).partition(": ")[2])
         except BaseException as error:  # CancelledError and SystemExit too: they are the environment's, not ours
             if limit.expired():
                 return Failed(call=request.call, error=late)
@@ -255,9 +264,10 @@ def _verdict(given: Any) -> Verdict | None:
 
 def _said(error: BaseException) -> str:
     try:
-        return f"{type(error).__name__}: {error}"[:SAID]
+        text = f"{type(error).__name__}: {error}"
     except BaseException:  # its own text fails
-        return type(error).__name__
+        text = type(error).__name__
+    return text[:SAID].encode(errors="replace").decode()
 
 
 def _found(key: str, environment: str) -> Factory:
@@ -277,10 +287,9 @@ def _found(key: str, environment: str) -> Factory:
     return factory
 
 
-def frame(message: Record) -> bytes:
+def frame(message: bytes) -> bytes:
     """As it is sent."""
-    data = encode(message)
-    return HEAD.pack(len(data)) + data
+    return HEAD.pack(len(message)) + message
 
 
 def main(mark: int) -> None:
@@ -298,9 +307,9 @@ def main(mark: int) -> None:
             setup, load_tokenizer(Path(setup.tokenizer)), lambda episode: MARK.pack_into(memory, 0, episode)
         )
     except MegarlError as error:
-        _send(replies, Refused(error=str(error)))
+        _send(replies, encode(Refused(error=str(error))))
         return
-    _send(replies, Ready())
+    _send(replies, encode(Ready()))
     asyncio.run(_serve(episodes, requests, replies))
 
 
@@ -330,7 +339,7 @@ async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> N
         task.add_done_callback(tasks.discard)
 
 
-def _send(replies: BinaryIO, message: Record) -> None:
+def _send(replies: BinaryIO, message: bytes) -> None:
     try:
         replies.write(frame(message))
         replies.flush()

@@ -79,7 +79,7 @@ class Near:
         return self
 
     async def ask(self, request: Request, limit_s: float) -> Reply:
-        reply: Reply = decode(encode(await self._episodes.answer(decode(encode(request), Request))), Reply)
+        reply: Reply = decode(await self._episodes.answer(decode(encode(request), Request)), Reply)
         return reply
 
 
