@@ -61,7 +61,9 @@ def save_model(directory: Path, config: dict[str, Any], seed: int) -> None:
     """A model of random parameters, fp32, with the tokenizer, in Hugging Face form."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # of writing a few megabytes
     tokenizer = character_tokenizer()
     whole = AutoConfig.for_model(
         **config,

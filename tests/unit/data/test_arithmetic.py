@@ -3,12 +3,14 @@
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import enable_progress_bar
 
 from megarl.data import arithmetic, arithmetic_models
 from megarl.data.arithmetic import Problem, columns, trace
@@ -175,3 +177,11 @@ def test_the_model_is_a_million_parameters_and_takes_every_token(written):
     assert model.config.vocab_size == len(load_tokenizer(written / "init"))
     assert model.config.max_position_embeddings >= 2 * load("quickstart").length.context_tokens
     assert not model.config.tie_word_embeddings
+
+
+def test_a_model_is_written_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """transformers draws a bar of its own, which fills as it appears."""
+    enable_progress_bar()
+    arithmetic_models.save_model(tmp_path / "init", arithmetic_models.LLAMA | {"num_hidden_layers": 1}, 0)
+    assert (tmp_path / "init" / "model.safetensors").is_file()
+    assert capfd.readouterr() == ("", "")
