@@ -19,6 +19,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "megarl"))  # HYPOTHE
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # Begun in the background by a shell without job control: whoever is started from here would never hear Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    # Begun under nohup: whoever is started from here would never learn that a terminal or a job has gone.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
