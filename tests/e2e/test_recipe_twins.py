@@ -19,6 +19,9 @@ from tests.twin_models import write_workplace
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
+OF_A_BUSY_MACHINE = ("no answer to", "connections without the learner's key")
+"""Warnings of a run beside which others run: a role of one of them may knock at a port that was its own controller's before."""
+
 GATE = ("scalerl-8b", "scalerl-17bx16")
 OTHERS = sorted(recipes.shipped().keys() - set(GATE))
 
@@ -49,7 +52,8 @@ def check_run(workplace: Path, name: str, *overrides: str) -> None:
         run.kill()
     check_nothing_left(family, ports)
     assert summary(run.rundir)["outcome"] == "finished"
-    assert not [text for text in warnings(run.rundir) if "no answer to" not in text]  # the machine was busy
+    told = [text for text in warnings(run.rundir) if not any(harmless in text for harmless in OF_A_BUSY_MACHINE)]
+    assert not told
     check_steps(run)
     check_publications(run)
     check_evaluations(run)

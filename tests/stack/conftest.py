@@ -116,7 +116,8 @@ def start_servers(recipe: Recipe, networks: Sequence[Network]) -> tuple[Endpoint
         rendezvous_port=1,
     )
     rundir.write_endpoints(endpoints)
-    rundir.recipe.write_text(recipes.dump(recipe))
+    resources = recipe.resources.model_copy(update={"servers": len(networks)})  # a server that it has not is refused
+    rundir.recipe.write_text(recipes.dump(recipe.model_copy(update={"resources": resources})))
     servers = []
     for index, (network, url) in enumerate(zip(networks, urls, strict=True)):
         address = ServerAddress(id=index, url=url, tensor_parallel=recipe.resources.server_tensor_parallel)
@@ -128,7 +129,7 @@ def start_servers(recipe: Recipe, networks: Sequence[Network]) -> tuple[Endpoint
     except BaseException:
         for server in servers:
             server.stop()
-        print(servers[0].log.read_text()[-4000:])
+            print(server.log.read_text()[-2000:])
         raise
     return endpoints, servers
 
