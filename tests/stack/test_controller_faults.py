@@ -26,6 +26,7 @@ WATCHED_S, LIMIT_S = 8.0, 400.0
 def pair(models: tuple[Path, dict[str, Any]], tmp_path: Path) -> Iterator[tuple[Run, list[Running]]]:
     directory, hf_models = models
     recipe = controller_recipe(directory, tmp_path, [200, 400], {"prompts": 12, "samples": 16})
+    recipe = recipe.model_copy(update={"resources": recipe.resources.model_copy(update={"servers": 2})})
     endpoints, servers = start_servers(recipe, [Network(), Network()])
     try:
         with run_of(recipe, Stack(directory, recipe, endpoints, hf_models, servers[0])) as made:
