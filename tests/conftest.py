@@ -1,13 +1,18 @@
-"""For all tests: property tests have no deadline, for the machine may be busy, and the same examples each time; and the policy
-that real runs begin with."""
+"""For all tests: property tests have no deadline, for the machine may be busy, and the same examples each time; one thread a
+process, for there are many; and the policy that real runs begin with."""
 
 import os
+
+# Before torch: two tests at once, with two threads each, wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.e2e.runs import megarl
 
@@ -33,6 +38,18 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     warm = megarl("sft", "quickstart", "sft.steps=150", cwd=folder)
     assert warm.returncode == 0, warm.stderr
     return folder
+
+
+class LoadRuns(LoadFileScheduling):
+    """--dist loadfile, with the files that look at one run of a minute on one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "finished" if Path(file).name in ("test_run.py", "test_eval.py", "test_documentation.py") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return LoadRuns(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -1,12 +1,54 @@
 """Processes that tests wait for."""
 
 import math
+import multiprocessing
+import os
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
+from megarl.process import die_with_parent
+
 LIMIT_S = 60.0
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.stack.imported"])
+
+
+class ForkedServer:
+    """`megarl` in its own process group, forked from a process that has imported SGLang; used like a subprocess.Popen."""
+
+    def __init__(self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path) -> None:
+        self._process = FORKS.Process(target=_megarl, args=(list(arguments), cwd, dict(env), log))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _megarl(arguments: list[str], cwd: Path, env: dict[str, str], log: Path) -> None:
+    from megarl.cli import main
+
+    os.setsid()
+    die_with_parent()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    sys.exit(main(arguments))
 
 
 def alive(pid: int, ended: float = math.inf) -> bool:

@@ -60,7 +60,7 @@ def recipe_of(directory: Path, layout: dict[str, Any], critic: str = "fp32") -> 
             "resources": {"learner_ranks": int(os.environ["WORLD_SIZE"])},
             "batch": {"prompts": 4, "centring": "critic", "zero_variance": "keep", "aggregation": "token"},
             "loss": {"kind": "reinforce"},
-            "learner": {"microbatch_tokens": 64, "epochs": 2, "optimizer": optimizer},
+            "learner": {"microbatch_tokens": 160, "epochs": 2, "optimizer": optimizer},
             "critic": {"dtype": critic, "gamma": GAMMA, "lam": LAMBDA, "warmup_steps": 1, "optimizer": optimizer},
         }
     )

@@ -2,14 +2,17 @@
 
     run_world(2, "tests.parallel.models_world", "dir")      # python -m tests.parallel.models_world dir, as ranks 0 and 1
 
-Starting a world costs seconds of imports a rank, so a test starts one and goes through its layouts inside.
+Imports take seconds, so a world makes them once and forks its ranks, and a test starts one world and goes through its layouts
+inside.
 """
 
+import gc
+import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from megarl.ports import free_ports
@@ -19,9 +22,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_world(ranks: int, module: str, *args: str, timeout_s: float = 240.0) -> str:
-    """Run `python -m module args` as `ranks` ranks over gloo; rank 0's output. AssertionError with all output if one fails."""
+    """Run `python -m module args` as `ranks` ranks over gloo; their output. AssertionError with it if one fails."""
     (port,) = free_ports(1)
-    base = os.environ | {
+    env = os.environ | {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
@@ -29,40 +32,50 @@ def run_world(ranks: int, module: str, *args: str, timeout_s: float = 240.0) -> 
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    base.pop("PYTHONDONTWRITEBYTECODE", None)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", module, *args],
-            cwd=ROOT,
-            env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-        for rank in range(ranks)
-    ]
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    world = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.parallel.worlds", str(ranks), module, *args],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
     try:
-        _wait(processes, time.monotonic() + timeout_s)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    outputs = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        tails = (
-            f"--- rank {rank} (exit {p.returncode})\n{out[-4000:]}"
-            for rank, (p, out) in enumerate(zip(processes, outputs, strict=True))
-        )
-        raise AssertionError(f"{module} on {ranks} ranks failed (limit {timeout_s:g} s)\n" + "\n".join(tails))
-    return outputs[0]
+        output, _ = world.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(world.pid, signal.SIGKILL)
+        raise AssertionError(
+            f"{module} on {ranks} ranks: no end in {timeout_s:g} s\n{world.communicate()[0]}"
+        ) from None
+    assert world.returncode == 0, f"{module} on {ranks} ranks failed\n{output[-8000:]}"
+    return output
 
 
-def _wait(processes: list[subprocess.Popen[str]], deadline: float) -> None:
-    """Until all have ended, or one has failed (the others would wait for it), or the deadline."""
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if None not in codes or any(codes):
-            return
-        time.sleep(0.05)
+def main(ranks: int, module: str, args: list[str]) -> None:
+    """The world's first process. It ends, and all ranks with it, when one has failed: the others would wait for that one."""
+    importlib.import_module(module)
+    gc.freeze()  # what is imported stays: nobody looks through it again, and no page of it is copied for that
+    rank_of = {_fork(rank, module, args): rank for rank in range(ranks)}
+    for _ in rank_of:
+        pid, status = os.wait()
+        if status:
+            print(f"rank {rank_of[pid]}: exit {os.waitstatus_to_exitcode(status)}", flush=True)
+            os.killpg(0, signal.SIGKILL)
+
+
+def _fork(rank: int, module: str, args: list[str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    die_with_parent()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sys.argv = [module, *args]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,6 +1,6 @@
 """One real SGLang server for all tests of this folder, and the same two tiny models in transformers and in Megatron.
 
-Starting a server costs about 15 CPU-seconds, so it is started once. A test that changes its weights says with which version.
+Starting a server costs seconds, so it is started once. A test that changes its weights says with which version.
 """
 
 import os
@@ -25,6 +25,7 @@ from megarl.rollout.client import ServerClient
 from megarl.rundir import Endpoints, LinkKeys, RunDir
 from megarl.serving.health import wait_ready
 from megarl.weights.admin import Server
+from tests.processes import ForkedServer
 from tests.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ class Running:
     """A live server: `address` of it, `process` of it, and the log it writes."""
 
     address: ServerAddress
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedServer
     log: Path
 
     def stop(self) -> None:
@@ -84,15 +85,20 @@ class Network:
     enter: tuple[str, ...] = ()
 
 
-def serve(rundir: RunDir, address: ServerAddress, log: Path, network: Network = Network()) -> subprocess.Popen[bytes]:
+def serve(
+    rundir: RunDir, address: ServerAddress, log: Path, network: Network = Network()
+) -> subprocess.Popen[bytes] | ForkedServer:
     """`megarl serve`, in its own process group."""
-    command = [*network.enter, sys.executable, "-W", "ignore", "-m", "megarl", "serve", str(rundir.recipe)]
-    interface = {"GLOO_SOCKET_IFNAME": network.interface}
+    arguments = ["serve", str(rundir.recipe), "--index", str(address.id), "--port", address.url.rpartition(":")[2]]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    env |= {"GLOO_SOCKET_IFNAME": network.interface}
+    if not network.enter and not torch.cuda.is_available():
+        return ForkedServer(arguments, ROOT, env, log)
     with log.open("ab") as file:
         return subprocess.Popen(
-            [*command, "--index", str(address.id), "--port", address.url.rpartition(":")[2]],
+            [*network.enter, sys.executable, "-W", "ignore", "-m", "megarl", *arguments],
             cwd=ROOT,
-            env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | interface,
+            env=env,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -1,0 +1,17 @@
+"""What a server imports, for a process that forks servers: it costs each of them twelve seconds of a core otherwise."""
+
+import gc
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch
+
+from megarl import recipe as recipes
+from megarl.serving import cpu_engine, server
+
+os.environ |= server.environment(recipes.from_tree({"model": {"path": "any"}}), 0, [0], cuda=False)
+cpu_engine.install()
+
+# isort: split
+import sglang.srt.entrypoints.http_server  # noqa: E402, F401
+
+gc.freeze()  # nobody looks through it again, and no page of it is copied for that
