@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from megarl.errors import MegarlError
-from megarl.models.family import Source, Weight
-from megarl.models.rope import rope_parameters
+from megarl.models.family import Family, Source, Weight
+from megarl.models.layer_attention import LayerAttention
+from megarl.models.rope import inverse_frequencies, rope_parameters
 
 Weights = dict[str, Weight]
 
@@ -74,6 +75,25 @@ def refuse_others(config: dict[str, Any], where: Path, only: dict[str, Any]) -> 
     for key, value in only.items():
         if config.get(key, value) != value:
             raise MegarlError(f"{where}: {key}={config[key]!r} is not supported, only {value!r}")
+
+
+def dense(sizes: Sizes, attention: Callable[[str], Weights], **architecture: Any) -> Family:
+    """A family of dense layers, all alike. attention: its weights in `hf` (…self_attn.). architecture: arguments of
+    TransformerConfig beside those of `sizes`."""
+
+    def layer(i: int) -> Weights:
+        hf = f"model.layers.{i}."
+        return norms(hf) | attention(hf + "self_attn.") | gated_mlp("mlp.", hf + "mlp.")
+
+    return Family(
+        vocabulary=sizes.vocabulary,
+        tied=sizes.tied,
+        context=sizes.context,
+        architecture=sizes.architecture() | architecture,
+        inverse_frequencies=inverse_frequencies(sizes.head_dim, sizes.rope),
+        attention=(LayerAttention(),) * sizes.layers,
+        weights=model_weights(sizes, layer),
+    )
 
 
 def model_weights(sizes: Sizes, layer: Callable[[int], Weights], prefix: str = "") -> Weights:

@@ -3,6 +3,7 @@
 server, learner, controller: all of that kind      server-3, learner-0: one      supervisor: what was started, ended, restarted
 """
 
+import json
 import time
 from pathlib import Path
 
@@ -61,4 +62,21 @@ def _follow(rundir: RunDir, role: str, tails: dict[Path, Tail]) -> None:
 
 def _marked(file: Path, line: str, files: list[Path]) -> str:
     """With the name of the process, where there are several."""
+    if file.suffix == ".jsonl":
+        return _event(line)
     return f"{file.parent.name} {file.stem}: {line}" if len(files) > 1 else line
+
+
+def _event(line: str) -> str:
+    """An event of the supervisor as a sentence: when, who, what, and its details. A line that is none stays as it is."""
+    try:
+        row = json.loads(line)
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.pop("time")))
+        row.pop("session")
+        words = [when, row.pop("role", "run"), row.pop("event")]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError):
+        return line
+    details = [
+        f"{k} {','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in row.items() if v not in ([], "")
+    ]
+    return " ".join([*words, *([f"({', '.join(details)})"] if details else [])])

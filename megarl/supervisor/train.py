@@ -248,7 +248,7 @@ class Supervisor:
         match self.policy.died(role, status, now, self.observer.steps_made, node):
             case Done():
                 if self.wish.count or self.rundir.stop_file.exists():
-                    return Outcome("stopped", "stopped as asked")
+                    return Outcome("stopped", "as asked")
                 return Outcome("finished", self._finished())
             case Nothing():
                 return None

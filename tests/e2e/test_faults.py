@@ -168,7 +168,7 @@ def test_a_learner_of_two_ranks_that_is_told_to_make_room_saves(start: Start) ->
     assert run.finish(120) == 128 + signal.SIGTERM, run.tail()
     check_nothing_left(family, ports)
     summary = runs.summary(run.rundir)
-    assert (summary["outcome"], summary["reason"], summary["restarts"]) == ("stopped", "stopped as asked", 0)
+    assert (summary["outcome"], summary["reason"], summary["restarts"]) == ("stopped", "as asked", 0)
     saved = max(step_of(p) for p in run.rundir.checkpoints.iterdir())
     assert saved == run.steps()
 

@@ -56,7 +56,7 @@ def test_told_to_save_it_is_queued_again_and_goes_on(stand_in_jobs: Jobs) -> Non
     job.cluster.says("scancel", "--batch", "--signal=USR1", job.number)
     job.wait_for(lambda: job.cluster.field(job.number, "Restarts") == "1", "requeue")
     wait_until_gone(job, family)
-    assert summary(job.rundir)["reason"] == "stopped as asked"
+    assert summary(job.rundir)["reason"] == "as asked"
     before = job.steps()
     job.wait_for(lambda: job.steps() > before, "a step more")
     finish(job)
@@ -70,7 +70,7 @@ def test_sigterm_of_a_job_that_stays_is_preemption(stand_in_jobs: Jobs, reached:
     job = begun(stand_in_jobs, "evicted")
     job.cluster.says("scancel", *reached, "--signal=TERM", job.number)
     job.wait_for(lambda: job.cluster.field(job.number, "Restarts") == "1", "requeue")
-    assert summary(job.rundir)["reason"] == "stopped as asked"
+    assert summary(job.rundir)["reason"] == "as asked"
     before = job.steps()
     job.wait_for(lambda: job.steps() > before, "a step more")
     finish(job)
@@ -145,7 +145,7 @@ def test_sigint_to_the_script_saves_and_ends_it(stand_in_jobs: Jobs) -> None:
     job = begun(stand_in_jobs, "enough-of-it")
     job.cluster.says("scancel", "--batch", "--signal=INT", job.number)
     job.wait_for_state("FAILED", fails=True)
-    assert summary(job.rundir)["reason"] == "stopped as asked"
+    assert summary(job.rundir)["reason"] == "as asked"
     assert job.cluster.field(job.number, "Restarts") == "0"
     wait_until_gone(job, everyone(job))
 

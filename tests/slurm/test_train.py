@@ -34,7 +34,7 @@ def test_it_trains_saves_when_told_to_is_queued_again_and_goes_on_at_the_same_st
     assert alive == []
     before = job.steps()
     assert saved(job) == before, "a checkpoint of the last step"
-    assert summary(job.rundir)["reason"] == "stopped as asked"
+    assert summary(job.rundir)["reason"] == "as asked"
 
     job.wait_for(lambda: job.steps() >= before + 1, "a step more", START_LIMIT_S)
     steps = [row["step"] for row in read_jsonl(job.rundir.metrics)]

@@ -29,7 +29,7 @@ def qwen3_moe(config: dict[str, Any], where: Path) -> Family:
 
     def layer(i: int) -> decoder.Weights:
         hf = f"model.layers.{i}."
-        weights = qwen3.attention(sizes, hf)
+        weights = decoder.norms(hf) | qwen3.attention(sizes, hf + "self_attn.")
         if not sparse[i]:
             return weights | decoder.gated_mlp("mlp.", hf + "mlp.")
         weights["mlp.router.weight"] = decoder.plain(hf + "mlp.gate.weight")

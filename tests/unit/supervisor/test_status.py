@@ -112,6 +112,24 @@ def test_logs(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--role: 'judge-1' is none of server, learner, controller, supervisor" in capsys.readouterr().err
 
 
+def test_logs_of_the_supervisor_are_sentences(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    rundir = write_run(3)
+    log = rundir.logs / "supervisor.jsonl"
+    log.unlink(missing_ok=True)
+    at = {"time": time.mktime((2026, 3, 1, 14, 5, 6, 0, 0, -1)), "session": "s"}
+    append_jsonl(log, at | {"event": "started", "role": "server-0", "pid": 7, "nodes": ["n1", "n2"]})
+    append_jsonl(log, at | {"event": "stopping", "signal": ""})
+    with log.open("a") as file:
+        file.write("half of a li\n[1]\n")
+    assert main(["logs", str(rundir.path), "--role", "supervisor"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "2026-03-01 14:05:06 server-0 started (pid 7, nodes n1,n2)",
+        "2026-03-01 14:05:06 run stopping",
+        "half of a li",
+        "[1]",
+    ]
+
+
 def test_logs_are_followed_to_the_end(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
     rundir = write_run(3)
     logged(rundir, "learner", "n1", 0, "first")

@@ -206,7 +206,7 @@ def test_a_role_that_is_told_to_end_ends_the_run(live: Callable[..., Life], role
     status, output = life.end()
     assert status == 128 + signal.SIGTERM, output
     summary = json.loads(life.rundir.summary.read_text())
-    assert (summary["outcome"], summary["reason"]) == ("stopped", "stopped as asked")
+    assert (summary["outcome"], summary["reason"]) == ("stopped", "as asked")
     assert life.events("restart") == []
     assert nobody(life.all_pids())
 
