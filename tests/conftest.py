@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
 
 from tests.e2e.runs import megarl
 
@@ -40,15 +39,16 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class LoadRuns(LoadFileScheduling):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """--dist loadfile, with the files that look at one run of a minute on one worker."""
+    from xdist.scheduler import LoadFileScheduling
 
-    def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        return "finished" if Path(file).name in ("test_run.py", "test_eval.py", "test_documentation.py") else file
+    class LoadRuns(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "finished" if Path(file).name in ("test_run.py", "test_eval.py", "test_documentation.py") else file
 
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     return LoadRuns(config, log) if config.getoption("dist") == "loadfile" else None
 
 
