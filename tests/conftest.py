@@ -6,6 +6,7 @@ import os
 # Before torch: two tests at once, with two threads each, wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,28 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 
 @pytest.fixture(scope="session")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which `megarl train quickstart` can run: data, and a policy that has seen half the warm start."""
-    folder = tmp_path_factory.mktemp("e2e")
-    made = megarl("data", "arithmetic", "runs/quickstart-data", cwd=folder)
-    assert made.returncode == 0, made.stderr
-    warm = megarl("sft", "quickstart", "sft.steps=150", cwd=folder)
-    assert warm.returncode == 0, warm.stderr
-    return folder
+def workplace(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder in which `megarl train quickstart` can run: data, and a policy that has seen half the warm start.
+
+    The first worker that needs it makes it, and each works in a copy.
+    """
+    from filelock import FileLock
+
+    own = tmp_path_factory.mktemp("e2e")
+    shared = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        shared = shared.parent
+    with FileLock(shared / "workplace.lock"):
+        if not (shared / "workplace").exists():
+            making = shared / "workplace.new"
+            making.mkdir()
+            made = megarl("data", "arithmetic", "runs/quickstart-data", cwd=making)
+            assert made.returncode == 0, made.stderr
+            warm = megarl("sft", "quickstart", "sft.steps=150", cwd=making)
+            assert warm.returncode == 0, warm.stderr
+            making.rename(shared / "workplace")
+    shutil.copytree(shared / "workplace", own, dirs_exist_ok=True)
+    return own
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -53,43 +53,41 @@ TASKS = """
      heldout: runs/quickstart-data/heldout-addition.jsonl, grader: exact, weight: 2},
      differences: {train: runs/quickstart-data/train-subtraction.jsonl,
      heldout: runs/quickstart-data/heldout-subtraction.jsonl, grader: exact}}"""
-OVERRIDES = {
-    "serve": (),
-    "rollout": (
-        f"data.tasks={TASKS}",
-        "data.curriculum={kind: linear, start: 0.1, steps: 8}",
-        "batch.zero_variance=refill",
-        "length.stages=[{until_step: 8, thinking_tokens: [24, 30]}]",
-    ),
-    "learn": ("journal.keep=checkpoints",),
-}
-"""What has to survive with the role: the draws of a controller, the batches a learner replays."""
+DRAWN_BY_ALL_MEANS = (
+    f"data.tasks={TASKS}",
+    "data.curriculum={kind: linear, start: 0.1, steps: 8}",
+    "batch.zero_variance=refill",
+    "length.stages=[{until_step: 8, thinking_tokens: [24, 30]}]",
+    "journal.keep=checkpoints",
+)
+"""What has to survive with a role: the draws of a controller, the batches a learner replays."""
 
 
-@pytest.mark.parametrize("role", ["serve", "rollout", "learn"])
-def test_a_killed_role_is_restarted(start: Start, workplace: Path, role: str) -> None:
-    """At a random moment after the first checkpoint, so that a learner has steps to replay."""
-    run = start(f"kill-{role}", *OVERRIDES[role])
-    run.wait_for(lambda: run.steps() >= 5, "step 5", runs.RUN_LIMIT_S)
-    family, ports = run.family(), run.ports()
-    time.sleep(random.random())
-    run.roles()[role].kill()
-    run.wait_for(lambda: role in run.roles() or run.process.poll() == 0, f"a new {role}")
-    family += run.family() if run.process.poll() is None else []
+def test_killed_roles_are_restarted(start: Start, workplace: Path) -> None:
+    """At random moments after the first checkpoint, so that a learner has steps to replay."""
+    run = start("kill", *DRAWN_BY_ALL_MEANS)
+    family: list[psutil.Process] = []
+    for role, step in (("serve", 5), ("learn", 7), ("rollout", 10)):
+        run.wait_for(lambda step=step: run.steps() >= step, f"step {step}", runs.RUN_LIMIT_S)
+        family += run.family()
+        ports = run.ports()
+        time.sleep(random.random())
+        run.roles()[role].kill()
+        run.wait_for(lambda role=role: role in run.roles(), f"a new {role}")
+    family += run.family()
     assert run.finish() == 0, run.tail()
     check_whole(run)
     check_nothing_left(family, ports)
     recipe = recipes.load(str(run.rundir.recipe))
     drawn = runs.check_draws(run.rundir, recipe, workplace)
-    if role == "rollout":
-        groups = [g for batch in runs.batches(run.rundir, recipe) for g in batch]
-        assert all(g.has_variance for g in groups)
-        assert len(drawn) > len(groups), "some were refilled"
-        due = {a.ticket: a.due for a in drawn}
-        for group in groups:
-            for r in group.rollouts:
-                first_leg = r.tokens[: r.trained.tolist().index(False)] if r.interrupted else r.tokens
-                assert len(first_leg) <= (30 if due[group.ticket] < 8 else 48) + (0 if r.interrupted else 8)
+    groups = [g for batch in runs.batches(run.rundir, recipe) for g in batch]
+    assert all(g.has_variance for g in groups)
+    assert len(drawn) > len(groups), "some were refilled"
+    due = {a.ticket: a.due for a in drawn}
+    for group in groups:
+        for r in group.rollouts:
+            first_leg = r.tokens[: r.trained.tolist().index(False)] if r.interrupted else r.tokens
+            assert len(first_leg) <= (30 if due[group.ticket] < 8 else 48) + (0 if r.interrupted else 8)
 
 
 VICTIMS: dict[str, Callable[[psutil.Process], bool]] = {

@@ -26,7 +26,7 @@ OVERRIDES = (
 @pytest.fixture(scope="module")
 def warm(workplace: Path) -> Path:
     """A policy that has learnt to call, now and then."""
-    made = megarl("sft", "quickstart-tools", "sft.steps=200", cwd=workplace)
+    made = megarl("sft", "quickstart-tools", "sft.steps=120", cwd=workplace)
     assert made.returncode == 0, made.stderr
     return workplace
 
