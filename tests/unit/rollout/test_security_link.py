@@ -219,3 +219,45 @@ def test_what_is_too_long_ends_its_connection_and_is_never_held() -> None:
 def test_requests_that_cannot_be_are_malformed(request_: Request) -> None:
     with pytest.raises(msgspec.ValidationError):
         from_frames(to_frames(request_), Request)
+
+
+def test_bytes_that_come_twice_are_heard_once() -> None:
+    """Somebody between the two repeats a learner's bytes: that ends the connection, and the learner asks again over another."""
+
+    async def test(it: Controller) -> None:
+        repeating, connections = asyncio.Event(), 0
+
+        async def copy(source: asyncio.StreamReader, to: asyncio.StreamWriter, asked: bool) -> None:
+            with suppress(OSError):
+                while data := await source.read(1 << 16):
+                    to.write(data)
+                    if asked and repeating.is_set():
+                        repeating.clear()
+                        to.write(data)
+                    await to.drain()
+            to.close()
+
+        async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal connections
+            connections += 1
+            theirs, ours = await asyncio.open_connection("127.0.0.1", it.port)
+            await asyncio.gather(copy(reader, ours, asked=True), copy(theirs, writer, asked=False))
+
+        (port,) = free_ports(1)
+        async with await asyncio.start_server(between, "127.0.0.1", port):
+            link = LearnerLink(f"tcp://127.0.0.1:{port}", KEYS, lambda: "", resend_s=1.0, limit_s=LIMIT_S)
+            try:
+                for step in (1, 2, 3):
+                    if step == 2:
+                        repeating.set()
+                    assert isinstance(
+                        await asyncio.to_thread(link.ask, Next(incarnation="a", step=step, version=step)), Ack
+                    )
+                assert not repeating.is_set()
+                assert connections > 1, "the repeated bytes ended the first"
+                assert it.heard == [1, 2, 2, 3], "the learner asked twice, over two connections"
+                assert it.link.malformed == 0
+            finally:
+                link.close()
+
+    run(test)
