@@ -20,7 +20,7 @@ quickstart-tools: setup ## the same with products and a calculator to call
 	@launch/quickstart.sh quickstart-tools $(ARGS)
 
 test: setup lint test-unit ## everything CI runs: lint, unit, parallel layouts, the real roles together, the quicker faults
-	$(PYTEST) tests --ignore=tests/unit -n 2 --dist loadfile -m "not slow"
+	$(PYTEST) tests --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-unit: setup ## no server and no process group: minutes
 	$(PYTEST) tests/unit -n 2 -m "not slow"

@@ -1,0 +1,55 @@
+"""What an earlier megarl left is read by this one: old_run.tar.xz is a run of six steps, with a grader and a loss of a user."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from megarl.rundir import latest_rows
+from tests.e2e.runs import megarl, quiet
+
+OLD = Path(__file__).with_name("old_run.tar.xz")
+ROLLOUTS = "07091f1bd9475a32647813508aa5d9a4a5d0745151c48891ac3f3a00caaa5141"
+WEIGHTS = "cec16749590ca7483618e359cb4edafd33312a36ab15866d728032335bfea7d0"
+"""SHA-256 of what the earlier megarl showed of its journal, and of the weights that it exported."""
+
+
+def digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(600)
+def test_an_old_run_is_read_and_goes_on(workplace: Path, tmp_path: Path) -> None:
+    with tarfile.open(OLD) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tmp_path / "runs" / "quickstart-data").symlink_to(workplace / "runs" / "quickstart-data")
+    shown = megarl("rollouts", "show", "runs/old", "--json", "--limit", "100", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    groups = [json.loads(line) for line in shown.stdout.splitlines()]
+    rollouts = [
+        [g["ticket"], g["prompt"]["tokens"], r["reward"], [[s["weight_version"], s["tokens"]] for s in r["segments"]]]
+        for g in groups
+        for r in g["rollouts"]
+    ]
+    assert digest(json.dumps(rollouts).encode()) == ROLLOUTS
+
+    convert = [sys.executable, "-m", "checkpoints_tools", "convert", "megatron-to-hf", "runs/old", "exported"]
+    done = subprocess.run(convert, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=quiet())
+    assert done.returncode == 0, done.stderr
+    weights = load_file(tmp_path / "exported" / "model.safetensors")
+    assert digest(*(name.encode() + weights[name].tobytes() for name in sorted(weights))) == WEIGHTS
+
+    metrics = tmp_path / "runs" / "old" / "metrics.jsonl"
+    before = latest_rows(metrics)
+    went_on = megarl("train", "runs/old/recipe.yaml", "run.steps=8", cwd=tmp_path)
+    assert went_on.returncode == 0, went_on.stdout + went_on.stderr
+    after = latest_rows(metrics)
+    assert after[: len(before)] == before
+    assert [row["step"] for row in after] == list(range(8))
+    assert "tapered_share" in after[-1]
