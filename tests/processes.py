@@ -1,4 +1,4 @@
-"""Processes that tests wait for."""
+"""Processes that tests start and wait for."""
 
 import math
 import multiprocessing

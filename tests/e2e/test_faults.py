@@ -53,7 +53,7 @@ TASKS = """
      heldout: runs/quickstart-data/heldout-addition.jsonl, grader: exact, weight: 2},
      differences: {train: runs/quickstart-data/train-subtraction.jsonl,
      heldout: runs/quickstart-data/heldout-subtraction.jsonl, grader: exact}}"""
-DRAWN_BY_ALL_MEANS = (
+OVERRIDES = (
     f"data.tasks={TASKS}",
     "data.curriculum={kind: linear, start: 0.1, steps: 8}",
     "batch.zero_variance=refill",
@@ -65,7 +65,7 @@ DRAWN_BY_ALL_MEANS = (
 
 def test_killed_roles_are_restarted(start: Start, workplace: Path) -> None:
     """At random moments after the first checkpoint, so that a learner has steps to replay."""
-    run = start("kill", *DRAWN_BY_ALL_MEANS)
+    run = start("kill", *OVERRIDES)
     family: list[psutil.Process] = []
     for role, step in (("serve", 5), ("learn", 7), ("rollout", 10)):
         run.wait_for(lambda step=step: run.steps() >= step, f"step {step}", runs.RUN_LIMIT_S)
