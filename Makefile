@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
-.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-faults test-recipes soak lint bench bench-gpu lock clean
+.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-slow test-faults test-recipes soak lint bench bench-gpu lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -19,11 +19,14 @@ quickstart-moe: setup ## the same with a tiny Llama 4 of experts
 quickstart-tools: setup ## the same with products and a calculator to call
 	@launch/quickstart.sh quickstart-tools $(ARGS)
 
-test: setup lint test-unit ## everything CI runs: lint, unit, parallel layouts, the real roles together, the quicker faults
-	$(PYTEST) tests --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real roles together, the quicker faults
+	$(PYTEST) tests -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-unit: setup ## no server and no process group: minutes
 	$(PYTEST) tests/unit -n 2 -m "not slow"
+
+test-slow: setup ## what "make test" leaves out: more recipes, layouts and faults, real runs on a real Slurm: about an hour
+	$(PYTEST) tests -m slow
 
 test-faults: setup ## every fault of docs/reliability.md, those of "make test" too, and real runs on a real Slurm
 	$(PYTEST) tests -m faults

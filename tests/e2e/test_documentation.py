@@ -17,6 +17,7 @@ TESTED_ELSEWHERE = {
     "make setup": "every test runs in what it makes",
     "make test": "the gate",
     "make test-unit": "a part of it",
+    "make test-slow": "the rest of it",
     "make test-faults": "tests/e2e/test_faults.py",
     "make test-recipes": "tests/e2e/test_recipe_twins.py",
     "make quickstart": "its three commands: the fixture `workplace`, test_run.py, test_launch.py",

@@ -81,6 +81,7 @@ def test_turns_of_policy_and_calculator(warm: Path) -> None:
     assert len(list(runs.latest_rows(run.rundir.eval))) == 2
 
 
+@pytest.mark.slow
 def test_the_same_recipe_without_the_tool(warm: Path) -> None:
     run = run_of(warm, "run.name=without", "run.steps=2", "data.tasks.products.environment=''")
     rollouts = [r for groups in batches(run.rundir, run.recipe) for g in groups for r in g.rollouts]
