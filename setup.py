@@ -13,12 +13,9 @@ setup(
         "megarl": [
             "recipes/*.yaml",
             "recipes/suites/*.yaml",
-            "evaluation/*.html",
-            "monitor/*.html",
-            "scaling/*.yaml",
-            "scaling/*.html",
-            "planning/*.yaml",
-            "planning/configs/*.json",
+            "core/models/configs/*.json",
+            "lab/*/*.html",
+            "lab/*/*.yaml",
         ]
     },
     install_requires=[

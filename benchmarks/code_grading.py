@@ -14,9 +14,9 @@ import statistics
 import time
 from pathlib import Path
 
-from megarl.grading import Submission
-from megarl.grading.code import Code, passed, program_of, read_tests
-from megarl.grading.sandbox import Ran, Sandbox
+from megarl.tasks.graders.answer import Submission
+from megarl.tasks.graders.code import Code, passed, program_of, read_tests
+from megarl.tasks.graders.sandbox import Ran, Sandbox
 
 RESULTS = Path(__file__).parent / "results" / "code_grading.json"
 ANSWER = "```python\nimport sys\na, b = map(int, sys.stdin.read().split())\nprint(a + b)\n```"

@@ -94,8 +94,8 @@ def reference(place: Path) -> int:
 
 def prepare(place: Path) -> int:
     """`megarl data prepare`: cleaned, split, decontaminated, written."""
-    from megarl.data.mappings import mapping_of
-    from megarl.data.prepare import prepare as prepare_files
+    from megarl.tasks.data.mappings import mapping_of
+    from megarl.tasks.data.prepare import prepare as prepare_files
 
     against = [str(place / "evaluation.jsonl")]
     quiet = Console(quiet=True)
@@ -108,8 +108,8 @@ def prepare(place: Path) -> int:
 
 def stream(place: Path) -> int:
     """The prepared rows again, surveyed and streamed, as `megarl data inspect` and a run's start do."""
-    from megarl.data.mappings import own
-    from megarl.data.survey import chosen, survey
+    from megarl.tasks.data.mappings import own
+    from megarl.tasks.data.survey import chosen, survey
 
     return sum(1 for _ in chosen(survey(str(place / "out" / "train.jsonl"), own)))
 
@@ -121,11 +121,11 @@ def load(place: Path) -> int:
 
 def draw(place: Path) -> int:
     """The same, and what the controller holds to draw from them: ids, difficulties, the order of an epoch; all drawn once."""
-    from megarl.admission import Admission
-    from megarl.data.prompts import TaskPrompts
-    from megarl.recipe import from_tree
-    from megarl.rollout.drawing import mixture_of
-    from megarl.rollout.state import State
+    from megarl.core.base.admission import Admission
+    from megarl.core.controller.drawing import mixture_of
+    from megarl.core.journal.state import State
+    from megarl.core.recipe import from_tree
+    from megarl.tasks.data.prompts import TaskPrompts
 
     prompts = loaded(place)
     at = {p.id: n for n, p in enumerate(prompts)}
@@ -140,10 +140,10 @@ def loaded(place: Path):
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers
 
-    from megarl.data.mappings import own
-    from megarl.data.prompts import load_set
-    from megarl.data.survey import survey_of
-    from megarl.data.tokenizer import Tokenizer
+    from megarl.core.base.tokenizer import Tokenizer
+    from megarl.tasks.data.mappings import own
+    from megarl.tasks.data.prompts import load_set
+    from megarl.tasks.data.survey import survey_of
 
     backend = Backend(models.WordLevel({"?": 0, "<unk>": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

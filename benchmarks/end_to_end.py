@@ -29,13 +29,13 @@ from typing import Any
 import torch
 
 from benchmarks.workload import EOS, Workload, make_model, prompt_texts
-from megarl import recipe as recipes
-from megarl.data.prompts import load_tasks
-from megarl.data.tokenizer import load_tokenizer
-from megarl.recipe import Recipe
-from megarl.rollout.client import ServerClient
-from megarl.rundir import RunDir, latest_rows
-from megarl.serving.health import wait_ready
+from megarl.core import recipe as recipes
+from megarl.core.base.rundir import RunDir, latest_rows
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.recipe import Recipe
+from megarl.core.server.client import ServerClient
+from megarl.core.server.health import wait_ready
+from megarl.tasks.data.prompts import load_tasks
 
 ROOT = Path(__file__).parents[1]
 PIPELINE_FILL = 6

@@ -20,10 +20,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from benchmarks.workload import VOCABULARY, Workload, make_model
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.learner.trainer import Trainer
-from megarl.models import parallel
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import parallel
 
 CAP = 4.0
 LR = 1e-5

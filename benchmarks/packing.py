@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.packing import BY_TOKENS, Cost, pack, step_cost
-from megarl.planning import formulas, shapes
+from megarl.core.algorithm.packing import BY_TOKENS, Cost, pack, step_cost
+from megarl.core.models import shapes
+from megarl.lab.planning import formulas
 
 CONTEXT, ROLLOUTS = 16_384, 768
 MEDIAN, SPREAD = 6000, 0.6

@@ -28,14 +28,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.server import start
-from megarl import recipe as recipes
-from megarl.planning.measured import lengths_of
-from megarl.planning.simulate import Costs, Scenario, simulate, summary
-from megarl.planning.workload import Lengths, Workload
-from megarl.recipe import Recipe
-from megarl.rollout.client import ServerClient
-from megarl.rundir import RunDir, latest_rows
-from megarl.serving.health import wait_ready
+from megarl.core import recipe as recipes
+from megarl.core.base.rundir import RunDir, latest_rows
+from megarl.core.recipe import Recipe
+from megarl.core.server.client import ServerClient
+from megarl.core.server.health import wait_ready
+from megarl.lab.planning.measured import lengths_of
+from megarl.lab.planning.simulate import Costs, Scenario, simulate, summary
+from megarl.lab.planning.workload import Lengths, Workload
 
 FIXED = [
     "learner.optimizer.lr=1e-12", "batch.positive_threshold=null", "evaluation.every=100000", "evaluation.prompts=1",

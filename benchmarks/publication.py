@@ -30,18 +30,18 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.server import start
-from megarl import recipe as recipes
-from megarl.messages import Publish, ServerAddress
-from megarl.models import build, family_of, hf, parallel
-from megarl.process import die_with_parent
-from megarl.recipe import Recipe
-from megarl.rundir import Endpoints
-from megarl.serving.health import wait_ready
-from megarl.weights.admin import Fleet, Server
-from megarl.weights.buckets import Bucket, buckets
-from megarl.weights.checksum import SentChecksums
-from megarl.weights.process_group import ProcessGroupTransport, form_group
-from megarl.weights.publisher import Publisher
+from megarl.core import recipe as recipes
+from megarl.core.base.messages import Publish, ServerAddress
+from megarl.core.base.process import die_with_parent
+from megarl.core.base.rundir import Endpoints
+from megarl.core.models import build, family_of, hf, parallel
+from megarl.core.recipe import Recipe
+from megarl.core.server.admin import Fleet, Server
+from megarl.core.server.health import wait_ready
+from megarl.core.weights.buckets import Bucket, buckets
+from megarl.core.weights.checksum import SentChecksums
+from megarl.core.weights.process_group import ProcessGroupTransport, form_group
+from megarl.core.weights.publisher import Publisher
 
 LIMIT = timedelta(seconds=120)
 

@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from megarl import recipe as recipes
-from megarl.rundir import RunDir, latest_rows
+from megarl.core import recipe as recipes
+from megarl.core.base.rundir import RunDir, latest_rows
 from tests.e2e.runs import warnings
 from tests.recipe_twins import twin
 from tests.twin_models import write_workplace

@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from megarl.admission import Admission
-from megarl.messages import ServerAddress
-from megarl.rollout.client import ServerClient
-from megarl.rollout.journal import Admitted, Finished, Journal
-from megarl.rollout.membership import Membership
-from megarl.rollout.places import Places
-from megarl.types import Batch, Group, Prompt, Rollout, Segment, encode
-from megarl.weights.admin import Fleet, Server
+from megarl.core.base.admission import Admission
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, encode
+from megarl.core.journal.journal import Admitted, Finished, Journal
+from megarl.core.sampling.places import Places
+from megarl.core.server.admin import Fleet, Server
+from megarl.core.server.client import ServerClient
+from megarl.core.server.membership import Membership
 
 REPEATS = 3
 CHUNK = 64

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.scaling.extrapolate import predict
-from megarl.scaling.fit import fit
-from megarl.scaling.published import Law, law_named, published, synthetic
+from megarl.lab.scaling.extrapolate import predict
+from megarl.lab.scaling.fit import fit
+from megarl.lab.scaling.published import Law, law_named, published, synthetic
 
 RESULTS = Path(__file__).parent / "results" / "scaling_calibration.json"
 EVALUATIONS = {"batch-2048": 74, "scout-17bx16": 71}

@@ -12,13 +12,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.planning import shapes
-from megarl.planning.hardware import assumed, gpu_named
-from megarl.planning.layouts import Problem, as_written
-from megarl.planning.scenario import costs
-from megarl.planning.simulate import Scenario, simulate, summary
-from megarl.planning.workload import lognormal, workload
-from megarl.recipe import load
+from megarl.core.models import shapes
+from megarl.core.recipe import load
+from megarl.lab.planning.hardware import assumed, gpu_named
+from megarl.lab.planning.layouts import Problem, as_written
+from megarl.lab.planning.scenario import costs
+from megarl.lab.planning.simulate import Scenario, simulate, summary
+from megarl.lab.planning.workload import lognormal, workload
 
 MEAN, SPREAD, STEPS = 8000, 0.5, 12
 BASE = ("model.tensor_parallel=2", "model.context_parallel=4")

@@ -25,14 +25,14 @@ import msgspec
 import numpy as np
 import psutil
 
-from megarl import recipe as recipes
-from megarl.hf_files import read_config
-from megarl.ports import free_ports
-from megarl.process import die_with_parent
-from megarl.recipe import Recipe
-from megarl.rollout.client import ServerClient
-from megarl.rundir import Endpoints, LinkKeys, RunDir
-from megarl.serving.health import wait_ready
+from megarl.core import recipe as recipes
+from megarl.core.base.hf_files import read_config
+from megarl.core.base.ports import free_ports
+from megarl.core.base.process import die_with_parent
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
+from megarl.core.recipe import Recipe
+from megarl.core.server.client import ServerClient
+from megarl.core.server.health import wait_ready
 
 CONCURRENCY = (1, 8, 32, 128)
 PROMPT_TOKENS = 16

@@ -11,5 +11,5 @@
     verify.py      are two the same, bit by bit and in what they compute
     inspect.py     what a directory holds
 
-They use megarl.models and nothing of the roles, and need one process and no GPU.
+They use megarl.core.models and nothing of the roles, and need one process and no GPU.
 """

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.errors import MegarlError
+from megarl.core.base.errors import MegarlError
 
 CHECKPOINT = "RUN, RUN/checkpoints (the latest whole one) or RUN/checkpoints/step-N"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from megarl.models.checkpoint import Meta
-from megarl.rundir import RunDir, latest_rows
+from megarl.core.base.rundir import RunDir, latest_rows
+from megarl.core.models.checkpoint import Meta
 
 FILE = "README.md"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

@@ -25,11 +25,11 @@ from checkpoints_tools.region import Region
 from checkpoints_tools.safetensors_files import Directory, File, Shape, index_of
 from checkpoints_tools.shards import OPTIMIZER, Shards, Writer, no_objects, plan_files
 from checkpoints_tools.stored import Dtype, checked, stored
-from megarl.errors import MegarlError
-from megarl.models import Family, checkpoint, family_of
-from megarl.models.build import DTYPES
-from megarl.models.checksums import checksums
-from megarl.models.hf import INDEX, copy_description
+from megarl.core.base.errors import MegarlError
+from megarl.core.models import Family, checkpoint, family_of
+from megarl.core.models.build import DTYPES
+from megarl.core.models.checksums import checksums
+from megarl.core.models.hf import INDEX, copy_description
 
 FILE_BYTES = 4 << 30
 """Of a file: what a kill costs at most. All ranks' files that are open at once have as much together."""

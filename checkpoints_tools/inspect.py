@@ -18,7 +18,7 @@ from checkpoints_tools.card import run_of
 from checkpoints_tools.safetensors_files import Directory
 from checkpoints_tools.shards import OPTIMIZER, Shards
 from checkpoints_tools.stored import Stored, stored
-from megarl.hf_files import read_config
+from megarl.core.base.hf_files import read_config
 
 
 @dataclass(frozen=True)

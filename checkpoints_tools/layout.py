@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.errors import MegarlError
-from megarl.models import build, checkpoint, hf, parallel
-from megarl.models.cpu import after_megatron_import
-from megarl.recipe import Model
+from megarl.core.base.errors import MegarlError
+from megarl.core.models import build, checkpoint, hf, parallel
+from megarl.core.recipe import Model
+from megarl.shims.megatron_cpu import after_megatron_import
 
 # isort: split
 from megatron.core import parallel_state

@@ -14,8 +14,8 @@ from torch import Tensor
 from checkpoints_tools.layout import WHOLE, Part, parts
 from checkpoints_tools.safetensors_files import Shape
 from checkpoints_tools.shards import OPTIMIZER, Box, Shards
-from megarl.errors import MegarlError
-from megarl.models.family import Family, Source, Weight
+from megarl.core.base.errors import MegarlError
+from megarl.core.models.family import Family, Source, Weight
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedTensor

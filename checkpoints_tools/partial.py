@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megarl.errors import MegarlError
+from megarl.core.base.errors import MegarlError
 
 PROGRESS = "progress.jsonl"
 SETTLE_BYTES = (

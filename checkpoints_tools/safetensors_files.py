@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from checkpoints_tools.region import Region, write_all
-from megarl.errors import MegarlError
-from megarl.models.hf import INDEX
+from megarl.core.base.errors import MegarlError
+from megarl.core.models.hf import INDEX
 
 DTYPES = {
     "BOOL": torch.bool,

@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from checkpoints_tools.partial import Partial
 from checkpoints_tools.region import Region
-from megarl.errors import MegarlError
-from megarl.models.checkpoint import CRITIC
-from megarl.models.unpickling import METADATA, safely
+from megarl.core.base.errors import MegarlError
+from megarl.core.models.checkpoint import CRITIC
+from megarl.core.models.unpickling import METADATA, safely
 
 COMMON = "common_state/shard_0_1"  # where megatron puts what is no tensor; it must be there
 OPTIMIZER = "optimizer."

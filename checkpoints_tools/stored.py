@@ -11,11 +11,11 @@ from torch import Tensor
 from checkpoints_tools.mapping import Group, check_keys, check_names_and_shapes, groups, stored_value, views
 from checkpoints_tools.safetensors_files import Directory
 from checkpoints_tools.shards import DISTCP, Shards
-from megarl.errors import MegarlError
-from megarl.hf_files import read_config
-from megarl.models import Family, checkpoint, family_of
-from megarl.models.checksums import check
-from megarl.models.hf import check_names
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import read_config
+from megarl.core.models import Family, checkpoint, family_of
+from megarl.core.models.checksums import check
+from megarl.core.models.hf import check_names
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 

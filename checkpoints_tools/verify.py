@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints_tools.layout import WHOLE
 from checkpoints_tools.stored import Stored, stored, tensors_of
-from megarl.models import build, checkpoint, family_of, parallel
+from megarl.core.models import build, checkpoint, family_of, parallel
 
 SHOWN = 20
 PROMPT_TOKENS = 64

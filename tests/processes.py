@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.process import die_with_parent
+from megarl.core.base.process import die_with_parent
 
 LIMIT_S = 60.0
 FORKS = multiprocessing.get_context("forkserver")

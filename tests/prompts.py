@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from megarl.data.mappings import own
-from megarl.data.prompts import load_set
-from megarl.data.survey import survey_of
-from megarl.data.tokenizer import Tokenizer
-from megarl.types import Prompt
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import Prompt
+from megarl.tasks.data.mappings import own
+from megarl.tasks.data.prompts import load_set
+from megarl.tasks.data.survey import survey_of
 
 
 def load_prompts(path: Path | str, tokenizer: Tokenizer, max_tokens: int, task: str) -> list[Prompt]:

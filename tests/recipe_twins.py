@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megarl import recipe as recipes
-from megarl.recipe import Recipe, flat
+from megarl.core import recipe as recipes
+from megarl.core.recipe import Recipe, flat
 
 FAMILIES = {
     "scalerl-17bx16": "llama4-multimodal",

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.batch import TrainSequence, sequences_in_loss, with_advantages
-from megarl.learner.trainer import Trainer
-from megarl.messages import Score, ScoredRollout
-from megarl.recipe import Recipe
-from megarl.types import Batch
+from megarl.core.algorithm.batch import TrainSequence, sequences_in_loss, with_advantages
+from megarl.core.base.messages import Score, ScoredRollout
+from megarl.core.base.types import Batch
+from megarl.core.learner.trainer import Trainer
+from megarl.core.recipe import Recipe
 
 
 def training_sequences(batch: Batch, recipe: Recipe) -> list[TrainSequence]:

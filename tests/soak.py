@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from megarl import recipe as recipes
-from megarl.rundir import latest_rows, read_jsonl, write_atomically
+from megarl.core import recipe as recipes
+from megarl.core.base.rundir import latest_rows, read_jsonl, write_atomically
 from tests.e2e import runs
 from tests.e2e.runs import LiveRun, check_history, check_nothing_left
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.rollout.client import ServerClient
-from megarl.rundir import Endpoints
+from megarl.core.base.rundir import Endpoints
+from megarl.core.server.client import ServerClient
 
 
 @torch.no_grad()

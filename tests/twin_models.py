@@ -24,9 +24,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
-from megarl import recipe as recipes
-from megarl.data.chat import load_chat
-from megarl.rundir import write_jsonl
+from megarl.core import recipe as recipes
+from megarl.core.base.rundir import write_jsonl
+from megarl.tasks.data.chat import load_chat
 from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3, tiny_qwen3_moe
 
 DIGITS, LETTERS, HELDOUT_LETTERS = "1234", "abcdefghijklmnopqrst", "uvwxyz"

@@ -18,13 +18,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.learner.trainer import Trainer
-from megarl.models import Family, hf, parallel
-from megarl.planning import formulas, shapes
-from megarl.planning.shapes import CONFIGS, Shape
-from megarl.recipe import Recipe
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import Family, hf, parallel, shapes
+from megarl.core.models.shapes import CONFIGS, Shape
+from megarl.core.recipe import Recipe
+from megarl.lab.planning import formulas
 
 LIMIT_S = 60.0
 """Of forming the group of one rank, and of its collectives."""

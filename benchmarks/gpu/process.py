@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.rows import Outcome, Row
-from megarl.process import die_with_parent
+from megarl.core.base.process import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 LOG_CHARACTERS = 4000

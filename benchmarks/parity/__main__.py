@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.parity import models
-from megarl.grading.answer import Submission
-from megarl.rundir import RunDir, latest_rows
-from megarl.weights.parity import CAUSES
+from megarl.core.base.rundir import RunDir, latest_rows
+from megarl.core.weights.parity import CAUSES
+from megarl.tasks.graders.answer import Submission
 
 FOLDER, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 RECIPE = (

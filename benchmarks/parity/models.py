@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.data.arithmetic_models import LLAMA, LLAMA4, save_model
+from megarl.tasks.data.arithmetic_models import LLAMA, LLAMA4, save_model
 
 LOGIT_SPREAD = 3.0
 DEEP_LLAMA = LLAMA | {"num_hidden_layers": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}

@@ -16,19 +16,19 @@ from typing import Any
 
 import psutil
 
-from megarl import recipe as recipes
-from megarl.admission import Admission
-from megarl.batch import batch_statistics
-from megarl.data.prompts import TaskPrompts
-from megarl.data.tokenizer import load_tokenizer
-from megarl.process import shared_memory_mark
-from megarl.recipe import Recipe
-from megarl.rollout.drawing import mixture_of
-from megarl.rollout.journal import JournalReader
-from megarl.rollout.records import Admitted, Finished, PublishedVersion, Removed
-from megarl.rollout.state import State
-from megarl.rundir import RunDir, latest_rows, read_jsonl
-from megarl.types import Batch, Group
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import batch_statistics
+from megarl.core.base.admission import Admission
+from megarl.core.base.process import shared_memory_mark
+from megarl.core.base.rundir import RunDir, latest_rows, read_jsonl
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.base.types import Batch, Group
+from megarl.core.controller.drawing import mixture_of
+from megarl.core.journal.journal import JournalReader
+from megarl.core.journal.records import Admitted, Finished, PublishedVersion, Removed
+from megarl.core.journal.state import State
+from megarl.core.recipe import Recipe
+from megarl.tasks.data.prompts import TaskPrompts
 from tests.prompts import load_prompts
 
 WARNING = re.compile(r"(WARNING|ERROR) megarl\..*")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.monitor.names import NAMES
+from megarl.core.telemetry.names import NAMES
 from tests.e2e.runs import LiveRun, quiet
 
 ROOT = Path(__file__).parents[2]

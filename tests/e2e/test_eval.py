@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from megarl.data.tokenizer import load_tokenizer
-from megarl.evaluation.answers import Answer, SuiteDir
-from megarl.rundir import latest_rows
+from megarl.core.base.rundir import latest_rows
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.evaluation.answers import Answer, SuiteDir
 from tests.e2e.runs import LiveRun, megarl, quiet
 from tests.evaluation_sets import SETS, byte_llama, write_rows
 

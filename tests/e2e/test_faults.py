@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl import recipe as recipes
-from megarl.rundir import latest_rows, step_of
+from megarl.core import recipe as recipes
+from megarl.core.base.rundir import latest_rows, step_of
 from tests.e2e import runs
 from tests.e2e.runs import SMALL, LiveRun, check_history, check_nothing_left
 from tests.faults.injection import with_faults

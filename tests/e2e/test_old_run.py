@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from megarl.rundir import latest_rows
+from megarl.core.base.rundir import latest_rows
 from tests.e2e.runs import megarl, quiet
 
 OLD = Path(__file__).with_name("old_run.tar.xz")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl import recipe as recipes
-from megarl.rundir import latest_rows
+from megarl.core import recipe as recipes
+from megarl.core.base.rundir import latest_rows
 from tests.e2e import runs
 from tests.e2e.runs import LiveRun, batches, check_nothing_left, publications, quiet, summary, warnings
 from tests.recipe_twins import twin

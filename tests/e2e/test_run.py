@@ -19,16 +19,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from megarl import recipe as recipes
-from megarl.data.tokenizer import load_tokenizer
-from megarl.ports import free_ports
-from megarl.recipe import Recipe
-from megarl.rollout.client import ServerClient
-from megarl.rollout.journal import JournalReader
-from megarl.rollout.records import Finished
-from megarl.rundir import Endpoints, LinkKeys, RunDir, latest_rows
-from megarl.serving.health import wait_ready
-from megarl.supervisor.observe import PROBLEM
+from megarl.core import recipe as recipes
+from megarl.core.base.ports import free_ports
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.journal.journal import JournalReader
+from megarl.core.journal.records import Finished
+from megarl.core.recipe import Recipe
+from megarl.core.server.client import ServerClient
+from megarl.core.server.health import wait_ready
+from megarl.run.observe import PROBLEM
 from tests import trace_format
 from tests.e2e import runs
 from tests.e2e.runs import (

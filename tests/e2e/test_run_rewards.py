@@ -19,11 +19,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import MegarlError
-from megarl.grading.sandbox import Sandbox
-from megarl.ports import free_ports
-from megarl.types import Group, Rollout
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.ports import free_ports
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.base.types import Group, Rollout
+from megarl.tasks.graders.sandbox import Sandbox
 from tests.e2e import runs
 from tests.e2e.runs import LiveRun, batches, check_nothing_left
 from tests.tiny import tiny_llama

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.evaluation.answers import SuiteDir
-from megarl.rundir import step_folder
+from megarl.core.base.rundir import step_folder
+from megarl.core.evaluation.answers import SuiteDir
 from tests.e2e import runs
 from tests.e2e.runs import batches, check_draws, check_nothing_left, publications
 

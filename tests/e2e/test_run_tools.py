@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.calculator import calculated
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.tasks.environments.calculator import calculated
 from tests.e2e import runs
 from tests.e2e.runs import batches, check_history, check_nothing_left, megarl
 

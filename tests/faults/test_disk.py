@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.recipe import from_tree
-from megarl.rundir import latest_rows, write_jsonl
+from megarl.core.base.rundir import latest_rows, write_jsonl
+from megarl.core.recipe import from_tree
 from tests.faults.disks import Disk
 from tests.parallel.test_learner_loop import LIMIT_S, Run, trained
 from tests.tiny import tiny_llama

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.errors import MegarlError
-from megarl.models import build, checkpoint, family_of, hf, parallel
-from megarl.recipe import Model
+from megarl.core.base.errors import MegarlError
+from megarl.core.models import build, checkpoint, family_of, hf, parallel
+from megarl.core.recipe import Model
 from tests.damage import flip_a_bit
 
 # isort: split

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl import recipe as recipes
-from megarl.learner.checkpoint import Checkpoints
-from megarl.learner.trained import TrainedNetwork
-from megarl.learner.trainer import Trainer
-from megarl.models import parallel
-from megarl.recipe import Recipe
-from megarl.types import Batch, decode
+from megarl.core import recipe as recipes
+from megarl.core.base.types import Batch, decode
+from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.trained import TrainedNetwork
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import parallel
+from megarl.core.recipe import Recipe
 from tests.parallel.learner_world import difference, full_gradients, say
 from tests.sequences import training_sequences
 

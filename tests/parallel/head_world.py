@@ -16,10 +16,10 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megarl.learner.head import selected_logprobs
-from megarl.models import parallel
-from megarl.recipe import Model
-from megarl.types import Batch, decode
+from megarl.core.base.types import Batch, decode
+from megarl.core.learner.head import selected_logprobs
+from megarl.core.models import parallel
+from megarl.core.recipe import Model
 from tests.parallel.learner_world import check_step, recipe_of
 from tests.plain_head import CASES, TERMS, Case, Result, differences, exact, make_case
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl import recipe as recipes
-from megarl.advantages import Moments
-from megarl.batch import unrewarded
-from megarl.learner.checkpoint import Checkpoints
-from megarl.learner.trained import TrainedNetwork
-from megarl.learner.trainer import Trainer
-from megarl.models import family_of, hf, parallel
-from megarl.recipe import Recipe
-from megarl.types import Batch, decode
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.advantages import Moments
+from megarl.core.algorithm.batch import unrewarded
+from megarl.core.base.types import Batch, decode
+from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.trained import TrainedNetwork
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import family_of, hf, parallel
+from megarl.core.recipe import Recipe
 from tests.sequences import logprobs, training_sequences
 from tests.unit.learner.test_expert_load import COEFFICIENT
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.learner.trainer import Trainer
-from megarl.models import parallel
-from megarl.recipe import Recipe
-from megarl.types import Batch, decode
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base.types import Batch, decode
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import parallel
+from megarl.core.recipe import Recipe
 from tests.parallel.learner_world import difference, full_gradients, say
 
 # isort: split

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.learner import optimizer
-from megarl.learner.microbatch_size import settle
-from megarl.learner.trainer import Trainer
-from megarl.models import family_of, parallel
-from megarl.packing import sizes_to_try
-from megarl.recipe import Recipe
-from megarl.types import Batch, decode
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.algorithm.packing import sizes_to_try
+from megarl.core.base.types import Batch, decode
+from megarl.core.learner import optimizer
+from megarl.core.learner.microbatch_size import settle
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import family_of, parallel
+from megarl.core.recipe import Recipe
 from tests.parallel.learner_world import full_gradients, recipe_of, say
 from tests.sequences import training_sequences
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.models import Family, build, checkpoint, family_of, hf, parallel
-from megarl.recipe import Model
+from megarl.core.models import Family, build, checkpoint, family_of, hf, parallel
+from megarl.core.recipe import Model
 
 # isort: split
 from megatron.core import parallel_state

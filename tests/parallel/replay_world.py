@@ -14,13 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.learner.trainer import Trainer
-from megarl.messages import Score, ScoredRollout
-from megarl.models import parallel
-from megarl.recipe import Recipe
-from megarl.types import Batch, decode
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base.messages import Score, ScoredRollout
+from megarl.core.base.types import Batch, decode
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import parallel
+from megarl.core.recipe import Recipe
 from tests.parallel.learner_world import difference, full_gradients, recipe_of, say
 from tests.sequences import training_sequences
 

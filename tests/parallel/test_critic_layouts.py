@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.types import Batch, encode
+from megarl.core.base.types import Batch, encode
 from tests.parallel.critic_world import GAMMA, LAMBDA
 from tests.parallel.test_learner_layouts import VOCABULARY, make_batch
 from tests.parallel.worlds import run_world

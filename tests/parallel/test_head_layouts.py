@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.types import encode
+from megarl.core.base.types import encode
 from tests.parallel.test_learner_layouts import VOCABULARY, make_batch, scalerl_by_transformers
 from tests.parallel.worlds import run_world
 from tests.tiny import tiny_llama

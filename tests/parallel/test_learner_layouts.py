@@ -13,7 +13,7 @@ import torch
 
 from checkpoints_tools.convert import reshard
 from checkpoints_tools.layout import Layout
-from megarl.types import Batch, Group, Prompt, Rollout, Segment, encode
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, encode
 from tests.parallel.worlds import run_world
 from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen3_moe
 from tests.unit.learner.test_expert_load import balancing_by_transformers

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.types import Batch, Group, Rollout, encode
+from megarl.core.base.types import Batch, Group, Rollout, encode
 from tests.parallel.losses_world import LONGEST, SETTINGS
 from tests.parallel.test_learner_layouts import TEMPERATURE, VOCABULARY, make_batch
 from tests.parallel.worlds import run_world

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.types import encode
+from megarl.core.base.types import encode
 from tests.parallel.test_learner_layouts import VOCABULARY, make_batch
 from tests.parallel.test_routing_replay import with_routing
 from tests.parallel.worlds import run_world

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.types import Batch, Rollout, Routing, encode
+from megarl.core.base.types import Batch, Rollout, Routing, encode
 from tests.parallel.replay_world import OTHER
 from tests.parallel.test_learner_layouts import VOCABULARY, make_batch, scalerl_by_transformers
 from tests.parallel.worlds import run_world

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl import recipe as recipes
-from megarl.data import arithmetic
-from megarl.rundir import complete, step_of
+from megarl.core import recipe as recipes
+from megarl.core.base.rundir import complete, step_of
+from megarl.tasks.data import arithmetic
 from tests.parallel.worlds import ROOT, run_world
 
 STEPS = 40

@@ -15,8 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.ports import free_ports
-from megarl.process import die_with_parent
+from megarl.core.base.ports import free_ports
+from megarl.core.base.process import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 
-from megarl import recipe as recipes
-from megarl.rundir import RunDir, latest_rows, read_jsonl
+from megarl.core import recipe as recipes
+from megarl.core.base.rundir import RunDir, latest_rows, read_jsonl
 from tests.slurm.cluster import Cluster
 
 START_LIMIT_S, RUN_LIMIT_S, END_LIMIT_S = 240.0, 300.0, 120.0

@@ -7,12 +7,12 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from megarl.recipe import Recipe, load
-from megarl.rundir import RunDir
-from megarl.supervisor import checks, closing, train
-from megarl.supervisor.launcher import Task
-from megarl.supervisor.srun import SrunLauncher, SrunStep
-from megarl.supervisor.watch import Watch
+from megarl.core.base.rundir import RunDir
+from megarl.core.recipe import Recipe, load
+from megarl.run import checks, closing, train
+from megarl.run.launcher import Task
+from megarl.run.srun import SrunLauncher, SrunStep
+from megarl.run.watch import Watch
 
 ROLE = Path(__file__).parents[1] / "unit" / "supervisor" / "stand_in_role.py"
 

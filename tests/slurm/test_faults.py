@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from megarl.rundir import read_jsonl
+from megarl.core.base.rundir import read_jsonl
 from tests.e2e.runs import check_history
 from tests.slurm.jobs import END_LIMIT_S, START_LIMIT_S, Jobs
 

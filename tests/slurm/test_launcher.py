@@ -7,7 +7,7 @@ import signal
 import psutil
 import pytest
 
-from megarl.rundir import latest_rows, read_jsonl
+from megarl.core.base.rundir import latest_rows, read_jsonl
 from tests.e2e.runs import summary
 from tests.processes import alive
 from tests.slurm.jobs import Job, Jobs

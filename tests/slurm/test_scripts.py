@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megarl.rundir import complete, read_jsonl, step_of
+from megarl.core.base.rundir import complete, read_jsonl, step_of
 from tests.slurm.jobs import SMALL, Job, Jobs
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1200)]

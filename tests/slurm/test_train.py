@@ -5,7 +5,7 @@ import shutil
 import psutil
 import pytest
 
-from megarl.rundir import read_jsonl, step_of
+from megarl.core.base.rundir import read_jsonl, step_of
 from tests.e2e.runs import check_history, summary
 from tests.slurm.jobs import END_LIMIT_S, START_LIMIT_S, Job, Jobs
 

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from megarl import recipe as recipes
-from megarl.messages import ServerAddress
-from megarl.ports import free_ports
-from megarl.process import die_with_parent
-from megarl.recipe import Recipe
-from megarl.rollout.client import ServerClient
-from megarl.rundir import Endpoints, LinkKeys, RunDir
-from megarl.serving.health import wait_ready
-from megarl.weights.admin import Server
+from megarl.core import recipe as recipes
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.ports import free_ports
+from megarl.core.base.process import die_with_parent
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
+from megarl.core.recipe import Recipe
+from megarl.core.server.admin import Server
+from megarl.core.server.client import ServerClient
+from megarl.core.server.health import wait_ready
 from tests.processes import ForkedServer
 from tests.tiny import tiny_llama
 
@@ -184,7 +184,7 @@ def serves_a(stack: Stack) -> None:
 @pytest.fixture(scope="module")
 def learner(models: tuple[Path, dict[str, Any]]) -> Iterator[Callable[[str], tuple[Any, Any]]]:
     """`learner("b")`: (chunks, family) of a one-rank Megatron learner with that model's weights."""
-    from megarl.models import build, family_of, hf, parallel
+    from megarl.core.models import build, family_of, hf, parallel
 
     directory, _ = models
     model = recipes.from_tree({"model": {"path": str(directory / "a"), "dtype": "fp32"}}).model

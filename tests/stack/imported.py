@@ -5,11 +5,12 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 
-from megarl import recipe as recipes
-from megarl.serving import cpu_engine, server
+from megarl.core import recipe as recipes
+from megarl.core.server import launch
+from megarl.shims import sglang_cpu
 
-os.environ |= server.environment(recipes.from_tree({"model": {"path": "any"}}), 0, [0], cuda=False)
-cpu_engine.install()
+os.environ |= launch.environment(recipes.from_tree({"model": {"path": "any"}}), 0, [0], cuda=False)
+sglang_cpu.install()
 
 # isort: split
 import sglang.srt.entrypoints.http_server  # noqa: E402, F401

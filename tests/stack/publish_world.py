@@ -12,11 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl import recipe as recipes
-from megarl.messages import Publish, Published, ServerAddress
-from megarl.models import build, family_of, hf, parallel
-from megarl.rundir import RunDir
-from megarl.weights.publisher import Publisher
+from megarl.core import recipe as recipes
+from megarl.core.base.messages import Publish, Published, ServerAddress
+from megarl.core.base.rundir import RunDir
+from megarl.core.models import build, family_of, hf, parallel
+from megarl.core.weights.publisher import Publisher
 from tests.parallel.worlds import run_world
 from tests.stack.conftest import Stack
 

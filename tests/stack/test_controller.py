@@ -23,8 +23,7 @@ import zmq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.learner.link import Link
-from megarl.messages import (
+from megarl.core.base.messages import (
     Next,
     Publish,
     Published,
@@ -38,13 +37,14 @@ from megarl.messages import (
     Train,
     Wait,
 )
-from megarl.ports import free_ports
-from megarl.process import die_with_parent
-from megarl.recipe import Recipe, dump
-from megarl.rollout.journal import JournalReader
-from megarl.rollout.records import Admitted
-from megarl.rundir import RunDir, read_jsonl
-from megarl.types import Group, encode
+from megarl.core.base.ports import free_ports
+from megarl.core.base.process import die_with_parent
+from megarl.core.base.rundir import RunDir, read_jsonl
+from megarl.core.base.types import Group, encode
+from megarl.core.journal.journal import JournalReader
+from megarl.core.journal.records import Admitted
+from megarl.core.learner.link import Link
+from megarl.core.recipe import Recipe, dump
 from tests.stack.conftest import ROOT, Stack, stack_recipe
 from tests.tiny_scores import scores
 

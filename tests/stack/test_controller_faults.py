@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megarl.messages import Stop
-from megarl.rollout.journal import JournalReader
-from megarl.rundir import read_jsonl
+from megarl.core.base.messages import Stop
+from megarl.core.base.rundir import read_jsonl
+from megarl.core.journal.journal import JournalReader
 from tests.stack.conftest import POSITIONS, Network, Running, Stack, serve, start_servers
 from tests.stack.test_controller import STEPS, B, K, Learner, Run, assert_law, controller_recipe, run_of, wait_for
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl import whereabouts
-from megarl.messages import Publish, Published
-from megarl.models.family import Family, Weight
-from megarl.weights.admin import Server
-from megarl.weights.cuda_ipc import CudaIpcTransport
-from megarl.weights.lending import Lending
-from megarl.weights.publisher import Publisher
+from megarl.core.base import whereabouts
+from megarl.core.base.messages import Publish, Published
+from megarl.core.models.family import Family, Weight
+from megarl.core.server.admin import Server
+from megarl.core.weights.cuda_ipc import CudaIpcTransport
+from megarl.core.weights.offload import Lending
+from megarl.core.weights.publisher import Publisher
 from tests.stack.conftest import Stack, running
 from tests.tiny_scores import difference, scores
 

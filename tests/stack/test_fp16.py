@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl import recipe as recipes
-from megarl.models import build, family_of, hf, parallel
+from megarl.core import recipe as recipes
+from megarl.core.models import build, family_of, hf, parallel
 from tests.stack.conftest import POSITIONS, Stack, running, two_models
 from tests.stack.test_publication import publish
 from tests.tiny import tiny_llama

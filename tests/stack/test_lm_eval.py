@@ -15,9 +15,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from megarl.data.tokenizer import load_tokenizer
-from megarl.evaluation.answers import Answer
-from megarl.evaluation.multiple_choice import ask, load_questions
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.evaluation.answers import Answer
+from megarl.lab.evaluation.multiple_choice import ask, load_questions
 from tests.stack.conftest import POSITIONS, Stack
 from tests.stack.harness import GENERATED
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.client import ServerLost
-from megarl.rundir import RunDir
-from megarl.serving.health import wait_ready
+from megarl.core.base.rundir import RunDir
+from megarl.core.server.client import ServerLost
+from megarl.core.server.health import wait_ready
 from tests.stack.conftest import START_LIMIT_S, Network, client_of, serve
 from tests.stack.test_server_faults import LIMIT_S, PROMPT, Pair, before
 
@@ -106,7 +106,7 @@ async def test_gone_in_a_transfer_and_back(
     back.join()
     returned = time.monotonic()
     # What the learner's end said when it gave up was lost, too: the server waits for the rest of a broadcast. The supervisor
-    # ends what the controller has not reached for LOST_S (megarl/supervisor/watch.py).
+    # ends what the controller has not reached for LOST_S (megarl/run/watch.py).
     pair.servers[1].stop()
     pair.servers[1].process = serve(RunDir.of(pair.recipe), pair.servers[1].address, pair.servers[1].log, networks[1])
     wait_ready(url, START_LIMIT_S, pair.servers[1].process.poll)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from megarl.messages import Publish
-from megarl.weights.publisher import Publisher
+from megarl.core.base.messages import Publish
+from megarl.core.weights.publisher import Publisher
 from tests.stack.conftest import Stack
 from tests.stack.publish_world import publish_from
 from tests.tiny_scores import difference

@@ -1,6 +1,6 @@
 """A reward model that a real SGLang serves, asked through the example service as a run asks it: its numbers are transformers'.
 
-Remote (megarl/grading/remote.py) ── key, batches ──► examples/reward_server.py ── /classify ──► SGLang --is-embedding
+Remote (megarl/tasks/graders/remote.py) ── key, batches ──► examples/reward_server.py ── /classify ──► SGLang --is-embedding
 """
 
 import asyncio
@@ -18,11 +18,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from megarl.grading import Submission
-from megarl.grading.remote import Remote
-from megarl.ports import free_ports
-from megarl.process import die_with_parent
-from megarl.recipe import Service
+from megarl.core.base.ports import free_ports
+from megarl.core.base.process import die_with_parent
+from megarl.core.recipe import Service
+from megarl.tasks.graders.answer import Submission
+from megarl.tasks.graders.remote import Remote
 from tests.stack.conftest import ROOT, START_LIMIT_S
 from tests.tiny import COMMON
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.stack
 
 KEY = "key-of-the-reward-model"
 SGLANG = """
-from megarl.serving import cpu_engine
+from megarl.core.server import cpu_engine
 cpu_engine.install()
 cpu_engine.fork_processes()
 import sys

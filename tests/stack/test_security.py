@@ -22,9 +22,9 @@ import psutil
 import pytest
 import zmq
 
-from megarl.messages import Next, to_frames
-from megarl.rundir import LinkKeys
-from megarl.serving import gate
+from megarl.core.base.messages import Next, to_frames
+from megarl.core.base.rundir import LinkKeys
+from megarl.core.server import gate
 from tests.e2e import runs
 from tests.e2e.runs import LiveRun, check_nothing_left
 
@@ -144,7 +144,7 @@ def ask(live: LiveRun, method: str, path: str, key: str = "", body: bytes = b"{}
 
 
 def paths_of_a_server() -> list[str]:
-    """Of every call that SGLang has, and of megarl/serving/answers.py."""
+    """Of every call that SGLang has, and of megarl/core/server/answers.py."""
     (package,) = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
     source = (Path(package) / "srt/entrypoints/http_server.py").read_text()
     return sorted({"/whereabouts", *re.findall(r'@app\.\w+\(\s*"(/[^"]*)"', source)})

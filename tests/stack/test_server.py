@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.errors import MegarlError
-from megarl.rollout.client import ServerClient, ServerLost, ServerRefused
-from megarl.weights.admin import Server
+from megarl.core.base.errors import MegarlError
+from megarl.core.server.admin import Server
+from megarl.core.server.client import ServerClient, ServerLost, ServerRefused
 from tests.stack.conftest import Stack
 from tests.tiny_scores import scores
 

@@ -14,11 +14,11 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.messages import Publish, Published
-from megarl.rollout.client import ServerLost
-from megarl.rundir import Endpoints
-from megarl.weights.admin import Server
-from megarl.weights.publisher import Publisher
+from megarl.core.base.messages import Publish, Published
+from megarl.core.base.rundir import Endpoints
+from megarl.core.server.admin import Server
+from megarl.core.server.client import ServerLost
+from megarl.core.weights.publisher import Publisher
 from tests.stack.conftest import POSITIONS, Network, Running, client_of, stack_recipe, start_servers, two_models
 from tests.tiny import tiny_llama
 from tests.tiny_scores import difference, scores

@@ -14,9 +14,9 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from megarl.data.arithmetic_models import CHARACTERS, END, LLAMA, SPECIAL
-from megarl.recipe import Recipe, dump, from_tree
-from megarl.rundir import RunDir, append_jsonl, write_jsonl
+from megarl.core.base.rundir import RunDir, append_jsonl, write_jsonl
+from megarl.core.recipe import Recipe, dump, from_tree
+from megarl.tasks.data.arithmetic_models import CHARACTERS, END, LLAMA, SPECIAL
 
 Tree = dict[str, Any]
 

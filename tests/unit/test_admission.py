@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from megarl.admission import Admission
+from megarl.core.base.admission import Admission
 
 
 def apply(admission: Admission, record: tuple[str, int]) -> None:

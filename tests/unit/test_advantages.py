@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.advantages import NOTHING_SEEN, Moments, advantages
-from megarl.batch import TrainSequence, sequences_in_loss, with_advantages
-from megarl.recipe import Recipe, from_tree
-from megarl.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, advantages
+from megarl.core.algorithm.batch import TrainSequence, sequences_in_loss, with_advantages
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.recipe import Recipe, from_tree
 from tests.sequences import training_sequences
 
 

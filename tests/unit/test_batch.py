@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.batch import TrainSequence, advantage_statistics, batch_statistics, token_weights
-from megarl.recipe import Recipe, from_tree
-from megarl.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.algorithm.batch import TrainSequence, advantage_statistics, batch_statistics, token_weights
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.recipe import Recipe, from_tree
 from tests.sequences import training_sequences
 
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from megarl import cli
-from megarl.recipe import Recipe, dump, load, shipped
-from megarl.rundir import RunDir
+from megarl.core.base.rundir import RunDir
+from megarl.core.recipe import Recipe, dump, load, shipped
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +182,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megarl.recipe.load", interrupted)
+    monkeypatch.setattr("megarl.core.recipe.load", interrupted)
     assert cli.main(["train", "quickstart"]) == 130
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megarl import doctor
-from megarl.doctor import Finding
+from megarl.lab import doctor
+from megarl.lab.doctor import Finding
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl import fp16_on_cpu
+from megarl.shims import fp16_on_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is replaced where there is a GPU")
 

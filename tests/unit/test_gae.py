@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl import gae
-from megarl.advantages import NOTHING_SEEN
-from megarl.batch import TrainSequence, advantage_statistics
+from megarl.core.algorithm import gae
+from megarl.core.algorithm.advantages import NOTHING_SEEN
+from megarl.core.algorithm.batch import TrainSequence, advantage_statistics
 
 Floats = st.lists(st.tuples(st.floats(-3, 3, width=32), st.floats(-3, 3, width=32)), min_size=1, max_size=40)
 Share = st.floats(0, 1)

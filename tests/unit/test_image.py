@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.recipe import shipped
+from megarl.core.recipe import shipped
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "Dockerfile"

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.planning import command
-from megarl.planning.layouts import as_written
-from megarl.recipe import load
-from megarl.supervisor.devices import needed
+from megarl.core.recipe import load
+from megarl.lab.planning import command
+from megarl.lab.planning.layouts import as_written
+from megarl.run.devices import needed
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "launch" / "slurm"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.lock import lock
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.lock import lock
 
 COMMAND = ("megarl train", "run.name")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.packing import BY_TOKENS, Cost, pack, step_cost
+from megarl.core.algorithm.packing import BY_TOKENS, Cost, pack, step_cost
 
 LENGTHS = st.lists(st.integers(1, 150), max_size=60)
 COSTS = st.builds(Cost, st.floats(0.5, 2), st.floats(0, 0.1), st.floats(0, 0.1), st.integers(1, 100))

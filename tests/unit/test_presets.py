@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from megarl.data.model_files import parameters
-from megarl.errors import MegarlError
-from megarl.recipe import load
-from megarl.recipe.presets import PPO, ppo_for, suggest
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import load
+from megarl.lab.model_files import parameters
+from megarl.lab.presets import PPO, ppo_for, suggest
 
 
 @pytest.fixture

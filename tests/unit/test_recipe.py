@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megarl.errors import MegarlError
-from megarl.recipe import Recipe, describe, dump, from_tree, load, shipped
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Recipe, describe, dump, from_tree, load, shipped
 
 Tree = dict[str, Any]
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from megarl.environments.registry import BUILT_IN
-from megarl.errors import MegarlError
-from megarl.recipe import from_tree
-from megarl.recipe.combinations import ENVIRONMENTS
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import from_tree
+from megarl.core.recipe.combinations import ENVIRONMENTS
+from megarl.tasks.environments.registry import BUILT_IN
 
 Tree = dict[str, Any]
 

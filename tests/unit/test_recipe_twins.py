@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megarl import recipe as recipes
-from megarl.recipe import Recipe, flat
+from megarl.core import recipe as recipes
+from megarl.core.recipe import Recipe, flat
 from tests.recipe_twins import RULES, kind_of, twin
 from tests.twin_models import FAMILIES, SIGNS
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl import recipe as recipes
-from megarl.errors import MegarlError
-from megarl.rundir import Endpoints, LinkKeys, RunDir
-from megarl.serving import gate
+from megarl.core import recipe as recipes
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
+from megarl.core.server import gate
 
 ENDPOINTS = Endpoints(
     session="s",

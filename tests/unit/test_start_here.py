@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
-from megarl.planning import show
-from megarl.rundir import write_jsonl
+from megarl.core.base.rundir import write_jsonl
+from megarl.lab.planning import show
 from tests.tiny import tiny_qwen3
 from tests.twin_models import character_tokenizer
 

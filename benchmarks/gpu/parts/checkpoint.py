@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Absent, Row, Said
-from megarl.learner.checkpoint import Checkpoints
-from megarl.planning import shapes
+from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.models import shapes
 
 BYTES_A_PARAMETER = 14
 """bf16 weight, FP32 main weight, two moments."""

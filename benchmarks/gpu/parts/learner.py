@@ -6,8 +6,9 @@ from pathlib import Path
 
 from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Absent, Row, Said
-from megarl.learner.trainer import Trainer
-from megarl.planning import formulas, memory, shapes
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import shapes
+from megarl.lab.planning import formulas, memory
 
 MICROBATCHES = 4
 REPEATS = 3

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Row, Said
-from megarl.messages import Score, ScoredRollout
+from megarl.core.base.messages import Score, ScoredRollout
 
 MEDIUM = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32_768}
 WAYS = {

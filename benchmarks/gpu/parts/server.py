@@ -18,16 +18,16 @@ import numpy as np
 from benchmarks import server
 from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Absent, Row, Said
-from megarl import recipe as recipes
-from megarl.errors import MegarlError
-from megarl.learner.trainer import Trainer
-from megarl.messages import Publish, Published, Score, ScoredRollout, ServerAddress
-from megarl.models import build, family_of, hf, parallel
-from megarl.recipe import Recipe
-from megarl.rollout.client import Prefill, ServerClient
-from megarl.rundir import Endpoints
-from megarl.serving.health import wait_ready
-from megarl.weights.publisher import Publisher
+from megarl.core import recipe as recipes
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import Publish, Published, Score, ScoredRollout, ServerAddress
+from megarl.core.base.rundir import Endpoints
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import build, family_of, hf, parallel
+from megarl.core.recipe import Recipe
+from megarl.core.server.client import Prefill, ServerClient
+from megarl.core.server.health import wait_ready
+from megarl.core.weights.publisher import Publisher
 
 ONE_B = {
     "num_hidden_layers": 16,

@@ -41,12 +41,12 @@ def to_fp8(tensor: Any) -> Any:
     return tensor.to(torch.float8_e4m3fn).to(tensor.dtype)
 
 
-@fault("head-server", "serve", "megarl.serving.server")
+@fault("head-server", "serve", "megarl.core.server.launch")
 def bf16_head(module: Any, dose: float) -> None:
     after(module, "engine_arguments", lambda found, *_: found | {"enable_fp32_lm_head": False})
 
 
-@fault("head-learner", "learn", "megarl.learner.network")
+@fault("head-learner", "learn", "megarl.core.learner.network")
 def rounded_head(module: Any, dose: float) -> None:
     """The learner believes that its head is FP32, and it is not."""
     import torch
@@ -81,7 +81,7 @@ def fp8_norms(module: Any, dose: float) -> None:
     module.RMSNorm.__init__, module.RMSNorm.forward_native = count, rounded
 
 
-@fault("dtype-cache", "serve", "megarl.serving.cpu_attention")
+@fault("dtype-cache", "serve", "megarl.shims.sglang_cpu_attention")
 def fp8_cache(module: Any, dose: float) -> None:
     """Decoding reads values of the cache in FP8 in one of `1 / dose` layers; prefill does not."""
     original, calls = module.decode, [0]
@@ -106,7 +106,7 @@ def stretched_positions(module: Any, dose: float) -> None:
     after(module.RotaryEmbedding, "_compute_inv_freq", lambda found, *_: found * dose)
 
 
-@fault("temperature-sampling", "rollout", "megarl.rollout.client")
+@fault("temperature-sampling", "rollout", "megarl.core.server.client")
 def hotter(module: Any, dose: float) -> None:
     original = module.ServerClient.generate
 
@@ -193,6 +193,6 @@ if "PARITY_FAULT" in os.environ:
     role, patches = FAULTS[name]
     words = sys.orig_argv
     if name.startswith("stale") and "learn" in words:
-        sys.meta_path.insert(0, Finder({"megarl.weights.publisher": checksums_agree}, 1.0))
+        sys.meta_path.insert(0, Finder({"megarl.core.weights.publisher": checksums_agree}, 1.0))
     if role in words and (not index or index == words[words.index("--index") + 1]):
         sys.meta_path.insert(0, Finder(dict(patches), float(dose or 1)))

@@ -15,8 +15,8 @@ from checkpoints_tools.__main__ import main
 from checkpoints_tools.layout import Layout
 from checkpoints_tools.partial import PROGRESS, Partial
 from checkpoints_tools.safetensors_files import Directory
-from megarl.errors import MegarlError
-from megarl.models import checkpoint
+from megarl.core.base.errors import MegarlError
+from megarl.core.models import checkpoint
 from tests.damage import flip_a_bit
 from tests.full_disk import files_no_larger_than
 from tests.tiny import tiny_llama, tiny_qwen3_moe

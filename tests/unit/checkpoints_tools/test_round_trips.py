@@ -13,8 +13,8 @@ from checkpoints_tools.__main__ import main
 from checkpoints_tools.convert import hf_to_megatron, megatron_to_hf
 from checkpoints_tools.layout import Layout
 from checkpoints_tools.safetensors_files import Directory
-from megarl.models import build, checkpoint, family_of, hf, parallel
-from megarl.recipe import Model
+from megarl.core.models import build, checkpoint, family_of, hf, parallel
+from megarl.core.recipe import Model
 from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
 # isort: split

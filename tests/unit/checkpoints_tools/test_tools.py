@@ -11,9 +11,9 @@ import yaml
 
 from checkpoints_tools import card
 from checkpoints_tools.__main__ import main
-from megarl.models import build, checkpoint, family_of, hf, parallel
-from megarl.recipe import Model
-from megarl.rundir import RunDir, append_jsonl, step_folder
+from megarl.core.base.rundir import RunDir, append_jsonl, step_folder
+from megarl.core.models import build, checkpoint, family_of, hf, parallel
+from megarl.core.recipe import Model
 from tests.tiny import tiny_llama
 
 # isort: split

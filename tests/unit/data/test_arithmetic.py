@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import enable_progress_bar
 
-from megarl.data import arithmetic, arithmetic_models
-from megarl.data.arithmetic import Problem, columns, trace
-from megarl.data.mappings import own
-from megarl.data.prompts import check_disjoint, load_set
-from megarl.data.survey import survey_of
-from megarl.data.tokenizer import load_tokenizer
-from megarl.recipe import load
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.recipe import load
+from megarl.tasks.data import arithmetic, arithmetic_models
+from megarl.tasks.data.arithmetic import Problem, columns, trace
+from megarl.tasks.data.mappings import own
+from megarl.tasks.data.prompts import check_disjoint, load_set
+from megarl.tasks.data.survey import survey_of
 
 EQUATION = re.compile(r"(\d+)([+-])(\d)([+-]1)?=(\d+)")
 NUMBERS = st.integers(0, 9999)

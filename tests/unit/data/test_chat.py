@@ -5,13 +5,13 @@ import json
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megarl.data import arithmetic_models
-from megarl.data.chat import load_chat
-from megarl.data.prompts import load_tasks
-from megarl.data.tokenizer import load_tokenizer
-from megarl.data.traces import load_traces
-from megarl.errors import MegarlError
-from megarl.recipe import from_tree
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.recipe import from_tree
+from megarl.tasks.data import arithmetic_models
+from megarl.tasks.data.chat import load_chat
+from megarl.tasks.data.prompts import load_tasks
+from megarl.tasks.data.traces import load_traces
 
 TEMPLATES = {
     "roles": """{{- bos_token }}

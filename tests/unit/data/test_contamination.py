@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.contamination import COMMON, NGRAM, SHORTEST, Hit, Overlap, overlap_with
-from megarl.data.text import words
-from megarl.errors import MegarlError
+from megarl.core.base.errors import MegarlError
+from megarl.tasks.data.contamination import COMMON, NGRAM, SHORTEST, Hit, Overlap, overlap_with
+from megarl.tasks.data.text import words
 
 LETTERS = st.lists(st.sampled_from("abc"), max_size=30)
 

@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from megarl.data.mappings import MAPPINGS, Row, UnfitError, last_box, mapping_of, own
-from megarl.recipe import Task
+from megarl.core.recipe import Task
+from megarl.tasks.data.mappings import MAPPINGS, Row, UnfitError, last_box, mapping_of, own
 
 STDIN = [{"input": "1 2\n", "output": "3\n"}]
 

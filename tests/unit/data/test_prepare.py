@@ -6,12 +6,12 @@ import datasets
 import pytest
 
 from megarl import cli
-from megarl.data import arithmetic_models
-from megarl.data.inspection import kind_of_answer
-from megarl.data.mappings import own
-from megarl.data.prepare import FORMATS
-from megarl.data.sources import stream
-from megarl.data.survey import chosen, survey
+from megarl.lab.inspection.data import kind_of_answer
+from megarl.tasks.data import arithmetic_models
+from megarl.tasks.data.mappings import own
+from megarl.tasks.data.prepare import FORMATS
+from megarl.tasks.data.sources import stream
+from megarl.tasks.data.survey import chosen, survey
 
 EVALUATION = "Find the sum of all integer bases b greater than nine for which seventeen divides ninety seven"
 ROWS = [

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data import arithmetic_models, products
-from megarl.data.products import Product, trace
-from megarl.data.tokenizer import Tokenizer
-from megarl.data.traces import load_traces
-from megarl.environments.calculator import calculated
-from megarl.errors import MegarlError
-from megarl.recipe import load
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.recipe import load
+from megarl.tasks.data import arithmetic_models, products
+from megarl.tasks.data.products import Product, trace
+from megarl.tasks.data.traces import load_traces
+from megarl.tasks.environments.calculator import calculated
 
 MADE = arithmetic_models.character_tokenizer()
 TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, None)

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.data import arithmetic_models
-from megarl.data.mappings import own
-from megarl.data.prompts import check_disjoint, load_set, load_tasks
-from megarl.data.survey import survey_of
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.data.traces import load_traces
-from megarl.errors import MegarlError
-from megarl.recipe import from_tree
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.recipe import from_tree
+from megarl.tasks.data import arithmetic_models
+from megarl.tasks.data.mappings import own
+from megarl.tasks.data.prompts import check_disjoint, load_set, load_tasks
+from megarl.tasks.data.survey import survey_of
+from megarl.tasks.data.traces import load_traces
 from tests.prompts import load_prompts
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megarl.data import arithmetic, products
-from megarl.recipe import Recipe, load, shipped
+from megarl.core.recipe import Recipe, load, shipped
+from megarl.tasks.data import arithmetic, products
 
 DEFAULT = Recipe()
 

@@ -5,9 +5,9 @@ import json
 import datasets
 import pytest
 
-from megarl.data import sources
-from megarl.data.sources import Unreadable, stream
-from megarl.errors import MegarlError
+from megarl.core.base.errors import MegarlError
+from megarl.tasks.data import sources
+from megarl.tasks.data.sources import Unreadable, stream
 
 ROWS = [{"problem": f"What is {n}?", "nested": {"answer": str(n)}} for n in range(5)]
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.stored import Stored
-from megarl.errors import MegarlError
-from megarl.types import Prompt, encode, int32
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import Prompt, encode, int32
+from megarl.tasks.data.stored import Stored
 from tests.full_disk import files_no_larger_than
 
 PROMPTS = st.builds(

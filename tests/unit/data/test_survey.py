@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data import survey as under_test
-from megarl.data.contamination import Overlap
-from megarl.data.mappings import mapping_of, own
-from megarl.data.survey import chosen, survey
-from megarl.errors import MegarlError
+from megarl.core.base.errors import MegarlError
+from megarl.tasks.data import survey as under_test
+from megarl.tasks.data.contamination import Overlap
+from megarl.tasks.data.mappings import mapping_of, own
+from megarl.tasks.data.survey import chosen, survey
 
 READ = mapping_of("", {"prompt": "q", "answer": "a"})
 

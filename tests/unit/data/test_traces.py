@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
-from megarl.data.arithmetic_models import character_tokenizer
-from megarl.data.tokenizer import Tokenizer
-from megarl.data.traces import are_traces, load_traces, spoken
-from megarl.errors import MegarlError
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.tasks.data.arithmetic_models import character_tokenizer
+from megarl.tasks.data.traces import are_traces, load_traces, spoken
 
 QUESTION = "What is the sum of the digits of the smallest number that is divisible by nine and eleven?"
 TURNS = [{"role": "user", "content": "12+1="}, {"role": "assistant", "content": "<think>2+1=3</think>13"}]

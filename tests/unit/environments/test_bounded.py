@@ -13,12 +13,15 @@ import uvloop
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.environments import Bounded, EnvironmentDown, Environments, Observation, host
-from megarl.errors import MegarlError
-from megarl.grading import GraderDown, Verdict
-from megarl.recipe import from_tree
-from megarl.types import Prompt, int32
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.base.types import Prompt, int32
+from megarl.core.recipe import from_tree
+from megarl.tasks.environments import host
+from megarl.tasks.environments.bounded import Bounded
+from megarl.tasks.environments.protocol import EnvironmentDown, Observation
+from megarl.tasks.environments.registry import Environments
+from megarl.tasks.graders.answer import GraderDown, Verdict
 from tests.unit.environments.scripted import Near
 from tests.unit.environments.texts import byte_tokenizer
 
@@ -133,7 +136,7 @@ def test_whatever_one_episode_does_the_others_are_played_to_their_end(
 ) -> None:
     """All in one process, which some of them end: two others, one of them in the middle of it all, see nothing of that."""
     monkeypatch.setattr(host, "MARGIN_S", 0.5)
-    monkeypatch.setattr("megarl.environments.bounded.LIVES", 99)
+    monkeypatch.setattr("megarl.tasks.environments.bounded.LIVES", 99)
     found = environments(tmp_path, "game", "Hostile")
     programs = {TURN + line: words for line, words in HOSTILE.items()}
     programs |= {f"score = {score}": words for score, words in WORTHLESS.items()}
@@ -207,7 +210,7 @@ class Said:
 def test_any_reply_is_a_good_one_or_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: Any, verdict: Any, stops: Any
 ) -> None:
-    monkeypatch.setattr("megarl.environments.registry.Host", Near)
+    monkeypatch.setattr("megarl.tasks.environments.registry.Host", Near)
     monkeypatch.setattr(Near, "tokenizer", tokenizer_of(tmp_path))
     monkeypatch.setattr(Said, "reply", reply)
     monkeypatch.setattr(Said, "verdict", verdict)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megarl.environments.framing import Framing
-from megarl.errors import MegarlError
+from megarl.core.base.errors import MegarlError
+from megarl.tasks.environments.framing import Framing
 from tests.unit.environments.texts import CHATML, DEAF, NO_TOOLS, byte_tokenizer
 
 

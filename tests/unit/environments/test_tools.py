@@ -10,18 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.arithmetic_models import character_tokenizer
-from megarl.data.tokenizer import Tokenizer
-from megarl.environments import Environment, Environments, Setting
-from megarl.environments.calculator import LONGEST, Calculator, calculated
-from megarl.environments.framing import Framing
-from megarl.environments.guessing import Guessing
-from megarl.environments.python import LIMITS, Python
-from megarl.errors import MegarlError
-from megarl.grading import Verdict
-from megarl.grading.sandbox import Sandbox
-from megarl.recipe import from_tree
-from megarl.types import Prompt, int32
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import Prompt, int32
+from megarl.core.recipe import from_tree
+from megarl.tasks.data.arithmetic_models import character_tokenizer
+from megarl.tasks.environments.calculator import LONGEST, Calculator, calculated
+from megarl.tasks.environments.framing import Framing
+from megarl.tasks.environments.guessing import Guessing
+from megarl.tasks.environments.protocol import Environment, Setting
+from megarl.tasks.environments.python import LIMITS, Python
+from megarl.tasks.environments.registry import Environments
+from megarl.tasks.graders.answer import Verdict
+from megarl.tasks.graders.sandbox import Sandbox
 from tests.unit.environments.texts import byte_tokenizer
 
 MADE = character_tokenizer()
@@ -195,7 +196,7 @@ def test_what_cannot_be_had_is_said_when_the_run_starts(bytes_of: Tokenizer, mon
     assert environments(bytes_of, "python").of("other") is None
     for name, words in {
         "no_such_module:Class": "no_such_module:Class cannot be used: ModuleNotFoundError",
-        "megarl.environments:Class": "cannot be used: AttributeError",
+        "megarl.tasks.environments:Class": "cannot be used: AttributeError",
         "os.path:join": "os.path:join cannot be made: TypeError",
         "builtins:str": "builtins:str is no Environment; derive it from",
     }.items():

@@ -15,17 +15,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megarl.batch import batch_statistics
-from megarl.grading import GraderDown, Verdict
-from megarl.messages import ServerAddress
-from megarl.recipe import Recipe, from_tree
-from megarl.rollout.client import Generation, ServerLost, Span
-from megarl.rollout.membership import Membership
-from megarl.rollout.places import Places
-from megarl.rollout.routing import RoutedLayers
-from megarl.rollout.sampler import Completion, Job, Sampler, Void
-from megarl.rollout.task_metrics import task_statistics
-from megarl.types import Batch, Group, Prompt, Rollout, float32, int32
+from megarl.core.algorithm.batch import batch_statistics
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, float32, int32
+from megarl.core.controller.task_metrics import task_statistics
+from megarl.core.recipe import Recipe, from_tree
+from megarl.core.sampling.places import Places
+from megarl.core.sampling.routing import RoutedLayers
+from megarl.core.sampling.sampler import Completion, Job, Sampler, Void
+from megarl.core.server.client import Generation, ServerLost, Span
+from megarl.core.server.membership import Membership
+from megarl.tasks.graders.answer import GraderDown, Verdict
 from tests.unit.environments import scripted
 from tests.unit.environments.scripted import CALL, Near, Script
 
@@ -115,7 +115,7 @@ class Client:
 @pytest.fixture(autouse=True, scope="module")
 def in_this_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.environments.registry.Host", Near)
+        patch.setattr("megarl.tasks.environments.registry.Host", Near)
         patch.setattr(Near, "tokenizer", Letters())
         yield
 

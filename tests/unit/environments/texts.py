@@ -6,7 +6,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 
 SPECIAL = ("<|end|>", "<|start|>", "<think>", "</think>")
 

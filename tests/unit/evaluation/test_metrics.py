@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.evaluation import curve
-from megarl.evaluation.answers import Answer, SuiteDir, suites_in
-from megarl.evaluation.estimators import maj_at_k, pass_at_k
-from megarl.evaluation.metrics import Outcome, summarise
-from megarl.evaluation.score import _entropy
-from megarl.evaluation.votes import Votes, extracted
-from megarl.grading import Graders
-from megarl.recipe import from_tree
-from megarl.rollout.sampler import Completion
-from megarl.types import Segment, float32, int32
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import Segment, float32, int32
+from megarl.core.evaluation.answers import Answer, SuiteDir, suites_in
+from megarl.core.evaluation.estimators import maj_at_k, pass_at_k
+from megarl.core.evaluation.metrics import Outcome, summarise
+from megarl.core.evaluation.score import _entropy
+from megarl.core.evaluation.votes import Votes, extracted
+from megarl.core.recipe import from_tree
+from megarl.core.sampling.sampler import Completion
+from megarl.lab.evaluation import curve
+from megarl.tasks.graders.grader import Graders
 
 
 def answer(id: str, sample: int, vote: str, correct: bool, **more: Any) -> Answer:

@@ -15,20 +15,20 @@ from msgspec import UNSET
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from megarl.data.rows import UnfitError
-from megarl.data.tokenizer import Tokenizer
-from megarl.errors import MegarlError
-from megarl.evaluation import suites
-from megarl.evaluation.answers import Answer
-from megarl.evaluation.loglikelihood import Continuation, joined
-from megarl.evaluation.multiple_choice import SETS, Choices, Question, answered, arc, hellaswag, load_questions
-from megarl.evaluation.score import Asker, score
-from megarl.messages import ServerAddress
-from megarl.recipe import Suite, from_tree
-from megarl.rollout.client import Prefill, ServerLost, ServerRefused
-from megarl.rollout.membership import Membership
-from megarl.rollout.places import Places
-from megarl.types import float32, int32
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import float32, int32
+from megarl.core.evaluation.answers import Answer
+from megarl.core.evaluation.score import Asker, score
+from megarl.core.recipe import Suite, from_tree
+from megarl.core.sampling.places import Places
+from megarl.core.server.client import Prefill, ServerLost, ServerRefused
+from megarl.core.server.membership import Membership
+from megarl.lab.evaluation import suites
+from megarl.lab.evaluation.loglikelihood import Continuation, joined
+from megarl.lab.evaluation.multiple_choice import SETS, Choices, Question, answered, arc, hellaswag, load_questions
+from megarl.tasks.data.rows import UnfitError
 
 ARC = {
     "id": "Mercury_7175875",

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.arithmetic_models import character_tokenizer
-from megarl.data.mappings import MAPPINGS
-from megarl.data.prompts import load_tasks
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.errors import MegarlError
-from megarl.evaluation import suites
-from megarl.evaluation.subject import _suite
-from megarl.grading import Grade, Graders
-from megarl.recipe import Recipe, dump, from_tree, load, load_suite, shipped_suites
-from megarl.rollout.sampler import Sampler
-from megarl.rundir import RunDir
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir
+from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.recipe import Recipe, dump, from_tree, load, load_suite, shipped_suites
+from megarl.core.sampling.sampler import Sampler
+from megarl.lab.evaluation import suites
+from megarl.lab.evaluation.subject import _suite
+from megarl.tasks.data.arithmetic_models import character_tokenizer
+from megarl.tasks.data.mappings import MAPPINGS
+from megarl.tasks.data.prompts import load_tasks
+from megarl.tasks.graders.answer import Grade
+from megarl.tasks.graders.grader import Graders
 from tests.evaluation_sets import SETS, byte_llama, write_rows
 
 FENCED = "Here it is:\n```python\n{}\n```"

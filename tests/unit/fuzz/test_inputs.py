@@ -8,9 +8,9 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megarl.errors import MegarlError
-from megarl.recipe import Recipe
-from megarl.supervisor import checks
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Recipe
+from megarl.run import checks
 from tests.unit.fuzz.hostile import changed, lines, rows_like
 
 LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters

@@ -10,9 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.errors import MegarlError
-from megarl.recipe import Recipe, describe, dump, load, shipped
-from megarl.recipe.text import flat
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Recipe, describe, dump, load, shipped
+from megarl.core.recipe.text import flat
 from tests.unit.fuzz.hostile import changed, values
 
 LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters

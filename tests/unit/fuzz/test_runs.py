@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megarl import cli
-from megarl.recipe import Recipe, dump
-from megarl.rundir import RunDir
-from megarl.supervisor.observe import Observer
+from megarl.core.base.rundir import RunDir
+from megarl.core.recipe import Recipe, dump
+from megarl.run.observe import Observer
 from tests.unit.conftest import evaluation_row, metrics_row
 from tests.unit.fuzz.hostile import changed, lines, rows_like
 from tests.unit.rollout.test_journal import written

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import MegarlError
-from megarl.grading import Graders
-from megarl.grading.sandbox import Kind, Limits, Sandbox
-from megarl.recipe import Data, Task
-from megarl.types import Prompt, int32
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import Prompt, int32
+from megarl.core.recipe import Data, Task
+from megarl.tasks.graders.grader import Graders
+from megarl.tasks.graders.sandbox import Kind, Limits, Sandbox
 
 LIMITS = Limits(seconds=20, memory=256 << 20, processes=8, file=1 << 20, tmp=4 << 20, output=1 << 16)
 SHORT = Limits(**(vars(LIMITS) | {"seconds": 2}))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.grading.sandbox import Kind
+from megarl.tasks.graders.sandbox import Kind
 from tests.unit.grading.asking import why_not
 
 

@@ -6,10 +6,9 @@ import json
 import pytest
 import uvloop
 
-from megarl.grading import GraderDown, Submission, Verdict
-from megarl.grading.answer import judged
-from megarl.grading.code import Code
-from megarl.grading.sandbox import Kind, Limits, Sandbox
+from megarl.tasks.graders.answer import GraderDown, Submission, Verdict, judged
+from megarl.tasks.graders.code import Code
+from megarl.tasks.graders.sandbox import Kind, Limits, Sandbox
 from tests.unit.grading.asking import LIMITS, SHORT, sandbox
 
 CHECK = """

@@ -6,10 +6,9 @@ import signal
 
 import pytest
 
-from megarl.grading import Grade, Submission, Verdict
-from megarl.grading.answer import WRONG, judged
-from megarl.grading.functions import is_equal
-from megarl.grading.pool import Pool
+from megarl.tasks.graders.answer import WRONG, Grade, Submission, Verdict, judged
+from megarl.tasks.graders.functions import is_equal
+from megarl.tasks.graders.pool import Pool
 from tests.unit.grading.asking import graders_of, prompt_of
 
 END = "</think>"

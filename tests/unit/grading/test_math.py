@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megarl.grading import Grade, Submission, Verdict
-from megarl.grading.functions import same_in_mathematics
-from megarl.grading.pool import Pool
-from megarl.grading.worker import TimeUp, judge
+from megarl.tasks.graders.answer import Grade, Submission, Verdict
+from megarl.tasks.graders.functions import same_in_mathematics
+from megarl.tasks.graders.pool import Pool
+from megarl.tasks.graders.worker import TimeUp, judge
 from tests.unit.grading.asking import graders_of, prompt_of
 from tests.unit.grading.math_pairs import HOSTILE, KNOWN, RIGHT, WRONG
 

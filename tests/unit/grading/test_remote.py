@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from megarl.errors import MegarlError
-from megarl.grading import GraderDown, Submission, Verdict
-from megarl.grading import remote as module
-from megarl.grading.remote import Remote
-from megarl.recipe import Service
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Service
+from megarl.tasks.graders import remote as module
+from megarl.tasks.graders.answer import GraderDown, Submission, Verdict
+from megarl.tasks.graders.remote import Remote
 
 KEY = "sk-do-not-tell-4711"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "reward_server.py"

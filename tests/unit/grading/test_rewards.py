@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from megarl.batch import batch_statistics
-from megarl.errors import MegarlError
-from megarl.grading import Grade, GraderDown, Graders
-from megarl.grading.answer import Verdict, graded, judged
-from megarl.recipe import from_tree
-from megarl.rollout.task_metrics import task_statistics
-from megarl.types import Batch, Group, Prompt, Rollout, decode, encode, int32
+from megarl.core.algorithm.batch import batch_statistics
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, decode, encode, int32
+from megarl.core.controller.task_metrics import task_statistics
+from megarl.core.recipe import from_tree
+from megarl.tasks.graders.answer import Grade, GraderDown, Verdict, graded, judged
+from megarl.tasks.graders.grader import Graders
 from tests.unit.grading.asking import graders_of, prompt_of
 
 MODULE = """

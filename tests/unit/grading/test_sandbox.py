@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.grading import Grade, GraderDown, Submission, Verdict
-from megarl.grading.answer import judged
-from megarl.grading.code import Code
-from megarl.grading.inside import NOBODY
-from megarl.grading.sandbox import Kind, Limits, Ran, Sandbox, remains
+from megarl.core.base.errors import MegarlError
+from megarl.tasks.graders.answer import Grade, GraderDown, Submission, Verdict, judged
+from megarl.tasks.graders.code import Code
+from megarl.tasks.graders.inside import NOBODY
+from megarl.tasks.graders.sandbox import Kind, Limits, Ran, Sandbox, remains
 from tests.unit.grading.asking import LIMITS, SHORT, graders_of, prompt_of, sandbox
 
 SECRET = "megarl-expected-4711"
@@ -237,7 +236,7 @@ def test_without_landlock_the_message_says_what_remains(
 ) -> None:
     kinds: dict[int, str] = {0: "read, write and delete what you can", 2: "read, write", 3: "see which files there are"}
     for version, words in kinds.items():
-        monkeypatch.setattr("megarl.grading.sandbox.landlock_version", lambda libc, version=version: version)
+        monkeypatch.setattr("megarl.tasks.graders.sandbox.landlock_version", lambda libc, version=version: version)
         with caplog.at_level(logging.WARNING):
             sandbox("rlimits").check()
         assert words in remains()
@@ -342,7 +341,7 @@ def test_without_bubblewrap_code_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
 def test_a_bubblewrap_that_may_not_make_namespaces_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
-    monkeypatch.setattr("megarl.grading.sandbox.ENVIRONMENT", {"PATH": str(tmp_path)})
+    monkeypatch.setattr("megarl.tasks.graders.sandbox.ENVIRONMENT", {"PATH": str(tmp_path)})
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert shutil.which("bwrap") == str(tmp_path / "bwrap")
     with pytest.raises(MegarlError, match=r"No permissions to create new namespace.*in a container"):
@@ -354,7 +353,7 @@ def test_a_sandbox_that_fails_later_is_no_wrong_answer(monkeypatch: pytest.Monke
     (tmp_path / "bwrap").write_text('#!/bin/sh\necho x >> "$0.calls"\necho "started or not"\nexit 1\n')
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("megarl.grading.sandbox.ENVIRONMENT", {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    monkeypatch.setattr("megarl.tasks.graders.sandbox.ENVIRONMENT", {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     with pytest.raises(GraderDown, match="no sandbox could start a program, 2 times"):
         asyncio.run(Sandbox("bubblewrap", 1).run("print(1)", ""))
     assert (tmp_path / "bwrap.calls").read_text() == "x\nx\n"

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.learner.trainer import Trainer
-from megarl.models import hf
-from megarl.recipe import from_tree
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import hf
+from megarl.core.recipe import from_tree
 from tests.tiny import tiny_llama
 from tests.unit.learner.training_step import sequences
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.learner.cost import HEAD_PASSES, LAYER_PASSES, cost_of
-from megarl.models import family_of
-from megarl.planning import formulas, shapes
+from megarl.core.learner.cost import HEAD_PASSES, LAYER_PASSES, cost_of
+from megarl.core.models import family_of, shapes
+from megarl.lab.planning import formulas
 from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen3, tiny_qwen3_moe
 
 MODELS = {

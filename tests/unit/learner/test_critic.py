@@ -10,13 +10,13 @@ import torch
 
 from checkpoints_tools.convert import megatron_to_hf, reshard
 from checkpoints_tools.layout import Layout
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.errors import MegarlError
-from megarl.learner.checkpoint import Checkpoints
-from megarl.learner.trained import TrainedNetwork
-from megarl.learner.trainer import Trainer
-from megarl.models import hf, parallel
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base.errors import MegarlError
+from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.trained import TrainedNetwork
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import hf, parallel
 from tests.tiny import tiny_llama
 
 # isort: split

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.learner.trainer import Trainer
-from megarl.models import hf, parallel
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import hf, parallel
 from tests.tiny import gradients, tiny_qwen3_moe
 
 COEFFICIENT = 0.3

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.learner import loss_scale
-from megarl.learner.checkpoint import Checkpoints
-from megarl.learner.losses import supervised_loss
-from megarl.learner.trained import TrainedNetwork
-from megarl.learner.trainer import Trainer
-from megarl.models import hf
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.algorithm.losses import supervised_loss
+from megarl.core.learner import loss_scale
+from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.trained import TrainedNetwork
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import hf
 from tests.sequences import logprobs
 from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen3, tiny_qwen3_moe
 

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megarl.learner.head import kernels
+from megarl.core.learner.head import kernels
 
 ROOT = Path(__file__).parents[3]
 POINTERS = {"labels": "*i64", "out": "*bf16"}

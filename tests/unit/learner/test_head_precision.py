@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.learner.network import Network, loaded_chunks
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.learner.network import Network, loaded_chunks
 from tests.tiny import tiny_llama
 
 TOKENS = np.arange(48, dtype=np.int32)

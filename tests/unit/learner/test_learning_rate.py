@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from megarl.learner.optimizer import learning_rate
-from megarl.recipe import Optimizer
+from megarl.core.learner.optimizer import learning_rate
+from megarl.core.recipe import Optimizer
 
 
 def test_warm_up_ends_at_the_given_rate() -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from megarl.errors import MegarlError
-from megarl.learner.link import Interrupted, Link
-from megarl.messages import Ack, Next, Request, Wait, from_frames, to_frames
-from megarl.ports import free_ports
-from megarl.rundir import LinkKeys
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import Ack, Next, Request, Wait, from_frames, to_frames
+from megarl.core.base.ports import free_ports
+from megarl.core.base.rundir import LinkKeys
+from megarl.core.learner.link import Interrupted, Link
 
 KEYS = LinkKeys.new()
 NEXT = Next(incarnation="a", step=3, version=3)

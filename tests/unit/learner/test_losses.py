@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.errors import MegarlError
-from megarl.learner.losses import policy_loss, supervised_loss
-from megarl.learner.losses.tokens import Tokens
-from megarl.recipe import Loss
+from megarl.core.algorithm.losses import policy_loss, supervised_loss
+from megarl.core.algorithm.losses.tokens import Tokens
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Loss
 
 Floats = np.ndarray
 Draw = tuple[Floats, Floats, Floats, list[int]]  # log pi, log mu, advantage [n]; lengths of the sequences

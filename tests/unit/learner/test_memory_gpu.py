@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.errors import MegarlError
-from megarl.learner import microbatch_size
-from megarl.learner.checkpoint import Checkpoints
-from megarl.learner.trainer import Trainer
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base.errors import MegarlError
+from megarl.core.learner import microbatch_size
+from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.trainer import Trainer
 from tests.tiny import tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]

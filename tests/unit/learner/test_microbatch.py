@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.batch import TrainSequence
-from megarl.learner.microbatch import Layout, MicroBatch, assemble, plan
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.learner.microbatch import Layout, MicroBatch, assemble, plan
 
 CPU = torch.device("cpu")
 

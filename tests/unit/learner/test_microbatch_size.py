@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.errors import MegarlError
-from megarl.learner.microbatch_size import largest, settle
-from megarl.learner.trainer import Trainer
-from megarl.packing import sizes_to_try
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.algorithm.packing import sizes_to_try
+from megarl.core.base.errors import MegarlError
+from megarl.core.learner.microbatch_size import largest, settle
+from megarl.core.learner.trainer import Trainer
 from tests.sequences import logprobs
 from tests.tiny import tiny_llama, tiny_qwen3_moe
 

@@ -15,13 +15,13 @@ import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.errors import MegarlError
-from megarl.learner import optimizer
-from megarl.learner.checkpoint import Checkpoints
-from megarl.learner.out_of_memory import OutOfMemory
-from megarl.learner.trainer import Trainer
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base.errors import MegarlError
+from megarl.core.learner import optimizer
+from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.out_of_memory import OutOfMemory
+from megarl.core.learner.trainer import Trainer
 from tests.tiny import tiny_llama
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_memory_gpu.py")

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from megarl.learner.recorded import contradiction
-from megarl.weights.parity import LIMITS
+from megarl.core.learner.recorded import contradiction
+from megarl.core.weights.parity import LIMITS
 
 
 @pytest.mark.parametrize(("dtype", "experts"), sorted(LIMITS))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from megarl import recipe as recipes
-from megarl.errors import MegarlError
-from megarl.learner.trainer import Trainer
-from megarl.types import Batch, Group, Prompt, Rollout, Segment
+from megarl.core import recipe as recipes
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment
+from megarl.core.learner.trainer import Trainer
 from tests.tiny import tiny_llama
 
 

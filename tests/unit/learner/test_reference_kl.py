@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.learner.losses import policy_loss
-from megarl.learner.losses.reference_kl import Estimator, estimate
-from megarl.learner.losses.tokens import Tokens
-from megarl.recipe import Loss, Reference
+from megarl.core.algorithm.losses import policy_loss
+from megarl.core.algorithm.losses.reference_kl import Estimator, estimate
+from megarl.core.algorithm.losses.tokens import Tokens
+from megarl.core.recipe import Loss, Reference
 
 Floats = np.ndarray
 FORMULAS: dict[

@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 
-from megarl.data.traces import Trace
-from megarl.learner.sft import batches
+from megarl.lab.sft import batches
+from megarl.tasks.data.traces import Trace
 
 LENGTHS = [5, 9, 7, 4, 30, 6, 8]
 TRACES = [Trace(np.full(n, i, np.int32), 2, np.arange(n) >= 2) for i, n in enumerate(LENGTHS)]

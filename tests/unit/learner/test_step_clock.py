@@ -2,8 +2,8 @@
 
 import pytest
 
-from megarl.learner.clock import StepClock
-from megarl.messages import Published, ServerResult
+from megarl.core.base.messages import Published, ServerResult
+from megarl.core.learner.clock import StepClock
 
 
 def test_parts_and_idle_share(monkeypatch: pytest.MonkeyPatch) -> None:

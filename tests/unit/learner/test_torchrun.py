@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.ports import free_ports
+from megarl.core.base.ports import free_ports
 
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from megarl.process import die_with_supervisor
+from megarl.core.base.process import die_with_supervisor
 die_with_supervisor()
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
@@ -52,7 +52,7 @@ def end(folder: Path, status: int) -> None:
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     (tmp_path / "rank.py").write_text(RANK)
-    words = [sys.executable, "-m", "megarl.learner.torchrun", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    words = [sys.executable, "-m", "megarl.core.learner.torchrun", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     words += [f"--master-port={free_ports(1)[0]}", str(tmp_path / "rank.py"), str(tmp_path)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     for rank in (0, 1):

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megarl import recipe as recipes
-from megarl.batch import TrainSequence
-from megarl.learner.trainer import Trainer
-from megarl.models import family_of, hf, parallel
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import family_of, hf, parallel
 
 LENGTHS = [40, 7, 23, 64, 31, 12]
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.models import parallel
-from megarl.recipe import Model
+from megarl.core.models import parallel
+from megarl.core.recipe import Model
 
 
 @pytest.fixture

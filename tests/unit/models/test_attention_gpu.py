@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.models import build, family_of, hf
-from megarl.models.packed_attention import Buckets, Flash, attention_of, causal
-from megarl.recipe import Model
+from megarl.core.models import build, family_of, hf
+from megarl.core.models.packed_attention import Buckets, Flash, attention_of, causal
+from megarl.core.recipe import Model
 from tests.dense_attention import exact, largest_difference, on_ranks, row, values_and_gradients
 from tests.tiny import tiny_llama, tiny_qwen3
 

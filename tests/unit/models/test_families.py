@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megarl.models import build, family_of, hf
-from megarl.recipe import Model
+from megarl.core.models import build, family_of, hf
+from megarl.core.recipe import Model
 from tests.tiny import (
     gradients,
     tiny_llama,

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.batch import TrainSequence
-from megarl.errors import MegarlError
-from megarl.learner.microbatch import Layout, assemble, plan
-from megarl.learner.network import layout_of
-from megarl.models import build, family_of, fp8
-from megarl.recipe import Model
-from megarl.recipe.combinations import impossible_for
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base.errors import MegarlError
+from megarl.core.learner.microbatch import Layout, assemble, plan
+from megarl.core.learner.network import layout_of
+from megarl.core.models import build, family_of, fp8
+from megarl.core.recipe import Model
+from megarl.core.recipe.combinations import impossible_for
 from tests.tiny import tiny_llama, tiny_qwen3_moe
 
 WIDE: dict[str, Any] = {

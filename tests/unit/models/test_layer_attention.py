@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarl.errors import MegarlError
-from megarl.models import parallel  # noqa: F401  makes megatron importable on a CPU
-from megarl.models.layer_attention import LayerAttention, positions_of, temperatures, within_chunks
-from megarl.models.te_attention import ChunkedTEAttention
+from megarl.core.base.errors import MegarlError
+from megarl.core.models import parallel  # noqa: F401  makes megatron importable on a CPU
+from megarl.core.models.layer_attention import LayerAttention, positions_of, temperatures, within_chunks
+from megarl.core.models.te_attention import ChunkedTEAttention
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams

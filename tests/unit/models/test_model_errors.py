@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.errors import MegarlError
-from megarl.models import build, checkpoint, family_of, hf, parallel
-from megarl.recipe import Model
+from megarl.core.base.errors import MegarlError
+from megarl.core.models import build, checkpoint, family_of, hf, parallel
+from megarl.core.recipe import Model
 from tests.damage import flip_a_bit
 from tests.full_disk import files_no_larger_than
 from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3_moe

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen as varlen_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.models import build, family_of, hf, packed_attention
-from megarl.models.packed_attention import Buckets, Flash, attention_of, flash, flash_takes
-from megarl.models.segments import segments
-from megarl.recipe import Model
+from megarl.core.models import build, family_of, hf, packed_attention
+from megarl.core.models.packed_attention import Buckets, Flash, attention_of, flash, flash_takes
+from megarl.core.models.segments import segments
+from megarl.core.recipe import Model
 from tests.dense_attention import exact, largest_difference, on_ranks, row, values_and_gradients
 from tests.tiny import tiny_llama, tiny_llama4
 

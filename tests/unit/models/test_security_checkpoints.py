@@ -13,12 +13,12 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from checkpoints_tools.__main__ import main
-from megarl.errors import MegarlError
-from megarl.models import build, checkpoint, family_of, hf, parallel
-from megarl.models.checkpoint import Meta
-from megarl.models.checksums import checksums
-from megarl.models.unpickling import FORCE, METADATA
-from megarl.recipe import from_tree
+from megarl.core.base.errors import MegarlError
+from megarl.core.models import build, checkpoint, family_of, hf, parallel
+from megarl.core.models.checkpoint import Meta
+from megarl.core.models.checksums import checksums
+from megarl.core.models.unpickling import FORCE, METADATA
+from megarl.core.recipe import from_tree
 from tests.tiny import tiny_llama
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarl.monitor.metrics import MetricsWriter
-from megarl.monitor.names import tag
-from megarl.monitor.tail import Tail
-from megarl.recipe import Recipe
-from megarl.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, latest_rows
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, latest_rows
+from megarl.core.recipe import Recipe
+from megarl.core.telemetry.metrics import MetricsWriter
+from megarl.core.telemetry.names import tag
+from megarl.core.telemetry.tail import Tail
 
 ENDPOINTS = Endpoints(
     session="s", controller="", servers=(), api_key="u", admin_key="a", link=LinkKeys.new(), rendezvous_port=1

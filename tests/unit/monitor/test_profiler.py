@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.monitor.profiler import Profiler
-from megarl.recipe import Profile
+from megarl.core.recipe import Profile
+from megarl.core.telemetry.profiler import Profiler
 
 
 def train(profiler: Profiler, steps: range) -> None:
@@ -50,7 +50,7 @@ def test_window(start: int, steps: int, trained: range, expected: dict[str, set[
 
 def test_nothing_runs_outside_of_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
-    monkeypatch.setattr("megarl.monitor.profiler.profile", lambda **_: made.append(1))
+    monkeypatch.setattr("megarl.core.telemetry.profiler.profile", lambda **_: made.append(1))
     train(Profiler(Profile(start=10, steps=3), tmp_path, rank=0), range(0, 8))
     assert made == []
     assert not torch.autograd._profiler_enabled()

@@ -11,13 +11,13 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from megarl.errors import MegarlError
-from megarl.monitor import targets
-from megarl.monitor.families import LearnerMetrics, of_controller
-from megarl.monitor.prometheus import Exporter
-from megarl.ports import free_ports
-from megarl.recipe import Recipe, from_tree
-from megarl.rundir import Endpoints, LinkKeys, RunDir, latest_rows
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.ports import free_ports
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows
+from megarl.core.recipe import Recipe, from_tree
+from megarl.core.telemetry.families import LearnerMetrics, of_controller
+from megarl.core.telemetry.prometheus import Exporter
+from megarl.lab.report import targets
 
 CONVENTION = re.compile(r"megarl_[a-z0-9_]+")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

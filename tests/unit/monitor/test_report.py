@@ -13,17 +13,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import MegarlError
-from megarl.monitor import charts, report, summary
-from megarl.recipe import Recipe, from_tree
-from megarl.rollout.journal import Journal
-from megarl.rollout.records import Admitted, Finished
-from megarl.rundir import FORECAST, RunDir, append_jsonl, latest_rows, latest_scores
-from megarl.scaling.outlook import outlook
-from megarl.supervisor import view
-from megarl.supervisor.observe import Observer
-from megarl.types import Group, Prompt, Rollout, Segment, float32
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl, latest_rows, latest_scores
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.base.types import Group, Prompt, Rollout, Segment, float32
+from megarl.core.journal.journal import Journal
+from megarl.core.journal.records import Admitted, Finished
+from megarl.core.recipe import Recipe, from_tree
+from megarl.lab.report import charts, report, summary
+from megarl.lab.scaling.outlook import outlook
+from megarl.run import view
+from megarl.run.observe import Observer
 from tests.summaries import WORDS, recomputed
 
 
@@ -200,7 +200,7 @@ def test_no_run(tmp_path: Path) -> None:
 
 
 def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path) -> None:
-    from megarl.data.arithmetic_models import LLAMA, save_model
+    from megarl.tasks.data.arithmetic_models import LLAMA, save_model
 
     save_model(tmp_path / "init", LLAMA, 0)
     tokenizer = load_tokenizer(tmp_path / "init")

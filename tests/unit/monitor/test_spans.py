@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.monitor.spans import UNRECORDED, Spans, read
+from megarl.core.telemetry.spans import UNRECORDED, Spans, read
 
 
 def test_what_is_written_is_read_in_the_order_of_time(tmp_path: Path) -> None:

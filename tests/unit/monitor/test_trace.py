@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl import cli
-from megarl.monitor.lanes import changes, nested, packed, union
-from megarl.monitor.spans import Span, Spans
-from megarl.monitor.trace import trace_of
-from megarl.rundir import RunDir, append_jsonl
+from megarl.core.base.rundir import RunDir, append_jsonl
+from megarl.core.telemetry.spans import Span, Spans
+from megarl.lab.trace.lanes import changes, nested, packed, union
+from megarl.lab.trace.trace import trace_of
 from tests import trace_format
 
 # Times are eighths of a second, so that sums of them are exact.

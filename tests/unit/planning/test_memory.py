@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from megarl.learner.head import function
-from megarl.planning import formulas, memory, shapes
-from megarl.planning.hardware import GB, assumed, gpu_named
-from megarl.recipe import Recipe, load
+from megarl.core.learner.head import function
+from megarl.core.models import shapes
+from megarl.core.recipe import Recipe, load
+from megarl.lab.planning import formulas, memory
+from megarl.lab.planning.hardware import GB, assumed, gpu_named
 
 EIGHT, SCOUT = shapes.read("llama-3.1-8b"), shapes.read("llama-4-scout")
 

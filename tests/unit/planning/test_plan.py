@@ -10,13 +10,14 @@ import pytest
 from matplotlib.figure import Figure
 
 from megarl import cli
-from megarl.planning import formulas, scenario, shapes, show, speed
-from megarl.planning.hardware import Assumed, assumed, gpu_named
-from megarl.planning.layouts import Plan, Problem, as_written, search
-from megarl.planning.speed import Decoder
-from megarl.planning.workload import lognormal, workload
-from megarl.recipe import load
-from megarl.recipe.combinations import impossible, impossible_for
+from megarl.core.models import shapes
+from megarl.core.recipe import load
+from megarl.core.recipe.combinations import impossible, impossible_for
+from megarl.lab.planning import formulas, scenario, show, speed
+from megarl.lab.planning.hardware import Assumed, assumed, gpu_named
+from megarl.lab.planning.layouts import Plan, Problem, as_written, search
+from megarl.lab.planning.speed import Decoder
+from megarl.lab.planning.workload import lognormal, workload
 
 
 def problem(name: str, config: str, gpu: str, gpus: int = 80, mean: float = 8000, *overrides: str) -> Problem:

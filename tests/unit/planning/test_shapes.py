@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.planning import shapes
+from megarl.core.base.errors import MegarlError
+from megarl.core.models import shapes
 from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
 

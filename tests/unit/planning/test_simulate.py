@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.planning.simulate import Costs, Scenario, Step, simulate, summary
-from megarl.planning.workload import Constant, Lengths, LogNormal, workload
-from megarl.recipe import Recipe, from_tree
+from megarl.core.recipe import Recipe, from_tree
+from megarl.lab.planning.simulate import Costs, Scenario, Step, simulate, summary
+from megarl.lab.planning.workload import Constant, Lengths, LogNormal, workload
 
 
 def recipe(servers: int = 1, prompts: int = 4, generations: int = 2, **pipeline: Any) -> Recipe:

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.planning.workload import LogNormal, Measured, lognormal, workload
-from megarl.recipe import load
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import load
+from megarl.lab.planning.workload import LogNormal, Measured, lognormal, workload
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.5, 1.0])

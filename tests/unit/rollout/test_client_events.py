@@ -9,8 +9,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.ports import free_ports
-from megarl.rollout.client import ServerClient, ServerLost, ServerRefused, events
+from megarl.core.base.ports import free_ports
+from megarl.core.server.client import ServerClient, ServerLost, ServerRefused, events
 
 
 @given(st.lists(st.text('abc{}:" ', min_size=1, max_size=20), max_size=6), st.lists(st.integers(1, 30), max_size=20))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipe import Resources
-from megarl.rollout.compute import ComputeClock, Spent
-from megarl.rollout.journal import Journal
-from megarl.rollout.records import PublishedVersion, Session
+from megarl.core.controller.compute import ComputeClock, Spent
+from megarl.core.journal.journal import Journal
+from megarl.core.journal.records import PublishedVersion, Session
+from megarl.core.recipe import Resources
 
 
 class Life:

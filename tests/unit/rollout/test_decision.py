@@ -2,10 +2,10 @@
 
 import pytest
 
-from megarl.evaluation.schedule import is_due
-from megarl.messages import Next, Publish, Refused, ServerAddress, Stop, Wait
-from megarl.rollout.decision import Standing, TrainStep, decide
-from megarl.rollout.membership import Membership
+from megarl.core.base.messages import Next, Publish, Refused, ServerAddress, Stop, Wait
+from megarl.core.controller.decision import Standing, TrainStep, decide
+from megarl.core.evaluation.schedule import is_due
+from megarl.core.server.membership import Membership
 
 ADDRESSES = [ServerAddress(id=n, url=f"http://127.0.0.1:{n}") for n in range(2)]
 

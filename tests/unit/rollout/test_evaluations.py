@@ -9,26 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.data.arithmetic_models import character_tokenizer
-from megarl.data.prompts import TaskPrompts
-from megarl.data.tokenizer import Tokenizer
-from megarl.evaluation.answers import SuiteDir, read_answers
-from megarl.evaluation.metrics import Outcome
-from megarl.evaluation.score import Sampled, choose
-from megarl.grading import Grade, GraderDown
-from megarl.messages import ServerAddress
-from megarl.recipe import Recipe, Suite, from_tree
-from megarl.rollout import evaluations as module
-from megarl.rollout.compute import ComputeClock, Spent
-from megarl.rollout.evaluations import TRIES, Evaluations, questions_of, row
-from megarl.rollout.journal import Journal
-from megarl.rollout.ledger import Ledger
-from megarl.rollout.membership import Membership
-from megarl.rollout.places import Places
-from megarl.rollout.records import Session
-from megarl.rollout.sampler import Completion
-from megarl.rundir import RunDir, append_jsonl, read_jsonl
-from megarl.types import Prompt, int32
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.rundir import RunDir, append_jsonl, read_jsonl
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import Prompt, int32
+from megarl.core.controller import evaluations as module
+from megarl.core.controller.compute import ComputeClock, Spent
+from megarl.core.controller.evaluations import TRIES, Evaluations, questions_of, row
+from megarl.core.evaluation.answers import SuiteDir, read_answers
+from megarl.core.evaluation.metrics import Outcome
+from megarl.core.evaluation.score import Sampled, choose
+from megarl.core.journal.journal import Journal
+from megarl.core.journal.ledger import Ledger
+from megarl.core.journal.records import Session
+from megarl.core.recipe import Recipe, Suite, from_tree
+from megarl.core.sampling.places import Places
+from megarl.core.sampling.sampler import Completion
+from megarl.core.server.membership import Membership
+from megarl.tasks.data.arithmetic_models import character_tokenizer
+from megarl.tasks.data.prompts import TaskPrompts
+from megarl.tasks.graders.answer import Grade, GraderDown
 
 MADE = character_tokenizer()
 TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, Path())

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.interruption import joined, put_in, sampled, thinking_budget
-from megarl.types import Rollout, Segment, float32, int32
+from megarl.core.base.types import Rollout, Segment, float32, int32
+from megarl.core.sampling.interruption import joined, put_in, sampled, thinking_budget
 
 
 def rollout(segments: tuple[Segment, ...] | list[Segment]) -> Rollout:

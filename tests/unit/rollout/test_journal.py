@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.errors import MegarlError
-from megarl.rollout import frames
-from megarl.rollout import journal as journal_module
-from megarl.rollout.journal import Journal, JournalReader
-from megarl.rollout.records import (
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import Group, Prompt, Rollout, Segment, encode, float32, int32
+from megarl.core.journal import frames
+from megarl.core.journal import journal as journal_module
+from megarl.core.journal.journal import Journal, JournalReader
+from megarl.core.journal.records import (
     Admitted,
     Evaluated,
     Finished,
@@ -27,8 +28,7 @@ from megarl.rollout.records import (
     Session,
     Snapshot,
 )
-from megarl.rollout.state import State
-from megarl.types import Group, Prompt, Rollout, Segment, encode, float32, int32
+from megarl.core.journal.state import State
 
 
 def finished(ticket: int, correct: bool = True, tokens: int = 5, void: str = "", time: float = 0.0) -> Finished:

@@ -4,9 +4,9 @@ import asyncio
 import threading
 from pathlib import Path
 
-from megarl.rollout.journal import Journal, JournalReader
-from megarl.rollout.ledger import Ledger
-from megarl.rollout.records import Admitted
+from megarl.core.journal.journal import Journal, JournalReader
+from megarl.core.journal.ledger import Ledger
+from megarl.core.journal.records import Admitted
 
 
 def admitted(ticket: int) -> Admitted:

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.grading import Grade, overlong
-from megarl.messages import ServerAddress
-from megarl.recipe import Length, from_tree
-from megarl.rollout.client import Generation, Span
-from megarl.rollout.membership import Membership
-from megarl.rollout.places import Places
-from megarl.rollout.sampler import Completion, Job, Sampler
-from megarl.types import Prompt, float32, int32
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.types import Prompt, float32, int32
+from megarl.core.recipe import Length, from_tree
+from megarl.core.sampling.places import Places
+from megarl.core.sampling.sampler import Completion, Job, Sampler
+from megarl.core.server.client import Generation, Span
+from megarl.core.server.membership import Membership
+from megarl.tasks.graders import overlong
+from megarl.tasks.graders.answer import Grade
 
 END, CLOSE = 0, 1
 PHRASE = [8, 8, CLOSE]

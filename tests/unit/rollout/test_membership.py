@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from megarl.messages import ServerAddress
-from megarl.rollout.membership import Membership
+from megarl.core.base.messages import ServerAddress
+from megarl.core.server.membership import Membership
 
 SERVERS = st.integers(0, 2)
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.messages import Score, Scored, ServerAddress, Wait
-from megarl.recipe import Recipe, from_tree, load
-from megarl.rollout.client import Prefill, ServerLost
-from megarl.rollout.membership import Membership
-from megarl.rollout.parity import Parity, chosen_slots
-from megarl.types import Prompt, Segment, float32, int32
+from megarl.core.base.messages import Score, Scored, ServerAddress, Wait
+from megarl.core.base.types import Prompt, Segment, float32, int32
+from megarl.core.controller.parity import Parity, chosen_slots
+from megarl.core.recipe import Recipe, from_tree, load
+from megarl.core.server.client import Prefill, ServerLost
+from megarl.core.server.membership import Membership
 
 pytestmark = pytest.mark.anyio
 

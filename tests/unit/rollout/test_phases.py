@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.admission import Admission
-from megarl.messages import Next, Publish, ServerAddress, Stop
-from megarl.recipe import Pipeline
-from megarl.rollout.decision import Standing, TrainStep, decide
-from megarl.rollout.membership import Membership
+from megarl.core.base.admission import Admission
+from megarl.core.base.messages import Next, Publish, ServerAddress, Stop
+from megarl.core.controller.decision import Standing, TrainStep, decide
+from megarl.core.recipe import Pipeline
+from megarl.core.server.membership import Membership
 
 STEPS = 7
 

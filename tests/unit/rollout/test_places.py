@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.messages import ServerAddress
-from megarl.rollout.membership import Membership
-from megarl.rollout.places import Places
+from megarl.core.base.messages import ServerAddress
+from megarl.core.sampling.places import Places
+from megarl.core.server.membership import Membership
 
 
 def clean(*versions: int) -> Membership:

@@ -15,12 +15,12 @@ import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.errors import MegarlError
-from megarl.learner.link import Link as LearnerLink
-from megarl.messages import LARGEST_REQUEST, Ack, Next, Request, Stopped, from_frames, to_frames
-from megarl.ports import free_ports
-from megarl.rollout.link import Link
-from megarl.rundir import LinkKeys
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import LARGEST_REQUEST, Ack, Next, Request, Stopped, from_frames, to_frames
+from megarl.core.base.ports import free_ports
+from megarl.core.base.rundir import LinkKeys
+from megarl.core.controller.link import Link
+from megarl.core.learner.link import Link as LearnerLink
 
 LIMIT_S = 20.0
 KEYS = LinkKeys.new()

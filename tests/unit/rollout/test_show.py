@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from megarl.data.arithmetic_models import character_tokenizer
-from megarl.data.tokenizer import Tokenizer
-from megarl.errors import MegarlError
-from megarl.rollout.journal import Journal
-from megarl.rollout.records import Admitted, Finished
-from megarl.rollout.show import show
-from megarl.types import Episode, Group, Prompt, Rollout, Segment, float32
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import Episode, Group, Prompt, Rollout, Segment, float32
+from megarl.core.journal.journal import Journal
+from megarl.core.journal.records import Admitted, Finished
+from megarl.lab.inspection.rollouts import show
+from megarl.tasks.data.arithmetic_models import character_tokenizer
 
 MADE = character_tokenizer()
 TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, Path())

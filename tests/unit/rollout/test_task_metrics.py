@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from megarl.batch import batch_statistics
-from megarl.monitor.names import tag
-from megarl.recipe import Recipe, from_tree
-from megarl.rollout.task_metrics import OF_EACH_TASK, task_statistics
-from megarl.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.algorithm.batch import batch_statistics
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.controller.task_metrics import OF_EACH_TASK, task_statistics
+from megarl.core.recipe import Recipe, from_tree
+from megarl.core.telemetry.names import tag
 
 
 def group(ticket: int, task: str, right: int, tokens: int) -> Group:

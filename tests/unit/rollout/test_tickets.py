@@ -9,24 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.admission import Admission
-from megarl.data.prompts import TaskPrompts
-from megarl.grading import Graders
-from megarl.messages import ServerAddress
-from megarl.recipe import Recipe, from_tree
-from megarl.rollout.client import Generation, ServerLost, Span
-from megarl.rollout.drawing import mixture_of
-from megarl.rollout.interruption import thinking_budget
-from megarl.rollout.journal import Journal, JournalReader
-from megarl.rollout.ledger import Ledger
-from megarl.rollout.membership import Membership
-from megarl.rollout.parity import Parity
-from megarl.rollout.places import Places
-from megarl.rollout.records import Admitted, Finished, JournalRecord, Removed
-from megarl.rollout.sampler import Sampler
-from megarl.rollout.state import State
-from megarl.rollout.tickets import Tickets
-from megarl.types import Prompt, float32, int32
+from megarl.core.base.admission import Admission
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.types import Prompt, float32, int32
+from megarl.core.controller.drawing import mixture_of
+from megarl.core.controller.parity import Parity
+from megarl.core.controller.tickets import Tickets
+from megarl.core.journal.journal import Journal, JournalReader
+from megarl.core.journal.ledger import Ledger
+from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed
+from megarl.core.journal.state import State
+from megarl.core.recipe import Recipe, from_tree
+from megarl.core.sampling.interruption import thinking_budget
+from megarl.core.sampling.places import Places
+from megarl.core.sampling.sampler import Sampler
+from megarl.core.server.client import Generation, ServerLost, Span
+from megarl.core.server.membership import Membership
+from megarl.tasks.data.prompts import TaskPrompts
+from megarl.tasks.graders.grader import Graders
 
 END, CLOSE, B = 0, 1, 4
 STAGES = [{"until_step": 2, "thinking_tokens": [4, 6]}, {"until_step": 4, "thinking_tokens": [10, 12]}]

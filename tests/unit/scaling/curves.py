@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megarl.scaling.points import Curve
+from megarl.lab.scaling.points import Curve
 
 HOURS = np.linspace(500, 16_000, 32)
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from megarl.errors import MegarlError
-from megarl.scaling.compare import compare, efficiency
-from megarl.scaling.fit import fit
-from megarl.scaling.points import Curve
+from megarl.core.base.errors import MegarlError
+from megarl.lab.scaling.compare import compare, efficiency
+from megarl.lab.scaling.fit import fit
+from megarl.lab.scaling.points import Curve
 from tests.unit.scaling.curves import HOURS, exact, law, noisy
 
 

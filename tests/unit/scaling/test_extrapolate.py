@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from megarl.scaling.extrapolate import hours_to, later_points, predict
-from megarl.scaling.fit import Fit, fit
+from megarl.lab.scaling.extrapolate import hours_to, later_points, predict
+from megarl.lab.scaling.fit import Fit, fit
 from tests.unit.scaling.curves import exact, law, noisy
 
 

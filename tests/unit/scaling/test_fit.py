@@ -10,11 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from megarl.errors import MegarlError
-from megarl.scaling.fit import fit
-from megarl.scaling.points import Curve
-from megarl.scaling.profile import student_t
-from megarl.scaling.published import Law, published, synthetic
+from megarl.core.base.errors import MegarlError
+from megarl.lab.scaling.fit import fit
+from megarl.lab.scaling.points import Curve
+from megarl.lab.scaling.profile import student_t
+from megarl.lab.scaling.published import Law, published, synthetic
 from tests.unit.scaling.curves import HOURS, exact, law, noisy
 
 LAWS = [law for law in published() if law.C_mid is not None]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.scaling.outlook import enough, outlook, words
+from megarl.lab.scaling.outlook import enough, outlook, words
 
 A, B, C_MID, R_0 = 0.61, 1.92, 2542.0, 0.3
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.scaling.fit import fit
-from megarl.scaling.html import write_page
-from megarl.scaling.plot import Series, plot_efficiency, plot_fits
-from megarl.scaling.points import Curve
-from megarl.scaling.published import law_named
+from megarl.core.base.errors import MegarlError
+from megarl.lab.scaling.fit import fit
+from megarl.lab.scaling.html import write_page
+from megarl.lab.scaling.plot import Series, plot_efficiency, plot_fits
+from megarl.lab.scaling.points import Curve
+from megarl.lab.scaling.published import law_named
 from tests.pages import Resources, asks_the_network
 from tests.unit.scaling.curves import HOURS, noisy
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.rundir import append_jsonl
-from megarl.scaling.points import Columns, amount, read_points
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import append_jsonl
+from megarl.lab.scaling.points import Columns, amount, read_points
 
 
 def file(folder: Path, text: str, name: str = "points.csv") -> Path:

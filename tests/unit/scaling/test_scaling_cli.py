@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megarl import cli
-from megarl.rundir import append_jsonl
-from megarl.scaling.points import read_points
-from megarl.scaling.published import csv_of, law_named, published, synthetic
+from megarl.core.base.rundir import append_jsonl
+from megarl.lab.scaling.points import read_points
+from megarl.lab.scaling.published import csv_of, law_named, published, synthetic
 from tests.unit.scaling.curves import HOURS
 
 KEYS = {

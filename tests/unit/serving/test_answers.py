@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.serving.answers import Answers
-from megarl.serving.memory import free_and_total, static_fraction
-from megarl.whereabouts import Whereabouts
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.whereabouts import Whereabouts
+from megarl.core.server.answers import Answers
+from megarl.core.server.memory import free_and_total, static_fraction
 
 PLACE = Whereabouts("this", ("GPU-0",))
 

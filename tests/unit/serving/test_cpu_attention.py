@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.serving import cpu_engine
+from megarl.shims import sglang_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="only used without a GPU")
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="only used wit
     seed=st.integers(0, 99),
 )
 def test_equals_the_loop_over_requests(lengths: list[int], groups: int, per_group: int, seed: int) -> None:
-    cpu_engine.install()
+    sglang_cpu.install()
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from megarl.serving.cpu_attention import buckets, decode
+    from megarl.shims.sglang_cpu_attention import buckets, decode
 
     torch.manual_seed(seed)
     slots, width, requests = 2000, 8, len(lengths)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.recipe import Recipe, from_tree
-from megarl.serving import server
-from megarl.serving.checks import check
-from megarl.serving.server import engine_arguments, environment, memory_arguments
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Recipe, from_tree
+from megarl.core.server import launch
+from megarl.core.server.checks import check
+from megarl.core.server.launch import engine_arguments, environment, memory_arguments
 
 
 def a_recipe(path: Path, positions: int = 512, config: dict[str, Any] | None = None, **sections: Any) -> Recipe:
@@ -73,7 +73,7 @@ def test_a_shared_gpu_is_said_to_sglang(tmp_path: Path, monkeypatch: pytest.Monk
         "serving": {"memory_fraction": 0.25, "release_memory": True},
     }
     recipe = a_recipe(tmp_path, **shares)
-    monkeypatch.setattr(server, "free_and_total", lambda: [(50_000, 80_000)])
+    monkeypatch.setattr(launch, "free_and_total", lambda: [(50_000, 80_000)])
     assert memory_arguments(recipe, cuda=True) == {"mem_fraction_static": 0.4, "enable_memory_saver": True}
     assert memory_arguments(recipe, cuda=False) == {}
     assert memory_arguments(a_recipe(tmp_path), cuda=True) == {"enable_memory_saver": False}
@@ -97,7 +97,7 @@ LLAMA4 = {
 def test_llama_4_without_its_vision_tower_is_always_ours(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, config=LLAMA4)
     for cuda in (False, True):
-        assert environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.serving.sglang_models"
+        assert environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.shims.sglang_models"
     whole = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": LLAMA4 | {"architectures": None}}
     assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in environment(a_recipe(tmp_path, config=whole), 0, [0], cuda=True)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.process import shared_memory_mark
-from megarl.serving import workers
+from megarl.core.base.process import shared_memory_mark
+from megarl.core.server import workers
 
 
 def test_files_in_shared_memory_are_named_by_the_session(monkeypatch: pytest.MonkeyPatch) -> None:

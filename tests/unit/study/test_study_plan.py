@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.recipe import load
-from megarl.study.plan import Study, opened, prepare
-from megarl.study.variants import side_by_side
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import load
+from megarl.lab.study.plan import Study, opened, prepare
+from megarl.lab.study.variants import side_by_side
 
 
 def made(path: Path, seeds: tuple[int, ...] = (0, 1), overrides: tuple[str, ...] = ()) -> Study:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.recipe import load
-from megarl.study.variants import leave_one_out, side_by_side
-from megarl.supervisor.checks import differences
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import load
+from megarl.lab.study.variants import leave_one_out, side_by_side
+from megarl.run.checks import differences
 
 
 def test_each_variant_changes_one_part() -> None:

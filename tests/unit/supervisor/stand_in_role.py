@@ -12,14 +12,14 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.process import die_with_supervisor
-from megarl.rundir import RunDir, append_jsonl, read_jsonl, write_atomically
+from megarl.core.base.process import die_with_supervisor
+from megarl.core.base.rundir import RunDir, append_jsonl, read_jsonl, write_atomically
 
 STRAY = """
 import os, sys, time
 from pathlib import Path
-from megarl.process import die_with_parent
-from megarl.rundir import append_jsonl
+from megarl.core.base.process import die_with_parent
+from megarl.core.base.rundir import append_jsonl
 die_with_parent()
 append_jsonl(Path(sys.argv[1]), {"pid": os.getpid(), "child": False})
 time.sleep(600)

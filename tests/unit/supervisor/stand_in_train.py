@@ -4,12 +4,12 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from megarl import recipe as recipes
-from megarl.process import have_streams
-from megarl.rundir import RunDir
-from megarl.supervisor import closing, restart, train
-from megarl.supervisor.launcher import LocalLauncher, LocalProcess, Task
-from megarl.supervisor.watch import Watch
+from megarl.core import recipe as recipes
+from megarl.core.base.process import have_streams
+from megarl.core.base.rundir import RunDir
+from megarl.run import closing, restart, train
+from megarl.run.launcher import LocalLauncher, LocalProcess, Task
+from megarl.run.watch import Watch
 
 ROLE = Path(__file__).with_name("stand_in_role.py")
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from megarl.data.model_files import INDEX
-from megarl.errors import MegarlError
-from megarl.recipe import Recipe, dump, from_tree
-from megarl.rollout.journal import Journal
-from megarl.rollout.records import Admitted
-from megarl.rundir import Endpoints, RunDir
-from megarl.supervisor import checks, devices, inputs
-from megarl.supervisor.nodes import here
-from megarl.supervisor.placement import place
-from megarl.supervisor.train import endpoints_of, prepare
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import Endpoints, RunDir
+from megarl.core.journal.journal import Journal
+from megarl.core.journal.records import Admitted
+from megarl.core.recipe import Recipe, dump, from_tree
+from megarl.lab.model_files import INDEX
+from megarl.run import checks, devices, inputs
+from megarl.run.nodes import here
+from megarl.run.placement import place
+from megarl.run.train import endpoints_of, prepare
 
 Tree = dict[str, Any]
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.recipe import Recipe
-from megarl.rundir import RunDir
-from megarl.supervisor.launcher import LocalLauncher, LocalProcess, Task, task
-from megarl.supervisor.nodes import here
-from megarl.supervisor.placement import Place
-from megarl.supervisor.restart import Kind, Role
+from megarl.core.base.rundir import RunDir
+from megarl.core.recipe import Recipe
+from megarl.run.launcher import LocalLauncher, LocalProcess, Task, task
+from megarl.run.nodes import here
+from megarl.run.placement import Place
+from megarl.run.restart import Kind, Role
 from tests.processes import alive, wait_until_gone
 
 SLEEP = "import time; time.sleep(600)"
 PARENT = f"import subprocess, sys; print('child', subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True)"
-ROLE = "import os; from megarl.process import die_with_supervisor; die_with_supervisor(); print('role', os.getpid())"
+ROLE = "import os; from megarl.core.base.process import die_with_supervisor; die_with_supervisor(); print('role', os.getpid())"
 
 
 HERE = Place((here(0, ""),))
@@ -93,7 +93,7 @@ def test_kill_ends_what_a_dead_leader_left(tmp_path: Path) -> None:
 def test_what_a_killed_role_leaves_in_shared_memory_is_removed(tmp_path: Path) -> None:
     """And nothing of anybody else's."""
     code = (
-        "import os; from megarl.process import shared_memory_mark; mark = shared_memory_mark(os.getsid(0)); "
+        "import os; from megarl.core.base.process import shared_memory_mark; mark = shared_memory_mark(os.getsid(0)); "
         "open(f'/dev/shm/sglang_loads_{mark}x.shm', 'w'); open(f'/dev/shm/{mark}mq-1', 'w'); print('mark', mark, flush=True)"
     )
     process = start(f"{code}; {SLEEP}", tmp_path)
@@ -117,11 +117,11 @@ def test_role_dies_with_its_supervisor(tmp_path: Path) -> None:
     supervisor = f"""
 import sys, time
 from pathlib import Path
-from megarl.rundir import RunDir
-from megarl.supervisor.launcher import LocalLauncher, Task
-from megarl.supervisor.nodes import here
-from megarl.supervisor.placement import Place
-from megarl.supervisor.restart import Role
+from megarl.core.base.rundir import RunDir
+from megarl.run.launcher import LocalLauncher, Task
+from megarl.run.nodes import here
+from megarl.run.placement import Place
+from megarl.run.restart import Role
 task = Task(Role("server"), ("-u", "-c", {role!r}), {{}}, Place((here(0, ""),)), RunDir(Path({str(tmp_path)!r})))
 LocalLauncher().start(task)
 time.sleep(600)
@@ -135,7 +135,7 @@ time.sleep(600)
 
 def test_role_whose_supervisor_is_dead_already_ends_at_once(tmp_path: Path) -> None:
     environment = os.environ | {"MEGARL_SUPERVISOR_PID": "1"}
-    code = f"from megarl.process import die_with_supervisor; die_with_supervisor(); {SLEEP}"
+    code = f"from megarl.core.base.process import die_with_supervisor; die_with_supervisor(); {SLEEP}"
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == -9
 
 

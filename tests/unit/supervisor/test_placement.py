@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.errors import MegarlError
-from megarl.recipe import Recipe, from_tree, load
-from megarl.supervisor.nodes import Node
-from megarl.supervisor.placement import described, place, place_servers
-from megarl.supervisor.restart import Role
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Recipe, from_tree, load
+from megarl.run.nodes import Node
+from megarl.run.placement import described, place, place_servers
+from megarl.run.restart import Role
 
 
 def nodes(count: int, gpus: int = 8, cores: int = 2) -> list[Node]:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.planning import command, shapes
-from megarl.planning.layouts import search
-from megarl.recipe import load
-from megarl.supervisor.planned import ALONE, planned
+from megarl.core.base.errors import MegarlError
+from megarl.core.models import shapes
+from megarl.core.recipe import load
+from megarl.lab.planning import command
+from megarl.lab.planning.layouts import search
+from megarl.lab.planning.planned import ALONE, planned
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.supervisor.restart import (
+from megarl.run.restart import (
     LONGEST_DELAY_S,
     MESSAGE_STATUS,
     Done,

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import MegarlError
-from megarl.recipe import Recipe
-from megarl.rundir import RunDir
-from megarl.supervisor import nodes, srun
-from megarl.supervisor.launcher import LocalLauncher
-from megarl.supervisor.nodes import Node, here
-from megarl.supervisor.srun import SrunLauncher, SrunStep, checked, chosen, command, is_broken
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir
+from megarl.core.recipe import Recipe
+from megarl.run import nodes, srun
+from megarl.run.launcher import LocalLauncher
+from megarl.run.nodes import Node, here
+from megarl.run.srun import SrunLauncher, SrunStep, checked, chosen, command, is_broken
 
 
 @pytest.fixture(autouse=True)

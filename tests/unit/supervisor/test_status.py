@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.monitor import summary
-from megarl.recipe import Recipe
-from megarl.rundir import RunDir, append_jsonl
-from megarl.supervisor.closing import Death, causes
-from megarl.supervisor.restart import Role
-from megarl.supervisor.status import roles_of
+from megarl.core.base.rundir import RunDir, append_jsonl
+from megarl.core.recipe import Recipe
+from megarl.lab.report import summary
+from megarl.run.closing import Death, causes
+from megarl.run.restart import Role
+from megarl.run.status import roles_of
 
 Write = Callable[[int], RunDir]
 

@@ -11,17 +11,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megarl.rundir import RunDir
-from megarl.supervisor.launcher import Task
-from megarl.supervisor.nodes import Node
-from megarl.supervisor.placement import Place
-from megarl.supervisor.restart import Role
-from megarl.supervisor.srun import SrunStep
-from megarl.supervisor.step import UNANSWERED, Order, Report
+from megarl.core.base.rundir import RunDir
+from megarl.run.launcher import Task
+from megarl.run.nodes import Node
+from megarl.run.placement import Place
+from megarl.run.restart import Role
+from megarl.run.srun import SrunStep
+from megarl.run.step import UNANSWERED, Order, Report
 
 QUICK = """
 import sys
-from megarl.supervisor import step
+from megarl.run import step
 step.BEAT_S, step.UNANSWERED = 0.05, int(sys.argv[2])
 sys.exit(step.main(sys.argv[1]))
 """

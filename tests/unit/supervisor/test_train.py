@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipe import Recipe, dump
-from megarl.rundir import RunDir, latest_rows, read_jsonl
+from megarl.core.base.rundir import RunDir, latest_rows, read_jsonl
+from megarl.core.recipe import Recipe, dump
 from tests.processes import alive
 
 TRAIN = Path(__file__).with_name("stand_in_train.py")

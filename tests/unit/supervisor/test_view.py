@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from megarl.recipe import Recipe
-from megarl.rundir import RunDir, append_jsonl
-from megarl.scaling.outlook import Outlook
-from megarl.supervisor.observe import Observer, last_lines, log_of
-from megarl.supervisor.restart import Role
-from megarl.supervisor.view import Frame, RoleView, clock, line, phase, render, sparkline, warnings
+from megarl.core.base.rundir import RunDir, append_jsonl
+from megarl.core.recipe import Recipe
+from megarl.lab.scaling.outlook import Outlook
+from megarl.run.observe import Observer, last_lines, log_of
+from megarl.run.restart import Role
+from megarl.run.view import Frame, RoleView, clock, line, phase, render, sparkline, warnings
 
 ROLES = {Role("server", 0): RoleView("running", 60), Role("server", 1): RoleView("running", 60, 2)}
 ROLES |= {Role("controller"): RoleView("running", 60), Role("learner"): RoleView("running", 60)}

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megarl.supervisor.observe import ServerStatus, Status
-from megarl.supervisor.restart import Role
-from megarl.supervisor.watch import Watch
+from megarl.run.observe import ServerStatus, Status
+from megarl.run.restart import Role
+from megarl.run.watch import Watch
 
 CONTROLLER, SERVER = Role("controller"), Role("server", 0)
 ALL = {CONTROLLER, SERVER, Role("learner")}

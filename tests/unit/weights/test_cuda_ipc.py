@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megarl import whereabouts
-from megarl.errors import MegarlError
-from megarl.messages import ServerAddress
-from megarl.weights import cuda_ipc
-from megarl.weights.admin import Server
-from megarl.weights.buckets import buckets
-from megarl.weights.process_group import refuse_one_gpu
-from megarl.whereabouts import Whereabouts
+from megarl.core.base import whereabouts
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.whereabouts import Whereabouts
+from megarl.core.server.admin import Server
+from megarl.core.weights import cuda_ipc
+from megarl.core.weights.buckets import buckets
+from megarl.core.weights.process_group import refuse_one_gpu
 
 SGLANG_ALLOWS = {
     "torch": {"Tensor", "Size", "uint8", "float32", "bfloat16"},

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from megarl.weights import cuda_ipc
-from megarl.weights.buckets import buckets
+from megarl.core.weights import cuda_ipc
+from megarl.core.weights.buckets import buckets
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.weights.parity import (
+from megarl.core.weights.parity import (
     LASTING,
     LIMITS,
     Distribution,

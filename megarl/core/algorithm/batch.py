@@ -1,0 +1,228 @@
+"""From the groups of a batch to the sequences of a training step: filters, aggregation weights, statistics.
+
+    Batch ─► groups in the loss ─► advantages (advantages.py) ─┐
+                               └─► weights ────────────────────┴─► [TrainSequence] ─► micro-batches (packing.py)
+
+Pure functions of numpy arrays. Every rank computes them on the whole batch and gets the same, so that
+
+    loss = sum over sequences and tokens of loss_weight · token_loss
+
+is exact whatever the micro-batching and the number of ranks: partial sums are added, nothing is averaged again.
+Source of the formulas: ScaleRL (arXiv 2510.13786), section 3.2; constant aggregation: Dr. GRPO (arXiv 2503.20783).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, advantages, centred
+from megarl.core.base.types import Batch, Group, Rollout
+from megarl.core.recipe import Recipe
+
+Aggregation = Literal["prompt", "sample", "token", "constant"]
+
+
+PerToken = float | np.ndarray
+"""[prompt + completion] float32, or one number for all of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainSequence:
+    """One rollout as the learner sees it. Arrays are aligned with `tokens`: position t speaks of tokens[t].
+
+    tokens             [prompt + completion] int32
+    behaviour_logprobs [prompt + completion] float32, 0 where not trained
+    loss_weight        [prompt + completion] float32, 0 where not trained (prompt, masked segments)
+    reward             of the rollout, for the critic
+    advantage          of the rollout; of each token with a critic
+    value, value_target  with a critic: what it expected before each trained token; what it should have
+    reference_logprobs [prompt + completion] float32, 0 where not trained: of the frozen reference; None: there is none
+    kl_penalty         [prompt + completion] float32, 0 where not trained: what the KL to it takes off the reward at each token
+    experts            [at most prompt + completion, layers with experts, experts a token]: to be taken again; None: any
+    """
+
+    ticket: int
+    sample: int
+    tokens: np.ndarray
+    behaviour_logprobs: np.ndarray
+    loss_weight: np.ndarray
+    advantage: PerToken
+    experts: np.ndarray | None = None
+    reward: float = 0.0
+    value: PerToken = 0.0
+    value_target: PerToken = 0.0
+    reference_logprobs: np.ndarray | None = None
+    kl_penalty: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def reference(self) -> np.ndarray:
+        """reference_logprobs, 0 throughout if there is no reference."""
+        return np.zeros_like(self.behaviour_logprobs) if self.reference_logprobs is None else self.reference_logprobs
+
+
+def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refill", "keep"]) -> list[Group]:
+    """Those with something to train: not void, and with variance unless that is kept.
+
+    `refill` takes groups without variance out before they reach a batch; one that is here all the same has no gradient.
+    """
+    return [
+        g
+        for g in groups
+        if not g.void and any(r.trained_tokens for r in g.rollouts) and (zero_variance == "keep" or g.has_variance)
+    ]
+
+
+def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregation, longest: int) -> list[np.ndarray]:
+    """Weight of each trained token of a rollout in the loss. Their sum over all trained tokens is 1, with `constant` at most.
+
+    trained_tokens[g][j]: |y| of rollout j of group g, sampled tokens only; longest: the most that one can have.
+    Returns one [generations] float64 a group.
+
+    prompt: mean over prompts of (sum over the group's tokens / the group's tokens); sample: mean over rollouts of their
+    token means; token: mean over tokens; constant: mean over rollouts of (sum over tokens / longest), so that no
+    token's weight depends on its rollout's length. Rollouts and groups without a trained token are not counted in the means.
+    """
+    counts = [np.asarray(group, dtype=np.float64) for group in trained_tokens]
+    if aggregation == "constant":
+        rollouts = sum(int(np.count_nonzero(c)) for c in counts)
+        return [np.where(c > 0, 1.0 / (longest * max(rollouts, 1)), 0.0) for c in counts]
+    if aggregation == "token":
+        total = sum(float(c.sum()) for c in counts)
+        return [np.full(len(c), 1.0 / total) if total else np.zeros(len(c)) for c in counts]
+    if aggregation == "sample":
+        rollouts = sum(int(np.count_nonzero(c)) for c in counts)
+        return [np.divide(1.0, c * rollouts, out=np.zeros(len(c)), where=c > 0) for c in counts]
+    prompts = sum(1 for c in counts if c.any())
+    return [np.full(len(c), 1.0 / (prompts * c.sum())) if c.any() else np.zeros(len(c)) for c in counts]
+
+
+def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
+    """All rollouts of the batch that the loss sees, in order of ticket and sample; empty if no group has a gradient.
+
+    Their advantages are 0 still: what is taken off rewards may have to be asked of a model first.
+    """
+    groups = groups_in_loss(batch.groups, recipe.batch.zero_variance)
+    counts = [[r.trained_tokens for r in g.rollouts] for g in groups]
+    weights = token_weights(counts, recipe.batch.aggregation, recipe.length.completion_tokens)
+    return [
+        _sequence(group, rollout, float(weight))
+        for group, group_weights in zip(groups, weights, strict=True)
+        for rollout, weight in zip(group.rollouts, group_weights, strict=True)
+        if rollout.trained_tokens
+    ]
+
+
+def with_advantages(
+    sequences: Sequence[TrainSequence], batch: Batch, recipe: Recipe, before: Moments = NOTHING_SEEN
+) -> tuple[list[TrainSequence], Moments]:
+    """`sequences_in_loss` of the batch with their advantages, from rewards less the sum of each rollout's `kl_penalty`.
+
+    before: statistics of the rewards of earlier batches; the second result has this batch's too, by which
+    `batch.advantage: running` divides them already. What a critic would take off is not known here: with one all stay 0 until
+    megarl/core/algorithm/gae.py has its values.
+    """
+    settings = recipe.batch
+    if settings.centring == "critic":
+        return list(sequences), before
+    groups = groups_in_loss(batch.groups, settings.zero_variance)
+    penalties = {(s.ticket, s.sample): float(s.kl_penalty.sum()) for s in sequences if s.kl_penalty is not None}
+    after = before.after(centred(groups, settings.centring, penalties), settings.running_decay)
+    gains = advantages(groups, settings.advantage, settings.centring, after, penalties)
+    of = {
+        (group.ticket, rollout.sample): float(gain)
+        for group, group_gains in zip(groups, gains, strict=True)
+        for rollout, gain in zip(group.rollouts, group_gains, strict=True)
+    }
+    return [replace(s, advantage=of[s.ticket, s.sample]) for s in sequences], after
+
+
+def _sequence(group: Group, rollout: Rollout, weight: float) -> TrainSequence:
+    before = np.zeros(len(group.prompt.tokens), np.float32)
+    trained = rollout.trained
+    return TrainSequence(
+        ticket=group.ticket,
+        sample=rollout.sample,
+        tokens=np.concatenate([group.prompt.tokens, rollout.tokens]),
+        behaviour_logprobs=np.concatenate([before, np.where(trained, rollout.logprobs, np.float32(0))]),
+        loss_weight=np.concatenate([before, trained * np.float32(weight)]),
+        advantage=0.0,
+        reward=rollout.reward,
+        experts=None if rollout.routing is None else rollout.routing.table,
+    )
+
+
+def unrewarded(index: int, tokens: np.ndarray, first: int = 1, experts: np.ndarray | None = None) -> TrainSequence:
+    """Tokens [n] int32 as ticket `index`: those from `first` on count, with weight 1; behaviour log-probs, advantage are 0."""
+    weight = np.ones(len(tokens), np.float32)
+    weight[:first] = 0
+    return TrainSequence(index, 0, tokens, np.zeros_like(weight), weight, 0.0, experts)
+
+
+def batch_statistics(batch: Batch) -> dict[str, float]:
+    """What the row of metrics says about the batch of step `batch.step`, groups without variance included.
+
+    Rates are shares of rollouts, `zero_variance_share` of the groups that are not void; lags are in steps, of sampled
+    tokens. A mean over nothing is NaN.
+    """
+    groups = [g for g in batch.groups if not g.void]
+    rollouts = [r for g in groups for r in g.rollouts]
+    lengths = np.array([sum(len(s.tokens) for s in r.segments) for r in rollouts])
+    correct = np.array([r.correct for r in rollouts], dtype=bool)
+    sampled = [[s for s in r.segments if s.trained and len(s.tokens)] for r in rollouts]
+    counts = np.array([len(s.tokens) for segments in sampled for s in segments], dtype=np.int64)
+    lags = batch.step - np.array([s.weight_version for segments in sampled for s in segments], dtype=np.int64)
+    versions = np.array([len({s.weight_version for s in segments}) for segments in sampled], dtype=np.int64)
+    varied = [g.has_variance for g in groups]
+    return {
+        "pass_rate_train": _mean(correct),
+        "reward_mean": _mean([r.reward for r in rollouts]),
+        "zero_variance_share": 1 - _mean(varied),
+        "groups_in_loss": float(sum(varied)),
+        "void_groups": float(len(batch.groups) - len(groups)),
+        "truncation_rate": _mean([r.finish == "length" for r in rollouts]),
+        "interruption_rate": _mean([r.interrupted for r in rollouts]),
+        "format_error_rate": _mean([not r.format_ok for r in rollouts]),
+        "grader_timeout_rate": _mean([r.grader_timeout for r in rollouts]),
+        "grader_error_rate": _mean([r.grader_error for r in rollouts]),
+        "completion_tokens_mean": _mean(lengths),
+        "completion_tokens_right_mean": _mean(lengths[correct]),
+        "completion_tokens_wrong_mean": _mean(lengths[~correct]),
+        "generated_tokens": float(counts.sum()),
+        "lag_mean": float(np.average(lags, weights=counts)) if len(lags) else float("nan"),
+        "lag_max": float(lags.max(initial=0)),
+        "versions_per_rollout": _mean(versions),
+        "versions_per_rollout_max": float(versions.max(initial=0)),
+        "retries": float(sum(r.retries for r in rollouts)),
+        **reward_means(rollouts),
+    }
+
+
+def reward_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """`reward/NAME`: the mean score, before its weight, over the rollouts whose task has this reward."""
+    names = dict.fromkeys(name for r in rollouts for name in r.rewards)
+    return {f"reward/{name}": _mean([r.rewards[name] for r in rollouts if name in r.rewards]) for name in names}
+
+
+def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """Of the rollouts in the loss, each counted once; where each token has its own, of trained tokens."""
+    gains = np.concatenate([_gains(s) for s in sequences])
+    return {
+        "advantage_mean": float(gains.mean()),
+        "advantage_std": float(gains.std()),
+        "advantage_abs_max": float(np.abs(gains).max()),
+    }
+
+
+def _gains(sequence: TrainSequence) -> np.ndarray:
+    """[1], or [trained tokens]."""
+    gains = np.asarray(sequence.advantage, np.float64)
+    return gains[sequence.loss_weight > 0] if gains.ndim else gains[None]
+
+
+def _mean(values: np.ndarray | Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")

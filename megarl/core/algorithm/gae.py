@@ -1,0 +1,100 @@
+"""Generalised advantage estimation: what each sampled token was worth beyond what the critic expected.
+
+    values V_0 … V_{n-1} (critic) ─┐
+    rewards r_0 … r_{n-1} ─────────┴─► delta_t = r_t + gamma V_{t+1} - V_t, with V_n = 0
+                                       A_t = delta_t + gamma lambda A_{t+1}         advantage, for the policy
+                                       R_t = A_t + V_t                              return, what the critic learns
+
+Schulman et al. 2015 (arXiv 1506.02438), equation 16. t counts the trained tokens of a rollout only: text that the policy did
+not sample (an interruption phrase) is part of the transition from the sampled token before it to the next one, so neither is
+discounted by it. V_t is what is expected before token t is sampled. The reward comes with the last sampled token, and
+nothing is expected behind it, also where an answer was cut off: the budget is part of the task and its grade says so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments
+from megarl.core.algorithm.batch import TrainSequence
+
+
+def advantages_and_returns(
+    rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """A and R of the n trained tokens of one rollout, from rewards [n] and values [n]. [n] float64 each."""
+    from scipy.signal import lfilter  # a quarter of what a learner imports; only runs with a critic need it
+
+    values = values.astype(np.float64)
+    deltas = rewards + gamma * np.append(values[1:], 0.0) - values
+    advantages = lfilter([1.0], [1.0, -gamma * lam], deltas[::-1])[::-1]  # the recursion, from the last token on
+    return advantages, advantages + values
+
+
+def estimated(
+    sequences: Sequence[TrainSequence],
+    values: Sequence[np.ndarray],
+    gamma: float,
+    lam: float,
+    normalisation: Literal["batch", "running", "none"],
+    before: Moments = NOTHING_SEEN,
+    decay: float = 1.0,
+) -> tuple[list[TrainSequence], Moments]:
+    """The sequences with advantage, value and return of each trained token, 0 elsewhere. values: [len] of each sequence.
+
+    A rollout's reward comes with its last trained token; what the KL to a reference takes off it, with each (`kl_penalty`).
+    normalisation: the mean over all trained tokens of the batch is taken off the advantages, and they are divided by their
+    deviation; running: those of all batches up to this one, which the second result has seen, each weighing `decay` times the
+    next.
+    """
+    trained = [s.loss_weight > 0 for s in sequences]
+    pairs = [
+        advantages_and_returns(_rewards(s, t), v[t], gamma, lam)
+        for s, t, v in zip(sequences, trained, values, strict=True)
+    ]
+    advantages = [a for a, _ in pairs]
+    everything = np.concatenate(advantages)
+    after = before.after(everything, decay)
+    if normalisation != "none":
+        scale = after if normalisation == "running" else NOTHING_SEEN.after(everything, decay)
+        advantages = [(a - scale.mean) / scale.deviation for a in advantages]
+    found = [
+        replace(s, advantage=_placed(a, t), value=_placed(v[t], t), value_target=_placed(r, t))
+        for s, t, v, a, (_, r) in zip(sequences, trained, values, advantages, pairs, strict=True)
+    ]
+    return found, after
+
+
+def value_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """Of `estimated` sequences, over trained tokens. explained_variance: 1 - Var(R - V) / Var(R); NaN of equal returns."""
+    trained = [s.loss_weight > 0 for s in sequences]
+    values, returns = (
+        np.concatenate([np.broadcast_to(x, len(t))[t] for x, t in zip(each, trained, strict=True)]).astype(np.float64)
+        for each in ([s.value for s in sequences], [s.value_target for s in sequences])
+    )
+    spread = float(returns.var())
+    return {
+        "value_mean": float(values.mean()),
+        "return_mean": float(returns.mean()),
+        "explained_variance": 1 - float((returns - values).var()) / spread if spread else float("nan"),
+    }
+
+
+def _rewards(sequence: TrainSequence, trained: np.ndarray) -> np.ndarray:
+    """[trained tokens]"""
+    rewards = (
+        np.zeros(int(trained.sum()))
+        if sequence.kl_penalty is None
+        else -sequence.kl_penalty[trained].astype(np.float64)
+    )
+    rewards[-1] += sequence.reward
+    return rewards
+
+
+def _placed(values: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """[len] float32: `values` at the trained tokens."""
+    out = np.zeros(len(trained), np.float32)
+    out[trained] = values
+    return out

@@ -1,0 +1,60 @@
+"""Policy losses, one a file. A loss is a pure function of what is known of each trained token.
+
+    Tokens (tokens.py) ──► cispo.py | clip.py | gspo.py | reinforce.py ──► correction.py ──► entropy_bonus.py
+                                               ──► reference_kl.py ──► per-token loss [n], metrics [n]
+
+The trainer sums `weight * loss`; the weights (batch.py) are the aggregation, so no loss knows about it. ratios.py has
+what all say of the importance ratio. own.py takes one of the user's. value.py is the critic's,
+cross_entropy.py the warm start's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megarl.core.algorithm.losses import cispo, clip, correction, cross_entropy, gspo, ratios, reference_kl, reinforce
+from megarl.core.algorithm.losses.entropy_bonus import with_entropy_bonus
+from megarl.core.algorithm.losses.own import own
+from megarl.core.algorithm.losses.tokens import TokenLoss
+from megarl.core.recipe import Loss as LossSection
+from megarl.core.recipe import Reference
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss and the names of its metrics: ranks that do not compute it reduce them all the same.
+
+    finish: from the reduced metrics to those that are shown.
+    """
+
+    function: TokenLoss
+    metrics: tuple[str, ...]
+    finish: Callable[[dict[str, float]], dict[str, float]] = ratios.with_effective_sample_size
+
+
+def policy_loss(section: LossSection, reference: Reference | None = None) -> Loss:
+    """The loss of `recipe.loss` and `recipe.reference`."""
+    loss = _LOSSES[section.kind](section) if section.kind in _LOSSES else Loss(*own(section))
+    if section.correction != "none":
+        has_ratio = section.kind != "reinforce"
+        function = correction.corrected(loss.function, section.correction, section.correction_cap, has_ratio)
+        loss = replace(loss, function=function, metrics=(*loss.metrics, *correction.METRICS))
+    if section.entropy_bonus:
+        loss = replace(loss, function=with_entropy_bonus(loss.function, section.entropy_bonus))
+    if reference is not None and reference.coefficient:
+        coefficient = reference.coefficient if reference.where == "loss" else 0.0
+        function = reference_kl.with_reference_kl(loss.function, reference.estimator, coefficient)
+        loss = replace(loss, function=function, metrics=(*loss.metrics, *reference_kl.METRICS))
+    return loss
+
+
+def supervised_loss() -> Loss:
+    """Cross-entropy, for the warm start."""
+    return Loss(cross_entropy.cross_entropy, cross_entropy.METRICS, finish=dict)
+
+
+_LOSSES: dict[str, Callable[[LossSection], Loss]] = {
+    "cispo": lambda s: Loss(cispo.cispo(s.cap, s.lower), cispo.METRICS),
+    "clip": lambda s: Loss(clip.clip(s.clip_low, s.clip_high), clip.METRICS),
+    "gspo": lambda s: Loss(gspo.gspo(s.clip_low, s.clip_high), gspo.METRICS),
+    "reinforce": lambda _: Loss(reinforce.reinforce, reinforce.METRICS),
+}

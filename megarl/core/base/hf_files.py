@@ -1,0 +1,44 @@
+"""The JSON files of a Hugging Face directory, which may have been written by hand: what is wrong with one is one error."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.core.base.errors import MegarlError
+
+
+def read_config(hf_dir: Path | str) -> dict[str, Any]:
+    """config.json of a directory."""
+    path = Path(hf_dir) / "config.json"
+    if not path.is_file():
+        raise MegarlError(f"{hf_dir}: no Hugging Face model there (no config.json); give a directory that has one")
+    config = read_json(path)
+    text_config(config, path)
+    return config
+
+
+def text_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Of the config.json at `path`, what is about the language model."""
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise MegarlError(f"{path}: text_config is no object")
+    return text
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file."""
+    try:
+        found = json.loads(path.read_bytes())
+    except json.JSONDecodeError as error:
+        raise MegarlError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    except UnicodeDecodeError:
+        raise MegarlError(f"{path}: not JSON: not UTF-8 text") from None
+    except RecursionError:
+        raise MegarlError(f"{path}: not JSON that can be read: too many brackets within each other") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise MegarlError(f"{path}: not JSON that can be read: {error}") from None
+    except OSError as error:
+        raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None
+    if not isinstance(found, dict):
+        raise MegarlError(f"{path}: a {type(found).__name__}, not an object")
+    return found

@@ -1,0 +1,170 @@
+"""The learner's conversation with the controller: one request, one reply, over ZeroMQ REQ/ROUTER in msgpack.
+
+The learner executes and the controller decides. Rank 0 asks `Next`; the answer is the next collective command:
+
+    learner (rank 0)                          controller
+    Next(step=7, version=7)          ───────► Publish(version=7, servers=[a, b])     servers are behind
+    Published(version=7, results)    ───────► Ack
+    Next(step=7, version=7)          ───────► Score(version=7, rollouts)              both sides are compared
+    Scored(version=7, logprobs)      ───────► Ack
+    Next(step=7, version=7)          ───────► Train(batch 7)                          the B oldest tickets are done
+      … trains: version 8 …
+    Next(step=8, version=8)          ───────► Wait(reason)                            nothing within wait_s; ask again
+    Next(step=8, version=8)          ───────► Stop(reason)                            after the last step's evaluation
+
+`Next` is idempotent: the same step gets the same batch, from the journal if need be, so a restarted learner replays
+what it lost. A learner says which incarnation it is; a new one makes every server's weights suspect until published.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from megarl.core.base.types import SCHEMA_VERSION, Batch, Record, Routing, decode, encode
+
+LARGEST_REQUEST = 16 << 20
+"""Bytes of a frame of a learner; the results of 10,000 servers fit. What sends more is cut off."""
+LARGEST_REPLY = 16 << 30
+"""Bytes of a frame of the controller: a batch of long rollouts with their experts."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Incarnation = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class ServerAddress(Record, frozen=True):
+    """Where weights go. `tensor_parallel`: ranks the server takes part with in a process group."""
+
+    id: int
+    url: str
+    tensor_parallel: int = 1
+
+
+class Next(Record, frozen=True, tag="next"):
+    """What shall the learner, about to train `step` with weights of `version` (= step), do now?"""
+
+    incarnation: Incarnation
+    step: Count
+    version: Count
+
+
+class ServerResult(Record, frozen=True):
+    """How publication went on one server; `error` is empty when its checksum equals the others'."""
+
+    id: Count
+    error: str = ""
+    checksum: str = ""
+
+
+class Published(Record, frozen=True, tag="published"):
+    """Publication of `version` is over. Seconds are wall time of the slowest server."""
+
+    incarnation: Incarnation
+    version: Count
+    results: tuple[ServerResult, ...]
+    pause_seconds: float
+    transfer_seconds: float
+    resume_seconds: float
+    bytes_sent: Count
+
+
+class Scored(Record, frozen=True, tag="scored"):
+    """The learner's answer to `Score`, for each rollout: log-probs at temperature 1 of the tokens from `first` on, and of the
+    token `against` in their places, [n - first] float32. choices: (token, layer) choices of experts that were compared with
+    the servers'; differing: those that are another set of experts."""
+
+    incarnation: Incarnation
+    version: Count
+    logprobs: tuple[np.ndarray, ...]
+    against: tuple[np.ndarray, ...]
+    choices: Count = 0
+    differing: Count = 0
+
+
+class Stopped(Record, frozen=True, tag="stopped"):
+    """The learner has saved and leaves."""
+
+    incarnation: Incarnation
+    step: Count
+
+
+Request = Next | Published | Scored | Stopped
+
+
+class Train(Record, frozen=True, tag="train"):
+    """Train this batch. `stats`: controller-side metrics of the step, merged into its row of metrics.jsonl.
+
+    compute_hours at the time of the reply; the learner adds its own time at `compute_devices` devices.
+    """
+
+    batch: Batch
+    compute_hours: float
+    compute_devices: int
+    stats: dict[str, float]
+    replay: bool = False
+
+
+class Publish(Record, frozen=True, tag="publish"):
+    """Bring these servers to `version`, the learner's weights now. They are `publishing` from here on."""
+
+    version: int
+    servers: tuple[ServerAddress, ...]
+
+
+class ScoredRollout(Record, frozen=True):
+    """A rollout to be scored: tokens [n] int32 of prompt and completion, of which those from `first` (at least 1) on count.
+    experts: those that a server chose with the same weights, to be compared with the learner's."""
+
+    tokens: np.ndarray
+    first: int
+    experts: Routing | None = None
+
+
+class Score(Record, frozen=True, tag="score"):
+    """Score these rollouts with the weights of `version`, which are the learner's now."""
+
+    version: int
+    rollouts: tuple[ScoredRollout, ...]
+    against: int
+
+
+class Wait(Record, frozen=True, tag="wait"):
+    """Nothing to do yet; ask again."""
+
+    reason: str
+
+
+class Stop(Record, frozen=True, tag="stop"):
+    """Save a checkpoint and leave; `error` if the run must end as failed."""
+
+    reason: str
+    error: bool = False
+
+
+class Ack(Record, frozen=True, tag="ack"):
+    """Noted."""
+
+
+class Refused(Record, frozen=True, tag="refused"):
+    """The request makes no sense to this controller (schema, step out of range); the learner ends with this text."""
+
+    error: str
+
+
+Reply = Train | Publish | Score | Wait | Stop | Ack | Refused
+
+
+_SCHEMA = f"megarl {SCHEMA_VERSION}".encode()
+
+
+def to_frames(message: Any) -> list[bytes]:
+    """The ZeroMQ frames of a request or reply: schema version, msgpack body."""
+    return [_SCHEMA, encode(message)]
+
+
+def from_frames(frames: Sequence[bytes], kind: Any) -> Any:
+    """The message of union `kind` (Request or Reply); msgspec.DecodeError if these frames are none of this schema."""
+    if len(frames) != 2 or frames[0] != _SCHEMA:
+        raise msgspec.DecodeError(f"not a frame of schema {_SCHEMA.decode()!r}: {[f[:20] for f in frames]}")
+    return decode(frames[1], kind)

@@ -1,0 +1,310 @@
+"""The run directory: its fixed form, the addresses of a live run, and the one JSONL writer.
+
+RUN/recipe.yaml        resolved            RUN/rollouts/      the journal
+RUN/metrics.jsonl      one object a step   RUN/logs/          one file a process: ROLE/HOST.RANK.log
+RUN/eval.jsonl         one an evaluation   RUN/checkpoints/   step-000000N/
+RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  RUN/reward.png
+RUN/evaluations/step-000000N/NAME/         the answers of an evaluation (megarl/core/evaluation/answers.py)
+RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
+RUN/trace/             spans of the roles  RUN/profile/       of torch's profiler       RUN/prometheus/  who can be scraped
+RUN/fingerprints.json  of model and prompts, as the run began with them (megarl/run/inputs.py)
+RUN/bad-rollouts.jsonl those of steps that were skipped; RUN/failure: why the run must not be started again by itself
+RUN/weights/           what servers read with weights.transport=disk
+RUN/microbatch.json    the size that learner.microbatch_tokens=auto found
+RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
+"""
+
+import errno
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Recipe
+
+META = "megarl.json"
+"""In a checkpoint, written last: without it it is not complete."""
+CHECKPOINT = re.compile(r"step-(\d+)")
+
+
+LARGEST = 1 << 62
+"""No number of a row is as large."""
+
+
+class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """CURVE keys (http://curvezmq.org, in Z85) by which learner and controller know each other, and hide what they say."""
+
+    controller: str
+    controller_secret: str
+    learner: str
+    learner_secret: str
+
+    @staticmethod
+    def new() -> "LinkKeys":
+        import zmq  # not for the many who only want a run's files
+
+        controller, controller_secret, learner, learner_secret = (
+            key.decode() for pair in (zmq.curve_keypair(), zmq.curve_keypair()) for key in pair
+        )
+        return LinkKeys(
+            controller=controller,
+            controller_secret=controller_secret,
+            learner=learner,
+            learner_secret=learner_secret,
+        )
+
+
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the roles of a live run are. `session` names one life of the supervisor: compute is counted within it."""
+
+    session: str
+    controller: str  # tcp://host:port
+    servers: tuple[str, ...]  # http://host:port
+    api_key: str
+    admin_key: str
+    link: LinkKeys
+    rendezvous_port: int  # of the learner's ranks, on its first node
+    rendezvous_host: str = "127.0.0.1"
+    learner_nodes: int = 1
+    gpus: int = 0  # that the roles hold together; 0: compute is counted in cores
+    controller_metrics: str = ""  # host:port of GET /metrics; empty: nobody listens
+    learner_metrics: str = ""
+    metrics_key: str = ""
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A line of RUN/logs/supervisor.jsonl: what the supervisor did, in its life `session`."""
+
+    time: float
+    session: str
+    event: str
+    role: Annotated[str, msgspec.Meta(pattern=r"^((server|controller|learner)-[0-9]{1,9})?$")] = ""
+    nodes: tuple[str, ...] = ()
+
+
+class RunDir:
+    """Paths of a run, and safe ways to write in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.eval = path / "eval.jsonl"
+        self.summary = path / "summary.json"
+        self.status = path / "status.json"
+        self.endpoints_file = path / "endpoints.json"
+        self.stop_file = path / "stop"
+        self.failure_file = path / "failure"
+        self.microbatch = path / "microbatch.json"
+        self.fingerprints = path / "fingerprints.json"
+        self.bad_rollouts = path / "bad-rollouts.jsonl"
+        self.rollouts = path / "rollouts"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.report = path / "report.html"
+        self.picture = path / "reward.png"
+        self.trace = path / "trace"
+        self.profile = path / "profile"
+        self.prometheus = path / "prometheus"
+        self.weights = path / "weights"
+        self.evaluations = path / "evaluations"
+
+    @staticmethod
+    def of(recipe: Recipe) -> "RunDir":
+        return RunDir(recipe.run.path)
+
+    @staticmethod
+    def opened(path: Path) -> "RunDir":
+        """Of a run that has begun. MegarlError if none has there."""
+        rundir = RunDir(path)
+        if not os.path.exists(rundir.recipe):
+            raise MegarlError(f"{path}: not a run directory (no recipe.yaml in it)")
+        return rundir
+
+    def log(self, role: str, host: str, rank: int) -> Path:
+        """Of one process. role: server, controller or learner; rank: which server, or which rank of the learner."""
+        return self.logs / role / f"{host}.{rank}.log"
+
+    def events(self) -> Iterator[Event]:
+        """What the supervisor has done, of all lives; lines that are none of its are passed over."""
+        for row in read_jsonl(self.logs / "supervisor.jsonl"):
+            with suppress(msgspec.ValidationError):
+                yield msgspec.convert(row, Event)
+
+    def create(self) -> None:
+        for folder in (self.path, self.rollouts, self.logs, self.checkpoints, self.tensorboard):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def stop(self, signal: int = 0) -> None:
+        """Ask the run to save and end; because of this signal, if of any."""
+        with writing(self.stop_file):
+            self.stop_file.write_text(str(int(signal) or ""))
+
+    def stop_signal(self) -> int:
+        """The signal for which the run was asked to end; 0 if for none, or if nobody has asked."""
+        said = self.stop_file.read_text().strip() if self.stop_file.exists() else ""
+        return int(said) if said.isdecimal() else 0
+
+    def endpoints(self) -> Endpoints:
+        if not self.endpoints_file.exists():
+            raise MegarlError(
+                f"{self.endpoints_file}: no such file; the run is not live. Start it with `megarl train`."
+            )
+        return msgspec.json.decode(self.endpoints_file.read_bytes(), type=Endpoints)
+
+    def write_endpoints(self, endpoints: Endpoints) -> None:
+        write_atomically(self.endpoints_file, msgspec.json.encode(endpoints), mode=0o600)
+
+
+def step_folder(parent: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is in RUN/checkpoints, its answers in RUN/evaluations."""
+    return parent / f"step-{step:07}"
+
+
+def step_of(folder: Path) -> int:
+    """What `step_folder` was made of."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """The complete checkpoints in RUN/checkpoints, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    steps = [
+        (int(m[1]), p) for p in checkpoints.iterdir() if (m := CHECKPOINT.fullmatch(p.name)) and (p / META).is_file()
+    ]
+    return [path for _, path in sorted(steps)]
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the system has against it (a full disk, no permission) is one MegarlError."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        what = "make room and resume: what was written before is whole" if full else "it has to be writable for a run"
+        raise MegarlError(f"{path}: cannot be written: {error.strerror}; {what}") from None
+
+
+def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """The file is the old one or the new one, never a part."""
+    with writing(path), tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, mode)
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A row a line, all of them or none."""
+    write_atomically(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+
+
+def append_jsonl(path: Path, row: dict[str, Any]) -> None:
+    """One line, flushed; a line left unfinished by a crash is closed first so that it spoils only itself.
+
+    A number that is not finite becomes null: JSON has none.
+    """
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    data = json.dumps(finite, allow_nan=False).encode() + b"\n"
+    with writing(path), path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                data = b"\n" + data
+        file.write(data)
+
+
+def parsed(line: str) -> dict[str, Any] | None:
+    """The row in a line of `append_jsonl`, null as not-a-number again; None for a line that a crash cut short, or that is none
+    of ours."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return {k: _number(v) for k, v in row.items()} if isinstance(row, dict) else None
+
+
+def _number(value: Any) -> Any:
+    """What no metric can be is not-a-number."""
+    beyond = isinstance(value, int | float) and not -LARGEST < value < LARGEST
+    return math.nan if value is None or beyond else value
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows in order; bytes that are no UTF-8 are replaced."""
+    if not path.exists():
+        return
+    with path.open(errors="replace") as file:
+        for line in file:
+            if (row := parsed(line)) is not None:
+                yield row
+
+
+def latest_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows by step, a later row of the same step superseding the earlier one (replay after a crash)."""
+    return [row for _, row in sorted(by_step(read_jsonl(path)).items())]
+
+
+TEXTS = ("compute_unit", "predicted_score")
+"""What of a row of eval.jsonl is no number."""
+FORECAST = (
+    "predicted_hours", "predicted_asymptote", "predicted_final", "predicted_final_low", "predicted_final_high",
+    "predicted_gain", "predicted_next_gain", "evaluation_noise", "enough",
+)  # fmt: skip
+"""What a row has all of, or none."""
+
+
+def lacking(score: Mapping[str, Any]) -> str:
+    """What a row of eval.jsonl must have and this one has not, or not as a finite number; empty: it is whole."""
+    for name in ("step", "pass_rate", "n_prompts", "samples", "compute_hours"):
+        if not is_figure(score.get(name)) or score[name] < 0:
+            return name
+    if score["pass_rate"] > 1 or not score["n_prompts"]:
+        return "pass_rate of any prompts"
+    return "" if score.get("compute_unit") in ("gpu", "core") else "compute_unit"
+
+
+def is_figure(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def scores(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The latest row of eval.jsonl for each step: numbers, and two texts. One that lacks something is passed over."""
+    found = {}
+    for step, row in by_step(row for row in rows if not lacking(row)).items():
+        kept = {k: v for k, v in row.items() if (isinstance(v, str) if k in TEXTS else is_figure(v))}
+        foretold = all(name in kept for name in FORECAST) and kept["predicted_hours"] > 0
+        found[step] = kept if foretold else {k: v for k, v in kept.items() if k not in FORECAST}
+    return found
+
+
+def latest_scores(path: Path) -> list[dict[str, Any]]:
+    """Those in a file, by step."""
+    return [row for _, row in sorted(scores(read_jsonl(path)).items())]
+
+
+def by_step(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The latest row of each step: its numbers, and two texts. A row that does not say of which step it is, is not ours and
+    passed over."""
+    return {
+        row["step"]: {k: v for k, v in row.items() if (isinstance(v, str) if k in TEXTS else type(v) in (int, float))}
+        for row in rows
+        if type(row.get("step")) is int and row["step"] >= 0
+    }

@@ -1,0 +1,44 @@
+"""torch's rendezvous stores and process groups, listening on one network and on no other.
+
+    tcp://10.0.0.5:29500 ──► bound_store ──► a socket that listens on 10.0.0.5:29500 ──► TCPStore
+    GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface; who starts the roles on several nodes names it
+
+They ask nobody for a key, and by themselves a store listens on every address of the machine, a group where its name leads.
+"""
+
+import importlib
+import os
+import socket
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+
+from megarl.core.base.errors import MegarlError
+
+BACKLOG = 2048
+"""Ranks that connect at the same moment."""
+
+
+def bound_store(
+    host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *more: Any, **named: Any
+) -> TCPStore:
+    """A TCPStore with torch's arguments; the master of port 0 takes a free one. MegarlError if it cannot listen there."""
+    if is_master:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise MegarlError(f"the ranks cannot meet at {host_name}:{port}: {error.strerror}") from None
+        port = listener.getsockname()[1]
+        named["master_listen_fd"] = listener.detach()
+    return TCPStore(host_name, port, world_size, is_master, *more, **named)
+
+
+def bind_all() -> None:
+    """From here on torch makes its own stores so, for tcp://, env:// and torchrun's ranks; groups without a network have
+    loopback."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    for module in (importlib.import_module("torch.distributed.rendezvous"), static_tcp_rendezvous):
+        vars(module)["TCPStore"] = bound_store  # the first is hidden behind a function of its name

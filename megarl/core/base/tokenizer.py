@@ -1,0 +1,100 @@
+"""The tokenizer of a Hugging Face directory: ids of a text, text of ids, and the id that ends a completion.
+
+It is `tokenizer.json` run by the `tokenizers` library, what transformers' fast tokenizers run too. Without transformers
+around it a role starts five seconds and 700 MB lighter, for those import torch.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import read_json, text_config
+from megarl.core.base.types import int32
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """`end`: the id that ends a completion. `path`: where it was read, for messages. `vocabulary`: how many tokens the model
+    beside it knows; what a server is sent beyond them ends it."""
+
+    backend: Any
+    end: int
+    path: Path
+    vocabulary: int = sys.maxsize
+
+    def ids(self, text: str) -> np.ndarray:
+        """Token ids of exactly this text, nothing added in front or behind. [n] int32"""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: list[str], framed: bool = False) -> list[np.ndarray]:
+        """`ids` of many texts at once; MegarlError where the tokenizer's vocabulary lacks a character of theirs, or the model's
+        a token.
+
+        framed: with what the tokenizer itself puts around a text, such as Llama 3's <|begin_of_text|>.
+        """
+        try:
+            found = [int32(encoding.ids) for encoding in self.backend.encode_batch(texts, add_special_tokens=framed)]
+        except (
+            Exception
+        ) as error:  # tokenizers raises a plain Exception where a closed vocabulary has no such character
+            shown = ", ".join(repr(text[:80]) for text in texts[:3])
+            raise MegarlError(f"{self.path}: the tokenizer cannot encode {shown} …: {error}") from None
+        for text, ids in zip(texts, found, strict=True):
+            if len(ids) and ids.max() >= self.vocabulary:
+                raise MegarlError(
+                    f"{self.path}: token {ids.max()} of {text[:80]!r} is beyond the model's vocabulary of {self.vocabulary} "
+                    "(vocab_size in config.json): the tokenizer is not this model's"
+                )
+        return found
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """The text of ids [n]; special tokens stay, for `</think>` may be one."""
+        text: str = self.backend.decode(tokens.tolist(), skip_special_tokens=False)
+        return text
+
+    def literal(self) -> "Tokenizer":
+        """One that takes the names of special tokens for ordinary text, as in what a tool printed."""
+        backend = Backend.from_str(self.backend.to_str())
+        backend.encode_special_tokens = True
+        return replace(self, backend=backend)
+
+    def __len__(self) -> int:
+        size: int = self.backend.get_vocab_size()
+        return size
+
+
+def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
+    """The tokenizer saved in `hf_dir`; MegarlError where there is none, or it names no end token."""
+    folder = Path(hf_dir)
+    if not folder.is_dir():
+        raise MegarlError(f"{folder}: no such directory; a model directory in Hugging Face form is needed (model.path)")
+    try:
+        backend = Backend.from_file(str(folder / "tokenizer.json"))
+        config = read_json(folder / "tokenizer_config.json")
+    except Exception as error:  # of tokenizers: a plain Exception
+        raise MegarlError(
+            f"{folder}: no tokenizer can be loaded ({error}); tokenizer.json and tokenizer_config.json are needed"
+        ) from None
+    backend.no_truncation()
+    backend.no_padding()
+    named = config.get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    end = backend.token_to_id(text) if isinstance(text, str) else None
+    if end is None:
+        raise MegarlError(f"{folder / 'tokenizer_config.json'}: eos_token is missing, or no token of tokenizer.json")
+    return Tokenizer(backend, end, folder, _vocabulary(folder / "config.json"))
+
+
+def _vocabulary(config: Path) -> int:
+    """Of the model whose config.json this is; without limit where there is only a tokenizer."""
+    if not config.is_file():
+        return sys.maxsize
+    size = text_config(read_json(config), config).get("vocab_size", sys.maxsize)
+    if type(size) is not int or size < 1:
+        raise MegarlError(f"{config}: vocab_size is {size!r}, not a number of tokens")
+    return size

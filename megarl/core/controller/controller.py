@@ -1,0 +1,363 @@
+"""`megarl rollout`: the controller. One asyncio process that decides what everybody does next.
+
+    learner ── Next, Published, Stopped ──► conversation ─► decision.decide ──► Train | Publish | Wait | Stop
+                                                              ▲  looks at
+                servers.py      who is up, with whose weights ┤
+                publications.py which version is where ───────┤
+                parity.py       do both sides compute the same ┤
+                tickets.py      admitted, sampled, graded ────┤     every change wakes the one who waits for it
+                evaluations.py  held-out score, server pinned ┘
+                ledger.py       the journal: all of it can be rebuilt from there
+
+A `Next` that would be answered by `Wait` is held for a second, and answered at once when something changes.
+"""
+
+import asyncio
+import json
+import logging
+import signal
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import uvloop
+
+from megarl.core.algorithm.batch import batch_statistics
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import Next, Publish, Published, Refused, Reply, Scored, Stop, Train
+from megarl.core.base.process import start_logging
+from megarl.core.base.rundir import Endpoints, RunDir, complete, step_of, write_atomically
+from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.base.types import Batch
+from megarl.core.controller.compute import ComputeClock, session_of
+from megarl.core.controller.conversation import Conversation, End
+from megarl.core.controller.decision import Decision, Standing, TrainStep, decide
+from megarl.core.controller.evaluations import Evaluations, questions_of
+from megarl.core.controller.link import Link
+from megarl.core.controller.parity import Parity
+from megarl.core.controller.publications import Publications
+from megarl.core.controller.servers import Servers
+from megarl.core.controller.status import Meter
+from megarl.core.controller.task_metrics import task_statistics
+from megarl.core.controller.tickets import Tickets
+from megarl.core.evaluation.score import Questions
+from megarl.core.journal.journal import Journal
+from megarl.core.journal.ledger import Ledger
+from megarl.core.journal.state import State
+from megarl.core.recipe import Recipe
+from megarl.core.sampling.places import Places
+from megarl.core.sampling.routing import layers_of
+from megarl.core.sampling.sampler import Sampler
+from megarl.core.telemetry.families import of_controller
+from megarl.core.telemetry.prometheus import Exporter
+from megarl.core.telemetry.spans import Spans
+from megarl.tasks.data.prompts import TaskPrompts, load_tasks
+from megarl.tasks.graders.grader import Graders
+
+log = logging.getLogger(__name__)
+
+STATUS_S = 1.0
+DROP_S = 10.0
+END_LIMIT_S = 600.0
+"""How long a learner may take to finish its step and save before the controller leaves without its goodbye."""
+UNMET_LIMIT_S = 5.0
+"""The same for a learner that has never spoken to this controller."""
+
+
+def main(recipe: Recipe) -> int:
+    """Run until the learner has been told to stop and has left; 1 if the run failed."""
+    start_logging("controller")
+    rundir = RunDir.of(recipe)
+    endpoints = rundir.endpoints()
+    tokenizer = load_tokenizer(recipe.model.path)
+    prompts = load_tasks(recipe, tokenizer)
+    questions = questions_of(recipe, prompts, tokenizer)
+    pipeline = recipe.pipeline
+    journal = Journal.open(rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
+    journal.append(session_of(rundir))
+
+    async def run() -> int:
+        return await Controller(
+            recipe, rundir, journal, tokenizer, prompts, questions, Link(endpoints.controller, endpoints.link)
+        ).run()
+
+    return uvloop.run(run())
+
+
+class Controller:
+    """The parts of a run, wired; made within the running event loop."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        rundir: RunDir,
+        journal: Journal,
+        tokenizer: Tokenizer,
+        prompts: Mapping[str, TaskPrompts],
+        questions: Sequence[Questions[Any]],
+        link: Link,
+    ) -> None:
+        state: State = journal.state
+        salt = uuid.uuid4().hex[:8]  # of this life: prefixes cached for an earlier one hold older weights
+        self.recipe, self.rundir, self.link, self._salt = recipe, rundir, link, salt
+        self.spans = Spans(rundir.trace / "controller.jsonl")
+        self.servers = Servers(recipe, rundir.endpoints(), self._on_change, self.spans)
+        self.places = Places(self.servers.membership, recipe.serving.max_running_requests)
+        self.sampler = Sampler(recipe, tokenizer, self.servers.clients, self.places, self.servers, self.spans)
+        self.graders = Graders.of(recipe, tokenizer.decode)
+        self.ledger = Ledger(journal, self.spans)
+        self.parity = Parity(
+            recipe, tokenizer.end, layers_of(recipe.model.path), self.servers.clients, self.servers.membership,
+            self._on_change, self._fail, salt,
+        )  # fmt: skip
+        self.tickets = Tickets(
+            recipe, state, prompts, self.servers.membership, self.places, self.sampler, self.graders, self.ledger,
+            self.parity, self._on_change, salt, self.spans,
+        )  # fmt: skip
+        self.compute = ComputeClock(state, recipe.resources)
+        self.meter = Meter(self.places)
+        self.publications = Publications(state, self.servers, self.ledger, self.compute, self._fail)
+        self.evaluations = Evaluations(
+            recipe, rundir, state, questions, tokenizer, self.servers.membership, self.places,
+            self.sampler, self.graders, self.ledger, self.compute, self._on_change, self._fail,
+            self._stop, salt, self.spans,
+        )  # fmt: skip
+        self.conversation = Conversation(link, self)
+        self._exported: tuple[dict[str, Any], dict[int, dict[str, float]]] = {}, {}
+        self._exporter = self._listening(rundir.endpoints())
+        self.step, self.phase = 0, "starting"
+        self.stop_reason, self.failure = "", ""
+        self._stopping_since = 0.0
+
+    async def run(self) -> int:
+        """All of it, until the end; the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                self._sampling = tasks.create_task(self.tickets.run(), name="tickets")
+                for server in self.servers.clients:
+                    tasks.create_task(self.servers.watch(server), name=f"watch {server}")
+                parts = (self.ledger.run(), self.conversation.listen(), self.conversation.answer())
+                for coroutine in (*parts, self._tick(), self._drop_old()):
+                    tasks.create_task(coroutine)
+        except* End:
+            pass
+        except* MegarlError as errors:
+            raise _leaf(errors) from None
+        finally:
+            await self._close()
+        return 1 if self.failure else 0
+
+    # What the learner says, and what it is told (conversation.py).
+
+    def new_learner(self) -> None:
+        """Another learner speaks: the earlier one is gone, and what it was publishing will not end."""
+        broken = self.servers.membership.new_learner()
+        if broken:
+            log.warning("servers %s were being published to; their requests go on from what has arrived", broken)
+            self._tasks.create_task(self.servers.abort(broken))
+
+    def published(self, result: Published) -> None:
+        """A publication is over."""
+        if self.publications.over(result):
+            self.parity.published(result.version)
+            self._evaluate_if_due(result.version)
+        self._on_change()
+
+    def scored(self, result: Scored) -> None:
+        """The learner has scored the rollouts it was given."""
+        self.parity.scored(result)
+        self._on_change()
+
+    def left(self, step: int) -> None:
+        """The learner has saved and leaves."""
+        if not self._ending():
+            self._stop(f"the learner has left at step {step}")
+
+    def decide(self, asked: Next) -> Decision:
+        """As things stand now."""
+        self._evaluate_if_due(asked.version)
+        return decide(asked, self._standing(asked))
+
+    def _standing(self, asked: Next) -> Standing:
+        settled, prompts = self.tickets.admitted - len(self.tickets.running), self.recipe.batch.prompts
+        now = Standing(
+            batches=self.tickets.batches(),
+            published_version=self.publications.version,
+            final_step=self._final_step(),
+            phase_steps=self.recipe.pipeline.phase_steps,
+            score_due=self.evaluations.is_due(asked.version, self._final_step())
+            or asked.version in self.evaluations.running,
+            membership=self.servers.membership,
+            parity=self.parity.request(asked.version),
+            stop=self.stop_reason,
+            failure=self.failure,
+        )
+        needed = now.phase_end(asked.step) * prompts
+        return replace(now, waiting_for=f"{settled} tickets are finished, {needed} needed")
+
+    def _final_step(self) -> int:
+        """run.steps, or as many as the prompts gave batches for."""
+        if self.tickets.mixture.exhausted:
+            return min(self.recipe.run.steps, self.tickets.admitted // self.recipe.batch.prompts)
+        return self.recipe.run.steps
+
+    def _evaluate_if_due(self, version: int) -> None:
+        if not self._ending() and self.evaluations.is_due(version, self._final_step()):
+            self.evaluations.begin(version, self.publications.spent, self._tasks)
+
+    async def carry_out(self, decision: Decision, asked: Next) -> Reply:
+        """What has to happen before the learner is told, and what it is told."""
+        self.step, self.phase = asked.step, type(decision).__name__.lower()
+        match decision:
+            case TrainStep():
+                return await self._train(decision)
+            case Publish():
+                self.servers.membership.publish((a.id for a in decision.servers), decision.version, asked.incarnation)
+                log.info("publish version %d to servers %s", decision.version, [a.id for a in decision.servers])
+            case Stop():
+                log.info("the learner is told to stop: %s", decision.reason)
+                self._stop(decision.reason)
+            case Refused():
+                log.error("the learner is refused: %s", decision.error)
+        return decision
+
+    async def _train(self, decision: TrainStep) -> Train | Stop:
+        tickets = self.tickets.admission.batch(decision.step)
+        assert tickets is not None
+        batch = Batch(step=decision.step, groups=await self.ledger.groups(tickets))
+        reasons = [g.void for g in batch.groups]
+        if all(reasons):
+            self._fail(f"nothing could be generated or graded for batch {decision.step}: {reasons[0]}")
+            return Stop(reason=self.failure, error=True)
+        self.phase = "replay" if decision.replay else "train"
+        name, step = f"batch {decision.step}", decision.step
+        self.spans.event("controller/batches", name, step=step, replay=decision.replay, tickets=list(tickets))
+        return Train(
+            batch=batch,
+            compute_hours=(spent := self.compute.spent()).total,
+            compute_devices=self.compute.devices,
+            stats=batch_statistics(batch)
+            | spent.row()
+            | task_statistics(batch, self.recipe)
+            | self.meter.step()
+            | self.tickets.metrics(decision.step)
+            | self.parity.metrics(),
+            replay=decision.replay,
+        )
+
+    # Changes, and the end.
+
+    def _on_change(self) -> None:
+        """Something that somebody may wait for has changed."""
+        self.evaluations.cancel_lost()
+        self.places.refresh()
+        self.conversation.changed()
+
+    async def _tick(self) -> None:
+        """Each second: look for RUN/stop and for waits that have run out, write the status."""
+        while True:
+            await asyncio.sleep(STATUS_S)
+            if self.rundir.stop_file.exists():
+                self._stop(f"{self.rundir.stop_file} exists")
+            limit = self.recipe.serving.start_timeout_s
+            if not self._ending() and self.servers.seconds_without() > limit:
+                self._fail(
+                    f"no server has been healthy for {limit:g} s (serving.start_timeout_s); see the servers' logs"
+                )
+            self._leave_if_overdue()
+            status = self._status()
+            self._exported = status, self.meter.totals()
+            await asyncio.to_thread(write_atomically, self.rundir.status, json.dumps(status).encode())
+            await asyncio.to_thread(self.spans.flush)
+
+    async def _drop_old(self) -> None:
+        """Now and then: forget what no kept checkpoint replays, if the recipe says so."""
+        while self.recipe.journal.keep == "checkpoints":
+            await asyncio.sleep(DROP_S)
+            if kept := complete(self.rundir.checkpoints):
+                await self.ledger.drop_before(step_of(kept[0]))
+
+    def _leave_if_overdue(self) -> None:
+        limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
+        if self._ending() and time.monotonic() - self._stopping_since > limit:
+            log.warning("the learner has not said goodbye within %g s; leaving", limit)
+            raise End
+
+    def _ending(self) -> bool:
+        return bool(self.stop_reason or self.failure)
+
+    def _fail(self, reason: str) -> None:
+        """End the run. A file says so to the supervisor: it is no crash, and another life would end as this one."""
+        log.error("%s", reason)
+        if not self.failure:
+            self.failure = reason
+            write_atomically(self.rundir.failure_file, reason.encode())
+        self._stop(reason)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """Not the supervisor's, unless the run is over: Slurm tells all processes of a job to make room."""
+        if not self._ending():
+            self.rundir.stop(number)
+        self._stop(f"signal {number.name}")
+
+    def _stop(self, reason: str) -> None:
+        """Sample no more; go on answering the learner until it has left."""
+        if self.stop_reason:
+            return
+        log.info("stopping: %s", reason)
+        self.stop_reason, self._stopping_since = reason, time.monotonic()
+        self._sampling.cancel()
+        self.evaluations.cancel()
+        self.parity.cancel()
+        self.conversation.changed()
+
+    async def _close(self) -> None:
+        self.graders.close()
+        self.sampler.close()
+        await self.servers.close()
+        await self.ledger.close()
+        self.link.close()
+        self.spans.flush()
+        if self._exporter is not None:
+            self._exporter.close()
+
+    def _listening(self, endpoints: Endpoints) -> Exporter | None:
+        """For Prometheus, with the status of the latest second."""
+        if not endpoints.controller_metrics:
+            return None
+        return Exporter(endpoints.controller_metrics, endpoints.metrics_key, lambda: of_controller(*self._exported))
+
+    def _status(self) -> dict[str, Any]:
+        """RUN/status.json: how things stand now."""
+        seconds = self.meter.second()
+        servers = self.servers.membership.members.items()
+        return {
+            "time": time.time(),
+            "step": self.step,
+            "version": self.publications.version,
+            "phase": self.phase,
+            "servers": [
+                {"id": s, "state": m.state, "version": m.version, "pinned": m.pinned} | seconds[s] for s, m in servers
+            ],
+            "tickets": self.tickets.status(self.step),
+            "compute_hours": self.compute.hours(),
+            "compute_unit": self.compute.unit,
+            "eval": self.evaluations.latest,
+            "evaluating": sorted(self.evaluations.running),
+            "rollout_tokens_per_second": sum(use["tokens_per_second"] for use in seconds.values()),
+            "parity": self.parity.warning,
+            "malformed_requests": self.link.malformed,
+            "refused_connections": self.link.refused(),
+        }
+
+
+def _leaf(errors: BaseExceptionGroup[MegarlError]) -> MegarlError:
+    """The first error of a group of groups."""
+    first = errors.exceptions[0]
+    return _leaf(first) if isinstance(first, BaseExceptionGroup) else first

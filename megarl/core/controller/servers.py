@@ -1,0 +1,101 @@
+"""The servers of a run: their clients, their states, and the watch over them.
+
+    GET /health each 2 s ─► seen | lost ─┐
+    a request fails ───────► lost ────────┼─► Membership ─► changed()
+    the learner publishes ────────────────┘
+
+A server that comes back, or is met for the first time, first drops all requests it still runs: nobody waits for them.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.rundir import Endpoints
+from megarl.core.recipe import Recipe
+from megarl.core.server.client import ServerClient, ServerLost, ServerRefused
+from megarl.core.server.membership import Membership
+from megarl.core.telemetry.spans import Spans
+
+log = logging.getLogger(__name__)
+
+POLL_S = 2.0
+POLL_AFTER_MISS_S = 0.5
+MISSES = 5
+"""Health checks missed one after the other until a server counts as lost: on a busy machine one or two mean nothing."""
+
+
+class Servers:
+    """All servers of the endpoints. `changed` is called when the state of one has changed."""
+
+    def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None], spans: Spans) -> None:
+        width = recipe.resources.server_tensor_parallel
+        addresses = [ServerAddress(id=n, url=u, tensor_parallel=width) for n, u in enumerate(endpoints.servers)]
+        self.membership = Membership(addresses)
+        self.clients = {
+            a.id: ServerClient(a.url, endpoints.api_key, endpoints.admin_key, recipe.serving.request_timeout_s)
+            for a in addresses
+        }
+        self._lives = dict.fromkeys(self.clients, 0)
+        self._changed, self._spans = changed, spans
+        self._healthy = time.monotonic()
+
+    def life(self, server: int) -> int:
+        """A number that changes when the server is lost or what it runs is aborted."""
+        return self._lives[server]
+
+    def server_lost(self, server: int, life: int, reason: str) -> None:
+        """A request or health check that began in this life of the server failed."""
+        if life == self._lives[server]:
+            log.warning("server %d is lost: %s", server, reason)
+            self._lives[server] += 1
+            self.membership.lost(server)
+            self._spans.event(f"server {server}/busy", "lost", reason=reason)
+            self._changed()
+
+    async def abort(self, servers: Iterable[int]) -> None:
+        """Drop what they run; it goes on elsewhere from what has arrived."""
+        for server in servers:
+            self._lives[server] += 1
+            try:
+                await self.clients[server].abort_all()
+            except (ServerLost, ServerRefused) as error:
+                log.warning("could not abort the requests of server %d: %s", server, error)
+
+    def seconds_without(self) -> float:
+        """How long no server has been healthy."""
+        if self.membership.healthy():
+            self._healthy = time.monotonic()
+        return time.monotonic() - self._healthy
+
+    async def watch(self, server: int) -> None:
+        """Ask for its health for ever. While it is published to it stands still and may be slow to answer: not asked."""
+        member, client, misses = self.membership.members[server], self.clients[server], 1
+        while True:
+            await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
+            if member.state != "publishing":
+                life = self._lives[server]
+                healthy = await client.health()
+                if healthy and member.state in ("starting", "lost"):
+                    await self._greet(server)
+                misses = 0 if healthy or member.state == "publishing" else misses + 1
+                if misses >= MISSES and member.state not in ("starting", "lost"):
+                    self.server_lost(server, life, f"it missed {misses} health checks")
+
+    async def _greet(self, server: int) -> None:
+        try:
+            await self.clients[server].abort_all()
+        except (ServerLost, ServerRefused) as error:
+            log.warning("server %d is healthy but does not obey: %s", server, error)
+            return
+        self.membership.seen(server)
+        self._spans.event(f"server {server}/busy", "up")
+        log.info("server %d at %s is up", server, self.clients[server].url)
+        self._changed()
+
+    async def close(self) -> None:
+        """Drop all connections; the servers abort what still runs on them."""
+        for client in self.clients.values():
+            await client.close()

@@ -1,0 +1,174 @@
+"""Ask the questions of suites: the one loop of a run's evaluations and of `megarl eval`.
+
+    Questions: prompts x samples ─► answer(), on servers that hold the weights ─► Answer ─► keep
+
+    Sampled     Sampler ─► Grader, Votes     what is asked here
+    Choices     multiple_choice.py           what is only scored
+
+The rules of interruption are those of training, with the longest thinking budget for all, also while training is at an
+earlier stage of `length.stages`: scores of all versions can be compared.
+"""
+
+import asyncio
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from msgspec import UNSET, UnsetType
+
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import Prompt
+from megarl.core.evaluation.answers import Answer
+from megarl.core.evaluation.metrics import Outcome
+from megarl.core.evaluation.votes import Votes
+from megarl.core.recipe import Recipe, Reward, Rows
+from megarl.core.sampling.places import Order, Places
+from megarl.core.sampling.sampler import Completion, Job, Sampler, Void
+from megarl.core.server.client import ServerClient
+from megarl.tasks.graders.answer import Grade, answer_of
+from megarl.tasks.graders.grader import Graders
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Who is asked, and who grades. servers: that may be asked now; at_once: answers at a time; salt: of cached prefixes."""
+
+    recipe: Recipe
+    tokenizer: Tokenizer
+    clients: Mapping[int, ServerClient]
+    places: Places
+    sampler: Sampler
+    graders: Graders
+    servers: Set[int]
+    salt: str
+    at_once: int
+
+    def may_use(self, server: int, _version: int) -> bool:
+        return server in self.servers
+
+
+class Named(Protocol):
+    """What is asked is known by its id."""
+
+    @property
+    def id(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Questions[Asked: Named](ABC):
+    """Of one suite, or of a task's held-out prompts. answered: what needs no answer any more."""
+
+    name: str
+    prompts: Sequence[Asked]
+    samples: int
+    answered: Sequence[Outcome] = ()
+    rows: Rows = field(kw_only=True)
+
+    @property
+    def open(self) -> list[tuple[Asked, int]]:
+        """Prompts and samples that are to be asked."""
+        there = {(answer.id, answer.sample) for answer in self.answered}
+        return [(p, n) for p in self.prompts for n in range(self.samples) if (p.id, n) not in there]
+
+    @abstractmethod
+    def answerer(self, asker: Asker) -> Callable[[Asked, int, Order], Awaitable[Answer]]:
+        """What answers one, given the sample's number and the order of the request among all. The answer is void if none can be
+        had; GraderDown if it cannot be graded."""
+
+
+@dataclass(frozen=True)
+class Sampled(Questions[Prompt]):
+    """Questions whose answers are sampled and graded, by the task's or suite's grader of their name. rewards: of a suite,
+    by name, which choose the best of several answers."""
+
+    rewards: Mapping[str, Reward] = field(default_factory=dict, kw_only=True)
+
+    def answerer(self, asker: Asker) -> Callable[[Prompt, int, Order], Awaitable[Answer]]:
+        return partial(self._answer, asker, Votes(self.rows.grader, asker.graders[self.name], self.answered))
+
+    async def _answer(self, asker: Asker, votes: Votes, asked: Prompt, sample: int, order: Order) -> Answer:
+        done, void = Completion(), ""
+        try:
+            done = await asker.sampler.complete(_job(asked, order, asker))
+        except Void as why:
+            void = str(why)
+        grade, reward = await self._grade(asked, done, asker) if not void else (UNANSWERED, UNSET)
+        text = answer_of(done.text, asker.recipe.length.end_of_thinking)
+        return Answer(
+            suite=self.name,
+            id=asked.id,
+            sample=sample,
+            prompt=asker.tokenizer.decode(asked.tokens),
+            expected=asked.shown.answer,
+            completion=done.text if done.episode is None else asker.tokenizer.decode(done.tokens),
+            answer=text,
+            vote=await votes.of(asked.id, text, asked.shown.answer, grade.correct),
+            correct=grade.correct,
+            truncated=not void and done.finish == "length",
+            interrupted=done.interrupted,
+            format_ok=grade.format_ok,
+            grader_timeout=grade.timeout,
+            grader_error=grade.error,
+            tokens=len(done.tokens),
+            entropy=_entropy(done),
+            void=void,
+            reward=reward,
+        )
+
+    async def _grade(self, asked: Prompt, done: Completion, asker: Asker) -> tuple[Grade, float | UnsetType]:
+        """And what `rewards` come to."""
+        grader = asker.graders[self.name]
+        if not self.rewards:
+            return await grader.grade_answer(done.text, asked, done.verdict), UNSET
+        grade = await grader.grade(done.text, asked, done.verdict)
+        return grade, sum(one.weight * grade.rewards[name] for name, one in self.rewards.items())
+
+
+def choose[Asked: Named](prompts: Iterable[Asked], count: int | None) -> list[Asked]:
+    """At most `count`, the same in every run: the file may be sorted, so not its first ones. None: all."""
+    return sorted(prompts, key=lambda p: hashlib.blake2b(p.id.encode(), digest_size=8).digest())[:count]
+
+
+async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callable[[Answer], object]) -> None:
+    """Ask all that is open; `keep` is called with each answer as it comes. A server that leaves the set is not asked again; if
+    all have, this waits for ever: cancel it.
+
+    GraderDown (in an ExceptionGroup) if an answer cannot be graded.
+    """
+    answerers = {of.name: of.answerer(asker) for of in questions}
+    open_ones = [(of, asked, sample) for of in questions for asked, sample in of.open]
+
+    async def work(left: Iterator[tuple[int, tuple[Questions[Any], Any, int]]]) -> None:
+        for n, (of, asked, sample) in left:
+            keep(await answerers[of.name](asked, sample, (0, n, sample)))
+
+    left = iter(enumerate(open_ones))
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(min(asker.at_once, len(open_ones))):
+            tasks.create_task(work(left))
+
+
+UNANSWERED = Grade(0.0, correct=False, format_ok=False)
+
+
+def _job(prompt: Prompt, order: Order, asker: Asker) -> Job:
+    recipe = asker.recipe
+    return Job(
+        prompt=prompt,
+        order=order,
+        may_use=asker.may_use,
+        salt=asker.salt,
+        thinking_tokens=recipe.length.thinking_tokens[1],
+        temperature=recipe.evaluation.temperature,
+        top_p=recipe.evaluation.top_p,
+    )
+
+
+def _entropy(done: Completion) -> float | None:
+    """Mean of -log p over the tokens that were sampled."""
+    logprobs = np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in done.segments if s.trained)])
+    return float(-logprobs.mean(dtype=np.float64)) if len(logprobs) else None

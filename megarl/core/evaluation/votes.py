@@ -1,0 +1,86 @@
+"""What each answer to a prompt votes for in maj@k: one text for answers that are the same.
+
+    answer ─► right?            the expected answer
+           ─► extracted         the last box; else the last formula in dollars; else the last number; else all of it
+           ─► seen before?      the same text, the same number, or the grader of mathematics holds them for equal
+           ─► else              its own text: a new vote
+
+Answers come one by one, so a vote is never taken back: of an answer that is equal to two others that are not equal to one
+another (a grader's equality is not transitive) the earlier one counts.
+"""
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from decimal import Decimal, InvalidOperation
+
+from megarl.core.evaluation.metrics import Outcome
+from megarl.tasks.data.mappings import last_box
+from megarl.tasks.graders.answer import GraderDown
+from megarl.tasks.graders.grader import Grader
+
+DOLLARS = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+WITHOUT_VOTES = ("code", "format")
+"""Graders of answers that are not one of a few: two right programs need not be the same text."""
+
+
+class Votes:
+    """Of one suite or task. name: of its grader, which says whether two formulas are equal; known: earlier answers."""
+
+    def __init__(self, name: str, grader: Grader, known: Iterable[Outcome] = ()) -> None:
+        self._name, self._grader = name, grader
+        self._seen: defaultdict[str, list[str]] = defaultdict(list)
+        self._one_by_one: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        for answer in known:
+            if answer.vote and not answer.correct and answer.vote not in self._seen[answer.id]:
+                self._seen[answer.id].append(answer.vote)
+
+    async def of(self, id: str, answer: str, expected: str, correct: bool) -> str:
+        """What this answer to the prompt `id` votes for; "" for none."""
+        if self._name in WITHOUT_VOTES or not answer:
+            return ""
+        if self._name != "math":
+            return answer
+        if correct:
+            return expected
+        async with self._one_by_one[id]:
+            vote = extracted(answer)
+            for earlier in self._seen[id]:
+                if await self._same(vote, earlier):
+                    return earlier
+            self._seen[id].append(vote)
+            return vote
+
+    async def _same(self, vote: str, earlier: str) -> bool:
+        if vote == earlier:
+            return True
+        numbers = number(vote), number(earlier)
+        if None not in numbers:
+            return numbers[0] == numbers[1]
+        try:
+            return await self._grader.agrees(f"${vote}$", earlier)
+        except GraderDown:
+            return False
+
+
+def extracted(answer: str) -> str:
+    """The part of an answer that says what the result is."""
+    box = last_box(answer)
+    if box is not None and box.strip():
+        return box.strip()
+    formulas = [next(filter(None, groups)) for groups in DOLLARS.findall(answer)]
+    if formulas:
+        return str(formulas[-1]).strip()
+    numbers = NUMBER.findall(answer)
+    return numbers[-1] if numbers else answer.strip()
+
+
+def number(text: str) -> Decimal | None:
+    """The number that the text is, thousands divided by commas or not; None if it is not one."""
+    try:
+        found = Decimal(text.replace(",", "").replace("\\!", "").strip())
+    except InvalidOperation:
+        return None
+    return found if found.is_finite() else None

@@ -1,0 +1,235 @@
+"""The journal: an append-only file of records, and the only thing a controller has to remember.
+
+    RUN/rollouts/000000.journal     header | snapshot | record | record | …
+                 000001.journal     header | snapshot (of all before) | record | …      a new file every ROTATE_BYTES
+                 lock               held by the one writer
+
+    controller ── append(*records) ──► state.apply(record), one write, one fsync     nothing else changes the state
+    learner is behind ── groups(tickets) ──► read back from disk; groups are not kept in memory
+
+A record is a header (mark, length, ticket of a group, checksums) and msgpack of a `JournalRecord`.
+After a crash only the last record can be incomplete: it is cut off, and said. Damage anywhere else is an error. Opening
+reads the last file alone, for the snapshot at its head is the fold of the others; with the ticket in their headers
+those are searched for groups without reading the groups.
+"""
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from megarl.core.base.admission import Admission
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import Group
+from megarl.core.journal import frames
+from megarl.core.journal.group_index import GroupIndex
+from megarl.core.journal.records import Admitted, Finished, JournalRecord, Snapshot
+from megarl.core.journal.state import State
+
+log = logging.getLogger(__name__)
+
+ROTATE_BYTES = 256 << 20
+"""Snapshots (1 to 3 MB in a long run) stay below a hundredth; a file is read within a second or two."""
+LOCK_TIMEOUT_S = 10.0
+"""How long to wait for a writer that was killed to be gone."""
+
+
+class JournalReader:
+    """Reads a journal, also while its run lives: what its writer has not completed yet is not there yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._searched: dict[int, GroupIndex] = {}  # by number of the file
+
+    def files(self) -> list[int]:
+        """Numbers of the files there are, oldest first."""
+        return sorted(int(p.stem) for p in self.path.glob("*.journal") if p.stem.isdecimal())
+
+    def begun(self) -> bool:
+        """Whether any ticket was ever admitted."""
+        return any(
+            isinstance(record, Admitted) or (isinstance(record, Snapshot) and record.next_ticket > 0)
+            for record in self.replay()
+        )
+
+    def replay(self) -> Iterator[JournalRecord]:
+        """All records there are, oldest first, with the snapshots at the heads of files."""
+        for number in self.files():
+            for entry, payload in frames.scan(self._file(number)):
+                yield frames.record_of(self._file(number), entry, payload)
+
+    def fold(self) -> State:
+        """The state after all records: the last snapshot and what follows it."""
+        files = self.files()
+        if not files:
+            raise MegarlError(f"{self.path}: no journal here; give the directory of a run that has started")
+        return frames.fold(self._file(files[-1]))[0]
+
+    def groups(self, tickets: Iterable[int]) -> tuple[Group, ...]:
+        """The finished groups of these tickets, in this order, read from disk."""
+        return tuple(self._group(ticket) for ticket in tickets)
+
+    def finished(self) -> list[int]:
+        """Tickets of all finished groups that are still there, in the order they were finished."""
+        return [ticket for number in self.files() for ticket in self._groups_of(number).as_written()]
+
+    def _group(self, ticket: int) -> Group:
+        for number in reversed(self.files()):
+            offset = self._groups_of(number).offset(ticket)
+            if offset is not None:
+                record = frames.read(self._file(number), offset)
+                assert isinstance(record, Finished)
+                return record.group
+        there = self.files()
+        gone = [self._file(n).name for n in range(max(there, default=0)) if n not in there]
+        raise MegarlError(
+            f"{self.path}: ticket {ticket} has no group here: it is unfinished, removed or dropped (journal.keep)"
+            + (
+                f"; {', '.join(gone[:3])}{' …' if len(gone) > 3 else ''} may have had it, and is not there"
+                if gone
+                else ""
+            )
+        )
+
+    def _groups_of(self, number: int) -> GroupIndex:
+        """Where the groups of a file are. The last file grows, so it is searched anew."""
+        if number in self._searched:
+            return self._searched[number]
+        found = GroupIndex()
+        for entry, _ in frames.scan(self._file(number), payloads=False):
+            if entry.ticket >= 0:
+                found.add(entry.ticket, entry.offset)
+        if number != self.files()[-1]:
+            self._searched[number] = found
+        return found
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"{number:06}.journal"
+
+
+class Journal(JournalReader):
+    """The one writer of a journal; not to be shared between threads. `state` is the fold of all its records."""
+
+    def __init__(self, path: Path, lock: int, rotate_bytes: int) -> None:
+        super().__init__(path)
+        self._lock, self._rotate_bytes = lock, rotate_bytes
+        self._number = self.files()[-1]
+        self._fd: int | None = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)
+        self.state, self._searched[self._number], self._size = frames.fold(self._file(self._number))
+        self._cut_off_tail()
+
+    @staticmethod
+    def open(
+        path: Path, prompts_per_batch: int, max_lag: int, phase_steps: int = 1, rotate_bytes: int = ROTATE_BYTES
+    ) -> "Journal":
+        """The journal in directory `path`, begun if there is none.
+
+        MegarlError if another process writes it, it is damaged, of another version, or of another batch size, lag or phase.
+        """
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path / "lock")
+        try:
+            if not any(path.glob("*.journal")):
+                admission = Admission(prompts_per_batch, max_lag, phase_steps)
+                frames.create(path / f"{0:06}.journal", State(admission).snapshot())
+            journal = Journal(path, lock, rotate_bytes)
+        except BaseException:
+            os.close(lock)
+            raise
+        known = journal.state.admission
+        for key, here, there in (
+            ("batch.prompts", prompts_per_batch, known.prompts_per_batch),
+            ("pipeline.k", max_lag, known.max_lag),
+            ("pipeline.kind, pipeline.k: steps of a phase", phase_steps, known.phase_steps),
+        ):
+            if here != there:
+                journal.close()
+                raise MegarlError(
+                    f"{key}: {here}, but {path} was begun with {there}; keep it, or start a run of another name"
+                )
+        return journal
+
+    def append(self, *records: JournalRecord) -> None:
+        """These records, in order, on disk when it returns, and in `state`. One fsync for all of them.
+
+        ValueError for a record that contradicts the state: nothing is written. MegarlError if it cannot be written:
+        the file ends with the last complete append. After either the journal is closed.
+        """
+        if self._fd is None:
+            raise MegarlError(f"{self.path}: the journal is closed")
+        try:
+            data, entries = frames.packed(records, self._size)
+            for record in records:
+                self.state.apply(record)
+            frames.write(self._fd, self._file(self._number), self._size, data)
+        except BaseException:
+            self.close()
+            raise
+        self._size += len(data)
+        for entry in entries:
+            if entry.ticket >= 0:
+                self._searched[self._number].add(entry.ticket, entry.offset)
+        if self._size > self._rotate_bytes:
+            self._rotate()
+
+    def drop_before(self, step: int) -> None:
+        """No batch before `step` will be asked for again: delete the files that have no group of a later one."""
+        first_needed = self.state.admission.first_ticket(step)
+        self.state.admission.forget(step)
+        for number in self.files()[:-1]:
+            if self._groups_of(number).newest() < first_needed:
+                self._file(number).unlink()
+                self._searched.pop(number, None)
+                log.info("%s: dropped, all its groups were trained before step %d", self._file(number), step)
+
+    def close(self) -> None:
+        """Let the next writer in. A second call does nothing."""
+        if self._fd is not None:
+            os.close(self._fd)
+            os.close(self._lock)
+            self._fd = None
+
+    def _rotate(self) -> None:
+        """Go on in a new file that begins with the state."""
+        assert self._fd is not None
+        frames.create(self._file(self._number + 1), self.state.snapshot())
+        os.close(self._fd)
+        self._number += 1
+        self._fd = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)
+        self._size = os.fstat(self._fd).st_size
+        self._searched[self._number] = GroupIndex()
+
+    def _cut_off_tail(self) -> None:
+        """Of an append that a crash interrupted: nobody has been told of it."""
+        assert self._fd is not None
+        torn = os.fstat(self._fd).st_size - self._size
+        if torn:
+            log.warning(
+                "%s: the last record was cut short by a crash; %d bytes removed", self._file(self._number), torn
+            )
+            os.ftruncate(self._fd, self._size)
+            os.fsync(self._fd)
+
+
+def _lock(path: Path) -> int:
+    """An open file that is locked until it is closed; the writer's process id is in it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = os.pread(fd, 20, 0).decode()
+                os.close(fd)
+                raise MegarlError(
+                    f"{path.parent}: process {holder} writes this journal (waited {LOCK_TIMEOUT_S:g} s); "
+                    "end that run first, or give this one another run.name"
+                ) from None
+            time.sleep(0.1)
+        else:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
+            return fd

@@ -1,0 +1,81 @@
+"""Where the seconds of a step went, from the end of the step before.
+
+wait (for the controller)  train  publish  parity  checkpoint  ──► next_step() ──► columns of metrics.jsonl
+        └ within: forward_backward, optimizer; pause, transfer, resume ──► spans of RUN/trace/learner.jsonl
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+from torch.profiler import record_function
+
+from megarl.core.base.messages import Published
+from megarl.core.telemetry.spans import UNRECORDED, Spans
+
+PLACE = "learner/rank 0"
+Part = Literal["wait", "train", "publish", "parity", "checkpoint"]
+
+
+class StepClock:
+    """One learner rank's. All values in seconds of wall time."""
+
+    def __init__(self, spans: Spans = UNRECORDED) -> None:
+        self._spans = spans
+        self._begin = self._part_begin = time.monotonic()
+        self._spent: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
+        self._publication: dict[str, float] = {}
+
+    @contextmanager
+    def spent(self, part: Part, step: int) -> Iterator[None]:
+        """Count the time within as this part of the step."""
+        begin = self._part_begin = time.monotonic()
+        self._spans.open(PLACE, part, begin, step=step)
+        self._spans.flush()
+        try:
+            yield
+        finally:
+            end = time.monotonic()
+            self._spent[part] += end - begin
+            self._spans.span(PLACE, part, begin, end, step=step)
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Something that is part of a part: in the trace, and in the profiler's."""
+        begin = time.monotonic()
+        with record_function(name):
+            yield
+        self._spans.span(PLACE, name, begin, time.monotonic())
+
+    def published(self, result: Published) -> None:
+        """The latest publication, which is the latest part: its columns are those of the step under way."""
+        self._draw(result)
+        self._publication = {
+            "pause_seconds": result.pause_seconds,
+            "transfer_seconds": result.transfer_seconds,
+            "resume_seconds": result.resume_seconds,
+            "publish_bytes": float(result.bytes_sent),
+        }
+
+    def _draw(self, result: Published) -> None:
+        """Its phases, and how long it held each server."""
+        begin = end = self._part_begin
+        held = result.pause_seconds + result.transfer_seconds + result.resume_seconds
+        for name in ("pause", "transfer", "resume"):
+            begin, end = end, end + getattr(result, f"{name}_seconds")
+            self._spans.span(PLACE, name, begin, end)
+        begin = self._part_begin
+        for r in result.results:
+            told = {"error": r.error} if r.error else {}
+            self._spans.span(f"server {r.id}/paused", f"version {result.version}", begin, begin + held, **told)
+
+    def next_step(self, step: int) -> dict[str, float]:
+        """The columns of the step that ends now."""
+        now = time.monotonic()
+        self._spans.span(PLACE, f"step {step}", self._begin, now, step=step)
+        total = now - self._begin
+        columns = {f"{part}_seconds": seconds for part, seconds in self._spent.items()}
+        columns |= self._publication | {"step_seconds": total, "learner_idle_share": columns["wait_seconds"] / total}
+        self._begin, self._spent, self._publication = now, dict.fromkeys(self._spent, 0.0), {}
+        return columns

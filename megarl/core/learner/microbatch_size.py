@@ -1,0 +1,190 @@
+"""`learner.microbatch_tokens: auto`: the largest micro-batch that every rank's GPU holds, found by trying a few.
+
+    parts of the longest sequence ─► a line through the last two peaks ─► the largest size it says fits, at most twice the last
+                                            ▲                                    │
+                                            └────── forward and backward ◄───────┘   none is left ─► RUN/microbatch.json
+
+A trial trains nothing: its advantages are zero, its gradients are cleared, AdamW takes no step. The moments that AdamW has
+not made yet are held meanwhile, as empty memory. What micro-batches a step is divided into changes the rounding of sums and
+nothing else, but a run keeps its size: the file is read again as long as layout and GPU are the same.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.core.algorithm.batch import TrainSequence, unrewarded
+from megarl.core.algorithm.packing import sizes_to_try
+from megarl.core.base.collective import from_rank_0
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import write_atomically
+from megarl.core.learner.out_of_memory import OutOfMemory
+from megarl.core.learner.trained import TrainedNetwork
+from megarl.core.learner.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.9
+"""Of a GPU's free memory: what is left is for what a trial does not have, such as experts that more tokens choose, and
+buckets of a publication."""
+
+
+class Memory(Protocol):
+    """What trials are measured with."""
+
+    def used(self, trial: Callable[[], None]) -> float:
+        """The most that it took of what may be taken; more than 1: too much, inf: it ran out."""
+
+
+class GpuMemory:
+    """Of this rank's GPU, as far as other processes leave it free now."""
+
+    def __init__(self) -> None:
+        torch.cuda.empty_cache()
+        self._room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+
+    def used(self, trial: Callable[[], None]) -> float:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            trial()
+        except OutOfMemory:
+            return math.inf
+        return torch.cuda.max_memory_reserved() / self._room
+
+
+def settle(
+    trainer: Trainer,
+    longest: int,
+    batch_tokens: int,
+    record: Path | None,
+    memory: Memory | None = None,
+    within: AbstractContextManager[None] | None = None,
+) -> None:
+    """Give the trainer's networks their micro-batch size, if the recipe leaves it open. COLLECTIVE over all ranks.
+
+    longest: tokens of the longest sequence; batch_tokens: of a step at most; record: where the size is kept; within: what is
+    entered around the trials, if there are any.
+    """
+    if trainer.recipe.learner.microbatch_tokens != "auto":
+        return
+    if memory is None and not torch.cuda.is_available():
+        raise MegarlError("learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number")
+    of = _valid_for(trainer, longest)
+    tokens = from_rank_0(_recorded(record, of))
+    if tokens is None:
+        with within or nullcontext():
+            tokens = _found(trainer, longest, batch_tokens, memory or GpuMemory())
+        if record is not None and dist.get_rank() == 0:
+            write_atomically(record, json.dumps({"microbatch_tokens": tokens, "of": of}, indent=2).encode() + b"\n")
+    for network in trainer.networks:
+        network.microbatch_tokens = tokens
+    log.info("micro-batches have up to %d tokens", tokens)
+
+
+def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
+    """The largest of the ascending sizes that was tried and took at most 1; None if the first did not.
+
+    No size is tried that a line through the last two says does not fit. Peaks of a step are maxima of straight lines of its
+    tokens, so convex; of such it is the largest there is.
+    """
+    fit: list[tuple[int, float]] = []
+    low, high = -1, len(sizes)  # up to `low` they fit, from `high` on they do not
+    while high - low > 1:
+        if high < len(sizes):
+            middle = (low + high) // 2
+        elif len(fit) < 2:
+            middle = low + 1
+        else:
+            (x, of_x), (y, of_y) = fit[-2:]
+            slope = (of_y - of_x) / (y - x)
+            allowed = [i for i in range(low + 1, high) if of_y + slope * (sizes[i] - y) <= 1]
+            if not allowed:
+                break
+            middle = max((i for i in allowed if sizes[i] <= 2 * y), default=allowed[0])
+        used = tried(sizes[middle])
+        if used <= 1:
+            low = middle
+            fit.append((sizes[middle], used))
+        else:
+            high = middle
+    return sizes[low] if low >= 0 else None
+
+
+def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) -> int:
+    networks = [network for network in trainer.networks if isinstance(network, TrainedNetwork)]
+    layout = trainer.policy.layout
+    # A pipeline of few micro-batches waits more than large ones save.
+    share = layout.data_parallel * (4 * layout.pipeline_parallel if layout.pipeline_parallel > 1 else 1)
+    sizes = sizes_to_try(longest, batch_tokens // share)
+    moments = [network.moments_to_come() for network in networks]
+
+    def tried(tokens: int) -> float:
+        for network in networks:
+            network.microbatch_tokens = tokens
+        sequences = _full(trainer, tokens, longest)
+
+        def trial() -> None:
+            for forward_backward in trainer.passes:
+                forward_backward(sequences)
+
+        try:
+            used = memory.used(trial)
+        finally:
+            for network in networks:
+                network.clear()
+        if used == math.inf and dist.get_world_size() > 1:
+            raise MegarlError(
+                f"learner.microbatch_tokens: rank {dist.get_rank()} ran out of memory trying {tokens}, and the others wait "
+                "for it; give a number instead of auto"
+            )
+        most = torch.tensor(used, device=trainer.policy.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        log.info("micro-batches of %d tokens take %.0f %% of the memory that they may", tokens, 100 * float(most))
+        return float(most)
+
+    found = largest(sizes, tried)
+    del moments
+    if found is None or found < longest:
+        raise MegarlError(
+            f"learner.microbatch_tokens: a GPU does not hold a step with the longest sequence, of {longest} tokens; set "
+            "learner.recompute=full or learner.optimizer_offload, or divide the model further"
+        )
+    return found
+
+
+def _full(trainer: Trainer, tokens: int, longest: int) -> list[TrainSequence]:
+    """Sequences that fill micro-batches with so many tokens each: one a rank, in a pipeline as many as it holds at a time."""
+    layout = trainer.policy.layout
+    count = layout.data_parallel * (2 * layout.pipeline_parallel if layout.pipeline_parallel > 1 else 1)
+    pieces = [longest] * (tokens // longest) + [tokens % longest] * bool(tokens % longest)
+    random = np.random.default_rng(0)  # tokens of one kind would all choose the same experts
+    ids = [random.integers(0, trainer.policy.family.vocabulary, n).astype(np.int32) for n in pieces * count]
+    return [unrewarded(i, tokens) for i, tokens in enumerate(ids)]
+
+
+def _valid_for(trainer: Trainer, longest: int) -> dict[str, Any]:
+    """What else the size depends on."""
+    recipe = trainer.recipe
+    return {
+        "model": recipe.model.model_dump(mode="json"),
+        "learner": recipe.learner.model_dump(mode="json", include={"packing", "recompute", "optimizer_offload"}),
+        "ranks": dist.get_world_size(),
+        "longest": longest,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    } | ({"critic": recipe.critic.dtype} if recipe.has_critic else {})
+
+
+def _recorded(record: Path | None, of: dict[str, Any]) -> int | None:
+    if record is None or not record.is_file():
+        return None
+    found = json.loads(record.read_text())
+    return int(found["microbatch_tokens"]) if found["of"] == of else None

@@ -1,0 +1,193 @@
+"""A model on its ranks, and how the micro-batches of many sequences go through it.
+
+    [TrainSequence] ──► plan: balanced micro-batches ──► Megatron's schedule (1F1B, interleaved) ──► each(micro-batch, output)
+                                                          head: what it makes of the trained tokens' hidden states
+
+A `Network` is only asked; one that learns is a `TrainedNetwork` (trained.py). All methods are collective: every
+rank calls them with the same sequences.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+from torch.nn import Module
+
+from megarl.core import models
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base.errors import MegarlError
+from megarl.core.learner.cost import cost_of
+from megarl.core.learner.expert_load import ExpertLoad
+from megarl.core.learner.head import selected_logprobs
+from megarl.core.learner.microbatch import Layout, MicroBatch, Plan, assemble, plan
+from megarl.core.learner.out_of_memory import out_of_memory_named
+from megarl.core.learner.replay import Replay
+from megarl.core.models import Family, build, hf
+from megarl.core.recipe import Recipe
+
+Head = Callable[..., Any]
+"""GPTModel's `output_processor`: from the last stage's hidden states and a MicroBatch to what `each` gets."""
+Each = Callable[[MicroBatch, Any], Tensor]
+"""What is made of a micro-batch's output, on the last stage only: a scalar, whose gradient is taken when training."""
+
+
+class Network:
+    """This rank's chunks of a model whose weights are loaded."""
+
+    expert_load: ExpertLoad | None = None
+    replay: Replay | None = None  # of the routers' choices, where there are any
+    replays = False
+    """Whether training takes the recorded choices (model.moe.routing_replay)."""
+
+    def __init__(self, chunks: list[GPTModel], family: Family, recipe: Recipe) -> None:
+        self.chunks, self.family = chunks, family
+        given = recipe.learner.microbatch_tokens
+        self.microbatch_tokens = 1 if given == "auto" else given  # until microbatch_size.settle
+        wide = recipe.model.fp32_head in ("both", "learner")
+        self.head_precision = torch.float32 if wide else build.DTYPES[recipe.model.dtype]
+        self.layout, self.cost = layout_of(recipe), cost_of(family)
+        self.device = next(chunks[0].parameters()).device
+        # The micro-batches of a step have one size (microbatch.py), so stages need not tell each other shapes.
+        chunks[0].config.variable_seq_lengths = False
+
+    def lm_head(self, temperature: float) -> Head:
+        """Log-prob and entropy [n] of each trained token."""
+        return partial(
+            selected_logprobs,
+            vocab_size=self.family.vocabulary,
+            temperature=temperature,
+            precision=self.head_precision,
+        )
+
+    def scoring_head(self, against: int) -> Head:
+        """[n, 2]: log-probs, at temperature 1, of each counted token and of the token `against` in its place."""
+        head = self.lm_head(1.0)
+
+        def both(*, context: MicroBatch, **given: Any) -> Tensor:
+            other = replace(context, labels=torch.full_like(context.labels, against))
+            return torch.stack([head(context=each, **given)[0] for each in (context, other)], dim=-1)
+
+        return both
+
+    def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
+        """Which sequences go where."""
+        return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)
+
+    @torch.no_grad()
+    def ask(
+        self,
+        sequences: Sequence[TrainSequence],
+        head: Head,
+        pick: Callable[[Any], Tensor] = lambda output: output,
+        shape: tuple[int, ...] = (),
+    ) -> list[np.ndarray]:
+        """`pick` [n, *shape] of what the head makes of each trained token: [len, *shape] float32 a sequence, 0 elsewhere, on
+        all ranks."""
+        steps = self.plan(sequences)
+        starts = np.cumsum([0] + [len(s) for s in sequences])
+        out = torch.zeros(int(starts[-1]), *shape, device=self.device)
+        pending = iter(steps.members[parallel_state.get_data_parallel_rank()])
+
+        def collect(micro: MicroBatch, output: Any) -> Tensor:
+            members, values = next(pending), pick(output)
+            if len(micro.of):
+                where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])[micro.of]
+                out[torch.from_numpy(where).to(self.device)] = values
+            return values.sum()
+
+        self.run(self.chunks, sequences, steps, head, collect, forward_only=True)
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            out.zero_()
+        dist.all_reduce(out)
+        return np.split(out.cpu().numpy(), starts[1:-1])
+
+    def run(
+        self,
+        modules: Sequence[Module],
+        sequences: Sequence[TrainSequence],
+        steps: Plan,
+        head: Head,
+        each: Each,
+        forward_only: bool,
+    ) -> None:
+        """Megatron's schedule over this rank's micro-batches, in order. modules: the chunks, or what they are wrapped in."""
+        mine = steps.members[parallel_state.get_data_parallel_rank()]
+        micros = [
+            assemble([sequences[i] for i in members], steps.rows, steps.length, self.layout, self.device)
+            for members in mine
+        ]
+        replay = self.replay if self.replay and (self.replay.compares or (self.replays and not forward_only)) else None
+        expert_load = None if forward_only else self.expert_load
+
+        def loss(micro: MicroBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            return each(micro, output), torch.tensor(0, dtype=torch.int), {}
+
+        def forward(iterator: Any, module: Any) -> tuple[Any, Callable[..., Any]]:
+            micro, index = next(iterator), modules.index(module)
+            with replay.of(index, micro.experts, micro.tokens.numel()) if replay else nullcontext():
+                output = module(
+                    micro.tokens,
+                    None,
+                    None,
+                    packed_seq_params=micro.packed,
+                    padding_mask=expert_load.padding_mask(self.chunks[index], micro) if expert_load else None,
+                    output_processor=head,
+                    output_processor_context=micro,
+                )
+            return output, partial(loss, micro)
+
+        with out_of_memory_named(self.microbatch_tokens), replay.step() if replay else nullcontext():
+            get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=[iter(micros) for _ in modules],
+                model=list(modules),
+                num_microbatches=len(micros),
+                seq_length=steps.length,
+                micro_batch_size=steps.rows,
+                forward_only=forward_only,
+            )
+
+
+def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]:
+    """This rank's chunks of the model in `hf_dir`, at the recipe's layout, with its weights."""
+    family = models.family_of(hf_dir)
+    chunks = build.build(recipe.model, hf_dir, recompute=recipe.learner.recompute)
+    hf.load(chunks, family, hf_dir)
+    return chunks, family
+
+
+def chunks_beside(policy: Family, recipe: Recipe, key: str, path: str) -> tuple[list[GPTModel], Family]:
+    """The same of a second model, which the recipe's `key` names (empty: the policy's). It must know the policy's tokens."""
+    hf_dir = Path(path or recipe.model.path)
+    vocabulary = models.family_of(hf_dir).vocabulary
+    if vocabulary != policy.vocabulary:
+        raise MegarlError(
+            f"{key}: {hf_dir} has a vocabulary of {vocabulary}, the policy has {policy.vocabulary}; "
+            "give a model with the policy's tokenizer"
+        )
+    return loaded_chunks(recipe, hf_dir)
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """What micro-batches need to know of the recipe and of this rank's place."""
+    model = recipe.model
+    return Layout(
+        packing=recipe.learner.packing,
+        data_parallel=parallel_state.get_data_parallel_world_size(),
+        context_parallel=model.context_parallel,
+        context_rank=parallel_state.get_context_parallel_rank(),
+        sequence_shards=model.tensor_parallel if model.sequence_parallel else 1,
+        pipeline_parallel=model.pipeline_parallel,
+        virtual_pipeline_parallel=model.virtual_pipeline_parallel,
+        token_multiple=model.token_multiple,
+    )

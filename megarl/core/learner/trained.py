@@ -1,0 +1,134 @@
+"""A network that learns: gradients of a loss over many sequences, and the step of AdamW that they make.
+
+    sequences ──► forward_backward: sum of weight * token loss ──► gradient_norm ──finite?──► update
+
+The weights of tokens already are the aggregation, so gradients are summed over micro-batches and ranks and never averaged.
+All methods are collective: every rank calls them with the same sequences.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.learner.expert_load import ExpertLoad
+from megarl.core.learner.microbatch import MicroBatch
+from megarl.core.learner.network import Head, Network
+from megarl.core.learner.nonfinite import NonFinite
+from megarl.core.learner.optimizer import with_optimizer
+from megarl.core.learner.out_of_memory import out_of_memory_named
+from megarl.core.models import Family
+from megarl.core.recipe import Optimizer, Recipe
+
+MicroLoss = Callable[[MicroBatch, Any], tuple[Tensor, dict[str, Tensor]]]
+"""Of a micro-batch and its head's output: loss [n] with gradient, metrics [n] each without. Names of metrics that end in `_max`
+are reduced by maximum, all others by the mean over trained tokens."""
+
+
+class TrainedNetwork(Network):
+    """A network with gradients and an optimiser. `nonfinite` knows of the latest pass which rollouts broke it; `loss_scale` is
+    None unless the model is fp16."""
+
+    nonfinite: NonFinite
+
+    def __init__(
+        self, chunks: list[GPTModel], family: Family, settings: Optimizer, recipe: Recipe, offload: float = 0.0
+    ) -> None:
+        super().__init__(chunks, family, recipe)
+        self.settings = settings
+        self.expert_load = ExpertLoad(chunks, recipe.model.moe) if family.experts else None
+        self.ddp, self.optimizer, self.loss_scale = with_optimizer(chunks, settings, recipe, offload)
+        self._offload = offload
+
+    def forward_backward(
+        self, sequences: Sequence[TrainSequence], head: Head, loss: MicroLoss, names: Sequence[str]
+    ) -> dict[str, float]:
+        """Gradients of the loss into the chunks' buffers, reduced over ranks; its metrics, which are called `names`."""
+        self.clear()
+        steps = self.plan(sequences)
+        if self.expert_load:
+            self.expert_load.begin(sum(len(s) for s in sequences))
+        sums = torch.zeros(2 + len(names), device=self.device)
+        maxima = torch.full_like(sums, -math.inf)
+        self.nonfinite = NonFinite(sequences, steps.members[parallel_state.get_data_parallel_rank()])
+
+        def summed(micro: MicroBatch, output: Any) -> Tensor:
+            losses, metrics = loss(micro, output)
+            self.nonfinite.seen(micro, losses)
+            total = (losses * micro.weight).sum()
+            with torch.no_grad():
+                rows = torch.stack([micro.counted, *(metrics[name] for name in names)])
+                counted = micro.counted > 0
+                sums[0] += total
+                sums[1:] += torch.where(counted, rows, 0.0).sum(-1)
+                maxima[1:] = torch.maximum(maxima[1:], torch.where(counted, rows, -math.inf).amax(-1))
+            return total
+
+        self.run(self.ddp, sequences, steps, head, summed, forward_only=False)
+        sizes = {"microbatches": float(len(steps.members[0])), "sequences": float(len(sequences))}
+        balance = self.expert_load.metrics() if self.expert_load else {}
+        return _reduced(sums, maxima, names) | sizes | balance
+
+    def clear(self) -> None:
+        """No gradients."""
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def moments_to_come(self) -> Tensor:
+        """As much memory as AdamW will take on this rank's device at its first step, and none of it has been taken."""
+        numbers = sum(
+            parameter.numel()
+            for part in self.optimizer.chained_optimizers
+            if not part.is_stub_optimizer
+            for parameter in part.get_parameters()
+            if not part.optimizer.state.get(parameter)
+        )
+        return torch.empty(round(2 * numbers * (1 - self._offload)), dtype=torch.float32, device=self.device)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """Of the gradients of the latest pass, of all ranks, divided by the loss scale; they are ready for `update` then. Not
+        finite if any of them is not."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    @torch.no_grad()
+    def update(self, lr: float, norm: float) -> None:
+        """One AdamW step with gradients of that norm, which are clipped. Norms, biases and whatever else has one dimension are
+        not decayed: megatron marks them (`wd_mult`), and leaves it to its scheduler, which is not used, to heed that."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
+        parameters = self.optimizer.get_parameters()
+        if parameters:
+            clip_grad_by_total_norm_fp32(
+                parameters, self.settings.grad_clip, norm, use_decoupled_grad=self._offload > 0
+            )
+        with out_of_memory_named(self.microbatch_tokens):
+            self.optimizer.step_with_ready_grads()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # or its time would be counted as that of whatever waits next
+
+
+def _reduced(sums: Tensor, maxima: Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Metrics over all ranks; other than the last stage's first tensor-parallel rank has nothing to add."""
+    if not parallel_state.is_pipeline_last_stage() or parallel_state.get_tensor_model_parallel_rank() != 0:
+        sums.zero_()
+        maxima.fill_(-math.inf)
+    dist.all_reduce(sums)
+    dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    loss, tokens, *totals = sums.tolist()
+    largest = maxima.tolist()[2:]
+    found = {
+        name: most if name.endswith("_max") else total / tokens
+        for name, total, most in zip(names, totals, largest, strict=True)
+    }
+    return {"loss": loss, "tokens_trained": tokens} | found

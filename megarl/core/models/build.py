@@ -1,0 +1,130 @@
+"""This rank's part of a model: one GPTModel a virtual pipeline stage, of the right layout and precision, without weights.
+
+Parameters are not initialised: megarl.core.models.hf.load or megarl.core.models.checkpoint.load_model fills them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.models import fp8
+from megarl.core.models.family import Family, family_of
+from megarl.core.models.layer_spec import block_spec
+from megarl.core.recipe import Model
+from megarl.core.recipe.combinations import impossible_for
+from megarl.shims import fp16_on_cpu
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    # The feed-forward half of each layer, with or without experts. Attention, which flash kernels keep little of, is not.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""By `learner.recompute`: what is computed again in the backward pass instead of kept, as megatron-core has it."""
+
+
+def build(
+    model: Model, hf_dir: Path, transformer_engine: bool | None = None, recompute: str = "none"
+) -> list[GPTModel]:
+    """The chunks of this rank, first pipeline stage first; `chunk.config` is their common TransformerConfig.
+
+    transformer_engine: whose layers; None: Transformer Engine's where it can run. recompute: of RECOMPUTE.
+
+    After parallel.start with the same `model`. The embedding and the head have rows beyond the vocabulary if it
+    does not divide by TP: family.vocabulary says where padding starts.
+    """
+    family = family_of(hf_dir)
+    if transformer_engine is None:
+        transformer_engine = HAVE_TE and torch.cuda.is_available()
+    fp8.check(model, transformer_engine)
+    if model.dtype == "fp16":
+        fp16_on_cpu.install()
+    config = transformer_config(model, family, transformer_engine, recompute)
+    stages = range(model.virtual_pipeline_parallel) if model.virtual_pipeline_parallel > 1 else [None]
+    return [_chunk(model, family, config, transformer_engine, stage) for stage in stages]
+
+
+def transformer_config(model: Model, family: Family, fused: bool, recompute: str = "none") -> TransformerConfig:
+    """`fused`: use the kernels that need a GPU and Transformer Engine."""
+    _check_layout(model, family)
+    return TransformerConfig(
+        **family.architecture,
+        **(_expert_settings(model, fused) if family.experts else {}),
+        **RECOMPUTE[recompute],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=DTYPES[model.dtype],
+        pipeline_dtype=DTYPES[model.dtype],
+        bf16=model.dtype == "bf16",
+        fp16=model.dtype == "fp16",
+        perform_initialization=False,
+        tensor_model_parallel_size=model.tensor_parallel,
+        sequence_parallel=model.sequence_parallel,
+        pipeline_model_parallel_size=model.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=(
+            model.virtual_pipeline_parallel if model.virtual_pipeline_parallel > 1 else None
+        ),
+        context_parallel_size=model.context_parallel,
+        expert_model_parallel_size=model.expert_parallel,
+        expert_tensor_parallel_size=model.expert_tensor_parallel,
+        overlap_p2p_comm=model.overlap_p2p,
+        batch_p2p_comm=not model.overlap_p2p,
+        variable_seq_lengths=model.pipeline_parallel > 1,
+        moe_token_dispatcher_type="alltoall",  # asked of dense models too, with variable lengths
+        bias_activation_fusion=fused,
+        apply_rope_fusion=fused,
+        **fp8.settings(model),
+    )
+
+
+def _expert_settings(model: Model, fused: bool) -> dict[str, Any]:
+    """How experts are trained: no token is dropped, no bias moves tokens between them, routing is computed in float32."""
+    balanced = model.moe.load_balancing == "aux_loss"
+    return {
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": model.moe.load_balancing,
+        "moe_aux_loss_coeff": model.moe.aux_loss_coefficient if balanced else 0.0,
+        "moe_grouped_gemm": fused,
+        "moe_permute_fusion": fused,
+    }
+
+
+def _check_layout(model: Model, family: Family) -> None:
+    """What must divide, and what megatron-core refuses in words of its own."""
+    for problem in impossible_for(model, family.architecture):
+        raise MegarlError(problem)
+
+
+def _chunk(
+    model: Model, family: Family, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
+) -> GPTModel:
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    chunk = GPTModel(
+        config,
+        block_spec(config, family, transformer_engine, vp_stage),
+        vocab_size=-(-family.vocabulary // model.tensor_parallel) * model.tensor_parallel,
+        max_sequence_length=family.context,
+        position_embedding_type="rope" if transformer_engine else "none",
+        share_embeddings_and_output_weights=family.tied,
+        pre_process=first,
+        post_process=last,
+        vp_stage=vp_stage,
+    )
+    if transformer_engine:  # megatron knows only one set of scaling constants
+        frequencies = chunk.rotary_pos_emb.inv_freq
+        chunk.rotary_pos_emb.inv_freq = family.inverse_frequencies.to(frequencies.device)
+    if model.moe.freeze_router:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(".mlp.router.weight"):
+                parameter.requires_grad = False
+    return chunk

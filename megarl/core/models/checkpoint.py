@@ -1,0 +1,265 @@
+"""Distributed checkpoints: written by all ranks at one layout, loaded at any other, whole or not there.
+
+    RUN/checkpoints/step-0000020/
+        *.distcp, .metadata, metadata.json    megatron's torch_dist format, keyed by the whole model's names
+        hf/                                   configuration and tokenizer: it can be converted without anything else
+        megarl.json                           Meta, with a checksum of each file; written last
+    RUN/checkpoints/.step-0000020.partial/    being written; renamed when whole
+
+The state is whatever sharded state dict the caller gives; `model_state` is the part every checkpoint has.
+
+A rank reads what it wrote once more for its checksums, in the thread that wrote it. Before anything of a checkpoint is used all
+its files are read against them, each by one of the ranks.
+"""
+
+import os
+import queue as queues
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn import Module
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import read_config
+from megarl.core.base.rundir import CHECKPOINT, META, complete, write_atomically
+from megarl.core.models.checksums import check, checksum, checksums
+from megarl.core.models.hf import copy_description, everywhere
+from megarl.core.models.unpickling import safely
+
+SCHEMA_VERSION = 4
+CRITIC = "critic."
+"""How the names of a critic's tensors start. What only wants the policy asks for none of them."""
+_PARTIAL = re.compile(r"\.step-\d+\.partial")
+_EXTRA_STATE = re.compile(r"(.*\.)?_extra_state\d*")
+"""Transformer Engine's FP8 scales, of a layer or of one of its experts; megarl trains without, and other layers have none."""
+
+
+class Meta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint is. `version` of the weights; `hf_source`: where configuration and tokenizer came from; `model`: the
+    recipe's section, so the layout and precision it was written at; `critic`: whether there is one beside the policy; `files`:
+    the checksum of each but this one; `checksum`: of the rest of this one. `seal` fills in the last two."""
+
+    step: int
+    version: int
+    hf_source: str
+    model: dict[str, Any]
+    critic: bool = False
+    schema: int = SCHEMA_VERSION
+    files: dict[str, int] = {}
+    checksum: int = 0
+
+
+def metadata() -> dict[str, Any]:
+    """`metadata` argument of megatron's sharded_state_dict, of models and optimisers: shards that fit any layout.
+
+    A rank alone in its data-parallel group has its optimiser in one bucket, of which a gather over the GPU would take two
+    copies more, 8 bytes a parameter: it gathers in the host's memory. Others have small buckets, and share the writing.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return {
+        "dp_cp_group": group,
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": group.size() == 1,
+    }
+
+
+def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
+    """Sharded state dict of this rank's chunks: {"model": …}, or {"model0": …, "model1": …} of several."""
+    state = {}
+    for key, chunk in zip(_keys(chunks), chunks, strict=True):
+        sharded = chunk.sharded_state_dict(metadata=metadata())
+        state[key] = {name: value for name, value in sharded.items() if not _EXTRA_STATE.fullmatch(name)}
+    return state
+
+
+def set_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
+    """Put loaded weights into the chunks."""
+    for key, chunk in zip(_keys(chunks), chunks, strict=True):
+        unexpected = chunk.load_state_dict(state[key], strict=False).unexpected_keys
+        assert not unexpected, unexpected
+
+
+def save(path: Path, state: dict[str, Any], meta: Meta, queue: AsyncCallsQueue | None = None) -> None:
+    """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise MegarlError and nothing stays behind.
+
+    With `queue` this returns once the state is copied; the checkpoint appears when a later queue.maybe_finalize_async_calls()
+    on all ranks finds it written.
+    """
+    partial = _partial(path)
+    everywhere(lambda: _start(path, partial, meta) if dist.get_rank() == 0 else None)
+    own: Future[dict[str, int]] = Future()
+
+    def finish() -> None:
+        written = everywhere(own.result)
+        if dist.get_rank() == 0:
+            copy_description(Path(meta.hf_source), partial / "hf")
+            known = {name: value for of_rank in written for name, value in of_rank.items()}
+            seal(partial, meta, checksums(partial, known))
+            os.replace(partial, path)
+
+    with whole_or_gone(path), _results_in_this_process() if queue is None else nullcontext():
+        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
+        request = _with_checksums(request, own)
+        request.add_finalize_fn(finish)
+        if queue is None:
+            request.execute_sync()
+            dist.barrier()
+        else:
+            queue.schedule_async_request(request)
+
+
+def seal(path: Path, meta: Meta, files: Mapping[str, int]) -> None:
+    """Write megarl.json: from here on the files in directory `path` are a checkpoint. files: the checksum of each, by name."""
+    sealed = msgspec.structs.replace(meta, files=dict(files))
+    sealed = msgspec.structs.replace(sealed, checksum=_own_checksum(sealed))
+    write_atomically(path / META, msgspec.json.encode(sealed))
+
+
+@contextmanager
+def whole_or_gone(path: Path) -> Iterator[None]:
+    """Around a write of the checkpoint at `path`, or a look at how it goes: what fails leaves no part of it."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # megatron, torch and the operating system each have their own
+        if dist.get_rank() == 0:
+            shutil.rmtree(_partial(path), ignore_errors=True)
+        raise MegarlError(
+            f"{path}: the checkpoint could not be written (is the disk full?): {_last_line(error)}"
+        ) from error
+
+
+def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """The values of sharded state dict `state` from the checkpoint at `path`, written at any layout. COLLECTIVE.
+
+    MegarlError on all ranks if a file is not as it was written.
+    """
+    everywhere(lambda: _check_share(path))
+    try:
+        with safely(path):
+            return dist_checkpointing.load(state, str(path))
+    except MegarlError:
+        raise
+    except (Exception, CheckpointException) as error:  # a cut-off or foreign file can fail anywhere in the unpickling
+        raise MegarlError(
+            f"{path}: unreadable, or not of this model: {_last_line(error)}; use an older checkpoint"
+        ) from error
+
+
+def load_model(path: Path, chunks: Sequence[Module]) -> None:
+    """Weights only, of a checkpoint with or without an optimiser. COLLECTIVE."""
+    set_model_state(chunks, load(path, model_state(chunks)))
+
+
+def read_meta(path: Path) -> Meta:
+    """What the checkpoint at `path` is."""
+    if not path.is_dir():
+        raise MegarlError(f"{path}: no such checkpoint")
+    if not (path / META).is_file():
+        raise MegarlError(f"{path}: not a complete checkpoint (no {META})")
+    try:
+        meta = msgspec.json.decode((path / META).read_bytes(), type=Meta)
+    except msgspec.DecodeError as error:
+        raise MegarlError(f"{path / META}: unreadable: {error}") from None
+    if meta.schema != SCHEMA_VERSION:
+        raise MegarlError(f"{path / META}: schema {meta.schema}, this megarl reads {SCHEMA_VERSION}")
+    if meta.checksum != _own_checksum(meta):
+        raise MegarlError(f"{path / META}: not as it was written; the checkpoint is damaged, use an older one")
+    return meta
+
+
+def latest_complete(checkpoints: Path) -> Path | None:
+    """The newest checkpoint in RUN/checkpoints, if there is one."""
+    return next(reversed(complete(checkpoints)), None)
+
+
+def prune(checkpoints: Path, keep: int) -> None:
+    """Remove all but the newest `keep`, and what killed writers left. One rank, when none is being written."""
+    for path in complete(checkpoints)[:-keep]:
+        (path / META).unlink()  # from here on it is incomplete, so a kill in between leaves nothing that looks whole
+        shutil.rmtree(path)
+    for path in checkpoints.iterdir():
+        if _PARTIAL.fullmatch(path.name) or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists()):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def find(source: Path) -> Path:
+    """The checkpoint meant by a step directory, a run directory or its checkpoints directory (the latest complete one)."""
+    if (source / META).is_file():
+        return source
+    for checkpoints in (source / "checkpoints", source):
+        if found := latest_complete(checkpoints):
+            return found
+    what = "no such directory" if not source.is_dir() else "no complete checkpoint there"
+    raise MegarlError(f"{source}: {what}; give RUN, RUN/checkpoints or RUN/checkpoints/step-N")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def _keys(chunks: Sequence[Module]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+
+
+def _start(path: Path, partial: Path, meta: Meta) -> None:
+    if path.exists():
+        raise MegarlError(f"{path}: exists already; remove it or name another directory")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    read_config(Path(meta.hf_source))
+    partial.mkdir(parents=True)
+
+
+def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> AsyncRequest:
+    """A request that, when this rank's files are written, also reads them back; `own` gets their checksums by name."""
+    write = request.async_fn
+    if write is None:  # nothing to write on this rank
+        own.set_result({})
+        return request
+
+    def write_and_sum(rank: int, buckets: list[Any], results: Any) -> None:
+        write(rank, buckets, results)
+        try:
+            own.set_result({name: checksum(Path(file)) for file, name, _ in buckets})
+        except OSError as error:  # also if it was not written, of which megatron tells
+            own.set_exception(error)
+
+    return request._replace(async_fn=write_and_sum)
+
+
+def _check_share(path: Path) -> None:
+    """This rank's part of the files, in turn: each rank wrote as many, so that each reads about as much."""
+    files = read_meta(path).files
+    share = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+    check(path, {name: files[name] for name in share})
+
+
+def _own_checksum(meta: Meta) -> int:
+    return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(meta, checksum=0)))
+
+
+@contextmanager
+def _results_in_this_process() -> Any:
+    """A plain queue for the results of the writing threads. megatron's goes through a manager process, which it needs only when
+    another process writes, and which takes seconds to start."""
+    before, filesystem_async._results_queue = filesystem_async._results_queue, queues.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
+
+
+def _last_line(error: BaseException) -> str:
+    """Of torch's gathered tracebacks that is the error itself."""
+    return f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"

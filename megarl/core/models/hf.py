@@ -1,0 +1,351 @@
+"""Weights between Hugging Face directories and this rank's chunks: load, export (for publication), save.
+
+    load      safetensors ──slices of this rank──► merge ──► parameter
+    export    parameter ──all-gather over TP, EP──► unmerge ──► (name, whole tensor)     one parameter at a time
+    save      export of every stage ──► files, index, config, tokenizer ──► rename       a directory is whole or not there
+
+Where Hugging Face stacks the experts of a layer in one tensor, export holds that layer's stacks until they are full, no more.
+
+Values are copied, never computed with: export after load gives the same bits if the model has the directory's dtype.
+"""
+
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import read_config
+from megarl.core.models.family import Family, Source, Weight, write_config
+
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 4 << 30
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+_WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.json)?|\..*")
+
+
+class Tensors(Mapping[str, Tensor]):
+    """The tensors of a Hugging Face directory by name, each read when asked for. Open until `stack` is closed."""
+
+    def __init__(self, hf_dir: Path, stack: ExitStack) -> None:
+        if not hf_dir.is_dir():
+            raise MegarlError(f"{hf_dir}: no such directory")
+        index = hf_dir / INDEX
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
+            paths = [hf_dir / n for n in names] if names else sorted(hf_dir.glob("*.safetensors"))
+            if not paths:
+                raise MegarlError(f"{hf_dir}: no *.safetensors there (other formats: convert with transformers first)")
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+            raise MegarlError(f"{hf_dir}: weights unreadable or incomplete: {error}") from None
+        self._file_of: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def slice(self, name: str) -> Any:
+        """safetensors' view of a tensor, which reads what is indexed."""
+        return self._file_of[name].get_slice(name)
+
+
+def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
+    """Fill this rank's parameters from `hf_dir`, reading only its part. MegarlError names all missing and extra tensors."""
+    with ExitStack() as stack, torch.no_grad():
+        tensors = Tensors(Path(hf_dir), stack)
+        check_names(Path(hf_dir), set(tensors), family)
+        for name, parameter in named_parameters(chunks):
+            weight, (rank, size) = family.weight(name), shard_of(name)
+            names = ", ".join(dict.fromkeys(source.name for source in weight.sources))
+            try:
+                views = [_read_view(tensors.slice(s.name), s, weight, rank, size) for s in weight.sources]
+                value = weight.merge(views)
+            except (SafetensorError, RuntimeError, OSError) as error:
+                raise MegarlError(f"{hf_dir}: cannot read {names}: {error}") from None
+            if value.shape != parameter.shape:
+                raise MegarlError(
+                    f"{hf_dir}: {names} do not have the shapes config.json says: "
+                    f"{tuple(value.shape)} instead of {tuple(parameter.shape)} for {name}"
+                )
+            parameter.copy_(value)
+
+
+def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tensor]]:
+    """This pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
+
+    COLLECTIVE over the stage's tensor-parallel group and, where experts are divided, its expert-parallel groups, so over every
+    data-parallel copy: each rank must run the iterator to its end. Each gets the same whole tensors in the parameters' dtype
+    and device. A tensor may share memory with its parameter: copy what must outlast an update. A tied head is the first
+    stage's embedding and comes only from there.
+    """
+    stacks: dict[str, _Stack] = {}
+    for name, parameter in named_parameters(chunks):
+        if family.tied and name == "output_layer.weight":
+            continue
+        for name_there, shards in _gathered(name, parameter.detach(), family):
+            weight = family.weight(name_there)
+            for source, pieces in zip(weight.sources, zip(*map(weight.unmerge, shards), strict=True), strict=True):
+                view = torch.cat(pieces, weight.split) if len(pieces) > 1 else pieces[0]
+                if source.expert is None:
+                    yield source.name, view[: weight.vocabulary].contiguous()
+                    continue
+                if source.name not in stacks:
+                    stacks[source.name] = _Stack(family.experts or 0, source, view)
+                if stacks[source.name].put(source, view):
+                    yield source.name, stacks.pop(source.name).whole
+    assert not stacks, f"never filled: {', '.join(stacks)}"
+
+
+def save(
+    chunks: Sequence[Module], family: Family, source: Path, destination: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the model as a Hugging Face directory. COLLECTIVE over all ranks; one data-parallel copy of the model writes.
+
+    Configuration and tokenizer come from `source`, and so do tensors that are not of the language model (family.passthrough).
+    `destination` must not exist; it appears when all is written. If any rank fails, every rank raises MegarlError and nothing
+    stays behind.
+    """
+    source, destination = Path(source), Path(destination)
+    partial = destination.with_name(f".{destination.name}.partial")
+    everywhere(lambda: _start_directory(source, destination, partial, chunks) if dist.get_rank() == 0 else None)
+    writes = (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    written = everywhere(
+        lambda: _write(export(chunks, family), partial, f"stage-{stage:04}", shard_bytes, writes), partial
+    )
+    if family.elsewhere:
+        written += everywhere(lambda: _copy_elsewhere(family, source, partial, shard_bytes), partial)
+    everywhere(lambda: _finish_directory(written, partial, destination) if dist.get_rank() == 0 else None, partial)
+
+
+def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]]:
+    """This rank's parameters by Megatron's name, with layers and experts counted over the whole model."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            match = _LAYER.fullmatch(name)
+            if match:
+                layer = chunk.decoder.layers[int(match[2])]
+                name = f"{match[1]}{layer.layer_number - 1}{match[3]}"
+                if _EXPERT.fullmatch(name):
+                    name = _of_expert(name, layer.mlp.local_expert_indices[0])
+            yield name, parameter
+
+
+def _of_expert(name: str, by: int) -> str:
+    """The name of the expert that comes `by` later."""
+    match = _EXPERT.fullmatch(name)
+    assert match is not None, name
+    return f"{match[1]}{int(match[2]) + by}{match[3]}"
+
+
+def shard_of(name: str) -> tuple[int, int]:
+    """Which of how many shards of this parameter the rank has."""
+    if _EXPERT.fullmatch(name):
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[str, list[Tensor]]]:
+    """(name, its shards of all ranks) of this parameter; of an expert's, also of those that other ranks have in its place."""
+    if not _EXPERT.fullmatch(name):
+        divided = family.weight(name).split is not None
+        yield name, _all(parameter, parallel_state.get_tensor_model_parallel_group()) if divided else [parameter]
+        return
+    ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+    _, size = shard_of(name)
+    experts_of_a_rank = (family.experts or 0) // ranks
+    # Ranks of this group count through the shards of an expert first.
+    shards = _all(parameter, parallel_state.get_expert_tensor_and_model_parallel_group())
+    for there in range(ranks):
+        yield _of_expert(name, (there - rank) * experts_of_a_rank), shards[there * size : (there + 1) * size]
+
+
+def _all(tensor: Tensor, group: Any) -> list[Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    tensors = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(tensors, tensor.contiguous(), group=group)
+    return tensors
+
+
+class _Stack:
+    """A Hugging Face tensor [experts, …] that is filled view by view."""
+
+    def __init__(self, experts: int, source: Source, view: Tensor) -> None:
+        *rows, last = view.shape
+        _, parts = source.part or (0, 1)
+        self.whole = view.new_empty(experts, *rows, last * parts)
+        self._missing = experts * parts
+
+    def put(self, source: Source, view: Tensor) -> bool:
+        """Whether it is full."""
+        k, parts = source.part or (0, 1)
+        self.whole[source.expert].chunk(parts, -1)[k].copy_(view)
+        self._missing -= 1
+        return not self._missing
+
+
+def check_names(hf_dir: Path, present: set[str], family: Family) -> None:
+    """MegarlError that names every missing and every foreign tensor."""
+    needed = family.names()
+    # Left by old versions of transformers; a tied head may be stored a second time.
+    ignored = {
+        n for n in present if n.endswith("rotary_emb.inv_freq") or (family.tied and n.endswith("lm_head.weight"))
+    }
+    ignored |= {n for n in present if family.passthrough(n)}
+    missing, extra = sorted(needed - present), sorted(present - needed - ignored)
+    if missing or extra:
+        parts = [
+            f"{what} {_few(names)}" for what, names in (("missing", missing), ("not of this model", extra)) if names
+        ]
+        raise MegarlError(f"{hf_dir}: weights do not fit config.json: {'; '.join(parts)}")
+
+
+def _few(names: list[str]) -> str:
+    return f"{len(names)} tensors ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
+
+
+def _read_view(tensor: Any, source: Source, weight: Weight, rank: int, size: int) -> Tensor:
+    """This rank's part of one view of a Hugging Face tensor; zeros where the vocabulary is padded."""
+    shape = tensor.get_shape()
+    bounds = [(0, n) for n in shape]
+    if source.expert is not None:
+        bounds[0] = (source.expert, source.expert + 1)
+    if source.part is not None:
+        k, parts = source.part
+        bounds[-1] = (k * shape[-1] // parts, (k + 1) * shape[-1] // parts)
+    padding = 0
+    if weight.split is not None:
+        along = weight.split + (source.expert is not None)
+        first, end = bounds[along]
+        part = -(-(end - first) // size)
+        bounds[along] = (min(first + rank * part, end), min(first + (rank + 1) * part, end))
+        padding = part - (bounds[along][1] - bounds[along][0])
+    view: Tensor = tensor[tuple(slice(*b) for b in bounds)]
+    if source.expert is not None:
+        view = view.squeeze(0)
+    if weight.vocabulary is not None and padding:
+        view = torch.cat([view, view.new_zeros(padding, *view.shape[1:])])
+    return view
+
+
+def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]:
+    """Each rank's result of `work()`. If it failed anywhere, every rank raises and rank 0 removes `partial`. COLLECTIVE."""
+    value, failure = None, ""
+    try:
+        value = work()
+    except (MegarlError, OSError, SafetensorError) as error:
+        failure = str(error)
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, (value, failure))
+    errors = list(dict.fromkeys(error for _, error in results if error))
+    if errors:
+        if partial is not None and dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise MegarlError("\n".join(errors))
+    return [value for value, _ in results]
+
+
+def copy_description(source: Path, destination: Path, dtype: torch.dtype | None = None) -> None:
+    """Configuration, generation configuration, tokenizer: every file of `source` that holds no weights. `dtype` is noted."""
+    config = read_config(source)
+    destination.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not _WEIGHT_FILES.fullmatch(path.name):
+            shutil.copyfile(path, destination / path.name)
+    if dtype is not None:
+        for part in (config, config["text_config"]) if "text_config" in config else (config,):
+            part["torch_dtype" if "torch_dtype" in part else "dtype"] = str(dtype).removeprefix("torch.")
+        write_config(destination, config)
+
+
+def _start_directory(source: Path, destination: Path, partial: Path, chunks: Sequence[Module]) -> None:
+    if destination.exists():
+        raise MegarlError(f"{destination}: exists already; remove it or name another directory")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    copy_description(source, partial, next(p.dtype for c in chunks for p in c.parameters()))
+
+
+def _copy_elsewhere(family: Family, source: Path, partial: Path, shard_bytes: int) -> list[tuple[str, list[str], int]]:
+    """Rank 0 copies the tensors that are not the language model's, one at a time."""
+    if dist.get_rank() != 0:
+        return []
+    with ExitStack() as stack:
+        tensors = Tensors(source, stack)
+        names = sorted(name for name in tensors if family.passthrough(name))
+        return _write(((n, tensors[n]) for n in names), partial, "elsewhere", shard_bytes, writes=True)
+
+
+def _write(
+    tensors: Iterator[tuple[str, Tensor]], partial: Path, prefix: str, shard_bytes: int, writes: bool
+) -> list[tuple[str, list[str], int]]:
+    """Write these tensors to files of at most `shard_bytes` (or one tensor): [(file, names, bytes)]."""
+    written: list[tuple[str, list[str], int]] = []
+    error: Exception | None = None
+    held: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        nonlocal error
+        if held and error is None:
+            file = f"{prefix}-{len(written):05}.safetensors"
+            try:
+                save_file(held, partial / file, metadata={"format": "pt"})
+                written.append((file, list(held), sum(t.nbytes for t in held.values())))
+            except (OSError, SafetensorError) as failed:
+                error = failed  # the other ranks of the tensor-parallel group still expect this one in the all-gathers
+        held.clear()
+
+    for name, tensor in tensors:
+        if writes:
+            if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > shard_bytes:
+                flush()
+            held[name] = tensor.to("cpu", copy=True)
+    flush()
+    if error is not None:
+        raise error
+    return written
+
+
+def _finish_directory(written: list[list[tuple[str, list[str], int]]], partial: Path, destination: Path) -> None:
+    """Usual names, index, rename."""
+    files = list(itertools.chain.from_iterable(written))
+    if len(files) == 1:
+        os.replace(partial / files[0][0], partial / "model.safetensors")
+    else:
+        weight_map = {}
+        for i, (file, names, _) in enumerate(files, 1):
+            usual = f"model-{i:05}-of-{len(files):05}.safetensors"
+            os.replace(partial / file, partial / usual)
+            weight_map.update(dict.fromkeys(names, usual))
+        index = {
+            "metadata": {"total_size": sum(size for *_, size in files)},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    os.replace(partial, destination)

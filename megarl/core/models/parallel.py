@@ -1,0 +1,85 @@
+"""Process groups of the learner: torch.distributed, then megatron's TP, CP, EP, DP and PP groups, then random numbers.
+
+Rank, world size and rendezvous come from torchrun's environment; without it this process is the only rank. NCCL with a
+GPU, gloo without. A layout may be started after another in the same world: the groups are made anew.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megarl.core.base import stores
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Model
+from megarl.shims.megatron_cpu import after_megatron_import
+
+
+def start(model: Model, seed: int, timeout_s: float) -> None:
+    """Join the other ranks and form the groups of `model`'s layout. COLLECTIVE over all ranks.
+
+    timeout_s: limit of the rendezvous and of every later collective.
+    """
+    after_megatron_import()
+    torch.set_float32_matmul_precision("highest")  # where the environment allows TF32, as some containers do
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    expert_size = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
+    for size, what in ((model.model_parallel_size, "TP x PP x CP"), (expert_size, "expert: EP x ETP x PP")):
+        if world % size:
+            raise MegarlError(
+                f"model: {world} ranks do not divide into copies of the model of {size} ranks ({what}); "
+                "start a multiple (resources.learner_ranks), or change the layout under `model`"
+            )
+    if not dist.is_initialized():
+        _join(timeout_s)
+    if parallel_state.model_parallel_is_initialized():
+        dist.barrier()
+        _leave_groups()
+    parallel_state.initialize_model_parallel(
+        model.tensor_parallel,
+        model.pipeline_parallel,
+        model.virtual_pipeline_parallel if model.virtual_pipeline_parallel > 1 else None,
+        context_parallel_size=model.context_parallel,
+        expert_model_parallel_size=model.expert_parallel,
+        expert_tensor_parallel_size=model.expert_tensor_parallel,
+        distributed_timeout_minutes=timeout_s / 60,
+    )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def stop() -> None:
+    """Leave all groups, if there are any."""
+    _leave_groups()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _leave_groups() -> None:
+    """Of the layout before. megatron only forgets them: over gloo each would keep three threads, which never sleep long."""
+    for group in parallel_state._global_process_group_list or []:
+        if group is not None:  # stands for the world
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+
+
+def _join(timeout_s: float) -> None:
+    cuda = torch.cuda.is_available()
+    limit = timedelta(seconds=timeout_s)
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    stores.bind_all()
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        return
+    try:
+        dist.init_process_group(backend, timeout=limit)
+    except dist.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise MegarlError(
+            f"rank {os.environ['RANK']}: the {os.environ['WORLD_SIZE']} ranks did not meet at {address} "
+            f"within {timeout_s:g} s; look at the other ranks' logs: {error}"
+        ) from None

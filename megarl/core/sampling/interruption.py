@@ -1,0 +1,59 @@
+"""How long a rollout may think, and what is put in when its time is up. Pure functions of tokens and text.
+
+    thinking leg   at most `thinking_budget` tokens, ends by the end token alone (no stop strings)
+      ended by itself ──────────────────────────────► done, "stop"
+      budget used up, text has no </think> ─────────► the interruption phrase is put in, masked from the loss
+    answer leg     at most `answer_tokens`
+      ended by itself ► "stop"        budget used up ► "length": truncated
+
+A rollout grows as a list of segments; requests that were cut off and gone on elsewhere only add to it.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from megarl.core.base.types import Segment
+
+
+def thinking_budget(seed: int, ticket: int, sample: int, bounds: tuple[int, int]) -> int:
+    """Tokens this rollout may think, uniform in [bounds[0], bounds[1]]; a restart draws the same."""
+    digest = hashlib.blake2b(f"{seed}/{ticket}/{sample}/thinking".encode(), digest_size=8).digest()
+    shortest, longest = bounds
+    return shortest + int.from_bytes(digest, "little") % (longest - shortest + 1)
+
+
+def sampled(tokens: np.ndarray, logprobs: np.ndarray, spans: Sequence[tuple[int, int, int]]) -> list[Segment]:
+    """Segments of a request's output: tokens [n], logprobs [n], spans of (weight version, start, end) cover 0 … n."""
+    return [
+        Segment(tokens=tokens[start:end], logprobs=logprobs[start:end], weight_version=version)
+        for version, start, end in spans
+        if end > start
+    ]
+
+
+def put_in(phrase: np.ndarray, version: int) -> Segment:
+    """The interruption phrase [n] as a segment the loss never sees."""
+    return Segment(tokens=phrase, logprobs=np.zeros(len(phrase), np.float32), weight_version=version, trained=False)
+
+
+def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The same tokens with neighbours of one origin in one segment, for each request starts a new one."""
+    runs: list[list[Segment]] = []
+    for segment in segments:
+        if runs and (runs[-1][-1].weight_version, runs[-1][-1].trained) == (segment.weight_version, segment.trained):
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    return tuple(
+        run[0]
+        if len(run) == 1
+        else Segment(
+            tokens=np.concatenate([s.tokens for s in run]),
+            logprobs=np.concatenate([s.logprobs for s in run]),
+            weight_version=run[0].weight_version,
+            trained=run[0].trained,
+        )
+        for run in runs
+    )

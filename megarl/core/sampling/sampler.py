@@ -1,0 +1,246 @@
+"""One rollout from its prompt to its last token, over as many requests and servers as that takes.
+
+    turns ─► (interruption phrase) ─► answer leg                   interruption.py says which
+      │      the answer leg has answer_tokens, or what is left of one budget if length.control is not interruption
+      └ one turn; with an environment: leg ─► its reply, masked ─► leg ─► … until it says done, or a limit is met
+        each leg: take a place ─► generate ─► done
+                       ▲             │ server lost: what it had sent is kept, the rest is asked for elsewhere
+                       └─────────────┘
+
+Every request, also a second one, goes to a server that is eligible at that moment (places.py). Replies count in the budget
+before the answer, so nothing is longer than a completion of one turn may be. An episode that meets a limit goes on to the
+answer leg, with no environment any more; behind an end token nothing can follow, so there it ends, truncated.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import Episode, Finish, Prompt, Segment
+from megarl.core.recipe import Recipe
+from megarl.core.sampling import interruption
+from megarl.core.sampling.places import MayUse, Order, Places
+from megarl.core.sampling.routing import RoutedLayers
+from megarl.core.server.client import Generation, ServerClient, ServerLost, ServerRefused
+from megarl.core.telemetry.spans import UNRECORDED, Spans
+from megarl.tasks.environments.bounded import Bounded
+from megarl.tasks.environments.registry import Environments
+from megarl.tasks.graders.answer import Verdict
+
+
+class Void(Exception):
+    """This rollout cannot be made; the text says why."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to sample; its prompt's task says with which environment. `salt`: requests with the same one share cached prefixes.
+
+    thinking_tokens: limit of what stands before the answer leg.
+    """
+
+    prompt: Prompt
+    order: Order
+    may_use: MayUse
+    salt: str
+    thinking_tokens: int
+    temperature: float
+    top_p: float
+    placed: Callable[[int], None] = lambda server: None  # told where each request goes
+    routed: RoutedLayers | None = None  # record the experts that the servers choose
+
+
+@dataclass
+class Completion:
+    """What has been sampled for a job so far, or in the end.
+
+    message: tokens of the message that is being written, replies left out. text: of the last one, without the token that
+    ended it, once complete. verdict, episode: of the environment; verdict None: the task's grader judges the text.
+    """
+
+    segments: list[Segment] = field(default_factory=list)
+    finish: Finish = "length"
+    interrupted: bool = False
+    retries: int = 0
+    text: str = ""
+    routing: list[np.ndarray] = field(default_factory=list)  # tables of the requests so far
+    message: list[np.ndarray] = field(default_factory=list)
+    verdict: Verdict | None = None
+    episode: Episode | None = None
+
+    @property
+    def rows(self) -> int:
+        """Tokens of prompt and completion whose experts are known."""
+        return sum(len(table) for table in self.routing)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[completion_len] int32"""
+        return np.concatenate([np.zeros(0, np.int32), *(s.tokens for s in self.segments)])
+
+    @property
+    def version(self) -> int:
+        """Of the last sampled token: that of what is put in behind it."""
+        return self.segments[-1].weight_version
+
+    def write(self, segments: list[Segment]) -> None:
+        """Go on with the message."""
+        self.segments += segments
+        self.message += [s.tokens for s in segments]
+
+
+class Watcher(Protocol):
+    """Who is told what happens to servers."""
+
+    def life(self, server: int) -> int:
+        """A number that changes when the server is lost or what it runs is aborted."""
+
+    def server_lost(self, server: int, life: int, reason: str) -> None:
+        """A request to the server failed that was sent in this life."""
+
+
+class Sampler:
+    """Samples jobs on the servers behind `places`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: Tokenizer,
+        clients: dict[int, ServerClient],
+        places: Places,
+        watcher: Watcher,
+        spans: Spans = UNRECORDED,
+    ) -> None:
+        self._length = recipe.length
+        self._max_retries = recipe.serving.max_retries
+        self._tokenizer = tokenizer
+        # Where nothing is interrupted the tokenizer need not know the phrase.
+        self._phrase = tokenizer.ids(recipe.length.interruption if recipe.length.control == "interruption" else "")
+        self._end = tokenizer.end
+        self.clients = clients
+        self._places = places
+        self.watcher = watcher
+        self._spans = spans
+        self._environments = Environments(recipe, tokenizer)
+
+    def close(self) -> None:
+        """End the environments' processes."""
+        self._environments.close()
+
+    async def complete(self, job: Job) -> Completion:
+        """The whole rollout. Raises Void, or EnvironmentDown."""
+        done = Completion()
+        environment = self._environments.of(job.prompt.task)
+        if environment is None:
+            if not await self._leg(job, done, self._before_answer(job), (self._end,)):
+                await self._answer(job, done)
+        else:
+            async with environment.played(job.prompt):
+                if not await self._turns(job, done, environment):
+                    await self._answer(job, done)
+                done.verdict = await environment.reward()
+        done.segments = list(interruption.joined(done.segments))
+        tokens = np.concatenate(done.message)
+        ended = done.finish == "stop" or int(tokens[-1]) == self._end
+        done.text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
+        return done
+
+    async def _turns(self, job: Job, done: Completion, environment: Bounded) -> bool:
+        """Turns and replies; whether the rollout is over with them."""
+        budget, stop_tokens = self._before_answer(job), (self._end, *environment.stop_tokens)
+        turns, limited = 0, False
+        while True:
+            turns, over = turns + 1, False
+            begin = len(done.tokens)
+            limit = min(environment.turn_tokens, budget - begin)
+            if not await self._leg(job, done, limit, stop_tokens):
+                limited = len(done.tokens) < budget
+                break
+            turn = done.tokens[begin:]
+            reply = await environment.step(turn)
+            over = reply.done or int(turn[-1]) not in environment.stop_tokens  # and so is its message
+            if reply.done:
+                break
+            done.finish, limited = "length", turns == environment.turns
+            if limited or len(reply.tokens) >= budget - len(done.tokens):
+                break
+            done.segments.append(interruption.put_in(reply.tokens, done.version))
+            if over:
+                done.message.clear()
+        done.episode = environment.told(turns, limited)
+        return over
+
+    def _before_answer(self, job: Job) -> int:
+        """Tokens that may stand before the answer leg."""
+        answer = 0 if self._length.control == "interruption" else self._length.answer_tokens
+        return job.thinking_tokens + answer
+
+    async def _answer(self, job: Job, done: Completion) -> None:
+        """What is left to say, when there is no more to think: the end token alone stops it."""
+        limit = self._before_answer(job) - len(done.tokens)
+        if self._length.control == "interruption":
+            limit = self._length.answer_tokens
+            if self._length.end_of_thinking not in self._tokenizer.decode(np.concatenate(done.message)):
+                done.write([interruption.put_in(self._phrase, done.version)])
+                done.interrupted = True
+        await self._leg(job, done, limit, (self._end,))
+
+    async def _leg(self, job: Job, done: Completion, limit: int, stop_tokens: tuple[int, ...]) -> bool:
+        """Add at most `limit` tokens; whether a stop token was among them."""
+        name = "{} {}.{}".format(("evaluation", "ticket")[job.order[0]], *job.order[1:])
+        while limit > 0:
+            server, version = await self._places.take(job.order, job.may_use)
+            begin, segments = time.monotonic(), list[Segment]()
+            self._spans.open(f"server {server}/requests", name, begin)
+            job.placed(server)
+            life = self.watcher.life(server)
+            try:
+                generation = await self._request(server, job, done, limit, stop_tokens)
+                segments = interruption.sampled(generation.tokens, generation.logprobs, generation.spans)
+                finish: Finish | None = generation.finish
+                if job.routed is not None:
+                    done.routing.append(job.routed.decoded(generation.routing))
+            except ServerLost as lost:
+                self.watcher.server_lost(server, life, str(lost))
+                done.retries += 1
+                if done.retries > self._max_retries:
+                    raise Void(f"{done.retries} requests were lost (serving.max_retries), the last: {lost}") from None
+                segments = _salvaged(lost, version)
+                finish = "stop" if len(lost.tokens) and int(lost.tokens[-1]) in stop_tokens else None
+            except ServerRefused as refused:
+                raise Void(str(refused)) from None
+            finally:
+                self._places.give_back(server)
+                tokens = sum(len(s.tokens) for s in segments)
+                end = time.monotonic()
+                self._spans.span(f"server {server}/requests", name, begin, end, version=version, tokens=tokens)
+            done.write(segments)
+            self._places.use[server].tokens += tokens
+            limit -= tokens
+            if finish is not None:
+                done.finish = finish
+                return finish == "stop"
+        return False
+
+    async def _request(
+        self, server: int, job: Job, done: Completion, limit: int, stop_tokens: tuple[int, ...]
+    ) -> Generation:
+        return await self.clients[server].generate(
+            np.concatenate([job.prompt.tokens, done.tokens]),
+            limit,
+            temperature=job.temperature,
+            top_p=job.top_p,
+            stop_token_ids=stop_tokens,
+            cache_salt=job.salt,
+            # What a lost request has left unknown, the next one tells.
+            routing_from=None if job.routed is None else done.rows,
+        )
+
+
+def _salvaged(lost: ServerLost, version: int) -> list[Segment]:
+    """What had arrived, as of the version at sending: a later one is not known, and an older one only looks staler."""
+    return interruption.sampled(lost.tokens, lost.logprobs, [(version, 0, len(lost.tokens))])

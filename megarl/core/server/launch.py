@@ -1,0 +1,180 @@
+"""`megarl serve`: one SGLang server, made from the recipe.
+
+    recipe + RUN/endpoints.json ──► checks (one MegarlError) ──► environment() + engine_arguments() ──► SGLang, in this process
+
+Only token ids cross its boundary. Its keys come from RUN/endpoints.json, and only gate.py has them: SGLang logs its arguments.
+"""
+
+import json
+import logging
+import os
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+from megarl.core.base import whereabouts
+from megarl.core.base.hf_files import read_config
+from megarl.core.base.ports import check_free
+from megarl.core.base.process import die_with_parent, start_logging
+from megarl.core.base.rundir import RunDir
+from megarl.core.recipe import Recipe
+from megarl.core.sampling.routing import RoutedLayers
+from megarl.core.server import workers
+from megarl.core.server.answers import Answers
+from megarl.core.server.checks import TEXT_ONLY, check, language_config
+from megarl.core.server.gate import Gate
+from megarl.core.server.memory import free_and_total, static_fraction
+
+WATCHDOG_MARGIN_S = 120.0
+WARM_UP_TRIES, WARM_UP_LIMIT_S = 1200, 600.0
+MODELS = "megarl.shims.sglang_models"
+KEPT_FROM_INPUT = 6
+"""SGLang refuses inputs that reach into the last positions of its context; an answer may be shorter than these."""
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def main(recipe: Recipe, index: int, port: int) -> None:
+    """Serve until killed; ends with whoever started it, and its own processes end with it."""
+    die_with_parent()
+    os.umask(0o077)  # SGLang's processes talk through sockets in the file system, and believe what they hear there
+    start_logging(f"server {index}")
+    endpoints = RunDir.of(recipe).endpoints()
+    os.environ["OMP_NUM_THREADS"] = str(recipe.resources.threads)  # before torch is imported
+    import torch
+
+    from megarl.shims import fp16_on_cpu, sglang_cpu
+
+    cuda = torch.cuda.is_available()
+    host = str(urlsplit(endpoints.servers[index]).hostname)
+    check(recipe, cuda)
+    check_free("--port", host, port)
+    os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
+    sglang_cpu.install()
+    sglang_cpu.fork_processes()
+    sglang_cpu.record_experts()
+    sglang_cpu.batch_attention()
+    sglang_cpu.wait_for_the_cpu()
+    if recipe.model.dtype == "fp16":
+        fp16_on_cpu.install()
+
+    workers.own_ports()
+
+    from sglang.srt.entrypoints.http_server import app, launch_server
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    app.add_middleware(Answers, place=whereabouts.here())
+    handles, vocabulary = recipe.weights.transport == "cuda_ipc", int(language_config(recipe)["vocab_size"])
+    app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=vocabulary)  # the outer one
+    try:
+        launch_server(
+            ServerArgs(**engine_arguments(recipe, index, host, port, cuda), **memory_arguments(recipe, cuda)),
+            run_scheduler_process_func=workers.scheduler,
+            run_detokenizer_process_func=workers.no_detokenizer,
+            execute_warmup_func=lambda _: warm_up(f"http://{host}:{port}", endpoints.api_key),
+        )
+    except SystemExit:
+        # Uvicorn's, of a port that somebody took since the check. The warm-up, which then asks that somebody, would keep this
+        # process for minutes.
+        kill_process_tree(os.getpid(), include_parent=False)
+        os._exit(1)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def warm_up(url: str, api_key: str) -> bool:
+    """One generated token, then /health says yes. Runs in a thread beside the HTTP server, as SGLang's own warm-up does;
+    that one first sleeps for a second. The last request's errors are SGLang's to report: the server then never gets ready.
+    """
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    body = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}).encode()
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    for _ in range(WARM_UP_TRIES):
+        try:
+            urllib.request.urlopen(
+                urllib.request.Request(f"{url}/generate", body, headers), timeout=WARM_UP_LIMIT_S
+            ).close()
+        except urllib.error.HTTPError:
+            logging.getLogger(__name__).exception("the first request failed")
+            return False
+        except urllib.error.URLError:  # the port is not open yet
+            time.sleep(0.05)
+        else:
+            get_global_state().tokenizer_manager.server_status = ServerStatus.Up
+            return True
+    return False
+
+
+def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, Any]:
+    """Of SGLang's ServerArgs, those about a GPU that the learner has a part of."""
+    if not cuda:
+        return {}
+    found: dict[str, Any] = {"enable_memory_saver": recipe.serving.release_memory}
+    if recipe.serving.memory_fraction is not None:
+        found["mem_fraction_static"] = static_fraction(recipe.serving.memory_fraction, free_and_total())
+    return found
+
+
+def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dict[str, str]:
+    """Environment variables of the server and of the processes it spawns."""
+    common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if not cuda or TEXT_ONLY in read_config(recipe.model.path).get("architectures", []):
+        common["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS
+    if cuda:
+        return common
+    cpu = {"SGLANG_USE_CPU_ENGINE": "1"}
+    ranks, threads = recipe.resources.server_tensor_parallel, recipe.resources.threads
+    if ranks > 1:
+        first = index * ranks * threads
+        owned = [[str(cores[(first + r * threads + t) % len(cores)]) for t in range(threads)] for r in range(ranks)]
+        cpu["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(dict.fromkeys(rank)) for rank in owned)
+        cpu["SGLANG_NCCL_SO_PATH"] = (
+            "/nonexistent"  # the CUDA build of torch brings an NCCL that SGLang would try on the CPU
+        )
+    return common | cpu
+
+
+def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: bool) -> dict[str, Any]:
+    """SGLang's ServerArgs. What is not here keeps SGLang's default (radix cache on, attention backend, CUDA graphs)."""
+    serving, weights = recipe.serving, recipe.weights
+    config = language_config(recipe)
+    # A token of the interruption phrase is at least one byte.
+    context = recipe.length.context_tokens + len(recipe.length.interruption.encode()) + KEPT_FROM_INPUT
+    return {
+        "model_path": recipe.model.path,
+        "dtype": DTYPES[recipe.model.dtype],
+        "device": "cuda" if cuda else "cpu",
+        "enable_fp32_lm_head": recipe.model.fp32_head in ("both", "server"),
+        "context_length": min(context, config.get("max_position_embeddings", context)),
+        "skip_tokenizer_init": True,
+        "sampling_defaults": "openai",  # every request states its own; generation_config.json has no say
+        "host": host,
+        "port": port,
+        "tp_size": recipe.resources.server_tensor_parallel,
+        "random_seed": recipe.run.seed * 1009 + index,
+        "weight_version": "-1",  # of the directory; a published version is 0 or more
+        "max_total_tokens": serving.kv_tokens,
+        # Scoring for parity must not wait for a slot: as a rollout ends, and after a publication.
+        "max_running_requests": serving.max_running_requests + 2 * weights.parity_rollouts,
+        # The overlap schedule computes the first token after an in-place pause with the old weights but labels it with the
+        # new version. A retracted request is recomputed, so there it labels right.
+        "disable_overlap_schedule": weights.pause == "in_place",
+        "stream_interval": serving.stream_interval,
+        "incremental_streaming_output": True,
+        # A weight update may legitimately keep the scheduler busy for weights.timeout_s.
+        "watchdog_timeout": weights.timeout_s + WATCHDOG_MARGIN_S,
+        # Torch's own attention reads the cache of sliding windows (Llama 4 with its vision tower) at the wrong places.
+        "disable_hybrid_swa_memory": not cuda,
+        # An idle scheduler otherwise spins on the core that the learner could have. Not with more ranks: those that get no
+        # messages themselves would sleep a second into each request.
+        "sleep_on_idle": not cuda and recipe.resources.server_tensor_parallel == 1,
+        "enable_metrics": recipe.monitor.prometheus,
+        # For routing replay, and to compare the choices of both sides.
+        "enable_return_routed_experts": RoutedLayers.of(config) is not None,
+        "log_level": "info",
+        "log_level_http": "warning",
+    }

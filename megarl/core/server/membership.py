@@ -1,0 +1,133 @@
+"""Which servers there are, whose weights each holds, and who may be sent a request. Pure: no clock, no I/O.
+
+                 seen                 publish                 published
+    starting ───────────► unknown ───────────► publishing ──────────────► clean(v) ──► publishing …
+                             ▲  ▲                   │ error, or a new learner
+       lost ─────────────────┘  └───────────────────┘
+        ▲  seen (it may have restarted: its weights are unknown)
+        └──────── lost, from any state
+
+Only a clean server is sent requests. A pinned one (held at its version by an evaluation) is not published to. A clean
+server whose weights came from an earlier learner stays in use until the new learner has published to it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megarl.core.base.messages import ServerAddress
+
+State = Literal["starting", "unknown", "publishing", "clean", "lost"]
+
+
+@dataclass
+class Member:
+    """One server. `version` counts only while clean, or names what it is being brought to while publishing."""
+
+    address: ServerAddress
+    state: State = "starting"
+    version: int = -1
+    incarnation: str = ""  # the learner that published, or is publishing
+    pinned: bool = False
+    failures: int = 0  # publications that failed one after the other
+    failed_version: int = -1  # of the last of them
+
+
+class Membership:
+    """The states of all servers of a run, by id."""
+
+    def __init__(self, addresses: Sequence[ServerAddress]) -> None:
+        self.members = {address.id: Member(address) for address in addresses}
+
+    # What happens to servers.
+
+    def seen(self, server: int) -> None:
+        """It answered a health check."""
+        member = self.members[server]
+        if member.state in ("starting", "lost"):
+            member.state, member.failures = "unknown", 0
+
+    def lost(self, server: int) -> None:
+        """It does not answer: whatever it held is gone."""
+        member = self.members[server]
+        if member.state != "starting":
+            member.state, member.pinned, member.incarnation = "lost", False, ""
+
+    def publish(self, servers: Iterable[int], version: int, incarnation: str) -> None:
+        """The learner is told to bring them to `version`. A version never falls while a server lives."""
+        for server in servers:
+            member = self.members[server]
+            if member.state not in ("unknown", "publishing", "clean") or member.pinned:
+                raise ValueError(f"server {server} is {self.describe(server)}: it cannot be published to")
+            if member.state == "clean" and version < member.version:
+                raise ValueError(f"server {server} holds version {member.version}: {version} would be a step back")
+            member.state, member.version, member.incarnation = "publishing", version, incarnation
+
+    def published(self, server: int, version: int, incarnation: str, error: str) -> bool:
+        """The learner's result; whether the server is clean now. A result nobody waits for any more changes nothing."""
+        member = self.members.get(server)
+        if member is None or (member.state, member.version, member.incarnation) != ("publishing", version, incarnation):
+            return False
+        if error:
+            member.state, member.failures, member.failed_version = "unknown", member.failures + 1, version
+            return False
+        member.state, member.failures = "clean", 0
+        return True
+
+    def new_learner(self) -> list[int]:
+        """Another learner speaks: publications under way will not end. Their servers are returned, to be aborted."""
+        broken = [s for s, m in self.members.items() if m.state == "publishing"]
+        for server in broken:
+            self.members[server].state = "unknown"
+        return broken
+
+    def pin(self, server: int) -> None:
+        """Hold a clean server at its version."""
+        if self.members[server].state != "clean":
+            raise ValueError(f"server {server} is {self.describe(server)}: only a clean one can be pinned")
+        self.members[server].pinned = True
+
+    def unpin(self, server: int) -> None:
+        self.members[server].pinned = False
+
+    # What follows.
+
+    def clean(self) -> dict[int, int]:
+        """Version of each server that may be sent requests."""
+        return {s: m.version for s, m in self.members.items() if m.state == "clean"}
+
+    def clean_version(self, server: int | None) -> int | None:
+        """Of this server, if it may be sent requests: asked for each request and server, so without looking at the others."""
+        member = self.members.get(server) if server is not None else None
+        return member.version if member is not None and member.state == "clean" else None
+
+    def newest(self) -> int | None:
+        """The newest version requests can be sent to."""
+        return max(self.clean().values(), default=None)
+
+    def healthy(self) -> list[int]:
+        return [s for s, m in self.members.items() if m.state not in ("starting", "lost")]
+
+    def wanting(self, version: int, incarnation: str) -> tuple[ServerAddress, ...]:
+        """Servers that the learner `incarnation`, which asks and so is not publishing, should bring to `version`.
+
+        One that failed at this very version is left alone while another server works. It is tried again with the next
+        version, or at once when there is no other.
+        """
+        others = bool(self.clean())
+        return tuple(
+            m.address
+            for m in self.members.values()
+            if not m.pinned
+            and (
+                m.state == "publishing"
+                or (m.state == "unknown" and not (others and m.failures and m.failed_version == version))
+                or (m.state == "clean" and (m.version < version or m.incarnation != incarnation))
+            )
+        )
+
+    def describe(self, server: int) -> str:
+        """`clean(7)`, `publishing(8)`, `lost`, …, with `pinned` where it is."""
+        member = self.members[server]
+        text = f"{member.state}({member.version})" if member.state in ("clean", "publishing") else member.state
+        return f"{text} pinned" if member.pinned else text

@@ -1,0 +1,73 @@
+"""torch's profiler over the steps that `monitor.profile` names, on every rank of the learner; nothing at all in other steps.
+
+    a step of warm-up ─► start … start + steps − 1 ─► RUN/profile/step-0000005-rank-0.json.gz (ui.perfetto.dev)
+                                                    └ memory, with a GPU ─► ….pickle (pytorch.org/memory_viz)
+
+A step is what is between the ends of two steps: the wait for its batch and publication are in it. A learner that starts within
+the window records what is left of it.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from megarl.core.recipe import Profile
+
+log = logging.getLogger(__name__)
+
+MOST_ALLOCATIONS = 1_000_000
+
+
+class Profiler:
+    """Of one rank. `step` is told of each step that begins, `stop` of the end."""
+
+    def __init__(self, window: Profile, folder: Path, rank: int) -> None:
+        self._first, self._end = window.start, window.start + window.steps
+        self._memory = window.memory and torch.cuda.is_available()
+        self._folder, self._rank = folder, rank
+        self._running: profile | None = None
+
+    def step(self, step: int) -> None:
+        """This step begins, and the one before has ended."""
+        if self._running is not None:
+            self._running.step()
+            if step >= self._end:
+                self.stop()
+        elif self._first < self._end and self._first - 1 <= step < self._end:
+            self._start(step)
+
+    def stop(self) -> None:
+        """Write what has been recorded, if anything is."""
+        if self._running is None:
+            return
+        self._running.stop()
+        self._running = None
+        if self._memory:
+            torch.cuda.memory._dump_snapshot(str(self._path(".pickle")))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _start(self, step: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        warmup = int(step < self._first)
+        self._first = step + warmup
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._running = profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=warmup, active=self._end - self._first, repeat=1),
+            on_trace_ready=self._write,
+            record_shapes=True,
+            profile_memory=self._memory,
+        )
+        if self._memory:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+        self._running.start()
+
+    def _write(self, recorded: profile) -> None:
+        path = self._path(".json.gz")
+        recorded.export_chrome_trace(str(path))
+        log.info("profile of the steps from %d on: %s", self._first, path)
+
+    def _path(self, suffix: str) -> Path:
+        return self._folder / f"step-{self._first:07}-rank-{self._rank}{suffix}"

@@ -1,0 +1,186 @@
+"""Where a role's time goes, written while it goes: RUN/trace/ROLE.jsonl, read by megarl/lab/trace/trace.py.
+
+    open(…), span(…), event(…) ─► queue ─► flush(): one write        nothing is counted in tokens, nothing waits for the disk
+    ROLE.1.jsonl  the part before, when ROLE.jsonl has grown beyond LARGEST_BYTES: at most two parts are kept
+
+Times are Unix seconds that run with the monotonic clock of the process, so that the roles of several machines line up as well
+as their clocks do, and a clock that is set meanwhile tears nothing. Where a span is drawn (`on`) is `process/thread`.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+LARGEST_BYTES = 32 << 20
+"""Of a part: with 1000 requests a step those of some 150 steps."""
+
+Value = str | int | float | bool | list[int]
+
+
+class Life(msgspec.Struct, frozen=True, tag="life"):
+    """A process begins to write, or goes on in a new part. `began` knows it from others of its role."""
+
+    role: str
+    host: str
+    process: int
+    began: float
+
+
+class Open(msgspec.Struct, frozen=True, tag="open", omit_defaults=True):
+    """A span has begun; it ends with a `Span` of the same place, name and begin, or with its process."""
+
+    on: str
+    name: str
+    begin: float
+    args: dict[str, Value] = {}
+
+
+class Span(msgspec.Struct, frozen=True, tag="span", omit_defaults=True):
+    """From `begin` to `end`. `cut`: it had not ended when its process did, or when it was read."""
+
+    on: str
+    name: str
+    begin: float
+    end: float
+    args: dict[str, Value] = {}
+    cut: bool = False
+
+
+class Event(msgspec.Struct, frozen=True, tag="event", omit_defaults=True):
+    """Something of a moment."""
+
+    on: str
+    name: str
+    at: float
+    args: dict[str, Value] = {}
+
+
+Row = Life | Open | Span | Event
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Row).decode
+
+
+class Spans:
+    """Of one process, for all its threads. Without a path nothing is kept. Times given to it are time.monotonic()'s."""
+
+    def __init__(self, path: Path | None, largest_bytes: int = LARGEST_BYTES) -> None:
+        self._path, self._largest = path, largest_bytes
+        self._offset = time.time() - time.monotonic()
+        self._rows: deque[Row] = deque()
+        self._failed, self._lock = False, threading.Lock()
+        self._life = Life("" if path is None else path.stem, socket.gethostname(), os.getpid(), time.time())
+        self._add(self._life)
+
+    def open(self, on: str, name: str, begin: float, **args: Value) -> None:
+        """It has begun; `span` says when it is over."""
+        self._add(Open(on, name, self._offset + begin, args))
+
+    def span(self, on: str, name: str, begin: float, end: float, **args: Value) -> None:
+        self._add(Span(on, name, self._offset + begin, self._offset + end, args))
+
+    def event(self, on: str, name: str, **args: Value) -> None:
+        """It happens now."""
+        self._add(Event(on, name, self._offset + time.monotonic(), args))
+
+    def flush(self) -> None:
+        """Write what has come. A disk that takes nothing costs the trace, not the run."""
+        if self._path is not None:
+            with self._lock:
+                self._write(self._path)
+
+    def _write(self, path: Path) -> None:
+        data = bytearray()
+        while self._rows:
+            data += _encode(self._rows.popleft()) + b"\n"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with path.open("ab") as file:
+                file.write(data)
+                full = file.tell() > self._largest
+            if full:
+                path.replace(path.with_suffix(".1.jsonl"))
+                self._rows.appendleft(self._life)
+        except OSError as error:
+            if not self._failed:
+                log.warning("%s: cannot be written, spans are lost: %s", path, error.strerror)
+            self._failed = True
+
+    def _add(self, row: Row) -> None:
+        if self._path is not None:
+            self._rows.append(row)
+
+
+UNRECORDED = Spans(None)
+"""For whom nobody looks at."""
+
+
+def read(folder: Path) -> tuple[list[Span], list[Event]]:
+    """Spans and events of all roles, by the time they begin; what is still open ends at the last time that is known."""
+    roles = [_Read.of(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(".1")]
+    now = max((role.last for role in roles), default=0.0)
+    spans = [span for role in roles for span in (*role.spans, *role.still_open(now))]
+    events = [event for role in roles for event in role.events]
+    return sorted(spans, key=lambda s: (s.begin, -s.end)), sorted(events, key=lambda e: e.at)
+
+
+class _Read:
+    """The rows of one role."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.events: list[Event] = []
+        self.last = 0.0
+        self._life: Life | None = None
+        self._open: dict[tuple[str, str, float], Open] = {}
+
+    @staticmethod
+    def of(path: Path) -> "_Read":
+        found = _Read()
+        for part in (path.with_suffix(".1.jsonl"), path):
+            for row in _rows(part):
+                found._add(row)
+        return found
+
+    def still_open(self, now: float) -> list[Span]:
+        return [Span(o.on, o.name, o.begin, max(now, o.begin), o.args, cut=True) for o in self._open.values()]
+
+    def _add(self, row: Row) -> None:
+        match row:
+            case Life():
+                if row != self._life:
+                    self.spans += self.still_open(self.last)
+                    self._open.clear()
+                self._life, at = row, self.last
+            case Open():
+                self._open[row.on, row.name, row.begin] = row
+                at = row.begin
+            case Span():
+                self._open.pop((row.on, row.name, row.begin), None)
+                self.spans.append(row)
+                at = row.end
+            case Event():
+                self.events.append(row)
+                at = row.at
+        self.last = max(self.last, at)
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """Of a part, if it is there; a line that is not whole (a crash, a write under way) is passed over."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield _decode(line)
+            except msgspec.DecodeError:
+                continue

@@ -1,0 +1,112 @@
+"""Weights & Biases, a second writer beside TensorBoard (`monitor.wandb`): the same scalars under the same names.
+
+It never stops a run: without its network the run is written offline, into RUN/wandb, for `wandb sync`; what W&B itself sends
+is sent by a process of its own. The key is WANDB_API_KEY of the environment, which wandb alone reads. The run's id lies in
+RUN/wandb/run-id, so that a run that goes on is one run there, too.
+"""
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir, write_atomically
+from megarl.core.recipe import Recipe
+
+log = logging.getLogger(__name__)
+
+INIT_LIMIT_S, FINISH_LIMIT_S = 30.0, 60.0
+"""Until the run is begun offline; and for what is still to be sent at the end, which otherwise stays in RUN/wandb."""
+
+
+def check(recipe: Recipe) -> None:
+    """That what `monitor.wandb` asks for can be; before anything is started."""
+    wanted = recipe.monitor.wandb
+    if not wanted.project:
+        return
+    if find_spec("wandb") is None:
+        raise MegarlError(
+            f"monitor.wandb.project: {wanted.project!r}, but wandb is not installed; `pip install wandb`, or leave it empty"
+        )
+    if wanted.mode == "online" and not os.environ.get("WANDB_API_KEY"):
+        raise MegarlError(
+            "monitor.wandb.mode: online needs WANDB_API_KEY in the environment; export it, or say offline"
+        )
+
+
+class WandbWriter:
+    """A writer of scalars. An error of wandb ends the writing, not the run."""
+
+    def __init__(self, recipe: Recipe, rundir: RunDir) -> None:
+        self._run: Any = None
+        with _survived("could not be begun"):
+            self._run = _begun(recipe, rundir)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self._run is not None:
+            run, self._run = self._run, None
+            with _survived("takes no more"):
+                run.log({**scalars, "step": step})
+                self._run = run
+
+    def begin_again(self, step: int) -> None:
+        """Replayed steps are logged again: `step` is an axis like any other there, and the later point lies on top."""
+
+    def close(self) -> None:
+        """Wait for what is being sent, but not for ever."""
+        if self._run is None:
+            return
+        finishing = threading.Thread(target=self._finish, name="wandb", daemon=True)
+        finishing.start()
+        finishing.join(FINISH_LIMIT_S)
+        if finishing.is_alive():
+            log.warning("W&B has not taken all within %g s; send the rest by `wandb sync`", FINISH_LIMIT_S)
+
+    def _finish(self) -> None:
+        with _survived("could not be ended"):
+            self._run.finish()
+
+
+@contextmanager
+def _survived(what: str) -> Iterator[None]:
+    """Whatever wandb raises within is logged."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("W&B %s: %s: %s", what, type(error).__name__, error)
+
+
+def _begun(recipe: Recipe, rundir: RunDir) -> Any:
+    import wandb
+
+    wanted, folder = recipe.monitor.wandb, rundir.path / "wandb"
+    folder.mkdir(exist_ok=True)
+    known = folder / "run-id"
+    if not known.exists():
+        write_atomically(known, secrets.token_hex(4).encode())
+    asked: dict[str, Any] = {
+        "project": wanted.project,
+        "entity": wanted.entity or None,
+        "name": recipe.run.name,
+        "id": known.read_text(),
+        "resume": "allow",
+        "dir": str(rundir.path),
+        "config": recipe.model_dump(mode="json", exclude={"data": {"services"}}),  # a URL may have a key in it
+        "settings": wandb.Settings(
+            init_timeout=INIT_LIMIT_S, console="off", silent=True, disable_git=True, save_code=False
+        ),
+    }
+    try:
+        run = wandb.init(**asked, mode=wanted.mode)
+    except wandb.Error as error:
+        log.warning("W&B cannot be reached, the run is written offline (`wandb sync` sends it): %s", error)
+        wandb.teardown()  # its process still holds the id
+        run = wandb.init(**asked, mode="offline")
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run

@@ -1,0 +1,138 @@
+"""Transport: the learner's buckets stay where they are, and the servers on the same GPU read them there.
+
+    GPU 0   rank 0  bucket ──handle (CUDA IPC)──► server 0       by HTTP goes only the handle, a few hundred bytes
+    GPU 1   rank 1  bucket ──handle────────────► server 1        each server is sent to by the rank on its first GPU
+
+All ranks take part in gathering, and those with a server cut what they gathered into buckets. A server has read a bucket when
+it has answered: until then the bucket is kept, and the next one is not handed over. Without a GPU the buckets lie in shared
+memory of the machine (/dev/shm) and all else is the same.
+
+SGLang unpickles a handle (by an allow-list of its own), so a server takes one from its own machine only (serving/gate.py).
+"""
+
+import base64
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing import reductions
+from torch.nn import Module
+
+from megarl.core.base import whereabouts
+from megarl.core.base.collective import gathered
+from megarl.core.base.errors import MegarlError
+from megarl.core.models import hf
+from megarl.core.models.family import Family
+from megarl.core.server.admin import Fleet, Server
+from megarl.core.weights.buckets import Bucket, buckets, with_last
+from megarl.core.weights.checksum import SentChecksums
+from megarl.core.weights.transport import Sent, texts
+
+DEVICE = 6
+"""Which of rebuild_cuda_tensor's arguments is the device. A number means nothing to a process that sees other GPUs, so SGLang
+takes a UUID there (sglang.srt.utils.patch_torch)."""
+
+
+class CudaIpcTransport:
+    """Of one learner rank. `send` is collective over all of them."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Module],
+        family: Family,
+        bucket_bytes: int,
+        flush: bool,
+        rotary_head_dim: int | None = None,
+    ) -> None:
+        """flush: drop cached prefixes, which needs retracted requests. rotary_head_dim: see served.as_held."""
+        self._chunks, self._family = chunks, family
+        self._bucket_bytes, self._flush = bucket_bytes, flush
+        self._rotary_head_dim = rotary_head_dim
+        # Torch's other way, file descriptors, needs a connection between the two processes that they do not have.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+
+    def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
+        """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
+        mine = [i for i in ids if i * fleet.servers[i].address.tensor_parallel == dist.get_rank()]
+        errors, checksums, size = self._send(fleet, mine)
+        every = gathered((errors, checksums, size))
+        return Sent(
+            {i: text for theirs, *_ in every for i, text in theirs.items()},
+            {name: value for _, theirs, _ in every for name, value in theirs.items()},
+            max(size for *_, size in every),
+        )
+
+    def _send(self, fleet: Fleet, mine: Sequence[int]) -> tuple[dict[int, str], dict[str, str], int]:
+        """To this rank's servers: errors, checksums, bytes of the weights."""
+        exported = hf.export(self._chunks, self._family)
+        if not mine:
+            for _ in exported:
+                pass
+            return {}, {}, 0
+        errors = texts(fleet.each(mine, _check_and_begin)[1])
+        sums, size = SentChecksums(self._rotary_head_dim), 0
+        for bucket, last in with_last(buckets(sums.watch(exported), self._bucket_bytes)):
+            size += bucket.flat.nbytes
+            alive = [i for i in mine if i not in errors]
+            errors |= texts(self._hand_over(fleet, alive, bucket, last))
+        alive = [i for i in mine if i not in errors]
+        errors |= texts(fleet.each(alive, lambda server: server.end())[1])
+        return errors, sums.expected(), size
+
+    def _hand_over(self, fleet: Fleet, ids: Sequence[int], bucket: Bucket, last: bool) -> dict[int, MegarlError]:
+        """Until all of them have read it; errors."""
+        if bucket.flat.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        # Each handle counts as a reader of the memory, so every rank of a server has one of its own.
+        handles = {i: [handle(bucket) for _ in range(fleet.servers[i].address.tensor_parallel)] for i in ids}
+        errors = fleet.each(ids, lambda server: server.take(handles[server.address.id], last, self._flush))[1]
+        if bucket.flat.is_cuda:
+            torch.cuda.ipc_collect()
+        return errors
+
+
+def handle(bucket: Bucket) -> str:
+    """What SGLang makes the bucket of: `{"flattened_tensor", "metadata"}`, pickled with the tensor as a handle, in base64.
+
+    Of SGLang's classes none is imported, which would bring all of it into the learner: it reads attributes of the metadata.
+    """
+    metadata, start = [], 0
+    for name, kind, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        dtype = getattr(torch, kind)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        metadata.append(
+            SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=start + size, numel=size)
+        )
+        start += size
+    body = {"flattened_tensor": _Handle(bucket.flat), "metadata": metadata}
+    return base64.b64encode(ForkingPickler.dumps(body)).decode()
+
+
+class _Handle:
+    """A tensor, pickled as torch does it for another process, but with its device's UUID."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> Any:
+        rebuild, arguments = reductions.reduce_tensor(self._tensor)
+        if self._tensor.is_cuda:
+            uuid = str(torch.cuda.get_device_properties(self._tensor.device).uuid)
+            arguments = (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])
+        return rebuild, arguments
+
+
+def _check_and_begin(server: Server) -> None:
+    """MegarlError for a server that cannot read this rank's memory; SGLang would die of the first handle."""
+    mine, theirs = whereabouts.of_rank(), server.whereabouts()
+    if mine.machine != theirs.machine or not set(mine.gpus) <= set(theirs.gpus):
+        where = "machine" if mine.machine != theirs.machine else f"GPU ({', '.join(mine.gpus)})"
+        raise server.error(
+            "hand over",
+            f"it is not on the learner's {where}; set resources.colocate=true, or weights.transport=process_group",
+        )
+    server.begin()

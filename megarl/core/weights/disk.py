@@ -1,0 +1,52 @@
+"""Transport: the learner writes a Hugging Face directory, every server loads it. Slower; needs a shared file system only.
+
+RUN/weights/v7/  ◄── all ranks write          the newest KEEP are kept
+     └────────► each server: update_weights_from_disk
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.nn import Module
+
+from megarl.core.base.collective import from_rank_0
+from megarl.core.models import hf
+from megarl.core.models.family import Family
+from megarl.core.server.admin import Fleet
+from megarl.core.weights.transport import Sent, texts
+
+KEEP = 2
+
+
+class DiskTransport:
+    """Of one learner rank. `send` is collective over all of them."""
+
+    def __init__(self, chunks: Sequence[Module], family: Family, source: Path, directory: Path, flush: bool) -> None:
+        """source: Hugging Face directory with the configuration. flush: drop cached prefixes, needs retracted requests."""
+        self._chunks, self._family = chunks, family
+        self._source, self._directory, self._flush = source, directory, flush
+
+    def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
+        """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
+        path = self._directory / f"v{version}"
+        if dist.get_rank() == 0:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(path, ignore_errors=True)  # of another incarnation, which may have had other weights
+        from_rank_0(None)
+        hf.save(self._chunks, self._family, self._source, path)
+        errors: dict[int, str] = {}
+        size = 0
+        if dist.get_rank() == 0:
+            place = str(path.resolve())
+            failed = fleet.each(ids, lambda server: server.load(place, self._flush))[1]
+            errors = texts(failed)
+            size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            self._remove_old(path)
+        return Sent(from_rank_0(errors), {}, size)
+
+    def _remove_old(self, newest: Path) -> None:
+        others = sorted((p for p in self._directory.glob("v*") if p != newest), key=lambda p: p.stat().st_mtime)
+        for path in others[: max(0, len(others) + 1 - KEEP)]:
+            shutil.rmtree(path, ignore_errors=True)

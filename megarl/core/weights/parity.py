@@ -1,0 +1,366 @@
+"""Parity: do the servers and the learner compute the same model? Pure functions of scores; controller/parity.py gets them.
+
+A few finished rollouts of each batch are scored on both sides. Every trained token then has up to four log-probs, and each
+neighbouring pair differs for one cause:
+
+    behaviour     the server sampled the token                           (decode, version u)
+        │  decode; stale_kv where the rollout or its group's prompt began before version u: its keys and values are older
+    sampled_at    the same server, asked about the finished rollout      (prefill, version u)
+        │  staleness: u against v
+    served        a server, asked again once version v was published     (prefill, version v)
+        │  kernels: other kernels, other precision, or a fault
+    learner       the learner, with the weights it has just published    (version v)
+
+`total` is behaviour against learner, which is what the importance ratio sees. Weights that did not arrive are another matter:
+checksums tell that at each publication.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CAUSES = ("kernels", "decode", "stale_kv", "staleness", "total")
+SHARE_ABOVE = 0.1
+LASTING = 3
+"""Publications in a row that must break a limit before the run ends: one unlucky rollout breaks it once."""
+AT_ONCE = 20.0
+"""By this factor over the limit one publication is enough."""
+FEWEST_TOKENS = 32
+"""A mean over fewer tokens is not judged."""
+
+
+DECODE_MEAN = 0.8
+"""Of the mean's limit, that of decode: one server differs less from itself than from the learner."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What rounding still explains of |difference| of the log-probs, for kernels and for decode alike: the largest mean, and
+    the largest median. routing: the largest share of (token, layer) choices of experts that may differ.
+
+    The mean sees a few tokens that are far off. Where rounding makes a token choose another expert, that token is far off too;
+    so with experts the mean has to be let go far, and the median, which such tokens do not move, is the sharper one."""
+
+    mean: float
+    p50: float
+    routing: float = 1.0
+
+    def mean_of(self, cause: str) -> float:
+        """The mean's limit for kernels or decode."""
+        return self.mean * (DECODE_MEAN if cause == "decode" else 1.0)
+
+
+LIMITS = {
+    ("fp32", False): Limits(mean=1e-4, p50=1e-4),
+    ("fp32", True): Limits(mean=1e-2, p50=1e-4, routing=0.005),
+    ("bf16", False): Limits(mean=0.05, p50=0.035),
+    ("bf16", True): Limits(mean=0.4, p50=0.12, routing=0.1),
+    ("fp16", False): Limits(mean=0.006, p50=0.005),
+    ("fp16", True): Limits(mean=0.1, p50=0.012, routing=0.05),
+}
+"""By model.dtype, and whether the model has experts. benchmarks/README.md has the distributions they were drawn from."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """|difference| of log-probs over `tokens` tokens. share: above SHARE_ABOVE; k3: estimate of KL(first || second), nats,
+    the mean of exp(d) - 1 - d with d = second - first (http://joschu.net/blog/kl-approx.html)."""
+
+    mean: float
+    p50: float
+    p99: float
+    p999: float
+    max: float
+    share: float
+    k3: float
+    tokens: int
+
+    @classmethod
+    def of(cls, first: np.ndarray, second: np.ndarray) -> "Distribution | None":
+        """first, second [n] log-probs of the same tokens; pairs with a nan are left out, None if nothing is left.
+
+        An infinite log-prob is a difference like any other, and makes mean and maximum infinite."""
+        known = ~(np.isnan(first) | np.isnan(second))
+        if not known.any():
+            return None
+        with np.errstate(invalid="ignore", over="ignore"):
+            d = second[known].astype(np.float64) - first[known].astype(np.float64)
+            size = np.where(np.isnan(d), np.inf, np.abs(d))
+            p50, p99, p999 = np.quantile(size, (0.5, 0.99, 0.999), method="higher")
+            k3 = float(np.mean(np.exp(d) - 1 - d))
+        return cls(
+            float(size.mean()), float(p50), float(p99), float(p999), float(size.max()),
+            float(np.mean(size > SHARE_ABOVE)), k3, len(d),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RolloutScores:
+    """The trained tokens of one rollout, [n] each; nan where a score is not known.
+
+    behaviour, sampled_at, served, learner: log-probs, as at the top of this file. lag: versions between u and v. position:
+    index in the whole sequence. stale: the rollout, or the first one of its group, began before version u. server: which one
+    gave `served`, and sampled the rollout's end unless that one was not to be had. served_gap, learner_gap: the log-prob less
+    that of one fixed token in the same place, which is the difference of two logits.
+    """
+
+    behaviour: np.ndarray
+    sampled_at: np.ndarray
+    served: np.ndarray
+    learner: np.ndarray
+    lag: np.ndarray
+    position: np.ndarray
+    stale: np.ndarray
+    server: np.ndarray
+    served_gap: np.ndarray
+    learner_gap: np.ndarray
+
+    def pair(self, cause: str) -> tuple[np.ndarray, np.ndarray]:
+        """The two scores that differ for this cause, of the tokens it concerns."""
+        match cause:
+            case "kernels":
+                return self.served, self.learner
+            case "decode":
+                return self.behaviour[~self.stale], self.sampled_at[~self.stale]
+            case "stale_kv":
+                return self.behaviour[self.stale], self.sampled_at[self.stale]
+            case "staleness":
+                return self.sampled_at[self.lag > 0], self.served[self.lag > 0]
+            case _:
+                return self.behaviour, self.learner
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one publication's rollouts say. choices, differing: (token, layer) choices of experts compared, and those whose
+    sets of experts differ."""
+
+    version: int
+    scores: RolloutScores
+    rollouts: int = 1
+    choices: int = 0
+    differing: int = 0
+
+    @classmethod
+    def of(
+        cls, version: int, rollouts: Sequence[RolloutScores], choices: int = 0, differing: int = 0
+    ) -> "Measurement | None":
+        """Of at least one rollout, else None."""
+        if not rollouts:
+            return None
+        return cls(version, _joined(rollouts), len(rollouts), choices, differing)
+
+    def of_server(self, server: int) -> "Measurement":
+        """What this server's rollouts say. Choices of experts are only known of all together."""
+        mine = self.scores.server == server
+        return Measurement(self.version, RolloutScores(**{name: v[mine] for name, v in vars(self.scores).items()}))
+
+    def distribution(self, cause: str) -> Distribution | None:
+        return Distribution.of(*self.scores.pair(cause))
+
+    @property
+    def routing(self) -> float | None:
+        """Share of (token, layer) choices that differ; None for a dense model."""
+        return self.differing / self.choices if self.choices else None
+
+    def metrics(self) -> dict[str, float]:
+        """`parity_STATISTIC/CAUSE` of each cause that was measured, for the row of metrics."""
+        found = {"parity_rollouts": float(self.rollouts)}
+        for cause in CAUSES:
+            if (d := self.distribution(cause)) is not None:
+                found |= {f"parity_{name}/{cause}": float(value) for name, value in vars(d).items()}
+        if self.routing is not None:
+            found["parity_routing"] = self.routing
+        return found
+
+
+def _joined(rollouts: Sequence[RolloutScores]) -> RolloutScores:
+    return RolloutScores(*(np.concatenate([vars(r)[name] for r in rollouts]) for name in vars(rollouts[0])))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """warning: what is wrong now, empty if nothing is; ends: it has lasted, so the run must end."""
+
+    warning: str = ""
+    ends: bool = False
+
+
+Broken = tuple[str, int | None]
+"""What is broken, and on which server; None: of all servers together."""
+
+
+class Judge:
+    """Decides from one measurement after another whether the two sides still compute the same model.
+
+    All servers together are judged, and each by itself over the publications in which it was compared: of many servers one
+    may be faulty.
+    """
+
+    def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool) -> None:
+        """dtype: model.dtype. served_head, learner_head: whether that side's LM head is to be FP32."""
+        self.limits = LIMITS[dtype, experts]
+        self._dtype = dtype
+        self._fp32_heads = {"server": served_head, "learner": learner_head}
+        self._in_a_row: dict[Broken, int] = {}
+        self._suspects: dict[int | None, list[Measurement]] = {}
+
+    def judge(self, measurement: Measurement) -> Verdict:
+        """The verdict on the publications so far, `measurement` being of the latest."""
+        servers = np.unique(measurement.scores.server).tolist()
+        scopes: list[int | None] = [None, *(servers if len(servers) > 1 or self._suspects.keys() - {None} else ())]
+        excess: dict[Broken, float] = {}
+        for scope in scopes:
+            found = dict(self._excesses(measurement if scope is None else measurement.of_server(scope)))
+            excess |= {(what, scope): factor for what, factor in found.items()}
+            self._suspects[scope] = [*self._suspects.get(scope, []), measurement][-LASTING:] if found else []
+        seen = {key: n for key, n in self._in_a_row.items() if key[1] not in scopes}
+        self._in_a_row = seen | {key: self._in_a_row.get(key, 0) + 1 for key in excess}
+        if not excess:
+            return Verdict()
+        lasting = [key for key in excess if self._in_a_row[key] >= LASTING]
+        at_once = [key for key, factor in excess.items() if factor >= AT_ONCE]
+        worst = max(lasting or at_once or excess, key=excess.__getitem__)
+        return Verdict(self._text(worst, measurement), bool(lasting or at_once))
+
+    def _excesses(self, m: Measurement) -> Iterator[tuple[str, float]]:
+        """What is broken, and by which factor over its limit. A head or a routing is broken or not: 1."""
+        for side, gap in (("server", m.scores.served_gap), ("learner", m.scores.learner_gap)):
+            if self._dtype != "fp32" and self._fp32_heads[side] and grid_share(gap, self._dtype) > GRID_LIMIT:
+                yield f"{side} head", 1.0
+        for cause in ("kernels", "decode"):
+            d = m.distribution(cause)
+            if d is not None and d.tokens >= FEWEST_TOKENS:
+                excess = max(d.mean / self.limits.mean_of(cause), d.p50 / self.limits.p50)
+                if excess > 1:
+                    yield cause, excess
+        if m.routing is not None and m.routing > self.limits.routing:
+            yield "routing", 1.0
+
+    def _text(self, broken: Broken, m: Measurement) -> str:
+        """One sentence: what differs by how much since when, what it probably is, what to do."""
+        what, server = broken
+        heads = [w for w, s in self._in_a_row if w.endswith("head") and s == server]
+        rows = self._in_a_row[broken]
+        since = f"{rows} comparisons in a row" if rows > 1 else "this comparison"
+        where = "the servers" if server is None else f"server {server}"
+        m = m if server is None else m.of_server(server)
+        if heads:
+            side = "the learner" if heads[0] == "learner head" else where
+            return (
+                f"version {m.version}: logits of {side} lie on the grid of {self._dtype} numbers ({since}). Likely cause: "
+                f"one-sided head: {side} did not compute the LM head in FP32, as model.fp32_head asks"
+            )
+        if what == "routing":
+            said = f"{m.routing:.1%} of the choices of experts differ (limit {self.limits.routing:.1%})"
+        else:
+            d = m.distribution(what)
+            assert d is not None
+            sides = f"{where} and the learner" if what == "kernels" else f"sampling and scoring of {where}"
+            said = (
+                f"{sides} differ by {d.mean:.3g} in log-prob on average, {d.p50:.3g} in the median (limits for {self._dtype}: "
+                f"{self.limits.mean_of(what):g} and {self.limits.p50:g})"
+            )
+        suspects = [s if server is None else s.of_server(server) for s in self._suspects[server]]
+        return f"version {m.version}: {said}, {since}. Likely cause: {likely_cause(suspects, self.limits, what)}"
+
+
+GRID_LIMIT = 0.6
+"""Share of logit differences on the half-precision grid from which a head is not FP32. By chance a tenth are."""
+GRID = {"bf16": 2.0**9, "fp16": 2.0**12}
+"""Steps of the grid in 1: the spacing of numbers of 0.25 and more."""
+GRID_TOLERANCE = 0.05
+
+
+def grid_share(gap: np.ndarray, dtype: str) -> float:
+    """Share of differences of two logits [n] that are a multiple of the spacing of `dtype`; nan where there are too few.
+
+    A head that rounds its logits to bf16 or fp16 leaves them on a grid, whatever noise the body has, and log-softmax in FP32
+    keeps their differences. Differences of FP32 logits lie anywhere.
+    """
+    steps = gap[np.isfinite(gap) & (gap != 0)].astype(np.float64) * GRID[dtype]
+    return (
+        float(np.mean(np.abs(steps - np.round(steps)) < GRID_TOLERANCE))
+        if len(steps) >= FEWEST_TOKENS
+        else float("nan")
+    )
+
+
+SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.35, 1.5
+
+
+def likely_cause(measurements: Sequence[Measurement], limits: Limits, what: str) -> str:
+    """The likeliest explanation of measurements that break the limit of `what`, by the pattern of the differences, and the
+    numbers that it was chosen by:
+
+    stale server   its scores are the same bits at two versions
+    temperature    differences follow the log-prob itself: a straight line explains most of them
+    RoPE           differences grow along the sequence; not of decode, whose error grows with what it reads of the cache
+    routing        other experts are chosen than rounding explains
+    dtype          none of these: noise that is everywhere alike
+    """
+    scores = _joined([m.scores for m in measurements])
+    decoding = what == "decode"
+    first, second = scores.pair("decode" if decoding else "kernels")
+    same = 0.0 if decoding else same_bits(scores)
+    line = explained_by_logprob(first, second)
+    growth = 1.0 if decoding else growth_along_sequence(first, second, scores.position)
+    choices = sum(m.choices for m in measurements)
+    routing = sum(m.differing for m in measurements) / choices if choices else 0.0
+    if same > SAME_BITS_LIMIT:
+        cause = (
+            "stale server: it gives the same scores as before the last publications, so it does not compute with the weights "
+            "whose version it names"
+        )
+    elif line > TEMPERATURE_LIMIT:
+        cause = "temperature: one side divides its logits by another temperature, or scales them"
+    elif growth > POSITION_LIMIT:
+        cause = (
+            "RoPE: differences grow along the sequence; compare rope_theta, rope_scaling and positions of both sides"
+        )
+    elif routing > limits.routing:
+        cause = "routing: the sides choose different experts; compare router weights, biases and their precision"
+    elif decoding:
+        cause = "dtype: the server's cache or decoding kernel has less precision than its prefill (kv_cache_dtype)"
+    else:
+        cause = "dtype: one side computes in less precision than model.dtype, or with another kernel or epsilon"
+    return (
+        f"{cause} (same bits at two versions: {same:.0%}; explained by the log-prob: {line:.0%}; last third of positions over "
+        f"first: {growth:.2g}; experts that differ: {routing:.1%})"
+    )
+
+
+def same_bits(scores: RolloutScores) -> float:
+    """Share of tokens with a lag whose two prefill scores are the same bits."""
+    first, second = scores.pair("staleness")
+    known = ~(np.isnan(first) | np.isnan(second))
+    return float(np.mean(first[known] == second[known])) if known.any() else 0.0
+
+
+def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:
+    """R² of the line through (second, first - second): 1 if the difference is a linear function of the log-prob."""
+    known = np.isfinite(first) & np.isfinite(second)
+    x, d = second[known].astype(np.float64), (first - second)[known].astype(np.float64)
+    if len(d) < FEWEST_TOKENS or not x.std() or not d.std():
+        return 0.0
+    return float(np.corrcoef(x, d)[0, 1] ** 2)
+
+
+def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.ndarray) -> float:
+    """Mean |difference| in the last third of the positions over that in the first third."""
+    known = np.isfinite(first) & np.isfinite(second)
+    size, at = np.abs(first - second)[known], position[known]
+    if len(size) < FEWEST_TOKENS:
+        return 1.0
+    low, high = np.quantile(at, (1 / 3, 2 / 3))
+    early, late = size[at <= low], size[at >= high]
+    return float(late.mean() / max(float(early.mean()), 1e-12))
+
+
+def shown(row: Mapping[str, float | None]) -> str:
+    """Mean |difference| of the kernels, of a row of metrics, in words for a person: 0 is "same bits"."""
+    mean = row.get("parity_mean/kernels")
+    if mean is None or np.isnan(mean):
+        return "not measured"
+    return "same bits" if mean == 0 else f"{mean:.1e}"

@@ -1,0 +1,211 @@
+"""`megarl doctor`: what this machine can run, and what to do about what it cannot.
+
+    one function a question ──► Finding (good, note, bad) ──► table; exit 0 if a CPU or a GPU run is possible
+
+A `note` costs something or limits to the CPU; a `bad` stops every run.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.ports import free_ports
+from megarl.run.devices import gpus
+from megarl.tasks.graders.sandbox import Sandbox
+
+GIB = 1 << 30
+PINS = {"torch": "2.14.1", "megatron-core": "0.19.2", "sglang": "0.5.23", "transformers": "5.19.0"}
+"""Versions this code was made for; it reaches into all four."""
+MODULES = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
+SETUP = "run `make setup` and use .venv/bin/megarl (with GPUs: pip install 'megarl[gpu]')"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`advice` says what to do; empty when all is well."""
+
+    what: str
+    grade: Literal["good", "note", "bad"]
+    found: str
+    advice: str = ""
+
+
+def main() -> int:
+    """Print all findings and the verdict; 0 if something can be run here."""
+    findings = examine()
+    table = Table(box=None, padding=(0, 2), pad_edge=False, show_header=False)
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    marks = {"good": "[green]✓", "note": "[yellow]•", "bad": "[red]✗"}
+    for f in findings:
+        table.add_row(marks[f.grade], f.what, f.found, Text(f.advice))
+    console = Console()
+    console.print(table)
+    text, status = verdict(findings, len(gpus()))
+    console.print(f"\n{text}", highlight=False)
+    return status
+
+
+def examine() -> list[Finding]:
+    """Every question about this machine."""
+    checks: Sequence[Callable[[], Finding]] = (
+        python, *(lambda name=name: package(name) for name in PINS), cuda, transformer_engine, apex, bytecode,
+        cores, memory, shared_memory, disk, ports, sandbox,
+    )  # fmt: skip
+    return [check() for check in checks]
+
+
+def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
+    """What can be run, and the exit status."""
+    bad = [f.what for f in findings if f.grade == "bad"]
+    if bad:
+        return f"Nothing can be run here yet: {', '.join(bad)}.", 1
+    by_name = {f.what: f for f in findings}
+    if gpu_count == 0:
+        return (
+            "Runs on the CPU are possible (tiny models: `make quickstart`). For GPU runs a machine with GPUs is needed.",
+            0,
+        )
+    if by_name["CUDA"].grade != "good":
+        return "CPU runs are possible (CUDA_VISIBLE_DEVICES=); GPU runs are not yet: CUDA.", 0
+    slower = (
+        "" if by_name["Transformer Engine"].grade == "good" else ", without Transformer Engine's fused layers and FP8"
+    )
+    return f"GPU runs are possible on {gpu_count} GPUs{slower} (`megarl recipes` says what each recipe takes).", 0
+
+
+def python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] == (3, 12):
+        return Finding("Python", "good", version)
+    return Finding(
+        "Python", "bad", version, "the stack has wheels for Python 3.12 alone; `make setup` finds or fetches one"
+    )
+
+
+def package(name: str) -> Finding:
+    """Is it installed, in the version this code was made for?"""
+    try:
+        version = importlib.metadata.version(name)
+        importable = importlib.util.find_spec(MODULES[name]) is not None
+    except (importlib.metadata.PackageNotFoundError, ModuleNotFoundError):
+        return Finding(name, "bad", "not installed", SETUP)
+    if not importable:
+        return Finding(name, "bad", f"{version}, but it cannot be imported", SETUP)
+    if version.partition("+")[0] != PINS[name]:
+        return Finding(name, "note", version, f"made and tested with {PINS[name]}; {SETUP}")
+    return Finding(name, "good", version)
+
+
+def cuda() -> Finding:
+    """GPUs, as the driver and as torch see them."""
+    count = len(gpus())
+    if importlib.util.find_spec("torch") is None:
+        return Finding("CUDA", "note", "unknown: torch is missing", SETUP)
+    import torch
+
+    if torch.cuda.is_available():
+        names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
+        return Finding("CUDA", "good", f"{torch.version.cuda}, {torch.cuda.device_count()} x {names}")
+    if count:
+        advice = (
+            f"the driver is too old for torch's CUDA {torch.version.cuda}, or torch is a CPU build; update the driver"
+        )
+        return Finding("CUDA", "note", f"{count} GPUs that torch cannot use", advice)
+    return Finding("CUDA", "note", "no GPU", "tiny models run on the CPU; for others use a machine with NVIDIA GPUs")
+
+
+def transformer_engine() -> Finding:
+    """The learner's layers on GPUs; not used on the CPU."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        advice = "only needed with GPUs: pip install --no-build-isolation 'transformer-engine[pytorch]'"
+        return Finding("Transformer Engine", "note", "not installed", advice)
+    return Finding("Transformer Engine", "good", importlib.metadata.version("transformer-engine"))
+
+
+def apex() -> Finding:
+    """NVIDIA Apex: fused optimiser kernels. PyPI's package of that name is another project."""
+    if importlib.util.find_spec("apex") is None:
+        advice = (
+            "optional, with GPUs: build https://github.com/NVIDIA/apex from source (PyPI's `apex` is another project)"
+        )
+        return Finding("NVIDIA Apex", "note", "not installed", advice)
+    if importlib.util.find_spec("amp_C") is None:
+        advice = "pip uninstall apex, then build https://github.com/NVIDIA/apex with its CUDA extensions"
+        return Finding("NVIDIA Apex", "note", "another `apex`, or one without CUDA extensions", advice)
+    return Finding("NVIDIA Apex", "good", "with CUDA extensions")
+
+
+def bytecode() -> Finding:
+    """Without .pyc files every role compiles the whole stack at each start: tens of seconds each."""
+    advice = "python -m compileall -q -j 0 of site-packages, and unset PYTHONDONTWRITEBYTECODE"
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return Finding("bytecode", "note", "unknown: transformers is missing", SETUP)
+    compiled = any((Path(spec.origin).parent / "__pycache__").glob(f"*{sys.implementation.cache_tag}.pyc"))
+    return Finding("bytecode", "good", "compiled") if compiled else Finding("bytecode", "note", "not compiled", advice)
+
+
+def cores() -> Finding:
+    count = len(os.sched_getaffinity(0))
+    advice = "server and learner share one core: expect half the speed" if count == 1 else ""
+    return Finding("cores", "note" if advice else "good", str(count), advice)
+
+
+def memory() -> Finding:
+    free = psutil.virtual_memory().available / GIB
+    advice = "the quickstart's roles take about 6 GiB together; end other programs" if free < 6 else ""
+    return Finding("memory", "note" if advice else "good", f"{free:.0f} GiB available", advice)
+
+
+def shared_memory() -> Finding:
+    """Processes of a server, NCCL and PyTorch pass tensors through /dev/shm."""
+    if not os.access("/dev/shm", os.W_OK):
+        return Finding("/dev/shm", "bad", "not writable", "mount a tmpfs there")
+    size = shutil.disk_usage("/dev/shm").total / GIB
+    needed = 8 if gpus() else 1
+    advice = f"in a container: --shm-size={needed}g or --ipc=host" if size < needed * 0.95 else ""
+    text = f"{size:.1f} GiB" if size >= 1 else f"{size * 1024:.0f} MiB"
+    return Finding("/dev/shm", "note" if advice else "good", text, advice)
+
+
+def disk() -> Finding:
+    """Where runs are written: checkpoints are about 16 bytes a parameter."""
+    free = shutil.disk_usage(".").free / GIB
+    advice = (
+        "checkpoints take about 16 bytes a parameter; free some, or set run.dir to another disk" if free < 10 else ""
+    )
+    return Finding("disk", "note" if advice else "good", f"{free:.0f} GiB free here", advice)
+
+
+def ports() -> Finding:
+    try:
+        free_ports(8)
+    except OSError as error:
+        return Finding(
+            "ports", "bad", f"cannot listen on 127.0.0.1: {error.strerror}", "the roles talk over it; allow it"
+        )
+    return Finding("ports", "good", "free on 127.0.0.1")
+
+
+def sandbox() -> Finding:
+    """Where programs are graded, for recipes with `grader: code`."""
+    try:
+        Sandbox("bubblewrap", 1).check()
+    except MegarlError as error:
+        advice = f"only needed to grade code: {str(error).partition('; ')[2]}"
+        return Finding("bubblewrap", "note", "no program can be run in it", advice)
+    return Finding("bubblewrap", "good", "runs programs apart")

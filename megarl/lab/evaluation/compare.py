@@ -1,0 +1,227 @@
+"""`megarl answers compare OUT_A OUT_B`: two models on the same prompts: how much better B is, and where to read why.
+
+OUT_A/SUITE, OUT_B/SUITE ─[read_side]─► answers by prompt ─[compare]─► Comparison ─┬─► table on the screen
+                                              prompts that both have, the same     └─► comparison_page.py
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.evaluation.answers import Answer, Result, SuiteDir, suites_in
+from megarl.core.evaluation.estimators import Interval, over_prompts
+from megarl.core.evaluation.metrics import Choice, Outcome, choices
+from megarl.core.recipe import flat
+from megarl.lab.evaluation.paired import paired_difference
+
+METHOD = (
+    "Intervals are of 95 %, over prompts. The difference is paired, prompt by prompt: Student's t, with Bonett and Price's two "
+    "added prompts."
+)
+
+
+class Side(NamedTuple):
+    """answers: of each prompt, by sample. result: None of an evaluation that has not ended."""
+
+    name: str
+    folder: Path
+    answers: Mapping[str, Sequence[Answer]]
+    result: Result | None
+
+
+class Quantity(NamedTuple):
+    """Something that both sides have a value of, over the prompts of both. share: it is one, of 0 to 1; else it has a mean only
+    where it is not a difference."""
+
+    name: str
+    a: Interval
+    b: Interval
+    difference: Interval
+    share: bool
+
+
+class Comparison(NamedTuple):
+    """prompts: ids, in their order. notes: what a reader must know before he believes the table."""
+
+    suite: str
+    a: Side
+    b: Side
+    prompts: Sequence[str]
+    quantities: Sequence[Quantity]
+    notes: Sequence[str]
+
+
+def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
+    """A table and a page of each suite that both have answers to."""
+    from megarl.lab.evaluation.comparison_page import write_comparison
+
+    suites = common_suites(out_a, out_b, suite)
+    if page is not None and len(suites) > 1:
+        raise MegarlError(
+            f"-o: {page} is one page, and both have answers to {', '.join(suites)}; choose one with --suite"
+        )
+    if page is not None and not page.parent.is_dir():
+        raise MegarlError(f"-o: {page.parent}: no such directory")
+    console = Console()
+    for name in suites:
+        comparison = compare(name, *(read_side(out, name) for out in (out_a, out_b)))
+        target = page or out_b / f"compare-{name}.html"
+        kept = write_comparison(comparison, target)
+        show(comparison, console)
+        size = f"{target.stat().st_size / 1e6:.2g} MB"
+        cut = "" if kept is None else f", completions cut to {kept:,} characters"
+        console.print(f"{target} ({size}{cut})\n", highlight=False, soft_wrap=True)
+    return 0
+
+
+def common_suites(out_a: Path, out_b: Path, suite: str | None) -> list[str]:
+    """Those that both have answers to, or the one asked for; MegarlError if there is none."""
+    there = {out: suites_in(out) for out in (out_a, out_b)}
+    for out, names in there.items():
+        wanted = f"to {suite} " if suite else ""
+        if suite not in names if suite else not names:
+            has = (
+                f"it has {', '.join(names)}" if names else "it is no directory of an evaluation (OUT of `megarl eval`)"
+            )
+            raise MegarlError(f"{out}: no answers {wanted}in it; {has}")
+    both = [name for name in there[out_a] if name in there[out_b] and suite in (None, name)]
+    if not both:
+        raise MegarlError(
+            f"{out_a} has answers to {', '.join(there[out_a])}, {out_b} to {', '.join(there[out_b])}: nothing to compare"
+        )
+    return both
+
+
+def read_side(out: Path, suite: str) -> Side:
+    """The answers to a suite; without any of a side it is no side."""
+    folder = SuiteDir(out, suite)
+    result = folder.read_result() if folder.result.exists() else None
+    answers: dict[str, list[Answer]] = {}
+    for answer in folder.read_answers():
+        answers.setdefault(answer.id, []).append(answer)
+    return Side(result.model if result else out.name, out, answers, result)
+
+
+def compare(suite: str, a: Side, b: Side) -> Comparison:
+    """Over the prompts that both have; MegarlError if they are not of the same set."""
+    if a.name == b.name:
+        a, b = (side._replace(name=str(side.folder)) for side in (a, b))
+    both = sorted((name for name in a.answers if name in b.answers), key=_numbers_in_order)
+    if not both:
+        raise MegarlError(
+            f"{a.folder} and {b.folder} have no prompt of {suite} in common: they are not of the same set"
+        )
+    other = [name for name in both if a.answers[name][0].expected != b.answers[name][0].expected]
+    if other:
+        first = other[0]
+        wants = [side.answers[first][0].expected[:60] for side in (a, b)]
+        raise MegarlError(
+            f"{a.folder} and {b.folder}: {len(other)} prompts of {suite} expect another answer: {first!r} expects {wants[0]!r} "
+            f"in one and {wants[1]!r} in the other; they are not of the same set"
+        )
+    return Comparison(suite, a, b, both, quantities(a, b, both), notes(a, b, both))
+
+
+def _numbers_in_order(name: str) -> list[tuple[int, str]]:
+    """test/2 before test/10."""
+    return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
+    """What the sides are compared by. k: the answers that every prompt has on both sides."""
+    ours, theirs = ([[Outcome.of(answer) for answer in side.answers[name]] for name in prompts] for side in (a, b))
+    every = [outcome for of in (*ours, *theirs) for outcome in of]
+    k = min(len(of) for of in (*ours, *theirs))
+
+    def share(name: str, of: Callable[[Sequence[Outcome]], float], step: float) -> Quantity:
+        x, y = [of(each) for each in ours], [of(each) for each in theirs]
+        of_a, of_b = over_prompts(x, sum(map(len, ours))), over_prompts(y, sum(map(len, theirs)))
+        return Quantity(name, of_a, of_b, paired_difference(x, y, step), share=True)
+
+    found = [share(f"mean@{k}" if k > 1 else "right", lambda of: mean(o.correct for o in of), 1 / k)]
+    if k > 1:
+        found += [share(f"{name}@{k}", partial(_of_k, chosen, k), 1.0) for name, chosen in choices(every).items()]
+    if any(o.by_length is not None for o in every):
+        found.append(share("by length", lambda of: mean(bool(o.by_length) for o in of), 1 / k))
+    found.append(share("truncated", lambda of: mean(o.truncated for o in of), 1 / k))
+    x, y = ([mean(o.tokens for o in of) for of in side] for side in (ours, theirs))
+    alone = [Interval(mean(side), math.nan, math.nan) for side in (x, y)]
+    found.append(Quantity("tokens", alone[0], alone[1], paired_difference(x, y, 0.0), share=False))
+    return found
+
+
+def _of_k(chosen: Choice, k: int, of_prompt: Sequence[Outcome]) -> float:
+    return chosen(of_prompt, k)
+
+
+def mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
+
+
+def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:
+    """What is not the same on both sides."""
+    found = []
+    for side in (a, b):
+        alone = len(side.answers) - len(prompts)
+        if alone:
+            found.append(f"Left out: {alone} prompt{'s' * (alone > 1)} that only {side.name} has answers to.")
+        if side.result is None:
+            found.append(f"{side.name}: the evaluation has not ended; these are its answers so far.")
+        void = sum(bool(answer.void) for name in prompts for answer in side.answers[name])
+        if void:
+            found.append(f"{side.name}: void answers, which could not be generated and count as wrong: {void}.")
+    counts = [sorted({len(side.answers[name]) for name in prompts}) for side in (a, b)]
+    if counts[0] != counts[1] or len(counts[0]) > 1:
+        a_has, b_has = (" to ".join(map(str, sorted({each[0], each[-1]}))) for each in counts)
+        found.append(f"Answers a prompt: {a_has} of {a.name}, {b_has} of {b.name}.")
+    reworded = sum(a.answers[name][0].prompt != b.answers[name][0].prompt for name in prompts)
+    if reworded:
+        found.append(f"In other words, or another template, on the two sides: {reworded} of {len(prompts)} prompts.")
+    return found + _settings(a, b)
+
+
+def _settings(a: Side, b: Side) -> list[str]:
+    """Of two evaluations that have ended. That they are of two models goes without saying."""
+    if a.result is None or b.result is None:
+        return []
+    ours, theirs = (
+        flat({k: v for k, v in side.result.settings.items() if k != "model"}) for side in (a, b) if side.result
+    )
+    return [
+        f"{key}: {ours.get(key)} of {a.name}, {theirs.get(key)} of {b.name}."
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key) != theirs.get(key)
+    ]
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """The table, and what must be known with it."""
+    a, b = comparison.a.name, comparison.b.name
+    console.print(f"{comparison.suite}: {len(comparison.prompts)} prompts. A is {a}, B is {b}.", highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in ("A", "B", "B − A"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in comparison.quantities:
+        table.add_row(one.name, *cells(one))
+    console.print(table)
+    for line in (*comparison.notes, METHOD):
+        console.print(line, highlight=False)
+
+
+def cells(one: Quantity) -> tuple[str, str, str]:
+    """A, B and B − A, as text."""
+    if one.share:
+        a, b = (f"{of.mean:.3f} [{of.low:.3f}, {of.high:.3f}]" for of in (one.a, one.b))
+        d = one.difference
+        return a, b, f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
+    d = one.difference
+    return f"{one.a.mean:,.0f}", f"{one.b.mean:,.0f}", f"{d.mean:+,.0f} [{d.low:+,.0f}, {d.high:+,.0f}]"

@@ -1,0 +1,133 @@
+"""The page of a comparison: one HTML file that opens without a network (comparison.html), to read failures side by side.
+
+A set of 500 prompts with twice 16 answers of 8,000 tokens is half a gigabyte of text. The page has a limit: where all
+completions together are larger, each is shown by its begin and its end, and says how much is left out between them. Each
+prompt is a script of its own, which the browser reads when the prompt is opened, so that a large page opens at once.
+"""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from msgspec import UNSET
+
+from megarl.core.evaluation.answers import Answer
+from megarl.core.evaluation.metrics import Outcome
+from megarl.lab.evaluation.compare import METHOD, Comparison, cells
+from megarl.lab.report import pages
+
+TEMPLATE = Path(__file__).with_name("comparison.html")
+LARGEST = 64_000_000
+"""Characters of all completions in a page."""
+SHORTEST = 1000
+"""Characters that a completion keeps, however many there are."""
+LONGEST_ASKED = 20_000
+"""Characters of a prompt or an expected answer; the tests of a program can be megabytes."""
+LINE = 160
+"""Characters of a prompt in the list."""
+
+
+def write_comparison(comparison: Comparison, target: Path) -> int | None:
+    """The page; how many characters of a completion it keeps, None if all of each."""
+    sides = (comparison.a, comparison.b)
+    sizes = [len(answer.completion) for name in comparison.prompts for side in sides for answer in side.answers[name]]
+    limit = None if sum(sizes) <= LARGEST else max(SHORTEST, LARGEST // len(sizes))
+    if limit is not None and max(sizes) <= limit:
+        limit = None
+    prompts = "\n".join(
+        f'<script type="application/json" class="prompt">{pages.embedded(_prompt(comparison, name, limit))}</script>'
+        for name in comparison.prompts
+    )
+    pages.write_page(
+        TEMPLATE,
+        target,
+        title=escape(f"{comparison.suite}: {comparison.a.name} and {comparison.b.name}"),
+        data=pages.embedded(_overview(comparison, limit)),
+        prompts=prompts,
+    )
+    return limit
+
+
+def _overview(comparison: Comparison, limit: int | None) -> dict[str, Any]:
+    """prompts: [id, begin of its text, right of A, answers of A, right of B, answers of B, truncated of both]"""
+    said = list(comparison.notes)
+    lines = _lines(comparison)
+    if any(max(answered_a, answered_b) > 1 for _, _, _, answered_a, _, answered_b, _ in lines):
+        said.append("In the list a side is right where at least half of its answers are.")
+    if limit is not None:
+        said.append(
+            f"Completions of more than {limit:,} characters are shown by begin and end; all is in answers.jsonl."
+        )
+    return {
+        "suite": comparison.suite,
+        "a": {"name": comparison.a.name, "folder": str(comparison.a.folder)},
+        "b": {"name": comparison.b.name, "folder": str(comparison.b.folder)},
+        "table": [[one.name, *cells(one)] for one in comparison.quantities],
+        "notes": [*said, METHOD],
+        "prompts": lines,
+    }
+
+
+def _lines(comparison: Comparison) -> list[list[Any]]:
+    """Without the words that all prompts begin with, which are a template's."""
+    sides = [(comparison.a.answers[name], comparison.b.answers[name]) for name in comparison.prompts]
+    texts = [a[0].prompt.split() for a, _ in sides]
+    begin = next((n for n, words in enumerate(zip(*texts, strict=False)) if len(set(words)) > 1), 0)
+    lines = []
+    for name, (a, b), words in zip(comparison.prompts, sides, texts, strict=True):
+        counts = [n for of in (a, b) for n in (sum(x.correct for x in of), len(of))]
+        lines.append([name, " ".join(words[begin:])[:LINE], *counts, sum(x.truncated for x in (*a, *b))])
+    return lines
+
+
+def _prompt(comparison: Comparison, name: str, limit: int | None) -> dict[str, Any]:
+    a, b = comparison.a.answers[name], comparison.b.answers[name]
+    return {
+        "prompts": [shortened(x[0].prompt, LONGEST_ASKED) for x in (a, b)],
+        "expected": shortened(a[0].expected, LONGEST_ASKED),
+        "a": [_answer(answer, limit) for answer in a],
+        "b": [_answer(answer, limit) for answer in b],
+    }
+
+
+def _answer(answer: Answer, limit: int | None) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "text": shortened(answer.completion, limit),
+        "answer": shortened(answer.answer, limit),
+        "right": answer.correct,
+        "tokens": answer.tokens,
+        "marks": _marks(answer),
+    }
+    if answer.choices is not UNSET:
+        found |= {
+            "choices": answer.choices,
+            "loglikelihoods": answer.loglikelihoods,
+            "chosen": answer.chosen,
+            "chosen_normalised": answer.chosen_normalised,
+            "right_normalised": Outcome.of(answer).by_length,
+        }
+    return found
+
+
+def _marks(answer: Answer) -> list[str]:
+    """What else is to be said of an answer."""
+    said: Sequence[tuple[bool, str]] = (
+        (answer.truncated, "truncated"),
+        (answer.interrupted, "interrupted"),
+        (not answer.format_ok and not answer.void, "no answer found"),
+        (answer.grader_timeout, "grader timed out"),
+        (answer.grader_error, "grader failed"),
+        (bool(answer.void), f"void: {answer.void}"),
+    )
+    return [text for holds, text in said if holds]
+
+
+def shortened(text: str, limit: int | None) -> list[Any]:
+    """[text], or if it is longer than the limit [begin, characters left out, end]: a quarter of it, and the end, where the
+    answer stands."""
+    if limit is None or len(text) <= limit:
+        return [text]
+    begin = limit // 4
+    end = limit - begin
+    return [text[:begin], len(text) - limit, text[-end:]]

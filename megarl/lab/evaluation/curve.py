@@ -1,0 +1,139 @@
+"""Best of n: what more answers a prompt bring, against what they cost. Training compute and inference compute, weighed.
+
+    OUT/SUITE/answers.jsonl of one or more models ─► for n = 1, 2, 4, … samples: score of what is chosen of n answers,
+    with its interval, against n × mean tokens ─► table, and one picture with a colour for each model
+
+Chosen by the oracle (pass@n, the most that any choice can reach), by majority (maj@n), by a reward where the suite has one
+(best@n). A model that was trained longer and one that is asked more often meet where their curves have the same height.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import CHECKPOINT, RunDir, step_of
+from megarl.core.evaluation.answers import SuiteDir, suites_in
+from megarl.core.evaluation.estimators import Interval, over_prompts, powers_up_to
+from megarl.core.evaluation.metrics import Outcome, by_prompt, choices, read_outcomes
+
+WORDS = {"pass": "oracle (pass@n)", "maj": "majority (maj@n)", "best": "by reward (best@n)"}
+STYLES = {"pass": ":", "maj": "-", "best": "--"}
+
+
+class Point(NamedTuple):
+    """tokens: of a prompt's n answers, on average."""
+
+    n: int
+    tokens: float
+    score: Interval
+
+
+class Curve(NamedTuple):
+    """of: the model; kind: how one of n is chosen, a key of WORDS."""
+
+    of: str
+    kind: str
+    points: list[Point]
+
+
+def curves(name: str, outcomes: Sequence[Outcome]) -> list[Curve]:
+    """One for each way to choose."""
+    prompts = by_prompt(outcomes)
+    mean_tokens = sum(o.tokens for o in outcomes) / len(outcomes)
+    ns = powers_up_to(min(len(of) for of in prompts))
+    return [
+        Curve(name, kind, [
+            Point(n, n * mean_tokens, over_prompts([chosen(of, n) for of in prompts], len(outcomes))) for n in ns
+        ])
+        for kind, chosen in choices(outcomes).items()
+    ]  # fmt: skip
+
+
+def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
+    """A table and a picture of each suite; 0."""
+    places = [place for out in outs for place in _places(out)]
+    common = sorted(set.intersection(*(set(suites_in(place)) for place in places)))
+    if suite is not None and suite not in common:
+        raise MegarlError(f"--suite: {suite!r} is not in all of them; what all have: {', '.join(common) or 'nothing'}")
+    if not common:
+        raise MegarlError(f"{', '.join(map(str, places))}: no suite has answers in all of them; name others, or one")
+    if picture is not None and suite is None and len(common) > 1:
+        raise MegarlError(f"--picture: is of one suite; say which with --suite ({', '.join(common)})")
+    console = Console()
+    for name in [suite] if suite else common:
+        found = [curve for place in places for curve in _of(place, name)]
+        console.print(table(name, found))
+        path = picture or outs[0] / f"curve-{name}.png"
+        draw(name, found, path)
+        console.print(f"{path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _places(out: Path) -> list[Path]:
+    """`out` if it has suites; of a run all of its evaluations, in the order of their steps."""
+    if RunDir(out).evaluations.is_dir():
+        return [place for place in sorted(RunDir(out).evaluations.iterdir()) if suites_in(place)]
+    if not suites_in(out):
+        raise MegarlError(f"{out}: no answers there; give a directory of `megarl eval`, RUN, or RUN/evaluations/step-N")
+    return [out]
+
+
+def _of(place: Path, suite: str) -> list[Curve]:
+    outcomes = read_outcomes(SuiteDir(place, suite).answers)
+    if not outcomes:
+        raise MegarlError(f"{SuiteDir(place, suite).answers}: has no answers")
+    return curves(f"step {step_of(place)}" if CHECKPOINT.fullmatch(place.name) else place.name, outcomes)
+
+
+def table(suite: str, found: Sequence[Curve]) -> Table:
+    """A row for each model and n."""
+    kinds = [kind for kind in WORDS if any(curve.kind == kind for curve in found)]
+    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=suite, title_justify="left")
+    shown.add_column("model", overflow="fold")  # it gives way where the terminal is narrow: figures cannot
+    for header in ("n", "tokens a\nprompt", *(WORDS[kind].replace(" (", "\n(") for kind in kinds)):
+        shown.add_column(header, justify="right", no_wrap=True)
+    for model in dict.fromkeys(curve.of for curve in found):
+        of_model = {curve.kind: curve.points for curve in found if curve.of == model}
+        for at, point in enumerate(of_model["pass"]):
+            scores = [of_model[kind][at].score if kind in of_model else None for kind in kinds]
+            shown.add_row(model if at == 0 else "", str(point.n), f"{point.tokens:,.0f}", *map(_cell, scores))
+    return shown
+
+
+def _cell(score: Interval | None) -> str:
+    return "–" if score is None else f"{score.mean:.3f} [{score.low:.2f}, {score.high:.2f}]"
+
+
+def draw(suite: str, found: Sequence[Curve], path: Path) -> None:
+    """Scores against tokens, as PNG; a colour for each model, a line style for each way to choose, intervals shaded."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=150)
+    models = list(dict.fromkeys(curve.of for curve in found))
+    shades = [0.85 * n / max(len(models) - 1, 1) for n in range(len(models))]
+    colours = dict(zip(models, pyplot.get_cmap("viridis")(shades), strict=True))
+    for curve in found:
+        tokens, scores = [p.tokens for p in curve.points], [p.score for p in curve.points]
+        colour = colours[curve.of]
+        axes.plot(tokens, [s.mean for s in scores], STYLES[curve.kind], color=colour, marker=".", lw=1.6)
+        axes.fill_between(tokens, [s.low for s in scores], [s.high for s in scores], color=colour, alpha=0.1, lw=0)
+    for n, tokens_of_n, score in found[-1].points:
+        axes.annotate(f"n={n}", (tokens_of_n, score.mean), (0, 6), textcoords="offset points", fontsize=7, ha="center")
+    kinds = [kind for kind in WORDS if any(curve.kind == kind for curve in found)]
+    handles = [Line2D([], [], color=colours[model], lw=3, label=model) for model in models]
+    handles += [Line2D([], [], color="grey", ls=STYLES[kind], label=WORDS[kind]) for kind in kinds]
+    axes.legend(handles=handles, fontsize=8, frameon=False)
+    axes.set_xscale("log")
+    axes.set(xlabel="tokens generated for a prompt (n × mean)", ylabel="score", title=suite)
+    axes.grid(alpha=0.25)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

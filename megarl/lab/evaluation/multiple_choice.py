@@ -1,0 +1,206 @@
+"""Multiple choice by log-likelihood: ARC and HellaSwag, asked and counted as lm-evaluation-harness 0.4.13 does.
+
+    rows of a suite ─[load_questions]─► Question: context, choices, gold ─► Choices, asked by score.py
+                    ─[ask]─► log p(" " + choice | context) of each, by a server ─[answered]─► Answer
+
+Two verdicts: `chosen` is the choice of the largest log-likelihood (the harness's acc), `chosen_normalised` that of the largest
+per character of the choice (acc_norm), for which a long choice is not worse off. The harness divides by characters, not by
+bytes as some papers say; its acc_bytes is another number. Nothing is sampled: a question has one answer.
+"""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.faults import listed
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.evaluation.answers import Answer
+from megarl.core.evaluation.score import Asker, Questions
+from megarl.core.sampling.places import Order
+from megarl.core.server.client import ServerClient, ServerLost
+from megarl.core.server.launch import KEPT_FROM_INPUT
+from megarl.lab.evaluation.loglikelihood import Continuation, joined, loglikelihoods
+from megarl.tasks.data.rows import Raw, UnfitError, column
+from megarl.tasks.data.sources import Unreadable, stream
+from megarl.tasks.data.text import fingerprint
+
+log = logging.getLogger(__name__)
+
+DELIMITER = " "
+"""Between context and choice."""
+
+
+class Question(NamedTuple):
+    """context: what stands before the choice. gold: the index of the right choice."""
+
+    id: str
+    context: str
+    choices: tuple[str, ...]
+    gold: int
+
+
+def arc(raw: Raw) -> Question:
+    """huggingface.co/datasets/allenai/ai2_arc (arXiv 1803.05457): id, question, choices {text, label}, answerKey. Labels are
+    A … E or 1 … 5."""
+    labels, choices = column("choices.label")(raw), column("choices.text")(raw)
+    key = column("answerKey")(raw)
+    if key not in labels:
+        raise UnfitError(f"the answerKey {key!r} is none of the labels {', '.join(map(str, labels))}")
+    return _question(raw.get("id"), f"Question: {column('question')(raw)}\nAnswer:", choices, labels.index(key))
+
+
+def hellaswag(raw: Raw) -> Question:
+    """huggingface.co/datasets/Rowan/hellaswag (arXiv 1905.07830): ind, activity_label, ctx_a, ctx_b, endings, label. `ctx` is
+    not read: it is ctx_a and ctx_b joined, and the harness joins them itself, with a capital letter. The test split has no
+    labels."""
+    label, endings = str(column("label")(raw)), column("endings")(raw)
+    if not label.isdecimal() or int(label) >= len(endings):
+        raise UnfitError(f"the label {label!r} is no index of its {len(endings)} endings; the test split has none")
+    begin = f"{column('activity_label')(raw)}: {column('ctx_a')(raw)} {column('ctx_b')(raw).capitalize()}"
+    return _question(raw.get("ind"), _without_brackets(begin), [_without_brackets(e) for e in endings], int(label))
+
+
+def _without_brackets(text: str) -> str:
+    """The part of HellaSwag from WikiHow has marks such as [title], [header], [step]: preprocessing of the harness, which is
+    that of its authors' release."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
+
+
+def _question(name: Any, context: str, choices: Sequence[str], gold: int) -> Question:
+    if len(choices) < 2 or not all(choices):
+        raise UnfitError(f"fewer than two choices, or an empty one: {list(choices)}")
+    return Question(str(name) if name is not None else f"{fingerprint(context):016x}", context, tuple(choices), gold)
+
+
+SETS: Mapping[str, Callable[[Raw], Question]] = {"arc": arc, "hellaswag": hellaswag}
+"""By what `choices` of a suite says; both parts of ARC have one schema."""
+
+
+class LoadedQuestions(NamedTuple):
+    """left_out: why, and how many rows."""
+
+    questions: list[Question]
+    left_out: Counter[str]
+
+
+def load_questions(source: str, choices: str) -> LoadedQuestions:
+    """The questions of a source, in its order; choices: a key of SETS. Rows that are not of the schema, or have the id of an
+    earlier one, are left out, counted and named, as no published set is without; MegarlError if none is left."""
+    found: dict[str, Question] = {}
+    left_out, faults = Counter[str](), []
+    for number, raw in stream(source):
+        try:
+            question = _read(raw, SETS[choices])
+        except UnfitError as error:
+            left_out["not of the schema"] += 1
+            faults.append(f"{source}:{number}: {error}")
+            continue
+        if question.id in found:
+            left_out["the id of an earlier one"] += 1
+            faults.append(f"{source}:{number}: the id {question.id!r} again")
+        else:
+            found[question.id] = question
+    if not found:
+        raise MegarlError(listed(f"{source}: no question of the schema {choices!r} in it", faults))
+    if faults:
+        log.warning("%s", listed(f"{source}: {len(faults)} rows left out:", faults))
+    return LoadedQuestions(list(found.values()), left_out)
+
+
+def _read(raw: Raw | Unreadable, read: Callable[[Raw], Question]) -> Question:
+    if isinstance(raw, Unreadable):
+        raise UnfitError(raw.why)
+    return read(raw)
+
+
+@dataclass(frozen=True)
+class Choices(Questions[Question]):
+    """Questions whose choices are scored. A question too long for the servers has the begin left out, as in the harness, and
+    its answer says `truncated`."""
+
+    def answerer(self, asker: Asker) -> Callable[[Question, int, Order], Awaitable[Answer]]:
+        return partial(self._answer, asker)
+
+    async def _answer(self, asker: Asker, asked: Question, sample: int, order: Order) -> Answer:
+        """Void if its requests are lost more than serving.max_retries times, or it cannot be asked."""
+        longest = asker.recipe.length.context_tokens - KEPT_FROM_INPUT
+        tries = asker.recipe.serving.max_retries + 1
+        why = ""
+        for _ in range(tries):
+            server, _version = await asker.places.take(order, asker.may_use)
+            life = asker.sampler.watcher.life(server)
+            try:
+                return await ask(asker.clients[server], asker.tokenizer, asked, self.name, longest, asker.salt)
+            except ServerLost as lost:
+                asker.sampler.watcher.server_lost(server, life, str(lost))
+                why = f"{tries} requests were lost (serving.max_retries), the last: {lost}"
+            except MegarlError as error:
+                return _void(asked, self.name, str(error))
+            finally:
+                asker.places.give_back(server)
+        return _void(asked, self.name, why)
+
+
+async def ask(
+    client: ServerClient, tokenizer: Tokenizer, question: Question, suite: str, longest: int, salt: str
+) -> Answer:
+    """The answer of the model that `client` serves.
+
+    longest: tokens that fit in a context. salt: of the evaluation; a fresh one for each version of the weights. Raises
+    ServerLost or ServerRefused; MegarlError if the tokenizer leaves nothing of a choice.
+    """
+    continuations = joined(tokenizer, question.context, [DELIMITER + choice for choice in question.choices], longest)
+    found = await loglikelihoods(client, continuations, f"{salt}/{question.id}")
+    return answered(question, suite, found, continuations)
+
+
+def answered(question: Question, suite: str, found: Sequence[float], continuations: Sequence[Continuation]) -> Answer:
+    """The answer of these log-likelihoods, nats."""
+    by_length = np.divide(found, [len(choice) for choice in question.choices])
+    chosen, normalised = int(np.argmax(found)), int(np.argmax(by_length))
+    return msgspec.structs.replace(
+        _void(question, suite, ""),
+        completion=DELIMITER + question.choices[chosen],
+        answer=question.choices[chosen],
+        vote=question.choices[chosen],
+        correct=chosen == question.gold,
+        truncated=any(continuation.cut for continuation in continuations),
+        format_ok=True,
+        tokens=continuations[chosen].scored,
+        loglikelihoods=tuple(found),
+        chosen=chosen,
+        chosen_normalised=normalised,
+    )
+
+
+def _void(question: Question, suite: str, why: str) -> Answer:
+    """Of which nothing was scored."""
+    return Answer(
+        suite=suite,
+        id=question.id,
+        sample=0,
+        prompt=question.context,
+        expected=question.choices[question.gold],
+        completion="",
+        answer="",
+        vote="",
+        correct=False,
+        truncated=False,
+        interrupted=False,
+        format_ok=False,
+        grader_timeout=False,
+        grader_error=False,
+        tokens=0,
+        entropy=None,
+        void=why,
+        choices=question.choices,
+    )

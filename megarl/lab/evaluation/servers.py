@@ -1,0 +1,148 @@
+"""Servers of an evaluation's own: started, waited for, asked, ended. Nobody publishes to them: their weights stay.
+
+    OUT/.servers/     recipe.yaml, endpoints.json, logs/server/: what `megarl serve` reads and writes
+
+A request that fails is asked again, of any server. If a server's process ends, so does the evaluation, with what is answered
+on disk.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, write_atomically
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.recipe import Recipe, dump
+from megarl.core.sampling.places import Places
+from megarl.core.sampling.sampler import Sampler
+from megarl.core.server.client import ServerClient
+from megarl.core.server.health import wait_ready
+from megarl.core.server.membership import Membership
+from megarl.run.checks import check_cpu
+from megarl.run.launcher import LocalLauncher, LocalProcess, task
+from megarl.run.nodes import Node
+from megarl.run.observe import last_lines, log_of
+from megarl.run.placement import place_servers
+from megarl.run.restart import Role
+
+WATCH_S = 1.0
+UNCHANGED = -1
+"""The version of weights that a server read from a directory."""
+
+
+class OwnServers:
+    """Running and ready."""
+
+    def __init__(self, recipe: Recipe, endpoints: Endpoints, processes: Sequence[LocalProcess]) -> None:
+        self._recipe, self._endpoints, self._processes = recipe, endpoints, processes
+
+    @property
+    def ids(self) -> set[int]:
+        return set(range(len(self._processes)))
+
+    def asked(self, tokenizer: Tokenizer) -> "AskedServers":
+        """Made within the running event loop; `close` it."""
+        return AskedServers(self._recipe, self._endpoints, tokenizer)
+
+    async def watch(self) -> None:
+        """For ever; MegarlError when one has ended."""
+        while True:
+            check_alive(self._recipe, self._processes)
+            await asyncio.sleep(WATCH_S)
+
+
+class AskedServers:
+    """Clients, places and sampler of servers whose weights do not change."""
+
+    def __init__(self, recipe: Recipe, endpoints: Endpoints, tokenizer: Tokenizer) -> None:
+        width = recipe.resources.server_tensor_parallel
+        members = Membership(
+            [ServerAddress(id=n, url=url, tensor_parallel=width) for n, url in enumerate(endpoints.servers)]
+        )
+        self.clients = {
+            n: ServerClient(url, endpoints.api_key, endpoints.admin_key, recipe.serving.request_timeout_s)
+            for n, url in enumerate(endpoints.servers)
+        }
+        for n in self.clients:
+            members.seen(n)
+            members.publish([n], UNCHANGED, "")
+            members.published(n, UNCHANGED, "", "")
+        self.places = Places(members, recipe.serving.max_running_requests)
+        self.sampler = Sampler(recipe, tokenizer, self.clients, self.places, self)
+
+    def life(self, server: int) -> int:
+        return 0
+
+    def server_lost(self, server: int, life: int, reason: str) -> None:
+        """The request goes on as long as serving.max_retries allows: a server that is gone for good is seen by `watch`."""
+
+    async def close(self) -> None:
+        self.sampler.close()
+        for client in self.clients.values():
+            await client.close()
+
+
+@contextmanager
+def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
+    """Started and ready; ended with the block, however it ends. MegarlError says what keeps one from starting."""
+    rundir = RunDir.of(recipe)
+    launcher = LocalLauncher()
+    (node,) = launcher.survey(recipe.resources.servers)
+    placed = place_servers(recipe, node)
+    if not node.gpus:
+        count = recipe.resources.servers * recipe.resources.server_tensor_parallel
+        check_cpu(recipe, recipe.model.path, {"server processes": count}, node.cores)
+    endpoints = _prepared(recipe, rundir, node)
+    processes: list[LocalProcess] = []
+    try:
+        for n, url in enumerate(endpoints.servers):
+            role, port = Role("server", n), int(url.rpartition(":")[2])
+            processes.append(launcher.start(task(recipe, rundir, role, port, placed[role])))
+        _wait(recipe, endpoints, processes)
+        yield OwnServers(recipe, endpoints, processes)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait_gone()
+        rundir.endpoints_file.unlink(missing_ok=True)
+
+
+def check_alive(recipe: Recipe, processes: Sequence[LocalProcess]) -> None:
+    for n, process in enumerate(processes):
+        status = process.status()
+        if status is not None:
+            log = log_of(RunDir.of(recipe), Role("server", n))
+            said = "\n  ".join(last_lines(log)) if log is not None else ""
+            raise MegarlError(f"server {n} has ended with status {status}; the end of {log}:\n  {said}")
+
+
+def _prepared(recipe: Recipe, rundir: RunDir, node: Node) -> Endpoints:
+    """What `megarl serve` reads."""
+    rundir.logs.mkdir(parents=True, exist_ok=True)
+    write_atomically(rundir.recipe, dump(recipe).encode())
+    endpoints = Endpoints(
+        session="evaluation",
+        controller="",
+        servers=tuple(f"http://{node.address}:{port}" for port in node.ports),
+        api_key=secrets.token_hex(16),
+        admin_key=secrets.token_hex(16),
+        link=LinkKeys.new(),
+        rendezvous_port=0,
+    )
+    rundir.write_endpoints(endpoints)
+    return endpoints
+
+
+def _wait(recipe: Recipe, endpoints: Endpoints, processes: Sequence[LocalProcess]) -> None:
+    until = time.monotonic() + recipe.serving.start_timeout_s
+    for url, process in zip(endpoints.servers, processes, strict=True):
+        try:
+            wait_ready(url, max(0.0, until - time.monotonic()), process.status)
+        except MegarlError:
+            check_alive(recipe, processes)
+            raise

@@ -1,0 +1,178 @@
+"""Which model `--model` means, and the recipe by which it is asked.
+
+    DIR         a Hugging Face directory       its own template, all of its context (at most CONTEXT), no interruption
+    RUN         the newest checkpoint of a run    lengths, end of thinking and template as the run trains with
+    RUN@STEP    an earlier one
+
+What the user gives as key=value goes before all of it.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import read_config, text_config
+from megarl.core.base.rundir import RunDir, complete, step_folder, step_of
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.recipe import Recipe, from_tree, load, load_suite, shipped_suites
+from megarl.run import devices
+from megarl.tasks.data.chat import load_chat
+
+CONTEXT = 16_384
+"""Tokens of prompt and completion for a directory that says nothing else: ScaleRL's 14k, and room for the prompt."""
+THINKING = "</think>"
+KV_TOKENS = 65_536
+"""Of a server without a GPU, which must be told; or the longest sequence."""
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """source: a Hugging Face directory, or the run's checkpoint. hf: where its configuration and tokenizer are."""
+
+    name: str
+    source: Path
+    hf: Path
+    run: RunDir | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The same while nobody has changed the model: name, size and time of every file."""
+        files = sorted(path for path in self.source.rglob("*") if path.is_file())
+        return {
+            "path": str(self.source.resolve()),
+            "files": [[str(f.relative_to(self.source)), f.stat().st_size, f.stat().st_mtime_ns] for f in files],
+        }
+
+
+def subject_of(model: str) -> Subject:
+    """What the user means; MegarlError if there is no such model."""
+    whole, at, step = model.rpartition("@")
+    path = Path(whole if at and step.isdigit() else model)
+    if path.is_dir() and (path / "config.json").is_file():
+        return Subject(str(path), path, path)
+    rundir = RunDir(path)
+    if not rundir.recipe.is_file():
+        raise MegarlError(
+            f"--model: {model!r} is neither a Hugging Face directory (config.json) nor a run (recipe.yaml) nor RUN@STEP"
+        )
+    there = complete(rundir.checkpoints)
+    if not there:
+        raise MegarlError(
+            f"--model: {path} has no complete checkpoint yet; the run writes one every checkpoint.every steps"
+        )
+    chosen = step_folder(rundir.checkpoints, int(step)) if at and step.isdigit() else there[-1]
+    if chosen not in there:
+        steps = ", ".join(str(step_of(p)) for p in there)
+        raise MegarlError(f"--model: {path} has no checkpoint of step {step}; there are those of {steps}")
+    return Subject(f"{path}@{step_of(chosen)}", chosen, chosen / "hf", rundir)
+
+
+def recipe_of(
+    subject: Subject, suites: Sequence[str], options: Sequence[str], overrides: Sequence[str], out: Path
+) -> tuple[Recipe, list[str]]:
+    """By which it is asked, and the names of the suites asked for. options: overrides for each suite, without the key's head,
+    such as `samples=4`."""
+    fixed = [
+        f"run.dir={json.dumps(str(out))}",
+        "run.name=.servers",
+        "serving.port=null",
+        f"model.path={json.dumps(str(subject.hf))}",
+        "model.moe.routing_replay=false",
+        "weights.pause=retract",  # nobody publishes: SGLang may overlap its steps
+        f"resources.servers={_servers(overrides)}",
+    ]
+    run = subject.run
+    base = load(str(run.recipe), fixed) if run else from_tree({}, [*fixed, *_of_directory(subject.hf)])
+    asked = dict(_suite(word, base) for word in suites)
+    tree = base.model_dump(mode="json")
+    tree["data"]["tasks"] = {}
+    tree["evaluation"]["suites"] = {name: _template(base, subject.hf) | keys for name, keys in asked.items()}
+    given = [f"evaluation.suites.{name}.{option}" for name in asked for option in options]
+    return from_tree(tree, [*given, *overrides]), list(asked)
+
+
+def _suite(word: str, base: Recipe) -> tuple[str, dict[str, Any]]:
+    """Name and keys of a suite: of the run's recipe, a shipped one, or a YAML file; or what a task of this
+    run, or RUN:TASK, holds out."""
+    if word in base.evaluation.suites:
+        return word, base.evaluation.suites[word].model_dump(mode="json")
+    if word in base.data.tasks:
+        return word, _heldout(word, base)
+    if word in shipped_suites():
+        return word, {}
+    if word.endswith((".yaml", ".yml")):
+        if not Path(word).is_file():
+            raise MegarlError(f"--suite: {word!r} is not a file")
+        return Path(word).stem, load_suite(Path(word))
+    path, colon, task = word.rpartition(":")
+    if colon:
+        of_run = load(str(RunDir.opened(Path(path)).recipe))
+        if task not in of_run.data.tasks:
+            raise MegarlError(f"--suite: {path} has no task {task!r}; it has {', '.join(of_run.data.tasks)}")
+        return task, _heldout(task, of_run)
+    known = [*shipped_suites(), *base.evaluation.suites, *base.data.tasks]
+    raise MegarlError(f"--suite: {word!r} is none of {', '.join(dict.fromkeys(known))}, no RUN:TASK and no YAML file")
+
+
+def _heldout(name: str, base: Recipe) -> dict[str, Any]:
+    task = base.data.tasks[name]
+    kept = task.model_dump(mode="json", exclude={"train", "heldout", "weight"})
+    of_run = base.evaluation
+    rows = {"data": task.heldout} if isinstance(task.heldout, str) else {"data": task.train, "heldout": task.heldout}
+    return kept | rows | {"samples": of_run.samples, "prompts": of_run.prompts}
+
+
+def _of_directory(hf: Path) -> list[str]:
+    """What the files of a model say about how it is to be asked."""
+    config = text_config(read_config(hf), hf / "config.json")
+    dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
+    if dtype not in DTYPES:
+        raise MegarlError(
+            f"{hf / 'config.json'}: dtype {dtype!r} is not supported; convert it to one of {', '.join(DTYPES)}"
+        )
+    context = min(CONTEXT, config.get("max_position_embeddings") or CONTEXT)
+    prompt = answer = max(1, min(2048, context // 4))
+    thinking = max(1, context - prompt - answer)
+    return [
+        f"model.dtype={DTYPES[dtype]}",
+        "length.control=none",
+        f"length.prompt_tokens={prompt}",
+        f"length.thinking_tokens=[{thinking}, {thinking}]",
+        f"length.answer_tokens={answer}",
+        f"length.end_of_thinking={json.dumps(THINKING if _thinks(hf) else '')}",
+        f"serving.kv_tokens={'null' if devices.gpus() else max(KV_TOKENS, context)}",
+    ]
+
+
+def _thinks(hf: Path) -> bool:
+    """Whether the model's vocabulary or template knows the end of a thinking trace."""
+    if load_tokenizer(hf).backend.token_to_id(THINKING) is not None:
+        return True
+    files = [path for name in ("chat_template.jinja", "tokenizer_config.json") if (path := hf / name).is_file()]
+    return any(THINKING in path.read_text() for path in files)
+
+
+def _template(recipe: Recipe, hf: Path) -> dict[str, str]:
+    """That of the run's tasks if all have one; else the model's own, where it has one."""
+    trained = {(task.template, task.system) for task in recipe.data.tasks.values()}
+    if len(trained) == 1:
+        template, system = trained.pop()
+        return {"template": template, "system": system}
+    try:
+        load_chat(hf)
+    except MegarlError:
+        return {"template": "raw"}
+    return {"template": "chat"}
+
+
+def _servers(overrides: Sequence[str]) -> int:
+    """As many as the GPUs are enough for; one without."""
+    width = next(
+        (int(m[1]) for o in overrides if (m := re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", o))), 1
+    )
+    return max(1, len(devices.gpus()) // width)

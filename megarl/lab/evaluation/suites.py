@@ -1,0 +1,76 @@
+"""The questions of a suite: rows of its source, mapped, in its prompt's words and template, as token ids; or multiple choice.
+
+A row that cannot be asked changes the score of all: it is left out, counted and told. No answer is too large here, for the
+tests of a programming problem are what it is graded by.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import msgspec
+
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.evaluation.score import Questions, Sampled, choose
+from megarl.core.recipe import Suite
+from megarl.lab.evaluation.multiple_choice import Choices, load_questions
+from megarl.tasks.data.contamination import overlap_with
+from megarl.tasks.data.mappings import mapping_of
+from megarl.tasks.data.prompts import load_set, of_programs, renderer
+from megarl.tasks.data.survey import survey
+
+
+class Loaded(NamedTuple):
+    """questions: those that are asked, of `rows`. left_out: why, and how many. digest: of all that could be asked."""
+
+    questions: Questions[Any]
+    rows: int
+    left_out: Mapping[str, int]
+    digest: str
+
+
+def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str] = ()) -> Loaded:
+    """MegarlError if the source cannot be read, or none can be asked. decontaminate: of a suite that is held out of what is
+    trained on, as in data.decontaminate."""
+    if suite.choices:
+        return _choices(name, suite)
+    return _sampled(name, suite, tokenizer, max_tokens, decontaminate)
+
+
+def _choices(name: str, suite: Suite) -> Loaded:
+    """Multiple choice has one answer a question, whatever `samples` says."""
+    found = load_questions(suite.data, suite.choices)
+    asked = Choices(name, choose(found.questions, suite.prompts), 1, rows=suite)
+    rows = len(found.questions) + found.left_out.total()
+    return Loaded(asked, rows, found.left_out, _digest([q.id, q.context, q.choices, q.gold] for q in found.questions))
+
+
+def _sampled(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str]) -> Loaded:
+    read = mapping_of(suite.mapping, suite.columns.model_dump())
+    if "code" in suite.graders:
+        read = of_programs(read)
+    within = renderer(suite, tokenizer)
+    if suite.heldout is None:
+        found = survey(suite.data, read, largest=math.inf)
+        rows, left_out = len(found.kept), dict(found.left_out.counts)
+    else:
+        found = survey(suite.data, read, suite.heldout, overlap_with(decontaminate))
+        rows, left_out = suite.heldout, {}
+    sets = load_set(
+        found, lambda text: within(suite.prompt.replace("{prompt}", text)), tokenizer, max_tokens, name, suite.data
+    )
+    prompts = sets[suite.heldout is not None].prompts
+    if too_long := rows - sum(left_out.values()) - len(prompts):
+        left_out[f"longer than {max_tokens} tokens"] = too_long
+    asked = Sampled(name, choose(prompts, suite.prompts), suite.samples, rows=suite, rewards=suite.rewards)
+    return Loaded(asked, rows, left_out, _digest([p.id, p.tokens.tolist(), p.answer] for p in prompts))
+
+
+def _digest(asked: Iterable[list[Any]]) -> str:
+    """The same for the same questions, each an id and what else it is, in any order."""
+    found = hashlib.blake2b(digest_size=16)
+    for one in sorted(asked, key=itemgetter(0)):
+        found.update(msgspec.msgpack.encode(one))
+    return found.hexdigest()

@@ -1,0 +1,85 @@
+"""hardware.yaml as records, in bytes, seconds and FLOP/s."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from megarl.core.base.errors import MegarlError
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator: bytes, bytes/s (one direction), FLOP/s (dense)."""
+
+    name: str
+    memory: float
+    memory_rate: float
+    bf16: float
+    fp8: float
+    nvlink: float
+    nvlink_gpus: int
+    network: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What no datasheet has; see hardware.yaml."""
+
+    training_efficiency: float
+    fp8_efficiency: float
+    bandwidth_efficiency: float
+    decode_efficiency: float
+    network_efficiency: float
+    decode_overhead_s: float
+    allreduce_latency_s: float
+    hop_latency_s: float
+    control_seconds: float
+    parity_seconds: float
+    call_seconds: float
+    host_gb_s: float
+    reserved_gb: float
+    fragmentation: float
+    static_share: float
+
+    def usable(self, gpu: Gpu) -> float:
+        """Bytes that tensors may take."""
+        return gpu.memory * (1 - self.fragmentation) - self.reserved_gb * GB
+
+
+@cache
+def _table() -> tuple[dict[str, Gpu], Assumed]:
+    tree = yaml.safe_load((Path(__file__).parent / "hardware.yaml").read_text())
+    gpus = {
+        name: Gpu(
+            name=name,
+            memory=row["hbm_gb"] * GB,
+            memory_rate=row["hbm_gb_s"] * GB,
+            bf16=row["bf16_tflops"] * 1e12,
+            fp8=row["fp8_tflops"] * 1e12,
+            nvlink=row["nvlink_gb_s"] * GB,
+            nvlink_gpus=row["nvlink_gpus"],
+            network=row["network_gb_s"] * GB,
+            host=row["host_gb_s"] * GB,
+        )
+        for name, row in tree["gpus"].items()
+    }
+    return gpus, Assumed(**tree["assumed"])
+
+
+def gpu_named(name: str) -> Gpu:
+    """MegarlError for one that is not in hardware.yaml."""
+    gpus = _table()[0]
+    if name not in gpus:
+        raise MegarlError(
+            f"--gpu: {name!r} is not known; known: {', '.join(gpus)}. Its numbers would go into hardware.yaml"
+        )
+    return gpus[name]
+
+
+def assumed() -> Assumed:
+    return _table()[1]

@@ -1,0 +1,351 @@
+"""Which layouts of N GPUs a recipe can have, how fast each would be, and why the others cannot be.
+
+    learner GPUs L ─► TP x PP x CP x EP ─► megarl's own rules ─► memory ─► seconds of training ─► the quickest for this L ┐
+    server TP      ─► memory, KV        ─► rate of a server ──────────────────────────────────────────────────────────┤
+                                                                      (N - L) / TP servers: seconds of a step ◄────────┘
+
+A step is estimated as the slower of its two halves; `megarl plan --simulate` runs the chosen ones through the pipeline.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from megarl.core.algorithm.packing import sizes_to_try
+from megarl.core.models.shapes import Shape
+from megarl.core.recipe import Recipe
+from megarl.core.recipe.combinations import impossible, impossible_for
+from megarl.lab.planning import formulas, memory, speed
+from megarl.lab.planning.hardware import GB, Assumed, Gpu
+from megarl.lab.planning.memory import LearnerMemory, ServerMemory
+from megarl.lab.planning.speed import Decoder, Packing, Publication
+from megarl.lab.planning.workload import Workload
+
+TENSOR = PIPELINE = (1, 2, 4, 8)
+CONTEXT = (1, 2, 4)
+SPLITS = 40
+"""About how many generator : trainer splits are looked at: those of multiples of a power of two, as layouts are."""
+MOST_PACKED = 1024
+"""Sequences that are packed to see how a step's fall into micro-batches; of more, a part on a part of the ranks."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is planned for: the recipe's layout and counts of GPUs are open, the rest of it is given."""
+
+    recipe: Recipe
+    shape: Shape
+    gpu: Gpu
+    assumed: Assumed
+    gpus: int
+    work: Workload
+
+
+@dataclass(frozen=True)
+class LearnerChoice:
+    """A learner that fits. recipe: with its layout filled in."""
+
+    recipe: Recipe
+    memory: LearnerMemory
+    packed: Packing
+    train_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One division of the GPUs, with what it is expected to do.
+
+    running: requests a server works on at once; tokens_per_second: completion tokens.
+    """
+
+    recipe: Recipe
+    gpus: int
+    learner: LearnerMemory
+    server: ServerMemory
+    packed: Packing
+    decoder: Decoder
+    publication: Publication
+    running: float
+    train_seconds: float
+    generate_seconds: float
+    step_seconds: float
+    tokens_per_second: float
+    lag: float
+    evaluation_seconds: float
+
+    @property
+    def learner_idle(self) -> float:
+        busy = self.train_seconds + self._published_share * (self.publication.transfer + self.publication.parity)
+        return max(0.0, 1 - busy / self.step_seconds)
+
+    @property
+    def server_idle(self) -> float:
+        return max(0.0, 1 - self.generate_seconds / self.step_seconds)
+
+    @property
+    def gpu_hours_per_1000_steps(self) -> float:
+        return self.gpus * self.step_seconds * 1000 / 3600
+
+    @property
+    def _published_share(self) -> float:
+        return 1 / self.recipe.pipeline.phase_steps
+
+
+@dataclass
+class Found:
+    """plans: best first. refused: reasons, with how many layouts each one refused. saving: what of `learner` the plans change
+    to fit, where nothing does without."""
+
+    plans: list[Plan]
+    refused: Counter[str] = field(default_factory=Counter)
+    saving: dict[str, str | float] = field(default_factory=dict)
+
+
+SAVING: tuple[dict[str, str | float], ...] = (
+    {"recompute": "selective"},
+    {"recompute": "full"},
+    {"recompute": "full", "optimizer_offload": 0.5},
+    {"recompute": "full", "optimizer_offload": 1.0},
+)
+"""What makes a learner smaller and slower, tried in this order."""
+
+
+def search(problem: Problem) -> Found:
+    """All splits and layouts, with a learner that saves memory if nothing fits otherwise; none where nothing is split
+    (resources.colocate)."""
+    if problem.recipe.resources.colocate:
+        return Found([])
+    found, own = _search(problem), problem.recipe.learner
+    tried = [own.model_copy(update=saving) for saving in SAVING]
+    for learner in () if found.plans else tried[tried.index(own) + 1 :] if own in tried else tried:
+        saving = {key: getattr(learner, key) for key in SAVING[-1] if getattr(learner, key) != getattr(own, key)}
+        recipe = problem.recipe.model_copy(update={"learner": learner})
+        if plans := _search(replace(problem, recipe=recipe)).plans:
+            return Found(plans, found.refused, saving)
+    return found
+
+
+def _search(problem: Problem) -> Found:
+    refused: Counter[str] = Counter()
+    servers = {}
+    for ranks in TENSOR:
+        reason, memory_of = _server(problem, ranks)
+        if memory_of is None:
+            refused[reason] += 1
+        else:
+            servers[ranks] = memory_of
+    plans = []
+    for learner_gpus in _splits(problem.gpus):
+        learner = _quickest(problem, learner_gpus, refused)
+        if learner is None:
+            continue
+        for ranks, memory_of in servers.items():
+            if (problem.gpus - learner_gpus) % ranks:
+                refused[f"{ranks} GPUs a server do not divide the generators"] += 1
+                continue
+            plans.append(evaluate(problem, learner, memory_of, ranks))
+    return Found(sorted(plans, key=lambda p: p.step_seconds), refused)
+
+
+def as_written(problem: Problem) -> Plan | str:
+    """The recipe's own layout and counts; or why it does not fit."""
+    recipe = problem.recipe
+    learner = _learner(problem, recipe)
+    if isinstance(learner, str):
+        return learner
+    reason, memory_of = _server(problem, recipe.resources.server_tensor_parallel)
+    if memory_of is None:
+        return reason
+    if recipe.resources.colocate:
+        # Two processes on a GPU: what each reserves is there twice.
+        room = problem.assumed.usable(problem.gpu) - problem.assumed.reserved_gb * GB
+        need = memory.colocated(recipe, learner.memory, memory_of)
+        if need > room:
+            return (
+                f"learner and server together need {need / GB:.0f} GB, and {room / GB:.0f} GB of a GPU can be used; lower "
+                "serving.memory_fraction or learner.microbatch_tokens"
+            )
+    return evaluate(problem, learner, memory_of, recipe.resources.server_tensor_parallel, recipe.resources.servers)
+
+
+def _splits(gpus: int) -> Iterator[int]:
+    """GPUs of the learner."""
+    step = 1 << max(0, (gpus // SPLITS).bit_length() - 1)
+    return iter(range(step, gpus, step))
+
+
+def _quickest(problem: Problem, learner_gpus: int, refused: Counter[str]) -> LearnerChoice | None:
+    best: LearnerChoice | None = None
+    experts = [e for e in (1, 2, 4, 8, 16) if not problem.shape.experts or not problem.shape.experts % e]
+    for tp, pp, cp, ep in itertools.product(TENSOR, PIPELINE, CONTEXT, experts if problem.shape.experts else (1,)):
+        if tp * pp * cp > learner_gpus or ep * pp > learner_gpus:
+            continue
+        choice = _learner(problem, _with_layout(problem.recipe, learner_gpus, tp, pp, cp, ep))
+        if isinstance(choice, str):
+            refused[choice] += 1
+        elif best is None or choice.train_seconds < best.train_seconds:
+            best = choice
+    return best
+
+
+def _with_layout(recipe: Recipe, ranks: int, tp: int, pp: int, cp: int, ep: int) -> Recipe:
+    layout = {
+        "tensor_parallel": tp,
+        "sequence_parallel": tp > 1,
+        "pipeline_parallel": pp,
+        "virtual_pipeline_parallel": 1,
+        "context_parallel": cp,
+        "expert_parallel": ep,
+        "expert_tensor_parallel": 1,
+    }
+    model = recipe.model.model_copy(update=layout)
+    return recipe.model_copy(
+        update={"model": model, "resources": recipe.resources.model_copy(update={"learner_ranks": ranks})}
+    )
+
+
+def _learner(problem: Problem, recipe: Recipe) -> LearnerChoice | str:
+    """The learner of this recipe, or why it cannot be: in a few words, so that reasons can be counted."""
+    model = recipe.model
+    for broken in itertools.chain(impossible(recipe), impossible_for(model, problem.shape.divisible())):
+        return f"{broken.split(':')[0]}: {_RULES.get(broken.split(':')[0], 'breaks a rule of the recipe')}"
+    if model.fp8 != "none" and not problem.gpu.fp8:
+        return f"model.fp8: {problem.gpu.name} has no FP8 products"
+    if model.tensor_parallel * model.context_parallel > problem.gpu.nvlink_gpus:
+        return f"TP x CP is beyond the {problem.gpu.nvlink_gpus} GPUs of one NVLink domain"
+    recipe = _with_microbatch_tokens(problem, recipe)
+    packed = _packed(
+        problem.work, problem.shape, recipe.learner.microbatch_tokens, recipe.data_parallel, model.pipeline_parallel > 1
+    )
+    need = memory.learner(recipe, problem.shape, packed.largest, packed.microbatches)
+    if need.total > problem.assumed.usable(problem.gpu):
+        return f"learner: does not fit {problem.assumed.usable(problem.gpu) / GB:.0f} GB a GPU; {_largest_part(need)}"
+    seconds = speed.train_seconds(recipe, problem.shape, packed, problem.gpu, problem.assumed)
+    return LearnerChoice(recipe, need, packed, seconds)
+
+
+def _with_microbatch_tokens(problem: Problem, recipe: Recipe) -> Recipe:
+    """For `auto`, the size that the learner would find (megarl/core/learner/microbatch_size.py), by the estimate of memory."""
+    if recipe.learner.microbatch_tokens != "auto":
+        return recipe
+    longest, stages = recipe.length.context_tokens, recipe.model.pipeline_parallel
+    share = recipe.data_parallel * (4 * stages if stages > 1 else 1)
+    sizes = [
+        size for size in sizes_to_try(longest, longest * problem.work.rollouts // share) if size >= longest
+    ]  # less than the longest sequence is none
+    room = problem.assumed.usable(problem.gpu)
+    fitting = [n for n in sizes if memory.learner(recipe, problem.shape, n, 2 * stages).total <= room]
+    learner = recipe.learner.model_copy(update={"microbatch_tokens": max(fitting, default=longest)})
+    return recipe.model_copy(update={"learner": learner})
+
+
+_RULES = {
+    "batch.prompts": "does not divide by the data-parallel ranks",
+    "resources.learner_ranks": "does not divide into copies of the model or of its experts",
+    "model.tensor_parallel": "does not divide heads, key-value groups or inner sizes",
+    "model.pipeline_parallel": "does not divide the layers",
+    "model.expert_parallel": "does not divide the experts",
+    "learner.packing": "context parallelism needs packing",
+    "model.fp8": "needs sizes on each rank that divide by 16",
+}
+
+
+def _largest_part(need: LearnerMemory) -> str:
+    parts = {
+        "weights, gradients and AdamW are": need.state,
+        "activations are": need.activations,
+        "the head's logits are": need.head,
+    }
+    return f"{max(parts, key=parts.__getitem__)} the largest part"
+
+
+@lru_cache(maxsize=4096)
+def _packed(work: Workload, shape: Shape, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
+    """Of the step's sequences; of very many, from what a share of them needs on a share of the ranks."""
+    count = len(work.trained)
+    ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
+    taken = min(count * ranks // data_parallel, MOST_PACKED)
+    lengths, cost = work.trained[:taken].tolist(), formulas.sequence_cost(shape)
+    packed = speed.packing(lengths, microbatch_tokens, ranks, cost, one_size)
+    more = (count / data_parallel) / (taken / ranks)
+    return replace(packed, microbatches=round(packed.microbatches * more), rank_tokens=round(packed.rank_tokens * more))
+
+
+def _server(problem: Problem, ranks: int) -> tuple[str, ServerMemory | None]:
+    """Memory of a server of so many GPUs; or why there can be none."""
+    shape, gpu = problem.shape, problem.gpu
+    if shape.heads % ranks or (shape.groups % ranks and ranks % shape.groups):
+        return f"server TP {ranks}: does not divide the heads", None
+    if ranks > gpu.nvlink_gpus:
+        return f"server TP {ranks}: beyond one NVLink domain", None
+    found = memory.server(_with_servers(problem.recipe, 1, ranks), shape, gpu, problem.assumed)
+    if found.kv_tokens < problem.recipe.length.context_tokens:
+        return f"server TP {ranks}: weights leave no room for the KV of one longest sequence", None
+    if found.weights + found.kv + found.transient > problem.assumed.usable(gpu):
+        kv = problem.assumed.usable(gpu) - found.weights - found.transient
+        found = memory.ServerMemory(found.weights, max(kv, 0.0), found.kv_token, found.transient)
+        if found.kv_tokens < problem.recipe.length.context_tokens:
+            return f"server TP {ranks}: weights and logits leave no room for the KV of one longest sequence", None
+    return "", found
+
+
+def _with_servers(recipe: Recipe, servers: int, ranks: int) -> Recipe:
+    resources = recipe.resources.model_copy(update={"servers": servers, "server_tensor_parallel": ranks})
+    return recipe.model_copy(update={"resources": resources})
+
+
+def evaluate(
+    problem: Problem, learner: LearnerChoice, memory_of: ServerMemory, ranks: int, servers: int | None = None
+) -> Plan:
+    """The estimate for this learner with servers of `ranks` GPUs: as many as are left, or `servers`."""
+    work, pipeline = problem.work, problem.recipe.pipeline
+    learner_gpus = learner.recipe.resources.learner_ranks
+    count = servers or (problem.gpus - learner_gpus) // ranks
+    recipe = _with_servers(learner.recipe, count, ranks)
+    shared = recipe.resources.colocate
+    gpus = learner_gpus if shared else count * ranks + learner_gpus
+    published = speed.publication(recipe, problem.shape, problem.gpu, problem.assumed, gpus)
+    decoder = Decoder(recipe, problem.shape, problem.gpu, problem.assumed, memory_of.kv_token)
+    # A batch is complete when its longest rollout is, and only the window's batches are under way: of these, mean / longest.
+    window = pipeline.window_steps * work.rollouts / count * work.mean_tokens / float(work.sample.max())
+    running = min(recipe.serving.max_running_requests, memory_of.kv_tokens / work.live_context, window)
+    seconds = decoder.step_seconds(running, running * work.live_context)
+    tokens = work.rollouts * work.mean_tokens
+    transfers = published.transfer / pipeline.phase_steps
+    generate = tokens / (count * running / seconds) + transfers
+    busy = learner.train_seconds + transfers + published.parity / pipeline.phase_steps
+    longest = float(work.sample.max()) * seconds
+    # Without a window to work ahead in, the halves take turns, and the last rollout of a phase is waited for.
+    overlapped = pipeline.max_lag > 0
+    if shared and overlapped:  # each has the GPU for a part of the time
+        step = generate + busy
+    else:
+        step = max(generate, busy) if overlapped else generate + busy + longest / pipeline.phase_steps
+    scoring = min(recipe.evaluation.servers, count) * running / seconds
+    evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
+    return Plan(
+        recipe=recipe,
+        gpus=gpus,
+        learner=learner.memory,
+        server=memory_of,
+        packed=learner.packed,
+        decoder=decoder,
+        publication=published,
+        running=running,
+        train_seconds=learner.train_seconds,
+        generate_seconds=generate,
+        step_seconds=step,
+        tokens_per_second=tokens / step,
+        lag=_lag(pipeline.max_lag, pipeline.phase_steps, generate, busy, longest, step),
+        evaluation_seconds=evaluated,
+    )
+
+
+def _lag(k: int, phase: int, generate: float, busy: float, longest: float, step: float) -> float:
+    """Mean lag of a token, roughly. A learner that limits finds the window full: k steps' tickets are ahead of it. Otherwise
+    tokens wait for their group's last, and half of them are sampled in the first half of that. Phases: half of one."""
+    if k == 0:
+        return (phase - 1) / 2
+    return float(k) if busy > generate else min(float(k), 0.5 + longest / 2 / step)

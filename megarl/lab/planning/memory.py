@@ -1,0 +1,144 @@
+"""Bytes of a learner rank and of a server's GPU. The formulas are in formulas.py; here is what lies where.
+
+Of a pipeline the first stage has most activations in flight and the embedding, the last has one micro-batch in flight, the
+head: the larger of the two counts.
+"""
+
+from dataclasses import dataclass
+
+from megarl.core.models.shapes import Shape
+from megarl.core.recipe import Recipe
+from megarl.lab.planning import formulas
+from megarl.lab.planning.formulas import FP8, FP32, WIDTH
+from megarl.lab.planning.hardware import Assumed, Gpu
+
+
+@dataclass(frozen=True)
+class LearnerMemory:
+    """Bytes of the rank that holds most. state: weights, gradients, optimiser. publication: buckets on their way."""
+
+    state: float
+    activations: float
+    head: float
+    publication: float
+
+    @property
+    def total(self) -> float:
+        return self.state + self.activations + self.head + self.publication
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """Bytes on each GPU of a server. kv: what weights leave of the static part. transient: outside of it, at the peak."""
+
+    weights: float
+    kv: float
+    kv_token: float
+    transient: float
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that fit."""
+        return max(0, int(self.kv / self.kv_token))
+
+
+def colocated(recipe: Recipe, learner: LearnerMemory, server: ServerMemory) -> float:
+    """Bytes on a GPU that both are on. With serving.release_memory, what the learner needs for a step and KV take turns."""
+    always, step = learner.state + server.weights + server.transient, learner.total - learner.state
+    return always + (max(step, server.kv) if recipe.serving.release_memory else step + server.kv)
+
+
+def learner(recipe: Recipe, shape: Shape, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
+    """Of the recipe's layout. microbatch_tokens: of the largest packed micro-batch, before context parallelism divides it."""
+    model, last = recipe.model, recipe.model.pipeline_parallel == 1
+    width = WIDTH[model.dtype]
+    tokens = microbatch_tokens / model.context_parallel
+    held = formulas.in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
+    layers = _stage_activations(recipe, shape, width) * tokens
+    again = _recomputed_activations(recipe, shape, width) * tokens
+    head = formulas.head_bytes(tokens, shape.vocabulary, shape.hidden, model.tensor_parallel, width)
+    ends = shape.embedding_parameters / model.tensor_parallel
+    publication = 2.0 * recipe.weights.bucket_mb * 2**20
+    first = LearnerMemory(
+        _state(recipe, shape, ends + (shape.head_parameters / model.tensor_parallel if last else 0)),
+        layers * held + again,
+        head if last else 0.0,
+        publication,
+    )
+    if last:
+        return first
+    end = LearnerMemory(_state(recipe, shape, ends), layers + again, head, publication)
+    return max(first, end, key=lambda m: m.total)
+
+
+def critic_state(recipe: Recipe, shape: Shape) -> float:
+    """Weights, gradients and optimiser on a rank of a critic that starts from the policy's model, in its own precision."""
+    changed = {"model": recipe.critic_model, "learner": recipe.learner.model_copy(update={"optimizer_offload": 0.0})}
+    return _state(recipe.model_copy(update=changed), shape, shape.embedding_parameters / recipe.model.tensor_parallel)
+
+
+def _state(recipe: Recipe, shape: Shape, ends: float) -> float:
+    """Weights, gradients and optimiser of a stage with `ends` parameters of embedding and head on this rank."""
+    model, ranks = recipe.model, recipe.resources.learner_ranks
+    dense = shape.dense_parameters / (model.tensor_parallel * model.pipeline_parallel) + ends
+    experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
+    width, kept = WIDTH[model.dtype], 1 - recipe.learner.optimizer_offload
+    routed = shape.routed_parameters / experts
+    fp8 = formulas.fp8_weight_bytes(dense - ends + routed) if model.fp8 != "none" else 0.0
+    copies = ranks // (model.tensor_parallel * model.pipeline_parallel)
+    return (
+        fp8
+        + formulas.state_bytes(dense, width, copies, kept)
+        + formulas.state_bytes(routed, width, ranks // experts, kept)
+    )
+
+
+def _stage_activations(recipe: Recipe, shape: Shape, width: int) -> float:
+    """What a token keeps of all layers of one stage, on one rank, until its backward pass."""
+    model = recipe.model
+    if recipe.learner.recompute == "full":
+        shards = model.tensor_parallel if model.sequence_parallel else 1
+        return shape.layers * formulas.layer_input_bytes(shape, width) / shards / model.pipeline_parallel
+    attention, dense, sparse = _layer_activations(recipe, shape, width)
+    if recipe.learner.recompute == "selective":
+        dense = sparse = 0.0
+    whole = shape.layers * attention + (shape.layers - shape.moe_layers) * dense + shape.moe_layers * sparse
+    return whole / model.pipeline_parallel
+
+
+def _recomputed_activations(recipe: Recipe, shape: Shape, width: int) -> float:
+    """What a token has of the one layer that is being computed again."""
+    if recipe.learner.recompute == "none":
+        return 0.0
+    attention, dense, sparse = _layer_activations(recipe, shape, width)
+    largest = max(dense if shape.moe_layers < shape.layers else 0.0, sparse if shape.moe_layers else 0.0)
+    return largest + (attention if recipe.learner.recompute == "full" else 0.0)
+
+
+def _layer_activations(recipe: Recipe, shape: Shape, width: int) -> tuple[float, float, float]:
+    """A token's, of one layer, on one rank: of norms and attention, of a dense MLP, of experts."""
+    model = recipe.model
+    shards = model.tensor_parallel if model.sequence_parallel else 1
+    kept = width if model.fp8 == "none" else FP8
+    attention = (
+        formulas.replicated_activation_bytes(shape, width, kept) / shards
+        + formulas.attention_activation_bytes(shape, width, kept) / model.tensor_parallel
+    )
+    dense = formulas.mlp_activation_bytes(shape.feed_forward, width, kept) / model.tensor_parallel
+    shared = formulas.mlp_activation_bytes(shape.shared_feed_forward, width, kept) / model.tensor_parallel
+    routed = formulas.routed_activation_bytes(shape, model.expert_tensor_parallel, width, kept) / shards
+    return attention, dense, shared + routed
+
+
+def server(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed) -> ServerMemory:
+    """Of resources.server_tensor_parallel GPUs."""
+    ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
+    width = WIDTH[recipe.model.dtype]
+    weights = shape.parameters * width / ranks
+    logits = FP32 * running * shape.vocabulary / ranks
+    return ServerMemory(
+        weights=weights,
+        kv=max(0.0, (recipe.serving.memory_fraction or assumed.static_share) * gpu.memory - weights),
+        kv_token=formulas.kv_bytes(shape, ranks, width),
+        transient=logits + recipe.weights.bucket_mb * 2**20,
+    )

@@ -1,0 +1,72 @@
+"""From a plan to a simulation: the plan's speeds as the simulator's costs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megarl.lab.planning import formulas, speed
+from megarl.lab.planning.layouts import Plan, Problem
+from megarl.lab.planning.simulate import Costs, Scenario, Step, Summary, simulate, summary
+from megarl.lab.planning.workload import LogNormal, workload
+
+LAGS = (0, 1, 2, 4, 8, 12)
+SPREADS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+@dataclass(frozen=True)
+class Result:
+    """warm_up: steps that only fill the pipeline, not counted in `summary`."""
+
+    plan: Plan
+    steps: list[Step]
+    warm_up: int
+    summary: Summary
+
+
+def costs(problem: Problem, plan: Plan) -> Costs:
+    """Of this plan."""
+    recipe = plan.recipe
+    microbatch_tokens = recipe.learner.microbatch_tokens
+    assert microbatch_tokens != "auto"  # a plan says how many
+    cost, one_size = formulas.sequence_cost(problem.shape), recipe.model.pipeline_parallel > 1
+
+    def train_seconds(lengths: Sequence[int]) -> float:
+        packed = speed.packing(lengths, microbatch_tokens, recipe.data_parallel, cost, one_size)
+        return speed.train_seconds(recipe, problem.shape, packed, problem.gpu, problem.assumed)
+
+    limit = min(recipe.serving.max_running_requests, plan.server.kv_tokens / problem.work.live_context)
+    return Costs(
+        step_seconds=plan.decoder.step_seconds,
+        train_seconds=train_seconds,
+        transfer=plan.publication.transfer,
+        parity=plan.publication.parity,
+        limit=max(1, int(limit)),
+    )
+
+
+def run(problem: Problem, plan: Plan, steps: int) -> Result:
+    """`steps` steps of the plan, behind those that fill its window."""
+    warm_up = 2 * plan.recipe.pipeline.window_steps
+    done = simulate(
+        Scenario(plan.recipe, problem.work, costs(problem, plan), steps + warm_up + 1, plan.recipe.run.seed)
+    )
+    return Result(plan, done, warm_up, summary(done, plan.recipe.resources.servers, warm_up))
+
+
+def by_lag(problem: Problem, plan: Plan, steps: int) -> dict[int, Summary]:
+    """The same plan under other windows: pipeline.k."""
+    found = {}
+    for k in LAGS:
+        pipeline = plan.recipe.pipeline.model_copy(update={"k": k})
+        other = replace(plan, recipe=plan.recipe.model_copy(update={"pipeline": pipeline}))
+        found[k] = run(problem, other, steps).summary
+    return found
+
+
+def by_spread(problem: Problem, plan: Plan, steps: int) -> dict[float, Summary]:
+    """The same plan with shorter and longer tails of the lengths, their mean unchanged."""
+    recipe, work, found = plan.recipe, problem.work, {}
+    for spread in SPREADS:
+        lengths = LogNormal(work.mean_tokens, spread, recipe.length.completion_tokens)
+        other = replace(problem, work=workload(recipe, lengths, work.trained_share, recipe.run.seed))
+        found[spread] = run(other, plan, steps).summary
+    return found

@@ -1,0 +1,232 @@
+"""A plan for the terminal, and as JSON."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.lab.planning import memory
+from megarl.lab.planning.hardware import GB
+from megarl.lab.planning.layouts import Found, Plan, Problem
+from megarl.lab.planning.simulate import Summary
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """plans: by name; the one called `swept` with other k and with other tails of the lengths."""
+
+    plans: Mapping[str, Summary] = field(default_factory=dict)
+    swept: str = ""
+    by_lag: Mapping[int, Summary] = field(default_factory=dict)
+    by_spread: Mapping[float, Summary] = field(default_factory=dict)
+
+    def rows(self) -> dict[str, Summary]:
+        lags = {f"{self.swept}, k = {k}": s for k, s in self.by_lag.items()}
+        return dict(self.plans) | lags | {f"{self.swept}, spread {x:g}": s for x, s in self.by_spread.items()}
+
+
+MOST_REASONS = 12
+TAKEN_OVER_PLANNED = (1.3, 14)
+"""GPU-hours that the ScaleRL paper's two runs took, over those planned for them: the table of docs/plan.md."""
+ROWS = (
+    "servers x GPUs", "learner GPUs", "TP PP CP EP DP", "learner, GB a GPU", "server: KV tokens", "rollouts at once", "step, s",
+    "tokens/s", "training, s", "publication, s", "lag", "learner idle", "servers idle", "GPU-h a 1,000 steps",
+)  # fmt: skip
+
+
+def tables(problem: Problem, written: Plan | str, found: Found, best: int, simulated: Simulated) -> None:
+    """The recipe as written, the best plans, why others are refused, and what the simulator says."""
+    console, work, shape = Console(), problem.work, problem.shape
+    console.print(
+        f"{problem.gpus} x {problem.gpu.name} ({problem.gpu.memory / GB:.0f} GB); model of {shape.parameters / 1e9:.2f}B "
+        f"parameters, {shape.active_parameters / 1e9:.2f}B active; {work.prompts} x {work.generations} rollouts a step of "
+        f"{work.mean_tokens:,.0f} tokens in the mean, {work.trained_share:.0%} trained",
+        highlight=False,
+    )
+    plans = {f"plan {i}": plan for i, plan in enumerate(found.plans[:best], 1)}
+    if not isinstance(written, str):
+        plans = {name_of_written(written, problem): written} | plans
+    if not found.plans and not problem.recipe.resources.colocate:
+        console.print("nothing fits, not even with learner.recompute=full learner.optimizer_offload=1", highlight=False)
+    if found.saving:
+        console.print(f"nothing fits without {_saving(found)}, which the plans set", highlight=False)
+    console.print(_table(plans))
+    if plans:
+        name, plan = next(iter(plans.items()))
+        console.print(f"{name}: {cost(plan)}", highlight=False)
+    if "plan 1" in plans:
+        console.print(f"plan 1 is: {' '.join(overrides(plans['plan 1']))}", highlight=False, soft_wrap=True)
+    if isinstance(written, str):
+        console.print(f"as written: {written}", highlight=False)
+    shown = [written] if not isinstance(written, str) else []
+    for remark in _remarks(problem, [*shown, *found.plans[:1]]):
+        console.print(remark, highlight=False)
+    if found.refused:
+        console.print("\nrefused", style="bold")
+        for reason, count in found.refused.most_common(MOST_REASONS):
+            console.print(f"{count:>6}  {reason}", highlight=False)
+    if simulated.plans:
+        console.print()
+        console.print(_simulated(simulated))
+
+
+def name_of_written(written: Plan, problem: Problem) -> str:
+    """`as written`; with its GPUs where these are not those that are planned for."""
+    return "as written" if written.gpus == problem.gpus else f"written ({written.gpus})"
+
+
+def _saving(found: Found) -> str:
+    return " and ".join(f"learner.{key}={value}" for key, value in found.saving.items())
+
+
+def _table(plans: Mapping[str, Plan]) -> Table:
+    """A column a plan: it fits a narrow terminal."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in plans:
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, *values in zip(ROWS, *(_figures(plan) for plan in plans.values()), strict=True):
+        table.add_row(name, *values)
+    return table
+
+
+def overrides(plan: Plan) -> list[str]:
+    """What makes the recipe this plan."""
+    m, r, learner = plan.recipe.model, plan.recipe.resources, plan.recipe.learner
+    saving = [f"learner.recompute={learner.recompute}"] if learner.recompute != "none" else []
+    saving += [f"learner.optimizer_offload={learner.optimizer_offload}"] if learner.optimizer_offload else []
+    return [
+        *saving,
+        f"resources.servers={r.servers}",
+        f"resources.server_tensor_parallel={r.server_tensor_parallel}",
+        f"resources.learner_ranks={r.learner_ranks}",
+        f"model.tensor_parallel={m.tensor_parallel}",
+        f"model.sequence_parallel={str(m.sequence_parallel).lower()}",
+        f"model.pipeline_parallel={m.pipeline_parallel}",
+        f"model.context_parallel={m.context_parallel}",
+        f"model.expert_parallel={m.expert_parallel}",
+        f"model.expert_tensor_parallel={m.expert_tensor_parallel}",
+    ]
+
+
+def cost(plan: Plan) -> str:
+    """What all steps of the recipe take, and how far such estimates have been from real runs."""
+    steps = plan.recipe.run.steps
+    hours = plan.step_seconds * steps / 3600
+    least, most = TAKEN_OVER_PLANNED
+    return (
+        f"{steps:,} steps take {hours:,.1f} h and {hours * plan.gpus:,.0f} GPU-hours, without starts and evaluations; "
+        f"the ScaleRL paper's runs took {least:g} to {most:g} times what is planned for them (docs/plan.md)"
+    )
+
+
+def _figures(plan: Plan) -> tuple[str, ...]:
+    """In the order of ROWS."""
+    m, r = plan.recipe.model, plan.recipe.resources
+    return (
+        f"{r.servers} x {r.server_tensor_parallel}",
+        str(r.learner_ranks),
+        f"{m.tensor_parallel} {m.pipeline_parallel} {m.context_parallel} {m.expert_parallel} {plan.recipe.data_parallel}",
+        f"{plan.learner.total / GB:.0f}",
+        f"{plan.server.kv_tokens / 1000:,.0f}k",
+        f"{plan.running:.0f}",
+        f"{plan.step_seconds:.1f}",
+        f"{plan.tokens_per_second:,.0f}",
+        f"{plan.train_seconds:.1f}",
+        f"{plan.publication.transfer:.1f}",
+        f"{plan.lag:.1f}",
+        f"{plan.learner_idle:.0%}",
+        f"{plan.server_idle:.0%}",
+        f"{plan.gpu_hours_per_1000_steps:,.0f}",
+    )
+
+
+def _remarks(problem: Problem, plans: list[Plan]) -> list[str]:
+    """What a user should know of the first of these."""
+    if not plans:
+        return []
+    plan, recipe = plans[0], plans[0].recipe
+    found = []
+    if plan.gpus != problem.gpus:
+        found.append(f"note: the recipe's resources use {plan.gpus} GPUs, not {problem.gpus}")
+    if recipe.has_critic or recipe.reference.coefficient:
+        found.append("note: the recipe trains a critic or holds a reference model: neither is counted in the learner")
+    if recipe.has_critic:
+        size = memory.critic_state(recipe, problem.shape) / 1e9
+        found.append(
+            f"note: weights, gradients and optimiser of a critic of the policy's size in {recipe.critic.dtype} take "
+            f"{size:,.0f} GB more on a rank (critic.dtype)"
+        )
+    late = plan.evaluation_seconds / plan.step_seconds
+    if late > recipe.evaluation.every:
+        found.append(
+            f"note: an evaluation ({recipe.evaluation.prompts} x {recipe.evaluation.samples} rollouts, "
+            f"evaluation.servers={recipe.evaluation.servers}) takes as long as {late:,.0f} steps, and evaluation.every is "
+            f"{recipe.evaluation.every}; give it more servers, lower evaluation.prompts or samples, or evaluate more seldom"
+        )
+    return found
+
+
+def _simulated(simulated: Simulated) -> Table:
+    """It fits 80 columns: headings of two lines."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    names = (
+        "\nsimulated", "\nstep, s", "\ntokens/s", "mean\nlag", "max\nlag", "learner\nidle", "servers\nidle",
+        "rollouts\nat once", "publi-\ncation",
+    )  # fmt: skip
+    for i, name in enumerate(names):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+    for name, s in simulated.rows().items():
+        table.add_row(
+            name, f"{s.step_seconds:.1f}", f"{s.tokens_per_second:,.0f}", f"{s.lag_mean:.1f}", str(s.lag_max),
+            f"{s.learner_idle:.0%}", f"{1 - s.server_busy:.0%}", f"{s.server_running:.0f}", f"{s.publishing:.0%}",
+        )  # fmt: skip
+    return table
+
+
+def as_json(problem: Problem, written: Plan | str, found: Found, best: int, simulated: Simulated) -> dict[str, Any]:
+    """The same, all figures unrounded."""
+    return {
+        "gpus": problem.gpus,
+        "gpu": problem.gpu.name,
+        "parameters": problem.shape.parameters,
+        "active_parameters": problem.shape.active_parameters,
+        "rollouts": problem.work.rollouts,
+        "mean_tokens": problem.work.mean_tokens,
+        "assumed": asdict(problem.assumed),
+        "as_written": written if isinstance(written, str) else _plan(written),
+        "plans": [_plan(plan) for plan in found.plans[:best]],
+        "saving": found.saving,
+        "refused": dict(found.refused.most_common()),
+        "simulated": asdict(simulated),
+    }
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    m, r = plan.recipe.model, plan.recipe.resources
+    return {
+        "servers": r.servers,
+        "server_tensor_parallel": r.server_tensor_parallel,
+        "learner_ranks": r.learner_ranks,
+        "tensor_parallel": m.tensor_parallel,
+        "pipeline_parallel": m.pipeline_parallel,
+        "context_parallel": m.context_parallel,
+        "expert_parallel": m.expert_parallel,
+        "data_parallel": plan.recipe.data_parallel,
+        "learner_bytes": asdict(plan.learner) | {"total": plan.learner.total},
+        "server_bytes": asdict(plan.server),
+        "kv_tokens": plan.server.kv_tokens,
+        "running": plan.running,
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "train_seconds": plan.train_seconds,
+        "generate_seconds": plan.generate_seconds,
+        "sync_seconds": plan.publication.transfer,
+        "lag": plan.lag,
+        "learner_idle": plan.learner_idle,
+        "server_idle": plan.server_idle,
+        "gpu_hours_per_1000_steps": plan.gpu_hours_per_1000_steps,
+        "evaluation_steps": plan.evaluation_seconds / plan.step_seconds,
+    }

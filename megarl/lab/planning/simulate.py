@@ -1,0 +1,338 @@
+"""The pipeline in virtual time: megarl's own admission, places, membership and decisions over modelled servers and learner.
+
+    tickets   Admission.can_admit ─► admit ─► generations x (Places.take ─► SimulatedServer ─► give back) ─► finish | remove
+    learner   decide(Next) ─► TrainStep: seconds of training this batch │ Publish: servers stand still, then parity │ Wait
+    scoring   pinned servers, as rollout/controller.py does it
+
+What is modelled: lengths, seconds of a decode step, of training, of a publication. What is not: prefill, grading, the network
+between controller and servers, failures. All randomness is of one seed.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megarl.core.base.admission import Admission
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import Next, Publish, ServerAddress, Stop
+from megarl.core.controller.decision import Standing, TrainStep, decide
+from megarl.core.evaluation.schedule import is_due
+from megarl.core.recipe import Recipe
+from megarl.core.sampling.places import Places
+from megarl.core.server.membership import Membership
+from megarl.lab.planning import virtual_time
+from megarl.lab.planning.server_model import SimulatedServer, StepSeconds
+from megarl.lab.planning.workload import Workload
+
+LEARNER = "simulated"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds. step_seconds: of a server's decode step; train_seconds: of training sequences of these lengths; transfer:
+    servers stand still; parity: the learner is busy beyond that, and new requests wait. limit: requests of a server at once."""
+
+    step_seconds: StepSeconds
+    train_seconds: Callable[[Sequence[int]], float]
+    transfer: float
+    parity: float
+    limit: int
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated: the first so many steps of the recipe's pipeline, in a run that would go on."""
+
+    recipe: Recipe
+    work: Workload
+    costs: Costs
+    steps: int
+    seed: int = 0
+    evaluate: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the learner. ended: seconds since the start; server_seconds: busy, all servers; lags: tokens by lag."""
+
+    step: int
+    ended: float
+    wait: float
+    train: float
+    publish: float
+    tokens: int
+    tickets: tuple[int, ...]
+    lags: Counter[int]
+    busy_seconds: float
+    running_seconds: float
+
+
+@dataclass
+class _Ticket:
+    """varied: it has a gradient. lengths: of its rollouts. versions: tokens by the version they were sampled with."""
+
+    varied: bool
+    lengths: list[int]
+    versions: Counter[int] = field(default_factory=Counter)
+    home: int | None = None
+
+
+def simulate(scenario: Scenario) -> list[Step]:
+    """Every step of it, in order."""
+    return virtual_time.run(_Simulation(scenario).run())
+
+
+class _End(Exception):
+    """Leaves the task group: the last step is done, and tickets of later ones with it."""
+
+
+class _Simulation:
+    """The parts of a run, wired as rollout/controller.py and rollout/tickets.py wire the real ones."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        recipe = scenario.recipe
+        self.scenario, self.recipe, self.work, self.costs = scenario, recipe, scenario.work, scenario.costs
+        self.random = np.random.default_rng(scenario.seed)
+        pipeline = recipe.pipeline
+        self.admission = Admission(recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
+        self.membership = Membership([ServerAddress(i, "") for i in range(recipe.resources.servers)])
+        self.servers = [SimulatedServer(self.costs.step_seconds) for _ in self.membership.members]
+        self.places = Places(self.membership, self.costs.limit)
+        self.tickets: dict[int, _Ticket] = {}
+        self.changed = asyncio.Event()
+        self.published_version, self.scored = -1, None if scenario.evaluate else scenario.steps
+        self.evaluations: dict[int, set[int]] = {}  # version -> servers
+        self.steps: list[Step] = []
+
+    async def run(self) -> list[Step]:
+        for server in self.membership.members:
+            self.membership.seen(server)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self.tasks = tasks
+                tasks.create_task(self._admit())
+                await self._learn()
+                raise _End
+        except* _End:
+            pass
+        return self.steps
+
+    # Tickets.
+
+    async def _admit(self) -> None:
+        while True:
+            await self.places.changed.wait()
+            self.places.changed.clear()
+            while self.places.free(self.admission.can_admit) > 0:
+                ticket = self.admission.admit()
+                self.tasks.create_task(self._ticket(ticket))
+                # One turn for the ticket to start its rollouts, one for those to claim their places.
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+
+    async def _ticket(self, number: int) -> None:
+        lengths = self.work.lengths.draw(self.random, self.work.generations)
+        ticket = _Ticket(bool(self.random.random() < self.work.trained_share), lengths.tolist())
+        self.tickets[number] = ticket
+        ticket.home = self.places.emptiest(lambda version: self.admission.eligible(number, version))
+        async with asyncio.TaskGroup() as rollouts:
+            for sample, length in enumerate(ticket.lengths):
+                rollouts.create_task(self._rollout(number, ticket, sample, length))
+        if self.recipe.batch.zero_variance == "refill" and not ticket.varied:
+            self.admission.remove(number)
+            del self.tickets[number]
+        else:
+            self.admission.finish(number)
+        self._on_change()
+
+    async def _rollout(self, number: int, ticket: _Ticket, sample: int, length: int) -> None:
+        def may_use(server: int, version: int) -> bool:
+            if server != ticket.home:
+                held = self.membership.clean_version(ticket.home)
+                if held is not None and self.admission.eligible(number, held):
+                    return False
+            return self.admission.eligible(number, version)
+
+        context = self.work.prompt_tokens
+        for tokens in self._legs(length):
+            server, _ = await self.places.take((1, number, sample), may_use)
+            ticket.home = server
+            ticket.versions.update(await self.servers[server].generate(context, tokens))
+            context += tokens
+            self.places.give_back(server)
+
+    def _legs(self, length: int) -> list[int]:
+        """Thinking and answer are requests of their own, if thinking is interrupted."""
+        if self.recipe.length.control != "interruption":
+            return [length]
+        low, high = self.recipe.length.thinking_tokens
+        budget = int(self.random.integers(low, high + 1))
+        return [budget, length - budget] if length > budget else [length]
+
+    # The learner.
+
+    async def _learn(self) -> None:
+        """All steps."""
+        now = asyncio.get_running_loop().time
+        step, spent = 0, {"wait": 0.0, "train": 0.0, "publish": 0.0}
+        while True:
+            self.changed.clear()
+            self._evaluate_if_due(step)
+            decision = decide(Next(LEARNER, step, step), self._standing(step))
+            start = now()
+            match decision:
+                case TrainStep():
+                    tickets, seconds = self._batch(step)
+                    await asyncio.sleep(seconds)
+                    spent["train"] += now() - start
+                    self._close_step(step, tickets, spent)
+                    step, spent = step + 1, dict.fromkeys(spent, 0.0)
+                case Publish():
+                    await self._publish(decision)
+                    spent["publish"] += now() - start
+                case Stop():
+                    return
+                case _:
+                    await self.changed.wait()
+                    spent["wait"] += now() - start
+
+    def _standing(self, step: int) -> Standing:
+        unfinished = next(iter(self.admission.unfinished()), None)
+        admitted = self.admission.forgotten + len(self.admission.queue)
+        return Standing(
+            batches=admitted // self.recipe.batch.prompts if unfinished is None else self.admission.due(unfinished),
+            published_version=self.published_version,
+            final_step=self.scenario.steps,
+            score_due=self._is_due(step) or step in self.evaluations,
+            membership=self.membership,
+            phase_steps=self.recipe.pipeline.phase_steps,
+        )
+
+    def _batch(self, step: int) -> tuple[tuple[int, ...], float]:
+        tickets = self.admission.batch(step)
+        assert tickets is not None
+        kept = self.recipe.batch.zero_variance == "keep"
+        chosen = [self.tickets[t] for t in tickets]
+        lengths = [n + self.work.prompt_tokens for t in chosen if kept or t.varied for n in t.lengths]
+        return tickets, self.costs.train_seconds(lengths) if lengths else 0.0
+
+    def _close_step(self, step: int, tickets: tuple[int, ...], spent: dict[str, float]) -> None:
+        lags: Counter[int] = Counter()
+        for number in tickets:
+            for version, count in self.tickets.pop(number).versions.items():
+                lags[step - version] += count
+        self.admission.forget(step + 1)
+        for server in self.servers:
+            server.forget()
+        self.steps.append(
+            Step(
+                step=step,
+                ended=asyncio.get_running_loop().time(),
+                tokens=lags.total(),
+                tickets=tickets,
+                lags=lags,
+                busy_seconds=sum(s.busy_seconds for s in self.servers),
+                running_seconds=sum(s.running_seconds for s in self.servers),
+                **spent,
+            )
+        )
+        self.places.refresh()
+
+    async def _publish(self, command: Publish) -> None:
+        ids = [address.id for address in command.servers]
+        self.membership.publish(ids, command.version, LEARNER)
+        for i in ids:
+            self.servers[i].pause()
+        await asyncio.sleep(self.costs.transfer)
+        for i in ids:
+            self.servers[i].resume(command.version)
+        await asyncio.sleep(self.costs.parity)
+        for i in ids:
+            self.membership.published(i, command.version, LEARNER, "")
+        self.published_version = max(self.published_version, command.version)
+        self._on_change()
+
+    # Evaluation.
+
+    def _is_due(self, version: int) -> bool:
+        known = [v for v in (self.scored, *self.evaluations) if v is not None]
+        return is_due(version, max(known, default=None), self.recipe.evaluation.every, self.scenario.steps)
+
+    def _evaluate_if_due(self, version: int) -> None:
+        held = [s for s, v in self.membership.clean().items() if v == version]
+        if held and self._is_due(version):
+            servers = set(sorted(held, key=lambda s: self.places.use[s].running)[: self.recipe.evaluation.servers])
+            for server in servers:
+                self.membership.pin(server)
+            self.evaluations[version] = servers
+            self.tasks.create_task(self._evaluate(version, servers))
+
+    async def _evaluate(self, version: int, servers: set[int]) -> None:
+        count = self.recipe.evaluation.prompts * self.recipe.evaluation.samples
+        lengths = iter(enumerate(self.work.lengths.draw(self.random, count).tolist()))
+
+        async def work() -> None:
+            for n, length in lengths:
+                server, _ = await self.places.take((0, n, 0), lambda candidate, _: candidate in servers)
+                await self.servers[server].generate(self.work.prompt_tokens, length)
+                self.places.give_back(server)
+
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(self.places.limit * len(servers), count)):
+                workers.create_task(work())
+        self.scored = version
+        del self.evaluations[version]
+        for server in servers:
+            self.membership.unpin(server)
+        self._on_change()
+
+    def _on_change(self) -> None:
+        self.places.refresh()
+        self.changed.set()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of the steps after the pipeline has filled. Shares of their time; lags in steps; tokens/s of completions."""
+
+    steps: int
+    step_seconds: float
+    tokens_per_second: float
+    learner_idle: float
+    training: float
+    publishing: float
+    server_busy: float
+    server_running: float
+    lag_mean: float
+    lag_max: int
+    lags: dict[int, float]
+
+
+def summary(steps: Sequence[Step], servers: int, warm_up: int) -> Summary:
+    """Without the first `warm_up` steps."""
+    if len(steps) < warm_up + 2:
+        raise MegarlError(
+            f"--steps: {len(steps)} steps leave nothing behind the first {warm_up}, which fill the pipeline"
+        )
+    before, counted = steps[warm_up], steps[warm_up + 1 :]
+    seconds = counted[-1].ended - before.ended
+    lags: Counter[int] = Counter()
+    for step in counted:
+        lags.update(step.lags)
+    total = lags.total()
+    return Summary(
+        steps=len(counted),
+        step_seconds=seconds / len(counted),
+        tokens_per_second=total / seconds,
+        learner_idle=sum(s.wait for s in counted) / seconds,
+        training=sum(s.train for s in counted) / seconds,
+        publishing=sum(s.publish for s in counted) / seconds,
+        server_busy=(counted[-1].busy_seconds - before.busy_seconds) / seconds / servers,
+        server_running=(counted[-1].running_seconds - before.running_seconds) / seconds / servers,
+        lag_mean=sum(lag * count for lag, count in lags.items()) / total,
+        lag_max=max(lags),
+        lags={lag: lags[lag] / total for lag in sorted(lags)},
+    )

@@ -1,0 +1,181 @@
+"""Seconds of training a step, of one decode step of a server, and of a publication. Formulas in formulas.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megarl.core.algorithm.packing import Cost, pack
+from megarl.core.models.shapes import Shape
+from megarl.core.recipe import Recipe
+from megarl.lab.planning import formulas
+from megarl.lab.planning.formulas import WIDTH
+from megarl.lab.planning.hardware import GB, Assumed, Gpu
+
+CONTROL_CALLS = 5
+"""Of a publication to one server: pause, begin, end, checksums, continue (megarl/core/weights/publisher.py)."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a step's sequences fall into micro-batches: micro-batches of a data-parallel rank, tokens of the fullest one, and of
+    the rank that has most to do its tokens and the mean number of positions that one of them looks back on."""
+
+    microbatches: int
+    largest: int
+    rank_tokens: int
+    positions: float
+
+
+def packing(
+    lengths: Sequence[int], microbatch_tokens: int, data_parallel: int, cost: Cost, one_size: bool = False
+) -> Packing:
+    """By megarl's own packing, of these sequence lengths."""
+    members = pack(lengths, microbatch_tokens, data_parallel, cost, one_size)
+    ranks = [[lengths[i] for microbatch in rank for i in microbatch] for rank in members]
+    busiest = max(ranks, key=lambda rank: sum(cost.of(n) for n in rank))
+    return Packing(
+        microbatches=len(members[0]),
+        largest=max(sum(lengths[i] for i in microbatch) for rank in members for microbatch in rank),
+        rank_tokens=sum(busiest),
+        positions=sum(n**2 for n in busiest) / (2 * sum(busiest)),
+    )
+
+
+def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assumed: Assumed) -> float:
+    """Forward, backward, gradients and optimiser of a step on the slowest rank."""
+    model, ranks = recipe.model, recipe.resources.learner_ranks
+    stages, microbatches = model.pipeline_parallel, packed.microbatches
+    # Stages pass on micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
+    tokens = (packed.rank_tokens if stages == 1 else packed.largest * microbatches) / model.context_parallel
+    attention, recompute = formulas.attention_flop(shape, packed.positions), recipe.learner.recompute
+    bf16 = gpu.bf16 * assumed.training_efficiency
+    linear = formulas.BACKWARD * formulas.layer_flop(shape) + formulas.forward_again(recompute, shape)
+    linear_seconds = linear / (bf16 if model.fp8 == "none" else gpu.fp8 * assumed.fp8_efficiency)
+    attention_seconds = (formulas.BACKWARD + (recompute == "full")) * attention / bf16
+    head_seconds = formulas.HEAD_BACKWARD * formulas.head_flop(shape) / bf16
+    per_token = ((linear_seconds + attention_seconds) / stages + head_seconds) / model.tensor_parallel
+    links = _layer_link_seconds(recipe, shape, tokens, gpu, assumed) / stages
+    slowest = tokens * per_token + links
+    pipeline = slowest * formulas.bubble(stages, model.virtual_pipeline_parallel, microbatches)
+    return pipeline + _update_seconds(recipe, shape, ranks, gpu, assumed)
+
+
+def _layer_link_seconds(recipe: Recipe, shape: Shape, tokens: float, gpu: Gpu, assumed: Assumed) -> float:
+    """Communication of tensor and expert parallelism within all layers, as if none of it were hidden."""
+    model, again = recipe.model, recipe.learner.recompute
+    seconds = 0.0
+    if model.tensor_parallel > 1:
+        size = formulas.tensor_parallel_bytes(tokens, shape, model.tensor_parallel, model.sequence_parallel, again)
+        seconds += shape.layers * size / (gpu.nvlink * assumed.network_efficiency)
+    if model.expert_parallel > 1:
+        local = tokens / (model.tensor_parallel if model.sequence_parallel else 1)
+        size = formulas.expert_parallel_bytes(local, shape, model.expert_parallel, again)
+        rate = gpu.nvlink if model.expert_parallel <= gpu.nvlink_gpus else gpu.network
+        seconds += shape.moe_layers * size / (rate * assumed.network_efficiency)
+    return seconds
+
+
+def _update_seconds(recipe: Recipe, shape: Shape, ranks: int, gpu: Gpu, assumed: Assumed) -> float:
+    """Gradients over the data-parallel ranks, AdamW on this rank's share, weights back. Nothing of it hidden."""
+    model = recipe.model
+    dense_shards = model.tensor_parallel * model.pipeline_parallel
+    expert_shards = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
+    rate = (gpu.nvlink if ranks <= gpu.nvlink_gpus else gpu.network) * assumed.network_efficiency
+    seconds, offload = 0.0, recipe.learner.optimizer_offload
+    dense = shape.parameters - shape.routed_parameters
+    for parameters, shards in ((dense, dense_shards), (shape.routed_parameters, expert_shards)):
+        local, copies = parameters / shards, ranks // shards
+        seconds += formulas.data_parallel_bytes(local, WIDTH[model.dtype], copies) / rate
+        mine = local / copies
+        here = (1 - offload) * formulas.optimizer_bytes(mine) / (gpu.memory_rate * assumed.bandwidth_efficiency)
+        moved = 2 * formulas.offload_bytes(offload * mine) / (gpu.host * assumed.network_efficiency)
+        there = moved + formulas.optimizer_bytes(offload * mine) / (assumed.host_gb_s * GB)
+        seconds += max(here, there)
+    return seconds
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Seconds of a server's decode steps. kv_token: bytes of a token's k and v on each of its GPUs."""
+
+    recipe: Recipe
+    shape: Shape
+    gpu: Gpu
+    assumed: Assumed
+    kv_token: float
+
+    def step_seconds(self, running: float, context_tokens: float) -> float:
+        """One token for each of `running` requests that hold `context_tokens` altogether."""
+        shape, assumed, fixed = self.shape, self.assumed, self._fixed
+        met = formulas.experts_met(shape.experts, shape.experts_per_token, running)
+        read = fixed.read + met * fixed.read_expert
+        moved = read + self._positions(running, context_tokens) * self.kv_token
+        attention = formulas.attention_flop(shape, context_tokens / max(running, 1)) / fixed.ranks
+        matrices = formulas.roofline(
+            moved,
+            self.gpu.memory_rate * assumed.bandwidth_efficiency,
+            running * (fixed.flop + attention),
+            self.gpu.bf16 * assumed.decode_efficiency,
+        )
+        return matrices + fixed.seconds
+
+    @cached_property
+    def _fixed(self) -> "_Fixed":
+        """What does not depend on the requests."""
+        shape, assumed, ranks = self.shape, self.assumed, self.recipe.resources.server_tensor_parallel
+        width = WIDTH[self.recipe.model.dtype]
+        allreduces = 2 * shape.layers * assumed.allreduce_latency_s if ranks > 1 else 0.0
+        return _Fixed(
+            ranks=ranks,
+            read=width * (shape.dense_parameters + shape.embedding_parameters) / ranks,
+            read_expert=width * shape.moe_layers * shape.expert_parameters / ranks,
+            flop=(formulas.layer_flop(shape) + formulas.head_flop(shape)) / ranks,
+            seconds=allreduces + assumed.decode_overhead_s,
+        )
+
+    def _positions(self, running: float, context_tokens: float) -> float:
+        """Tokens whose k and v are read, as if all layers read alike."""
+        shape = self.shape
+        if shape.attention_chunk is None:
+            return context_tokens
+        local = min(context_tokens, running * shape.attention_chunk)
+        return (shape.local_layers * local + (shape.layers - shape.local_layers) * context_tokens) / shape.layers
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """Per GPU of a server. read: bytes of a decode step that all tokens need; read_expert: of each expert met, in all layers;
+    flop: of a request's token; seconds: of any decode step."""
+
+    ranks: int
+    read: float
+    read_expert: float
+    flop: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Seconds that servers stand still, and that the learner is busy beyond that (scoring for parity)."""
+
+    transfer: float
+    parity: float
+    bytes: float
+    calls: float  # of transfer, what rank 0's HTTP calls alone would take
+
+
+def publication(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed, devices: int) -> Publication:
+    """Of the whole model to all servers, bucket by bucket; stages send one after the other."""
+    servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
+    size = shape.parameters * WIDTH[recipe.model.dtype]
+    bucket = recipe.weights.bucket_mb * 2**20
+    buckets = max(recipe.model.pipeline_parallel, -(-int(size) // bucket))
+    rate = (gpu.nvlink if devices <= gpu.nvlink_gpus else gpu.network) * assumed.network_efficiency
+    wire = formulas.broadcast_seconds(size / buckets, rate, servers * ranks, assumed.hop_latency_s)
+    calls = servers * assumed.call_seconds
+    return Publication(
+        transfer=buckets * max(wire, calls) + CONTROL_CALLS * calls + assumed.control_seconds,
+        parity=assumed.parity_seconds,
+        bytes=size,
+        calls=(buckets + CONTROL_CALLS) * calls,
+    )

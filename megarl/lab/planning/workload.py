@@ -1,0 +1,137 @@
+"""What a step has to do: how many rollouts, how long they are.
+
+Lengths are log-normal by mean and spread, as reasoning traces roughly are, cut off at the recipe's longest; or drawn from those
+of a run that was measured. Rollouts of a prompt are drawn independently.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Recipe
+
+
+class Lengths(Protocol):
+    """Of completions, in tokens."""
+
+    def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
+        """[count] int64, 1 or more"""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """All of one length."""
+
+    tokens: int
+
+    def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
+        return np.full(count, self.tokens, np.int64)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Those of a run, drawn with replacement."""
+
+    tokens: tuple[int, ...]
+
+    def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
+        return random.choice(np.array(self.tokens, np.int64), count)
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """mean: of what is drawn, after cutting off at `longest`. spread: of the logarithm before that."""
+
+    mean: float
+    spread: float
+    longest: int
+
+    def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
+        drawn = random.lognormal(self._location(), self.spread, count)
+        return np.clip(np.ceil(drawn), 1, self.longest).astype(np.int64)
+
+    def _location(self) -> float:
+        """Mean of the logarithm that gives the wanted mean; by bisection, for the mean rises with it."""
+        low, high = math.log(self.mean) - self.spread**2, math.log(self.longest) + 10 * self.spread
+        for _ in range(80):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._mean(middle) < self.mean else (low, middle)
+        return (low + high) / 2
+
+    def _mean(self, location: float) -> float:
+        """E min(X, c) = exp(m + s^2/2) Phi((ln c - m - s^2) / s) + c (1 - Phi((ln c - m) / s))"""
+        cut = math.log(self.longest)
+        below = math.exp(location + self.spread**2 / 2) * _phi((cut - location - self.spread**2) / self.spread)
+        return below + self.longest * (1 - _phi((cut - location) / self.spread))
+
+
+def _phi(x: float) -> float:
+    return math.erfc(-x / math.sqrt(2)) / 2
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A step of a recipe. trained_share: of the groups, those that have variance and so are trained (1: all).
+    sample: lengths of one step's rollouts, [prompts x generations], fixed by the seed."""
+
+    prompts: int
+    generations: int
+    prompt_tokens: int
+    lengths: Lengths
+    trained_share: float
+    sample: np.ndarray
+
+    @property
+    def rollouts(self) -> int:
+        return self.prompts * self.generations
+
+    @property
+    def mean_tokens(self) -> float:
+        return float(self.sample.mean())
+
+    @property
+    def live_context(self) -> float:
+        """Tokens that a request holds at a random moment of its life: long ones are met more often."""
+        lengths = self.sample.astype(np.float64)
+        return self.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Sequence lengths, prompt included, of the rollouts that a step trains."""
+        count = max(1, round(self.trained_share * self.rollouts))
+        return self.sample[:count] + self.prompt_tokens
+
+
+MEAN_SHARE = 0.5
+"""Of the longest completion, where nothing else is said."""
+PROMPT_SHARE = 0.125
+"""Of the longest prompt that a typical one has: 256 tokens of 2,048."""
+
+
+def workload(recipe: Recipe, lengths: Lengths, trained_share: float, seed: int) -> Workload:
+    """Of the recipe's batch, with these lengths."""
+    if not 0 < trained_share <= 1:
+        raise MegarlError(f"--trained-share: {trained_share} is not a share; give more than 0, at most 1")
+    count = recipe.batch.prompts * recipe.sampling.generations
+    return Workload(
+        prompts=recipe.batch.prompts,
+        generations=recipe.sampling.generations,
+        prompt_tokens=max(1, round(PROMPT_SHARE * recipe.length.prompt_tokens)),
+        lengths=lengths,
+        trained_share=trained_share,
+        sample=lengths.draw(np.random.default_rng(seed), count),
+    )
+
+
+def lognormal(recipe: Recipe, mean: float | None, spread: float) -> LogNormal:
+    """Of the recipe's longest completion."""
+    longest = recipe.length.completion_tokens
+    mean = MEAN_SHARE * longest if mean is None else mean
+    if not 1 <= mean < longest:
+        raise MegarlError(f"--mean-tokens: {mean:g} is not between 1 and the longest completion, {longest} (length.*)")
+    if not 0 < spread <= 3:
+        raise MegarlError(f"--spread: {spread:g} is not above 0 and at most 3 (deviation of the lengths' logarithm)")
+    return LogNormal(mean, spread, longest)

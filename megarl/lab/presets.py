@@ -1,0 +1,105 @@
+"""`megarl recipes suggest --model DIR`: a recipe for a model, with numbers for its size.
+
+Two sources, told apart because their evidence is not the same:
+
+scalerl  what ScaleRL's paper (arXiv 2510.13786) ran, at 8B dense and 17Bx16: one set of numbers for both. The default.
+ppo      ranges by size as guides to PPO and GRPO give them, for PPO with a critic: rules of thumb without a scaling study.
+         Where a range is given, the recipe takes the end that moves the policy less.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe.files import load
+from megarl.lab.model_files import parameters
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Ranges (low, high) for models of up to `parameters`. batch: rollouts a step; kl: coefficient against the reference."""
+
+    size: str
+    parameters: float
+    lr: tuple[float, float]
+    batch: tuple[int, int]
+    epochs: tuple[int, int]
+    warmup_steps: tuple[int, int]
+    kl: tuple[float, float]
+
+
+PPO = (
+    Preset("1B-7B", 7e9, (3e-6, 1e-5), (256, 512), (4, 8), (100, 500), (0.05, 0.1)),
+    Preset("7B-70B+", float("inf"), (1e-6, 3e-6), (512, 2048), (2, 4), (500, 2000), (0.01, 0.05)),
+)
+SCALERL = Preset("8B, 17Bx16", float("inf"), (5e-7, 5e-7), (768, 2048), (1, 1), (100, 100), (0.0, 0.0))
+
+
+def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
+    """The recipe on stdout; on stderr the numbers to choose from. MegarlError if the directory holds no model."""
+    if not (model / "config.json").is_file():
+        raise MegarlError(f"--model: {model} is not a Hugging Face directory (no config.json in it)")
+    count = parameters(model)
+    chosen = ppo_for(count)
+    shown = Table(box=None, padding=(0, 2), pad_edge=False)
+    for heading in ("", "scalerl", "ppo"):
+        shown.add_column(heading, no_wrap=True, style="bold" if heading == preset else "")
+    for name, of_scalerl, of_ppo in _rows(chosen):
+        shown.add_row(name, of_scalerl, of_ppo)
+    console = Console(file=sys.stderr)
+    console.print(f"{model}: {count / 1e9:.2f}B parameters", soft_wrap=True, highlight=False)
+    console.print(shown)
+    if count < 1e9:
+        console.print(
+            "Both are for models of 1B parameters and more; a smaller one bears, and needs, a higher learning rate."
+        )
+    print(text(model, preset, chosen), end="")
+    return 0
+
+
+def ppo_for(count: int) -> Preset:
+    """The row for a model of so many parameters."""
+    return next(p for p in PPO if count <= p.parameters)
+
+
+def text(model: Path, preset: Literal["scalerl", "ppo"], chosen: Preset) -> str:
+    """A recipe file. The number of rollouts a prompt is the base's."""
+    base = "scalerl-8b" if preset == "scalerl" else "ppo-critic-8b"
+    tree: dict[str, object] = {"base": base, "run": {"name": f"{model.name}-rl"}, "model": {"path": str(model)}}
+    if preset == "ppo":
+        tree |= {
+            "batch": {"prompts": chosen.batch[0] // load(base).sampling.generations},
+            "learner": {
+                "epochs": chosen.epochs[0],
+                "optimizer": {"lr": chosen.lr[0], "warmup_steps": chosen.warmup_steps[0]},
+            },
+            "reference": {"coefficient": chosen.kl[0]},
+        }
+    note = (
+        "# The layout (model.tensor_parallel, resources) is that of the base: fit it to your GPUs."
+        "\n# Give data.tasks (train, heldout), and start from a model that follows the prompt format (`megarl sft`).\n"
+    )
+    return note + yaml.safe_dump(tree, sort_keys=False)
+
+
+def _rows(ppo: Preset) -> list[tuple[str, str, str]]:
+    """What there is to choose: name, ScaleRL's, PPO's."""
+    return [
+        ("models", SCALERL.size, ppo.size),
+        ("learning rate", _range(SCALERL.lr), _range(ppo.lr)),
+        ("rollouts a step", _range(SCALERL.batch), _range(ppo.batch)),
+        ("epochs", _range(SCALERL.epochs), _range(ppo.epochs)),
+        ("warm-up steps", _range(SCALERL.warmup_steps), _range(ppo.warmup_steps)),
+        ("KL", _range(SCALERL.kl), _range(ppo.kl)),
+    ]
+
+
+def _range(ends: tuple[float, float]) -> str:
+    low, high = ends
+    return f"{low:g}" if low == high else f"{low:g} - {high:g}"

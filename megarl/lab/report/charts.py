@@ -1,0 +1,272 @@
+"""The report's pictures from rows of metrics.jsonl and eval.jsonl. Each function draws on the axes it is given.
+
+Long runs are averaged into `MOST_POINTS` points, so the report's size does not grow with the run.
+"""
+
+import io
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Recipe
+from megarl.lab.report.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, RED, STYLE
+from megarl.lab.scaling.extrapolate import predict
+from megarl.lab.scaling.fit import fit
+from megarl.lab.scaling.points import Columns, curve_of_run
+
+Row = dict[str, Any]
+MOST_POINTS = 400
+CURVE_POINTS = 60
+
+
+def pass_rate_against(axes: Any, rows: list[Row], evaluations: list[Row], x: str) -> None:
+    """Training and held-out pass rate against `x` (step or compute_hours); bars are 95 % of the held-out prompts' sampling."""
+    xs, ys = series(rows, "pass_rate_train", x)
+    axes.plot(*binned(xs, ys, MOST_POINTS), color=BLUE, alpha=0.35, linewidth=1)
+    if len(xs) > 4:
+        axes.plot(*binned(xs, smooth(ys), MOST_POINTS), color=BLUE, label="training batches (running mean)")
+    if evaluations:
+        ex = [e[x] for e in evaluations]
+        errors = [interval(e) for e in evaluations]
+        rates = [e["pass_rate"] for e in evaluations]
+        axes.errorbar(ex, rates, errors, color=ORANGE, fmt="o-", markersize=4, capsize=2.5, label="held out")
+        newest = evaluations[-1]
+        axes.annotate(
+            f"{newest['pass_rate']:.3f}",
+            (newest[x], newest["pass_rate"] - errors[-1]),
+            xytext=(0, -5),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            color=ORANGE,
+            fontsize=9,
+            fontweight="bold",
+        )
+    if x == "compute_hours":
+        _predicted(axes, rows, evaluations)
+    axes.set_ylim(0, 1.04)
+    unit = next((r["compute_unit"] for r in [*rows, *evaluations]), "device")
+    axes.set_xlabel("step" if x == "step" else f"compute, {unit} hours")
+    if rows or evaluations:
+        axes.legend(loc="lower right")
+
+
+def _predicted(axes: Any, rows: list[Row], evaluations: list[Row]) -> None:
+    """The fitted law from its first point to the compute of the run's last step, with its 95 % interval, if there is a fit."""
+    newest = evaluations[-1] if evaluations else {}
+    if "predicted_hours" not in newest:
+        return
+    score = newest.get("predicted_score", "pass_rate")
+    try:
+        curve = curve_of_run("run", evaluations, rows, "the run", Columns(score=score))
+        fitted = fit([curve])
+    except MegarlError:  # the row tells of a fit that these rows do not bear out
+        return
+    if score != "pass_rate":  # the points so far are of all tasks together
+        axes.plot(curve.hours, curve.pass_rate, ".", color=GREY, label=score)
+    band = predict(fitted, np.geomspace(fitted.window[0], newest["predicted_hours"], CURVE_POINTS))
+    axes.fill_between(band.hours, band.low, band.high, color=GREY, alpha=0.2, linewidth=0)
+    axes.plot(band.hours, band.pass_rate, color=GREY, linestyle="--", label="fitted, with 95 % interval")
+    axes.axhline(fitted.A, color=GREY, linewidth=0.8, linestyle=":")
+
+
+def by_task(axes: Any, rows: list[Row], evaluations: list[Row], tasks: Sequence[str]) -> bool:
+    """Pass rate of each task against step, a colour a task: running mean of the training batches, and held out."""
+    drawn = False
+    for task, color in zip(tasks, itertools.cycle(COLORS)):
+        xs, ys = series(rows, f"pass_rate_train/{task}", "step")
+        if len(xs) > 4:
+            axes.plot(*binned(xs, smooth(ys), MOST_POINTS), color=color, alpha=0.45, linewidth=1)
+        xs, ys = series(evaluations, f"pass_rate/{task}", "step")
+        axes.plot(xs, ys, "o-", markersize=4, color=color, label=task)
+        drawn = drawn or bool(len(xs))
+    axes.set_ylim(0, 1.04)
+    axes.set_xlabel("step")
+    if drawn:
+        axes.legend(loc="lower right", title="held out; thin: training", title_fontsize=8)
+    return drawn
+
+
+def lines(axes: Any, rows: list[Row], names: dict[str, str], *, log: bool = False) -> bool:
+    """Metrics against step, `names` by label; whether there was anything to draw."""
+    drawn = False
+    for (name, label), color in zip(names.items(), itertools.cycle(COLORS)):
+        xs, ys = series(rows, name, "step")
+        if len(xs):
+            axes.plot(*binned(xs, ys, MOST_POINTS), color=color, label=label, marker="." if len(xs) == 1 else None)
+            drawn = True
+    if log and drawn and any(line.get_ydata().max() > 0 for line in axes.lines):
+        axes.set_yscale("log")
+    elif drawn:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.set_xlabel("step")
+    if drawn and len(names) > 1:
+        axes.legend(loc="best")
+    return drawn
+
+
+def where_time_goes(axes: Any, rows: list[Row]) -> bool:
+    """Seconds of a step, stacked: training, waiting, publishing, checkpoints."""
+    parts = {
+        "train_seconds": ("trains", BLUE),
+        "wait_seconds": ("waits for a batch", ORANGE),
+        "publish_seconds": ("publishes", GREEN),
+        "checkpoint_seconds": ("checkpoint", GREY),
+    }
+    found = [(series(rows, name, "step"), label, color) for name, (label, color) in parts.items()]
+    full = [
+        (binned(xs, ys, 120), label, color) for (xs, ys), label, color in found if len(xs) == len(rows) and len(xs) > 1
+    ]
+    if not full:
+        return False
+    axes.stackplot(
+        full[0][0][0],
+        *[ys for (_, ys), _, _ in full],
+        labels=[label for _, label, _ in full],
+        colors=[c for _, _, c in full],
+        alpha=0.85,
+        linewidth=0,
+    )
+    axes.set_xlabel("step")
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.25)  # room for the legend
+    axes.set_axisbelow(True)
+    axes.margins(x=0)
+    axes.legend(loc="upper right", ncols=2)
+    return True
+
+
+def lag_limit(axes: Any, recipe: Recipe) -> None:
+    """The line no trained token may be above."""
+    limit = recipe.pipeline.lag_limit
+    axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
+    axes.axhline(limit, color=RED, linestyle="--", linewidth=1)
+    axes.annotate(
+        f"k = {limit}" if recipe.pipeline.kind == "pipeline-rl" else f"limit {limit}",
+        (0.01, limit),
+        xycoords=("axes fraction", "data"),
+        va="bottom",
+        color=RED,
+        fontsize=8,
+    )
+
+
+def series(rows: list[Row], name: str, x: str) -> tuple[np.ndarray, np.ndarray]:
+    """Finite values of a metric and where they lie. Two [points] float64."""
+    points = [(row[x], row[name]) for row in rows if row.get(name) is not None and math.isfinite(row[name])]
+    array = np.array(points, dtype=np.float64).reshape(-1, 2)
+    return array[:, 0], array[:, 1]
+
+
+def binned(xs: np.ndarray, ys: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """At most `most` points, each the mean of neighbours."""
+    if len(xs) <= most:
+        return xs, ys
+    edges = np.linspace(0, len(xs), most + 1).astype(int)[:-1]
+    counts = np.diff(np.append(edges, len(xs)))
+    return np.add.reduceat(xs, edges) / counts, np.add.reduceat(ys, edges) / counts
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Centred running mean over about a twentieth of the run; shorter windows at the ends, so nothing is shifted."""
+    half = max(2, len(values) // 40)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    low = np.maximum(np.arange(len(values)) - half, 0)
+    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
+
+
+def interval(evaluation: Row) -> float:
+    """Half width of a 95 % interval of mean@k over `n_prompts` prompts.
+
+    An upper bound: √(p(1−p)/n), as if all samples of a prompt agreed; the row does not say how far they do.
+    """
+    p = evaluation["pass_rate"]
+    return 1.96 * math.sqrt(p * (1 - p) / evaluation["n_prompts"])
+
+
+def svg(draw: Callable[[Any], bool | None], title: str) -> str:
+    """One picture as an inline SVG element; empty if there was nothing to draw."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.6, 2.9), layout="constrained")
+        axes = figure.subplots()
+        axes.set_title(title)
+        if draw(axes) is False:
+            return ""
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def reward_png(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> bytes:
+    """The reward curve, against steps and against compute."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        figure.suptitle(f"{recipe.run.name}: pass rate", fontsize=12, fontweight="bold", x=0.01, ha="left")
+        pass_rate_against(left, rows, evaluations, "step")
+        pass_rate_against(right, rows, evaluations, "compute_hours")
+        left.set_ylabel("pass rate")
+        data = io.BytesIO()
+        figure.savefig(data, format="png", dpi=130)
+    return data.getvalue()
+
+
+PARITY = {"kernels": "equal weights", "decode": "decode", "stale_kv": "stale KV", "staleness": "staleness"}
+
+
+def parity(axes: Any, rows: list[Row]) -> bool:
+    """The causes of what servers and learner differ by; those that are 0 throughout are named instead of drawn."""
+    measured = {c: [v for r in rows if (v := r.get(f"parity_mean/{c}")) is not None] for c in PARITY}
+    same = [PARITY[c] for c, values in measured.items() if values and not any(values)]
+    drawn = lines(axes, rows, {f"parity_mean/{c}": PARITY[c] for c, v in measured.items() if any(v)}, log=True)
+    if same:
+        axes.annotate(f"same bits: {', '.join(same)}", (0.02, 0.02), xycoords="axes fraction", fontsize=9)
+    return drawn or bool(same)
+
+
+TITLES = {"completion_tokens_mean": "completion length, tokens", "truncation_rate": "answers cut off, share"}
+
+
+def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: list[Row]) -> Sequence[str]:
+    """All SVGs of the report, in reading order; those without data are left out. `timed`: rows whose times mean something."""
+
+    def lag(axes: Any) -> bool:
+        drawn = lines(axes, rows, {"lag_max": "largest", "lag_mean": "mean"})
+        lag_limit(axes, recipe)
+        return drawn
+
+    tasks = list(recipe.data.tasks)
+
+    def of_tasks(name: str) -> str:
+        if len(tasks) == 1:
+            return ""
+        return svg(lambda a: lines(a, rows, {f"{name}/{task}": task for task in tasks}), f"By task: {TITLES[name]}")
+
+    rates = {"truncation_rate": "truncated", "interruption_rate": "interrupted", "format_error_rate": "malformed"}
+    speed = {"tokens_per_second": "trained", "rollout_tokens_per_second": "sampled"}
+    found = [
+        svg(lambda a: pass_rate_against(a, rows, evaluations, "step"), "Pass rate, by step"),
+        svg(lambda a: pass_rate_against(a, rows, evaluations, "compute_hours"), "Pass rate, by compute"),
+        svg(lambda a: by_task(a, rows, evaluations, tasks), "Pass rate, by task") if len(tasks) > 1 else "",
+        of_tasks("completion_tokens_mean"),
+        of_tasks("truncation_rate"),
+        svg(lambda a: lines(a, rows, {"turns_mean": "mean"}), "Turns of an episode"),
+        svg(lambda a: lines(a, rows, {"entropy": "entropy"}), "Entropy of trained tokens, nats"),
+        svg(lambda a: lines(a, rows, {"grad_norm": "grad norm"}), "Gradient norm before clipping"),
+        svg(lag, "Lag of trained tokens, steps"),
+        svg(lambda a: parity(a, rows), "Servers against learner: mean |log-prob difference| by cause"),
+        svg(lambda a: lines(a, rows, {"parity_routing": ""}), "Choices of experts that differ: share"),
+        svg(lambda a: lines(a, timed, speed), "Tokens a second"),
+        svg(lambda a: where_time_goes(a, timed), "Where the learner's step goes, seconds"),
+        svg(lambda a: lines(a, rows, rates), "Answers cut off, interrupted, malformed: share"),
+        svg(lambda a: lines(a, rows, {"completion_tokens_mean": ""}), "Completion length, tokens"),
+        svg(lambda a: lines(a, rows, {"trained_logprob_diff": ""}, log=True), "Learner against behaviour log-probs"),
+        svg(lambda a: lines(a, rows, {"groups_in_loss": "in the loss", "void_groups": "void"}), "Groups of a batch"),
+    ]
+    return [picture for picture in found if picture]

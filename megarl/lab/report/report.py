@@ -1,0 +1,105 @@
+"""`megarl report RUN`: RUN/report.html, one file that opens offline, and RUN/reward.png. Works while the run lives.
+
+recipe.yaml, metrics.jsonl, eval.jsonl, rollouts/ ──► tiles, charts (inline SVG), table, sample rollouts ──► report.html
+"""
+
+import html
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megarl.core.base.rundir import RunDir, latest_rows, latest_scores, write_atomically
+from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.base.types import Group, Rollout
+from megarl.core.journal.journal import JournalReader
+from megarl.core.recipe import Recipe, dump, load
+from megarl.lab.report import charts, pages, summary
+
+TEMPLATE = Path(__file__).with_name("report.html")
+SAMPLES = 4
+"""Rollouts shown, of the newest groups."""
+MOST_CHARACTERS = 6000
+
+
+def main(run: Path) -> int:
+    """Write the report of a run directory and say where it is."""
+    rundir = RunDir.opened(run)
+    write_report(rundir)
+    print(f"{rundir.report}\n{rundir.picture}")
+    return 0
+
+
+def write_report(rundir: RunDir) -> None:
+    """Both files, from what the run directory holds now."""
+    recipe = load(str(rundir.recipe))
+    rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
+    values = summary.summarise(recipe, rundir)
+    pages.write_page(
+        TEMPLATE,
+        rundir.report,
+        name=html.escape(recipe.run.name),
+        subtitle=html.escape(f"{recipe.description} · {values['steps']} of {values['steps_planned']} steps"),
+        tiles="".join(_tile(name, text) for name, text in _tiles(values)),
+        charts="".join(
+            f"<div>{picture}</div>"
+            for picture in charts.pictures(recipe, rows, summary.steady(rows, rundir), evaluations)
+        ),
+        table="".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(t)}</td></tr>" for n, t in summary.lines(values)),
+        rollouts=_rollouts(recipe, rundir),
+        recipe=html.escape(dump(recipe)),
+    )
+    write_atomically(rundir.picture, charts.reward_png(recipe, rows, evaluations))
+
+
+def _tiles(v: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    yield (
+        "pass rate, held out",
+        f"{summary.show(v['pass_rate_before'], '.2f')} → {summary.show(v['pass_rate_after'], '.2f')}",
+    )
+    yield "steps", f"{v['steps']} / {v['steps_planned']}"
+    yield f"{v['compute_unit'] or 'device'} hours", summary.show(v["compute_hours"], ".3g")
+    yield "tokens a second", summary.show(v["tokens_per_second"], ",.0f")
+    yield "largest lag", f"{summary.show(v['lag_max'], '.0f')} of {v['lag_limit']}"
+    same = v["parity_mean_max"] == 0
+    yield "server − learner log-prob", "same bits" if same else summary.show(v["parity_mean"], ".1e")
+
+
+def _tile(name: str, text: str) -> str:
+    return f'<div class="tile"><b>{html.escape(text)}</b><span>{html.escape(name)}</span></div>'
+
+
+def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
+    """A right and a wrong answer of each of the newest groups, a colour a weight version; empty without a journal."""
+    reader = JournalReader(rundir.rollouts)
+    newest = reader.finished()[-2 * SAMPLES :]
+    if not newest or not (Path(recipe.model.path) / "tokenizer.json").exists():
+        return ""
+    tokenizer = load_tokenizer(recipe.model.path)
+    chosen = [(group, r) for group in reversed(reader.groups(newest)) for r in _one_of_each(group)][:SAMPLES]
+    several = len(recipe.data.tasks) > 1
+    shown = "".join(_rollout(tokenizer, group, rollout, several) for group, rollout in chosen)
+    legend = (
+        'Newest groups. <span class="v0">Backgrounds</span> <span class="v1">change</span> with the version of the weights; '
+        '<span class="phrase">this one</span> was put in and is not trained.'
+    )
+    return f'<h2>Rollouts</h2><p class="sub">{legend}</p>{shown}'
+
+
+def _one_of_each(group: Group) -> list[Rollout]:
+    right = [r for r in group.rollouts if r.correct]
+    wrong = [r for r in group.rollouts if not r.correct]
+    return right[:1] + wrong[:1]
+
+
+def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks: bool) -> str:
+    text = html.escape(tokenizer.decode(group.prompt.tokens))
+    versions = sorted({s.weight_version for s in rollout.segments if s.trained})
+    for segment in rollout.segments:
+        part = html.escape(tokenizer.decode(segment.tokens))[:MOST_CHARACTERS]
+        colour = f"v{versions.index(segment.weight_version) % 2}" if segment.trained else "phrase"
+        text += f'<span class="{colour}">{part}</span>'
+    mark = '<span class="good">right</span>' if rollout.correct else '<span class="bad">wrong</span>'
+    span = f"{versions[0]}–{versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
+    name = f"ticket {group.ticket}" + (f" · {group.prompt.task}" if several_tasks else "")
+    facts = f"{name} · {mark} · answer {html.escape(group.prompt.answer)} · weights {span} · {rollout.finish}"
+    return f'<p class="sub">{facts}</p><pre class="rollout">{text}</pre>'

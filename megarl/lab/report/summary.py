@@ -1,0 +1,205 @@
+"""What a run came to: RUN/summary.json, and the closing summary in the terminal. Works on a half-finished run.
+
+metrics.jsonl, eval.jsonl, logs/supervisor.jsonl ──► summarise() ──► dict ──► render()
+"""
+
+import bisect
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from megarl.core.base.rundir import RunDir, latest_rows, latest_scores
+from megarl.core.recipe import Recipe
+from megarl.core.telemetry import warnings
+from megarl.lab.scaling.outlook import words
+
+Row = dict[str, Any]
+
+
+def summarise(recipe: Recipe, rundir: RunDir) -> Row:
+    """Figures over all lives of the run; None where nothing was measured."""
+    rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
+    lived = steady(rows, rundir)
+    events = [event.event for event in rundir.events()]
+    first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
+    seconds = _total(lived, "step_seconds")
+    publishing = [row for row in lived if "transfer_seconds" in row]
+    return {
+        "run": recipe.run.name,
+        "steps": len(rows),
+        "steps_planned": recipe.run.steps,
+        "compute_hours": _largest([*rows, *evaluations], "compute_hours"),
+        "compute_unit": rows[-1].get("compute_unit") if rows else None,
+        "pass_rate_before": first.get("pass_rate"),
+        "pass_rate_before_step": first.get("step"),
+        "pass_rate_after": last.get("pass_rate"),
+        "pass_rate_after_step": last.get("step"),
+        "predicted": words(last),
+        "pass_rate_train": _mean(rows[-20:], "pass_rate_train"),
+        "generated_tokens": _total(rows, "generated_tokens"),
+        "tokens_per_second": _ratio(_total(lived, "generated_tokens"), seconds),
+        "step_seconds": _ratio(seconds, float(len(lived))),
+        "learner_idle_share": _ratio(_total(lived, "wait_seconds"), seconds),
+        "server_idle_share": _rest(_by_time(lived, "server_busy_share")),
+        "publications": len(publishing),
+        "publish_seconds": _mean(publishing, "publish_seconds"),
+        "pause_seconds": _mean(publishing, "pause_seconds"),
+        "transfer_seconds": _mean(publishing, "transfer_seconds"),
+        "resume_seconds": _mean(publishing, "resume_seconds"),
+        "lag_mean": _mean(rows, "lag_mean"),
+        "lag_max": _largest(rows, "lag_max"),
+        "lag_limit": recipe.pipeline.lag_limit,
+        "parity_mean": _mean(rows, "parity_mean/kernels"),
+        "parity_mean_max": _largest(rows, "parity_mean/kernels"),
+        "parity_publications": sum("parity_mean/kernels" in row for row in rows),
+        "versions_per_rollout": _mean(rows, "versions_per_rollout"),
+        "truncation_rate": _mean(rows[-20:], "truncation_rate"),
+        "interruption_rate": _mean(rows[-20:], "interruption_rate"),
+        "format_error_rate": _mean(rows[-20:], "format_error_rate"),
+        "void_groups": _total(rows, "void_groups"),
+        "warnings": warnings.words(
+            _mean(rows[-20:], "truncation_rate"),
+            _mean(rows[-20:], "effective_sample_size"),
+            _mean(rows[-20:], "format_error_rate"),
+            recipe.length.end_of_thinking,
+        ),
+        "restarts": events.count("restart"),
+        "tasks": _by_task(recipe, rows, first, last),
+    }
+
+
+def _by_task(recipe: Recipe, rows: list[Row], first: Row, last: Row) -> dict[str, Row]:
+    """Of each task, when there are several. first, last: evaluations."""
+    if len(recipe.data.tasks) == 1:
+        return {}
+    return {
+        task: {
+            "pass_rate_before": first.get(f"pass_rate/{task}"),
+            "pass_rate_after": last.get(f"pass_rate/{task}"),
+            "pass_rate_train": _mean(rows[-20:], f"pass_rate_train/{task}"),
+            "truncation_rate": _mean(rows[-20:], f"truncation_rate/{task}"),
+            "completion_tokens": _mean(rows[-20:], f"completion_tokens_mean/{task}"),
+        }
+        for task in recipe.data.tasks
+    }
+
+
+def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
+    """Rows whose times are those of steps: not replayed, and not the first of a learner's life, which has its start-up."""
+    starts = [e.time for e in rundir.events() if e.event == "started" and e.role == "learner-0"]
+    times = sorted(_finite(rows, "time"))
+    first = {times[i] for start in starts if (i := bisect.bisect(times, start)) < len(times)}
+    return [row for row in rows if not row.get("replay") and row.get("time") not in first]
+
+
+def render(values: Row, rundir: RunDir) -> RenderableType:
+    """The closing summary."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for name, text in lines(values):
+        grid.add_row(name, text)
+    places = Table.grid(padding=(0, 2))
+    places.add_column(style="dim", no_wrap=True)
+    places.add_column(overflow="fold")
+    for name, path in _places(rundir):
+        places.add_row(name, path)
+    style = {"finished": "green", "failed": "red"}.get(values["outcome"], "yellow")
+    outcome = Text(f"{values['outcome']}: {values['reason']}", style=f"bold {style}")
+    return Panel(
+        Group(outcome, Text(), grid, Text(), places), title=f"megarl · {rundir.path}", padding=(0, 1), width=100
+    )
+
+
+def lines(v: Row) -> Iterable[tuple[str, str]]:
+    compute = (
+        f" · {v['compute_hours']:.3f} {v['compute_unit']} hours" if v["compute_hours"] and v["compute_unit"] else ""
+    )
+    wall = f" · {v['wall_seconds'] / 60:.1f} min this time" if "wall_seconds" in v else ""
+    yield "steps", f"{v['steps']} of {v['steps_planned']}{compute}{wall}"
+    if v["pass_rate_before"] is not None:
+        before = f"{v['pass_rate_before']:.3f} (step {v['pass_rate_before_step']})"
+        yield "pass rate, held out", f"{before} → {v['pass_rate_after']:.3f} (step {v['pass_rate_after_step']})"
+    for task, t in v["tasks"].items():
+        heldout = f"{show(t['pass_rate_before'], '.3f')} → {show(t['pass_rate_after'], '.3f')}"
+        trained = f"training {show(t['pass_rate_train'], '.3f')} · {show(t['completion_tokens'], ',.0f')} tokens"
+        yield f"  {task}", f"{heldout} · {trained} · truncated {show(t['truncation_rate'], '.1%')}"
+    if v["predicted"]:
+        yield "predicted", v["predicted"]
+    if not v["steps"]:
+        return
+    yield "pass rate, training", f"{show(v['pass_rate_train'], '.3f')} (last 20 steps)"
+    yield "speed", f"{show(v['tokens_per_second'], ',.0f')} tokens/s · {show(v['step_seconds'], '.2f')} s a step"
+    yield "idle", f"servers {show(v['server_idle_share'], '.0%')} · learner {show(v['learner_idle_share'], '.0%')}"
+    parts = " · ".join(f"{part} {show(v[f'{part}_seconds'], '.3f')}" for part in ("pause", "transfer", "resume"))
+    yield "publication", f"{show(v['publish_seconds'], '.3f')} s each of {v.get('publications', '–')} ({parts})"
+    yield "lag", f"largest {show(v['lag_max'], '.0f')} of {v['lag_limit']} · mean {show(v['lag_mean'], '.2f')}"
+    yield "servers vs learner", _parity(v)
+    rates = (("truncated", "truncation_rate"), ("interrupted", "interruption_rate"), ("malformed", "format_error_rate"))
+    yield "answers", " · ".join(f"{word} {show(v[key], '.1%')}" for word, key in rates) + " (last 20 steps)"
+    for warning in v.get("warnings", ()):  # a run of an older version has none
+        yield "look at", warning
+    if v["restarts"] or v["void_groups"]:
+        yield "mishaps", f"{v['restarts']} restarts of a role · {show(v['void_groups'], '.0f')} void groups"
+
+
+def _parity(v: dict[str, Any]) -> str:
+    """Their difference in words."""
+    if not v["parity_publications"]:
+        return "not compared"
+    if v["parity_mean_max"] == 0:
+        return f"same bits at {v['parity_publications']} publications"
+    differ = f"log-probs differ by {show(v['parity_mean'], '.1e')} on average"
+    return f"{differ}, {show(v['parity_mean_max'], '.1e')} at the worst of {v['parity_publications']} publications"
+
+
+def _places(rundir: RunDir) -> Iterable[tuple[str, str]]:
+    yield "report", f"{rundir.report}  (one file, opens offline; picture {rundir.picture.name})"
+    yield "TensorBoard", f"tensorboard --logdir {rundir.tensorboard}"
+    yield "metrics", f"{rundir.metrics}, {rundir.eval.name}, {rundir.summary.name}"
+    yield "rollouts", f"megarl rollouts show {rundir.path}"
+    newest = max(rundir.checkpoints.glob("step-*"), default=None)
+    if newest is not None:
+        yield "checkpoints", str(rundir.checkpoints)
+        yield "export", f"python -m checkpoints_tools convert megatron-to-hf {rundir.path} {rundir.path / 'hf'}"
+
+
+def _finite(rows: list[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None and math.isfinite(row[name])]
+
+
+def _total(rows: list[Row], name: str) -> float:
+    return math.fsum(_finite(rows, name))
+
+
+def _mean(rows: list[Row], name: str) -> float | None:
+    values = _finite(rows, name)
+    return math.fsum(values) / len(values) if values else None
+
+
+def _by_time(rows: list[Row], name: str) -> float | None:
+    """Mean over the time of the steps: a step of a minute counts as much as sixty of a second."""
+    known = [row for row in rows if _finite([row], name)]
+    return _ratio(math.fsum(row[name] * row["step_seconds"] for row in known), _total(known, "step_seconds"))
+
+
+def _largest(rows: list[Row], name: str) -> float | None:
+    return max(_finite(rows, name), default=None)
+
+
+def _ratio(value: float, by: float) -> float | None:
+    return value / by if by else None
+
+
+def _rest(share: float | None) -> float | None:
+    """Of one; a measured share can be a hair above it."""
+    return None if share is None else max(0.0, 1.0 - share)
+
+
+def show(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

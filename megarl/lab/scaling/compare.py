@@ -1,0 +1,181 @@
+"""Runs against each other: ceilings, speed, and who is ahead from which compute on.
+
+    {name: curves} ──► a fit each ──► each against the first: same ceiling? then B at the mean A ──► table, verdict
+
+Exponents B of two fits are comparable only at one ceiling. ScaleRL compares them where A agree within 0.02, what three seeds
+of one recipe differ by, after refitting both at the mean A (arXiv 2510.13786, section 2).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.lab.scaling.doubts import WIDE_INTERVAL
+from megarl.lab.scaling.extrapolate import inverse as hours_of
+from megarl.lab.scaling.fit import Fit, fit
+from megarl.lab.scaling.points import Curve, amount
+
+SAME_CEILING = 0.02
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of the table; `fit` is None where `problem` says why there is none."""
+
+    name: str
+    fit: Fit | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The reference and another run. `at_mean`: both refitted at the mean A; None if their A differ too much."""
+
+    reference: str
+    other: str
+    at_mean: tuple[Fit, Fit] | None
+    overtakes: tuple[tuple[str, float], ...]
+    """Who gets ahead, at which hours, in order; the first entry is who is ahead where both begin."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    entries: tuple[Entry, ...]
+    pairs: tuple[Pair, ...]
+
+    @property
+    def verdict(self) -> str:
+        """In plain words, one sentence group a pair."""
+        failed = [f"{entry.name} was not fitted: {entry.problem}" for entry in self.entries if entry.fit is None]
+        return "\n".join([*(pair.text for pair in self.pairs), *failed])
+
+    @property
+    def fits(self) -> dict[str, Fit]:
+        """Of all that could be fitted; of two runs with one ceiling those at the mean A, where their B are comparable."""
+        if len(self.pairs) == 1 and (pair := self.pairs[0]).at_mean is not None:
+            return dict(zip((pair.reference, pair.other), pair.at_mean, strict=True))
+        return {entry.name: entry.fit for entry in self.entries if entry.fit is not None}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table as records: the fit's keys, `name`, and B and C_mid at the mean A with the first run."""
+        at_mean = {pair.other: pair.at_mean[1] for pair in self.pairs if pair.at_mean}
+        found = []
+        for entry in self.entries:
+            row: dict[str, Any] = {"name": entry.name}
+            if entry.fit is None:
+                row |= {"problem": entry.problem}
+            else:
+                row |= entry.fit.record()
+            if entry.name in at_mean:
+                refitted = at_mean[entry.name]
+                row |= {"A_mean": refitted.A, "B_at_A_mean": refitted.B, "C_mid_at_A_mean": refitted.C_mid}
+            found.append(row)
+        return found
+
+
+def compare(runs: Mapping[str, Sequence[Curve]], **options: Any) -> Comparison:
+    """All runs against the first that can be fitted. options: of `fit`."""
+    if len({curve.unit for curves in runs.values() for curve in curves}) > 1:
+        raise MegarlError("runs on GPUs and runs on CPU cores cannot be compared by their hours")
+    entries = tuple(_entry(name, curves, options) for name, curves in runs.items())
+    fits = {entry.name: entry.fit for entry in entries if entry.fit is not None}
+    names = list(fits)
+    pairs = tuple(_pair(names[0], name, fits, runs, options) for name in names[1:])
+    return Comparison(entries, pairs)
+
+
+def _entry(name: str, curves: Sequence[Curve], options: dict[str, Any]) -> Entry:
+    try:
+        return Entry(name, fit(curves, **options))
+    except MegarlError as error:
+        return Entry(name, None, str(error))
+
+
+def _pair(
+    reference: str, other: str, fits: Mapping[str, Fit], runs: Mapping[str, Sequence[Curve]], options: dict[str, Any]
+) -> Pair:
+    first, second = fits[reference], fits[other]
+    at_mean = None
+    if abs(first.A - second.A) <= SAME_CEILING:
+        mean = (first.A + second.A) / 2
+        a, b = (fit(runs[name], **{**options, "ceiling": mean}) for name in (reference, other))
+        at_mean = (a, b)
+    crossings = overtakes(reference, first, other, second)
+    words = (
+        _ceiling(reference, first, other, second, at_mean),
+        _speed(reference, first, other, second),
+        _lead(crossings, first, second),
+    )
+    return Pair(reference, other, at_mean, crossings, " ".join(words))
+
+
+def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, float], ...]:
+    """Who is ahead, from which hours on, up to ten times the compute seen. Differences below the fits' noise count as none."""
+    hours = np.geomspace(max(a.window[0], b.window[0]), 10 * max(a.window[1], b.window[1]), 2000)
+    difference = a(hours) - b(hours)
+    clear = np.flatnonzero(np.abs(difference) > max(a.rmse, b.rmse, 1e-3))
+    ahead: list[tuple[str, float]] = []
+    for n in clear:
+        leader = name_a if difference[n] > 0 else name_b
+        if not ahead:
+            ahead.append((leader, float(hours[n] if n else hours[0])))
+        elif ahead[-1][0] != leader:
+            before = np.flatnonzero(np.sign(difference[: n + 1]) != np.sign(difference[n]))
+            ahead.append((leader, float(hours[before[-1]])))
+    return tuple(ahead)
+
+
+def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1): a line of slope B. Scores outside R_0 … A
+    have none."""
+    share = (pass_rate - fit.R_0) / (fit.A - fit.R_0)
+    inside = (share > 0) & (share < 1)
+    log_f = fit.B * math.log10(fit.C_mid) - np.log10(1 / share[inside] - 1)
+    return np.log10(hours[inside]), log_f
+
+
+def _ceiling(name_a: str, a: Fit, name_b: str, b: Fit, at_mean: tuple[Fit, Fit] | None) -> str:
+    if at_mean is not None:
+        x, y = at_mean
+        steeper = (
+            f"B differs: {x.B:.2f} ({name_a}) against {y.B:.2f} ({name_b})"
+            if x.B_interval[1] < y.B_interval[0] or y.B_interval[1] < x.B_interval[0]
+            else f"B does not differ measurably: {x.B:.2f} ({name_a}) and {y.B:.2f} ({name_b})"
+        )
+        wide = [(n, f.A_interval) for n, f in ((name_a, a), (name_b, b)) if np.ptp(f.A_interval) > WIDE_INTERVAL]
+        unsure = "".join(f" But A of {n} may be anywhere in {low:.3f} … {high:.3f}." for n, (low, high) in wide)
+        return (
+            f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} "
+            f"(A {a.A:.3f} and {b.A:.3f}); refitted at {x.A:.3f}, {steeper}.{unsure}"
+        )
+    (low_name, low), (high_name, high) = sorted(((name_a, a), (name_b, b)), key=lambda pair: pair[1].A)
+    sure = "" if low.A_interval[1] < high.A_interval[0] else "; their 95 % intervals overlap, so this is not certain"
+    return f"{high_name} has the higher ceiling: A {high.A:.3f} against {low.A:.3f} of {low_name}{sure}."
+
+
+def _speed(name_a: str, a: Fit, name_b: str, b: Fit) -> str:
+    """Who needs less compute for half of the gain that both can make."""
+    r0 = max(a.R_0, b.R_0)
+    halfway = (r0 + min(a.A, b.A)) / 2
+    hours_a, hours_b = hours_of(a, halfway), hours_of(b, halfway)
+    if halfway <= r0 or abs(hours_a - hours_b) <= 0.03 * max(hours_a, hours_b):
+        return "Neither is quicker to half of the gain both can make."
+    name, few, many = (name_a, hours_a, hours_b) if hours_a < hours_b else (name_b, hours_b, hours_a)
+    half = f"{halfway:.3f}, half of the gain both can make,"
+    return f"{name} is quicker: {half} after {amount(few, a.unit)} instead of {amount(many)}."
+
+
+def _lead(ahead: tuple[tuple[str, float], ...], a: Fit, b: Fit) -> str:
+    if not ahead:
+        return "Their curves stay within the noise of the fits."
+    seen = min(a.window[1], b.window[1])
+    said = [f"{ahead[0][0]} is ahead at first"] if len(ahead) > 1 else [f"{ahead[0][0]} is ahead throughout"]
+    for name, hours in ahead[1:]:
+        beyond = f" (extrapolated: the points end at {amount(seen)})" if hours > seen else ""
+        said.append(f"{name} overtakes at {amount(hours, a.unit)}{beyond}")
+    return "; ".join(said) + "."

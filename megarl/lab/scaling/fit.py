@@ -1,0 +1,228 @@
+"""ScaleRL's fit of a learning curve, and how sure its parameters are (arXiv 2510.13786, section 2 and appendix A).
+
+    Curves ──► window.py: without early points ──► profile.py: A, B, C_mid and their intervals ──► doubts.py ──► Fit
+
+The paper tries A = 0.450, 0.455 … 0.800 and C_mid, and fits B for each pair; the smallest sum of squares wins. Here C_mid is
+continuous and so, unless `grid="paper"`, is A between 0 and 1. R_0 is the score before training and is not fitted if known.
+
+An interval of a parameter holds the values whose best curve has an error of at most
+
+    sse · (1 + t² / (n − p))      t: Student's 97.5 % quantile with n − p degrees of freedom, p fitted parameters,
+
+the profile likelihood of Gaussian noise of unknown size. A measured R_0 has the noise of the other evaluations: each end is
+moved by what R_0 ± t·noise would move the parameter, the two added as squares. `benchmarks/scaling_calibration.py` measures how
+often the intervals hold the truth.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.lab.scaling import least_squares
+from megarl.lab.scaling.doubts import doubts
+from megarl.lab.scaling.forms import Form, form_named
+from megarl.lab.scaling.least_squares import A, Problem, U, W, descend
+from megarl.lab.scaling.points import Curve, Unit
+from megarl.lab.scaling.profile import Profile, student_t
+from megarl.lab.scaling.window import windowed
+
+Grid = Literal["paper", "free"]
+Interval = tuple[float, float]
+GRIDS: dict[str, tuple[Interval, float | None]] = {"paper": ((0.45, 0.8), 0.005), "free": ((0.0, 1.0), None)}
+"""Bounds of A, and its step."""
+KEYS = ("form", "A", "B", "C_mid", "R_0", "sse", "rmse", "r2", "n")
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A fitted curve. Hours are of `unit`; an end of an interval that the points do not bound is infinite."""
+
+    form: str
+    A: float
+    B: float
+    C_mid: float
+    R_0: float
+    sse: float
+    rmse: float
+    r2: float
+    n: int
+    window: Interval
+    """Hours of the first and the last point that were used."""
+    A_interval: Interval
+    B_interval: Interval
+    C_mid_interval: Interval
+    warnings: tuple[str, ...]
+    unit: Unit
+    r0_from: Literal["evaluation", "given", "estimate"]
+    problem: Problem
+    """What was solved; x is in units of `scale`."""
+    allowed_sse: float
+    """Largest error of a curve in the 95 % region of one parameter or prediction, R_0 being certain."""
+    region: tuple[np.ndarray, np.ndarray]
+    """Parameters [rows, 4] of the profiles, of curves inside the region and somewhat outside, and their errors [rows]."""
+    if_r0: np.ndarray
+    """[2, 4] parameters refitted at the ends of R_0's interval; R_0's own fit where it has none."""
+    hours: np.ndarray
+    """[n] of the points used, rising."""
+
+    def __call__(self, hours: np.ndarray) -> np.ndarray:
+        """The fitted pass rate [points] at compute above 0."""
+        return curve_at(self.problem.form, self.theta, hours, self.scale)
+
+    def record(self) -> dict[str, Any]:
+        """For JSON; null is an end of an interval that is not bounded."""
+        return {key: getattr(self, key) for key in KEYS} | {
+            "window": list(self.window),
+            "A_interval": _finite(self.A_interval),
+            "B_interval": _finite(self.B_interval),
+            "C_mid_interval": _finite(self.C_mid_interval),
+            "warnings": list(self.warnings),
+        }
+
+    @property
+    def pass_rate(self) -> np.ndarray:
+        """[n] of the points used."""
+        return self.problem.y
+
+    @property
+    def scale(self) -> float:
+        return self.window[1]
+
+    @cached_property
+    def theta(self) -> np.ndarray:
+        """[4] parameters as least_squares has them."""
+        u, w = self.problem.form.u_w(self.C_mid, self.B, self.scale)
+        return np.array([self.A, u, w, self.R_0])
+
+
+def fit(
+    curves: Sequence[Curve],
+    *,
+    r0: float | None = None,
+    start: float | None = None,
+    end: float | None = None,
+    form: str = "sigmoid",
+    grid: Grid = "free",
+    ceiling: float | None = None,
+) -> Fit:
+    """One fit of all curves together (the seeds of one recipe). start, end: hours of the window; ceiling: A is held there."""
+    if not curves:
+        raise MegarlError("nothing to fit: no curve was given")
+    chosen = form_named(form)
+    hours, scores, remarks = windowed(curves, start, end)
+    known, r0_from = _before_training(curves, r0)
+    _refuse(curves[0].name, chosen, hours, scores, known, ceiling)
+    bounds, step = GRIDS[grid] if ceiling is None else ((ceiling, ceiling), None)
+    scale = float(hours[-1])
+    earliest = min(float(c.pass_rate[0]) for c in curves if len(c.pass_rate))
+    r0_bounds = (0.0, earliest) if known is None else (known, known)
+    problem = Problem(chosen, chosen.x(hours, scale), scores, bounds, r0_bounds)
+    profile = Profile(problem, step)
+    allowed = profile.smallest * _threshold(problem)
+    if_r0 = _refitted(problem, profile.theta, profile.smallest, sum(c.r0 is not None for c in curves), r0_from)
+    ends = [
+        widened(profile.interval(i, allowed), float(profile.theta[i]), if_r0[:, i]) for i in range(least_squares.R0)
+    ]
+    found = Fit(
+        form=form,
+        A=float(profile.theta[A]),
+        B=chosen.b(float(profile.theta[W]), scale),
+        C_mid=chosen.hours(float(profile.theta[U]), scale),
+        R_0=float(profile.theta[least_squares.R0]),
+        sse=profile.sse,
+        rmse=math.sqrt(profile.sse / len(hours)),
+        r2=1 - profile.sse / float(((scores - scores.mean()) ** 2).sum()),
+        n=len(hours),
+        window=(float(hours[0]), scale),
+        A_interval=(max(ends[A][0], bounds[0]), min(ends[A][1], bounds[1])),
+        B_interval=(chosen.b(ends[W][0], scale), chosen.b(ends[W][1], scale)),
+        C_mid_interval=(chosen.hours(ends[U][0], scale), chosen.hours(ends[U][1], scale)),
+        warnings=(),
+        unit=curves[0].unit,
+        r0_from=r0_from,
+        problem=problem,
+        allowed_sse=allowed,
+        region=profile.region(allowed),
+        if_r0=if_r0,
+        hours=hours,
+    )
+    return replace(found, warnings=(*remarks, *doubts(found)))
+
+
+def fit_each(curves: Sequence[Curve], **options: Any) -> list[Fit]:
+    """A fit a seed."""
+    return [fit([curve], **options) for curve in curves]
+
+
+def curve_at(form: Form, theta: np.ndarray, hours: np.ndarray, scale: float) -> np.ndarray:
+    """Pass rates [points] of one curve's parameters [4]."""
+    return least_squares.predicted(form, theta[None], form.x(hours, scale))[0]
+
+
+def widened(interval: Interval, value: float, if_r0: np.ndarray) -> Interval:
+    """The interval with the uncertainty of R_0: `if_r0` [2] is the value at either end of R_0's."""
+    low = value - math.hypot(value - interval[0], value - min(value, float(if_r0.min())))
+    high = value + math.hypot(interval[1] - value, max(value, float(if_r0.max())) - value)
+    return low, high
+
+
+def _refitted(problem: Problem, theta: np.ndarray, sse: float, evaluations: int, r0_from: str) -> np.ndarray:
+    """Parameters [2, 4] at either end of R_0's 95 % interval, if R_0 is the mean of so many noisy evaluations."""
+    both = np.stack([theta, theta])
+    if r0_from != "evaluation":
+        return both
+    half = math.sqrt(sse * (_threshold(problem) - 1) / evaluations)
+    for row, r0 in zip(both, (theta[least_squares.R0] - half, theta[least_squares.R0] + half), strict=True):
+        row[least_squares.R0] = min(max(r0, 0.0), 1.0)
+        row[:] = descend(replace(problem, r0_bounds=(row[least_squares.R0],) * 2), row[None])[0][0]
+    return both
+
+
+def _threshold(problem: Problem) -> float:
+    """1 + t²/(n − p)."""
+    left = problem.y.size - int(problem.free.sum())
+    return 1 + student_t(left) ** 2 / left
+
+
+def _before_training(
+    curves: Sequence[Curve], given: float | None
+) -> tuple[float | None, Literal["evaluation", "given", "estimate"]]:
+    """R_0 and where it is from; None: to be estimated. Seeds start from the same weights, so their scores are averaged."""
+    if given is not None:
+        if not 0 <= given < 1:
+            raise MegarlError(f"R_0 is {given:g}; it is the pass rate before training, between 0 and 1")
+        return given, "given"
+    measured = [curve.r0 for curve in curves if curve.r0 is not None]
+    return (sum(measured) / len(measured), "evaluation") if measured else (None, "estimate")
+
+
+def _refuse(
+    name: str, form: Form, hours: np.ndarray, scores: np.ndarray, r0: float | None, ceiling: float | None
+) -> None:
+    """What no curve can be fitted to."""
+    parameters = 2 + (r0 is None) + (ceiling is None)
+    if len(hours) <= parameters:
+        raise MegarlError(
+            f"{name}: {len(hours)} point{'s' * (len(hours) != 1)} in the window; a curve of {parameters} parameters needs at "
+            f"least {parameters + 1}. Wait for more evaluations, widen the window (--from, --until)"
+            + (", or give the score before training (--r0)" if r0 is None else "")
+        )
+    if np.unique(hours).size <= parameters:
+        raise MegarlError(
+            f"{name}: only {np.unique(hours).size} different amounts of compute; nothing can be fitted to that"
+        )
+    if ((scores - scores.mean()) ** 2).sum() == 0:  # also of scores that differ by less than numbers can say
+        raise MegarlError(
+            f"{name}: all {len(scores)} scores are {scores[0]:g}; a constant has no midpoint and no ceiling"
+        )
+    if form.name == "power" and r0 is None:
+        raise MegarlError(f"{name}: the power law cannot estimate R_0 (it only moves C_mid); give --r0")
+
+
+def _finite(interval: Interval) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in interval]

@@ -1,0 +1,95 @@
+"""The three curves that can be fitted, each with a ceiling A, a speed B and a place C_mid.
+
+    R(C) = R_0 + (A − R_0) · s(z)
+
+    sigmoid    s = 1/(1 + e^−z)   z = B · ln(C / C_mid)     ScaleRL's law: 1/(1 + (C_mid/C)^B)   (arXiv 2510.13786, eq. 1)
+    logistic   s = 1/(1 + e^−z)   z = B · (C − C_mid)       the same in linear compute: another curve, B is per hour
+    power      s = 1 − e^−z       z = B · ln(C / C_mid)     A − (A − R_0)(C_mid/C)^B: the sigmoid's tail for C ≫ C_mid
+
+For the power law C_mid is where the curve leaves R_0, not its middle.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Form:
+    """Internally z = e^w · (x − u) with x the compute over `scale` (the largest of the fit), or its logarithm."""
+
+    name: str
+    log: bool
+    share: Callable[[Array], Array]
+    """s of z."""
+    slope: Callable[[Array], Array]
+    """ds/dz of z."""
+    inverse: Callable[[float], float]
+    """z of s."""
+    below: float
+    """How far u may lie below the smallest x, and above the largest."""
+    above: float
+    w_bounds: tuple[float, float]
+
+    def x(self, hours: Array, scale: float) -> Array:
+        return np.log(hours / scale) if self.log else hours / scale
+
+    def hours(self, x: float, scale: float) -> float:
+        """Inverse of `x`."""
+        return scale * (math.exp(x) if self.log else x)
+
+    def b(self, w: float, scale: float) -> float:
+        return math.exp(w) if self.log else math.exp(w) / scale
+
+    def u_w(self, c_mid: float, b: float, scale: float) -> tuple[float, float]:
+        """Inverse of `hours` and `b`."""
+        return (math.log(c_mid / scale), math.log(b)) if self.log else (c_mid / scale, math.log(b * scale))
+
+
+def _logistic(z: Array) -> Array:
+    return 0.5 * (1 + np.tanh(0.5 * z))  # no overflow at either end
+
+
+def _logistic_slope(z: Array) -> Array:
+    s = _logistic(z)
+    return s * (1 - s)
+
+
+def _decay(z: Array) -> Array:
+    return np.exp(-np.maximum(z, -50.0))
+
+
+def _logit(s: float) -> float:
+    return math.log(s / (1 - s))
+
+
+_WIDE = math.log(1000)
+FORMS = {
+    form.name: form
+    for form in (
+        Form("sigmoid", True, _logistic, _logistic_slope, _logit, _WIDE, _WIDE, (math.log(0.05), math.log(50))),
+        Form("logistic", False, _logistic, _logistic_slope, _logit, 2.0, 10.0, (math.log(0.1), math.log(500))),
+        Form(
+            "power",
+            True,
+            lambda z: 1 - _decay(z),
+            _decay,
+            lambda s: -math.log(1 - s),
+            2 * _WIDE,
+            0.0,
+            (math.log(0.02), math.log(50)),
+        ),
+    )
+}
+
+
+def form_named(name: str) -> Form:
+    if name not in FORMS:
+        raise MegarlError(f"no form {name!r}; there are {', '.join(FORMS)}")
+    return FORMS[name]

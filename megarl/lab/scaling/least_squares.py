@@ -1,0 +1,152 @@
+"""Least squares of a form, for many starting points or many fixed values at once.
+
+    grid()      every (A, u, w) of a coarse grid, R_0 solved if it is free   ─► starts, the best for each value of each
+    descend()   Levenberg-Marquardt within bounds, all rows in one batch     ─► minima
+
+Parameters of a row are [A, u, w, R_0] (forms.py); a parameter that is not free in a row keeps its value. The profile of a
+parameter, its smallest error as a function of the parameter, is a batch in which each row holds another value of it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.lab.scaling.forms import Form
+
+A, U, W, R0 = range(4)
+GRID = (101, 32, 32)
+"""Values of A, u and w."""
+INSIDE = 48
+"""More values of u among the points, where a steep curve may have a minimum in each gap."""
+ITERATIONS = 200
+PATIENCE = 5
+"""Steps without a gain of one in 10⁹ after which a row is done."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Points `x` (Form.x) and scores `y`, both [points], and what parameters may be."""
+
+    form: Form
+    x: np.ndarray
+    y: np.ndarray
+    a_bounds: tuple[float, float]
+    r0_bounds: tuple[float, float]
+    """Equal if R_0 is known."""
+
+    @property
+    def low(self) -> np.ndarray:
+        return np.array([self.a_bounds[0], self.x.min() - self.form.below, self.form.w_bounds[0], self.r0_bounds[0]])
+
+    @property
+    def high(self) -> np.ndarray:
+        return np.array([self.a_bounds[1], self.x.max() + self.form.above, self.form.w_bounds[1], self.r0_bounds[1]])
+
+    @property
+    def free(self) -> np.ndarray:
+        """[4] bool."""
+        return self.low < self.high
+
+
+def predicted(form: Form, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """[rows, points] of parameters [rows, 4] at x [points] or [rows, points]."""
+    a, u, w, r0 = theta.T[:, :, None]
+    return r0 + (a - r0) * form.share(np.exp(w) * (x - u))
+
+
+def grid(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Starts: for each value of A, then of u, then of w, the best of the grid. Parameters [rows, 4], and which is held [rows].
+
+    With q = 1 − s the error of (A, R_0) is Σ(y − R_0 q − A s)², so R_0 has a closed form and only sums over points are kept.
+    """
+    levels = GRID[A] if problem.free[A] else 1
+    a, u, w = (np.linspace(problem.low[i], problem.high[i], n) for i, n in ((A, levels), (U, GRID[U]), (W, GRID[W])))
+    u = np.union1d(u, np.linspace(problem.x.min(), problem.x.max(), INSIDE))
+    counts = [len(a), len(u), len(w)]
+    s = problem.form.share(np.exp(w)[:, None] * (problem.x - u[:, None, None]))  # [u, w, points]
+    q, y = 1 - s, problem.y
+    ss, qq, sq = (s * s).sum(-1), (q * q).sum(-1), (s * q).sum(-1)
+    ys, yq, yy = s @ y, q @ y, float(y @ y)
+    level = a[:, None, None]
+    r0 = np.clip((yq - level * sq) / np.maximum(qq, 1e-300), *problem.r0_bounds)  # [a, u, w]
+    sse = yy - 2 * r0 * yq - 2 * level * ys + r0 * r0 * qq + 2 * level * r0 * sq + level * level * ss
+    starts, held = [], []
+    for axis, count in enumerate(counts):
+        flat = np.moveaxis(sse, axis, 0).reshape(count, -1).argmin(1)
+        others = [n for i, n in enumerate(counts) if i != axis]
+        index = list(np.unravel_index(flat, others))
+        index.insert(axis, np.arange(count))
+        i, j, k = index
+        starts.append(np.stack([a[i], u[j], w[k], r0[i, j, k]], axis=1))
+        held += [axis] * count
+    return np.concatenate(starts), np.array(held)
+
+
+def descend(
+    problem: Problem,
+    theta: np.ndarray,
+    held: np.ndarray | None = None,
+    target: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Minima [rows, 4] from starts `theta`, and their errors [rows]. held [rows]: a parameter that each row keeps.
+
+    target, (x [rows], score [rows]): the curve is drawn through it, by one more point of heavy weight that the errors
+    do not count. The smallest error of curves through a point is the profile of the prediction there.
+    """
+    form, low, high = problem.form, problem.low, problem.high
+    x, y, weight = np.broadcast_to(problem.x, (len(theta), problem.x.size)), problem.y[None], np.ones(problem.x.size)
+    if target is not None:
+        x = np.concatenate([x, target[0][:, None]], axis=1)
+        y = np.concatenate([np.broadcast_to(y, (len(theta), problem.x.size)), target[1][:, None]], axis=1)
+        weight = np.append(weight, 100.0)
+    y = np.broadcast_to(y, x.shape)
+    movable = np.broadcast_to(problem.free, theta.shape).copy()
+    if held is not None:
+        movable[np.arange(len(theta)), held] = False
+    theta = np.clip(theta, low, high)
+    residual = weight * (y - predicted(form, theta, x))
+    error = (residual**2).sum(1)
+    damping, idle = np.full(len(theta), 1e-3), np.zeros(len(theta), dtype=int)
+    for _ in range(ITERATIONS):
+        go = np.flatnonzero(idle < PATIENCE)
+        if not len(go):
+            break
+        slopes = weight[:, None] * jacobian(form, theta[go], x[go])  # [rows, points, 4]
+        step = _step(slopes, residual[go], theta[go], movable[go], low, high, damping[go])
+        tried = np.clip(theta[go] + step, low, high)
+        new_residual = weight * (y[go] - predicted(form, tried, x[go]))
+        new_error = (new_residual**2).sum(1)
+        better, gained = new_error < error[go], new_error < error[go] * (1 - 1e-9)
+        idle[go] = np.where(gained, 0, idle[go] + 1)
+        damping[go] = np.clip(np.where(better, damping[go] / 5, damping[go] * 10), 1e-7, 1e8)
+        taken = go[better]
+        theta[taken], residual[taken], error[taken] = tried[better], new_residual[better], new_error[better]
+    return theta, (residual[:, : problem.x.size] ** 2).sum(1)
+
+
+def _step(
+    slopes: np.ndarray,
+    residual: np.ndarray,
+    theta: np.ndarray,
+    movable: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    damping: np.ndarray,
+) -> np.ndarray:
+    """Levenberg-Marquardt's [rows, 4]; parameters that are held, or pushed against a bound, stay."""
+    across = slopes.transpose(0, 2, 1)
+    downhill = (across @ residual[:, :, None])[:, :, 0]
+    blocked = ((theta <= low) & (downhill < 0)) | ((theta >= high) & (downhill > 0))
+    active = movable & ~blocked
+    normal = (across @ slopes) * (active[:, :, None] & active[:, None, :])
+    diagonal = np.einsum("rii->ri", normal)
+    normal = normal + np.eye(4) * (damping[:, None] * diagonal + ~active + 1e-14)[:, None, :]
+    return np.linalg.solve(normal, (downhill * active)[:, :, None])[:, :, 0]
+
+
+def jacobian(form: Form, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Derivatives of `predicted` by each parameter: [rows, points, 4]."""
+    a, u, w, r0 = theta.T[:, :, None]
+    z = np.exp(w) * (x - u)
+    share, by_z = form.share(z), (a - r0) * form.slope(z)
+    return np.stack([share, -by_z * np.exp(w), by_z * z, 1 - share], axis=-1)

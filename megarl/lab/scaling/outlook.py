@@ -1,0 +1,131 @@
+"""What the evaluations so far say about the rest of a run that is under way.
+
+    rows of eval.jsonl, metrics.jsonl ─► fit ─► Outlook: score at the last step, gain of further compute, whether it is worth it
+
+Compute at the last step is the present one times steps / step. The next tenth of that budget is worth its price while it is
+predicted to bring more than the noise of an evaluation, sqrt(p (1 − p) / answers): a smaller gain could not be told from none.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.lab.scaling.doubts import FEW_POINTS, WIDE_INTERVAL
+from megarl.lab.scaling.extrapolate import predict
+from megarl.lab.scaling.fit import Fit, fit
+from megarl.lab.scaling.points import Columns, curve_of_run
+
+FURTHER_HOURS = {"gpu": 1000.0, "core": 1.0}
+"""Compute whose gain is told, by its unit."""
+NEXT = 0.1
+"""Part of the budget that is weighed against the noise."""
+
+Row = dict[str, Any]
+PASS_RATE = "pass_rate"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Pass rates, and `hours`: compute at the last step. low, high: 95 % interval of the final one; gain: of `FURTHER_HOURS`;
+    next_gain: of the next tenth of the budget.
+
+    settled: the points support a decision; only then can more training be called not worth its price.
+    """
+
+    hours: float
+    asymptote: float
+    final: float
+    low: float
+    high: float
+    gain: float
+    next_gain: float
+    noise: float
+    settled: bool
+    score: str = PASS_RATE
+    """Column of eval.jsonl that all of it is about."""
+
+    @property
+    def enough(self) -> bool:
+        """Whether the run may as well stop."""
+        return self.settled and self.next_gain < self.noise
+
+    def row(self) -> dict[str, float | str]:
+        """As eval.jsonl has it."""
+        return {
+            "predicted_score": self.score,
+            "predicted_hours": self.hours,
+            "predicted_asymptote": self.asymptote,
+            "predicted_final": self.final,
+            "predicted_final_low": self.low,
+            "predicted_final_high": self.high,
+            "predicted_gain": self.gain,
+            "predicted_next_gain": self.next_gain,
+            "evaluation_noise": self.noise,
+            "enough": float(self.enough),
+        }
+
+
+def outlook(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, score: str = PASS_RATE) -> Outlook | None:
+    """After the last of these evaluations, of a run of `steps` steps; None while they are too few, or no curve fits them.
+
+    score: `pass_rate`, or that of a task or a suite, `pass_rate/math`.
+    """
+    last = evaluations[-1]
+    if not last["step"]:
+        return None
+    try:
+        fitted = fit([curve_of_run("run", evaluations, metrics, "the run", Columns(score=score))])
+    except MegarlError:
+        return None
+    now = last["compute_hours"]
+    budget = now * max(1.0, steps / last["step"])
+    further = FURTHER_HOURS[fitted.unit]
+    final = predict(fitted, np.array([budget]))
+    here, after, soon = fitted(np.array([now, now + further, now + NEXT * budget]))
+    of = score.removeprefix(PASS_RATE)
+    answers = last[f"n_prompts{of}"] * last.get(f"samples{of}", last["samples"])
+    rate = min(max(last[score], 1 / answers), 1 - 1 / answers)  # a perfect score is not without noise
+    return Outlook(
+        hours=budget,
+        asymptote=fitted.A,
+        final=float(final.pass_rate[0]),
+        low=float(final.low[0]),
+        high=float(final.high[0]),
+        gain=float(after - here),
+        next_gain=float(soon - here),
+        noise=math.sqrt(rate * (1 - rate) / answers),
+        settled=_settled(fitted),
+        score=score,
+    )
+
+
+def enough(row: Row) -> str:
+    """Why the run may as well stop, in words, of a row of eval.jsonl that says so."""
+    gain, noise = f"{_of(row)}{row['predicted_next_gain']:.4f}", f"{row['evaluation_noise']:.4f}"
+    return f"the next tenth of the budget is predicted to bring {gain}, less than the noise of an evaluation ({noise})"
+
+
+def words(row: Row) -> str:
+    """The outlook in a row of eval.jsonl, for people; empty where it has none."""
+    if "predicted_final" not in row:
+        return ""
+    low, high, unit = row["predicted_final_low"], row["predicted_final_high"], row["compute_unit"]
+    gain = f"{row['predicted_gain']:+.3f} in {FURTHER_HOURS[unit]:,.0f} {'GPU' if unit == 'gpu' else 'core'} h"
+    ceiling = f"ceiling {row['predicted_asymptote']:.3f}"
+    return f"{_of(row)}{row['predicted_final']:.3f} ({low:.3f}–{high:.3f}) at the end · {ceiling} · {gain}"
+
+
+def _of(row: Row) -> str:
+    """Whose pass rate is forecast, where there are several."""
+    of = row.get("predicted_score", PASS_RATE).removeprefix(PASS_RATE).removeprefix("/")
+    return f"{of} " if of else ""
+
+
+def _settled(fitted: Fit) -> bool:
+    """Enough points, the midpoint behind them, and a ceiling that is known."""
+    low, high = fitted.A_interval
+    return fitted.n >= FEW_POINTS and fitted.window[1] > fitted.C_mid and high - low <= WIDE_INTERVAL

@@ -1,0 +1,219 @@
+"""Points of a learning curve: compute against held-out pass rate, from a run directory, a CSV or a JSONL file.
+
+    RUN/eval.jsonl (+ epochs of metrics.jsonl)   ─┐
+    points.csv    gpu_hours,pass_rate[,seed,…]    ├─► Curve, one a seed: checked, sorted by compute, R_0 apart
+    points.jsonl  {"compute_hours": …, …}        ─┘
+
+The score of the weights before training (step 0, or no compute) is R_0 and no point of the curve.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+
+Unit = Literal["gpu", "core"]
+HOURS: dict[str, str] = {"gpu": "GPU-hours", "core": "core-hours"}
+"""What compute is counted in, for people."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """One run of one seed. Example: Curve("mine", np.array([10., 20.]), np.array([.3, .4]), r0=.2)."""
+
+    name: str
+    hours: np.ndarray
+    """[points] float64, above 0, rising: cumulative compute, all roles together."""
+    pass_rate: np.ndarray
+    """[points] float64 in 0 … 1."""
+    r0: float | None = None
+    """Pass rate before training, if it was measured."""
+    unit: Unit = "gpu"
+    seed: int | None = None
+    first_epoch: float | None = None
+    """Hours at which the first epoch over the prompts ended; infinite while it lasts; None: not known."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Headers of a file or of eval.jsonl. hours, None: `gpu_hours`, else `compute_hours`; score, None: `pass_rate`, of a run
+    directory what its recipe forecasts."""
+
+    hours: str | None = None
+    score: str | None = None
+
+
+def amount(hours: float, unit: str | None = None) -> str:
+    """For people: 16,000 GPU-hours, 0.125 core-hours."""
+    number = f"{hours:,.0f}" if hours >= 1000 else f"{hours:.4g}"
+    return f"{number} {HOURS[unit]}" if unit else number
+
+
+def read_points(source: str | Path, columns: Columns | None = None) -> list[Curve]:
+    """Curves of a run directory or a file, one a seed."""
+    path, columns = Path(source), columns or Columns()
+    if path.is_dir():
+        return [_run(path, columns)]
+    if not path.exists():
+        raise MegarlError(f"{path}: no such run directory or file of points")
+    rows = list(_jsonl(path) if path.suffix == ".jsonl" else _csv(path))
+    return curves_of_rows(path.stem, rows, columns, str(path))
+
+
+def curve_of_run(
+    name: str, evaluations: Sequence[Row], steps: Iterable[Row], where: str, columns: Columns | None = None
+) -> Curve:
+    """From rows of eval.jsonl and of metrics.jsonl, the latest of each step: also while the run lives."""
+    rows = [(f"{where}, step {row['step']}", row) for row in evaluations]
+    columns = columns or Columns()
+    (curve,) = curves_of_rows(name, rows, columns, where)
+    end = _first_epoch(steps, columns.hours or "compute_hours")
+    return Curve(curve.name, curve.hours, curve.pass_rate, curve.r0, curve.unit, curve.seed, end)
+
+
+def _run(path: Path, columns: Columns) -> Curve:
+    from megarl.core.base.rundir import RunDir, latest_rows
+
+    run = RunDir(path)
+    if not run.eval.exists():
+        raise MegarlError(f"{path}: no eval.jsonl in it; a run directory has one after its first evaluation")
+    name, score = path.resolve().name, columns.score or _forecast_column(run.recipe)
+    return curve_of_run(
+        name, latest_rows(run.eval), latest_rows(run.metrics), str(run.eval), Columns(columns.hours, score)
+    )
+
+
+def _forecast_column(path: Path) -> str:
+    """What the recipe at `path` says is fitted."""
+    from megarl.core.recipe import load
+
+    if not path.exists():
+        return "pass_rate"
+    recipe = load(str(path))
+    if not recipe.forecast_column:
+        tasks = list(recipe.data.tasks)
+        raise MegarlError(
+            f"{path}: several tasks ({', '.join(tasks)}), whose laws are different ones; say which is fitted: "
+            f"--score-column pass_rate/{tasks[0]}, or evaluation.forecast={tasks[0]} in the recipe "
+            "(--score-column pass_rate: all prompts together)"
+        )
+    return recipe.forecast_column
+
+
+def _first_epoch(steps: Iterable[Row], column: str) -> float | None:
+    """Compute, as this column has it, of the first step with a prompt of the second epoch."""
+    epochs = [(row["epoch"], row[column]) for row in steps if row.get("epoch") is not None and column in row]
+    if not epochs:
+        return None
+    return next((hours for epoch, hours in epochs if epoch > epochs[0][0]), math.inf)
+
+
+def _csv(path: Path) -> Iterable[tuple[str, Row]]:
+    """Rows with where they stand, for errors."""
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(line for line in file if not line.startswith("#"))
+            for number, row in enumerate(reader, 1):
+                where = f"{path}, row {number}"
+                if None in row or None in row.values():
+                    raise MegarlError(f"{where}: {len(reader.fieldnames or ())} headers, but another number of fields")
+                yield where, row
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise MegarlError(f"{path}: not a CSV file ({error})") from error
+
+
+def _jsonl(path: Path) -> Iterable[tuple[str, Row]]:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise MegarlError(f"{where}: not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise MegarlError(f"{where}: not a JSON object")
+        yield where, row
+
+
+def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: Columns, where: str) -> list[Curve]:
+    """One curve a value of `seed`; the last row of a step counts."""
+    if not rows:
+        raise MegarlError(f"{where}: no points in it")
+    hours, score = columns.hours or _hours_column(rows[0][1], where), columns.score or "pass_rate"
+    for column in (hours, score):
+        if column not in rows[0][1]:
+            known = ", ".join(rows[0][1])
+            raise MegarlError(
+                f"{where}: no column {column!r} (it has {known}); name yours by --hours-column, --score-column"
+            )
+    seeds: dict[int | None, dict[float, tuple[float, float, bool]]] = {}
+    for n, (at, row) in enumerate(rows):
+        seed = int(_number(at, row, "seed")) if _given(row, "seed") else None
+        step = _number(at, row, "step") if _given(row, "step") else None
+        point = _point(at, row, hours, score, step)
+        seeds.setdefault(seed, {})[step if step is not None else -1 - n] = point
+    unit: Unit = "core" if rows[0][1].get("compute_unit") == "core" else "gpu"
+    return [_curve(name, seed, list(points.values()), unit, where) for seed, points in seeds.items()]
+
+
+def _hours_column(row: Row, where: str) -> str:
+    found = next((column for column in ("gpu_hours", "compute_hours") if column in row), None)
+    if found is None:
+        known = ", ".join(row)
+        raise MegarlError(
+            f"{where}: no column gpu_hours or compute_hours (it has {known}); name yours by --hours-column"
+        )
+    return found
+
+
+def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> tuple[float, float, bool]:
+    """Hours, pass rate, and whether it is the score before training."""
+    compute, rate = _number(where, row, hours), _number(where, row, score)
+    if not 0 <= rate <= 1:
+        hint = "; if it is in percent, divide it by 100" if 1 < rate <= 100 else ""
+        raise MegarlError(f"{where}: {score} is {rate:g}, not a pass rate between 0 and 1{hint}")
+    if compute < 0:
+        raise MegarlError(f"{where}: {hours} is {compute:g}; compute is cumulative and cannot be negative")
+    before = step == 0 or (step is None and compute == 0)
+    if compute == 0 and not before:
+        raise MegarlError(
+            f"{where}: no compute at step {step:g}; only the score before training (step 0) has none. "
+            f"Is {hours} cumulative hours of all devices?"
+        )
+    return compute, rate, before
+
+
+def _curve(name: str, seed: int | None, points: list[tuple[float, float, bool]], unit: Unit, where: str) -> Curve:
+    first = {rate for _, rate, before in points if before}
+    if len(first) > 1:
+        shown = ", ".join(f"{rate:g}" for rate in sorted(first))
+        raise MegarlError(
+            f"{where}: {len(first)} different scores before training ({shown}); several runs need a column `seed`"
+        )
+    trained = np.array(sorted((c, r) for c, r, before in points if not before), dtype=np.float64).reshape(-1, 2)
+    called = name if seed is None else f"{name} seed {seed}"
+    return Curve(called, trained[:, 0], trained[:, 1], next(iter(first), None), unit, seed)
+
+
+def _given(row: Row, column: str) -> bool:
+    return row.get(column) not in (None, "")
+
+
+def _number(where: str, row: Row, column: str) -> float:
+    value = row.get(column)
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise MegarlError(f"{where}: {column} is {value!r}, not a number") from None
+    if not math.isfinite(number):
+        raise MegarlError(f"{where}: {column} is {number}; leave out points without a score")
+    return number

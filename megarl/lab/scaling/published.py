@@ -1,0 +1,80 @@
+"""The fits of ScaleRL's paper (published.yaml), as curves to lay a run over and as a source of synthetic points."""
+
+import csv
+import io
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.lab.scaling.points import Curve
+
+FILE = Path(__file__).with_name("published.yaml")
+SAMPLES = 16_000
+"""Of an evaluation in the paper: 1,000 prompts x 16."""
+
+
+class Law(msgspec.Struct, frozen=True, kw_only=True):
+    """One row. `C_mid` in GPU-hours; None: only A and B are published."""
+
+    name: str
+    group: Literal["scale", "leave-one-out", "recipes"]
+    about: str
+    A: float
+    B: float
+    C_mid: float | None = None
+    hours: float | None = None
+    mark: str = ""
+    r0: float = 0.0
+    """Read off the paper's figure 1 and taken for all rows; the paper does not print it."""
+
+    def __call__(self, hours: np.ndarray) -> np.ndarray:
+        """Pass rate [points] at GPU-hours."""
+        if self.C_mid is None:
+            raise MegarlError(f"{self.name}: no C_mid is published, so its curve cannot be drawn")
+        return self.r0 + (self.A - self.r0) / (1 + (self.C_mid / hours) ** self.B)
+
+
+class _File(msgspec.Struct, frozen=True):
+    r0: float
+    runs: tuple[Law, ...]
+
+
+@cache
+def published() -> tuple[Law, ...]:
+    """All rows, in the file's order."""
+    file = msgspec.yaml.decode(FILE.read_bytes(), type=_File)
+    return tuple(msgspec.structs.replace(law, r0=file.r0) for law in file.runs)
+
+
+def law_named(name: str) -> Law:
+    found = next((law for law in published() if law.name == name), None)
+    if found is None:
+        raise MegarlError(f"no published fit {name!r}; `megarl scaling published` lists them")
+    return found
+
+
+def synthetic(law: Law, hours: np.ndarray, seed: int, samples: int = SAMPLES) -> Curve:
+    """Points as an evaluation of `samples` completions would draw them from the law, R_0 too.
+
+    Binomial noise, sqrt(p(1 − p)/samples): real evaluations repeat prompts, so theirs differs.
+    """
+    rng = np.random.default_rng(seed)
+    scores = rng.binomial(samples, law(hours)) / samples
+    return Curve(law.name, hours, scores, float(rng.binomial(samples, law.r0) / samples))
+
+
+def csv_of(curves: list[Curve], about: str) -> str:
+    """A CSV that `read_points` reads back; the comment says what it is. A column `seed` if there are several curves."""
+    text = io.StringIO()
+    text.write(f"# {about}\n")
+    writer = csv.writer(text, lineterminator="\n")
+    several = len(curves) > 1
+    writer.writerow(["gpu_hours", "pass_rate"] + ["seed"] * several)
+    for seed, curve in enumerate(curves):
+        rows = [(0.0, curve.r0), *zip(curve.hours, curve.pass_rate, strict=True)]
+        writer.writerows([f"{c:g}", f"{r:.5f}"] + [str(seed)] * several for c, r in rows)
+    return text.getvalue()

@@ -1,0 +1,146 @@
+"""What the terminal shows of fits: tables, and sentences that carry the warnings with them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.core.base.errors import MegarlError
+from megarl.lab.scaling.compare import Comparison
+from megarl.lab.scaling.extrapolate import Later, Reached
+from megarl.lab.scaling.fit import Fit, fit
+from megarl.lab.scaling.forms import FORMS
+from megarl.lab.scaling.points import HOURS, Curve, amount
+from megarl.lab.scaling.published import Law
+
+R0_FROM = {"evaluation": "measured before training", "given": "given", "estimate": "estimated"}
+
+
+def show(table: Table) -> None:
+    console = Console()
+    console.print(table)
+    console.print()
+
+
+def say(found: Fit, text: str) -> None:
+    """Words, and what the points cannot support."""
+    print(text)
+    if found.unit == "core":
+        print("Compute is core-hours of CPUs, not GPU-hours: it compares only with runs on CPUs.")
+    for warning in found.warnings:
+        print(f"warning: {warning}")
+
+
+def say_verdict(comparison: Comparison) -> None:
+    print(comparison.verdict)
+    for entry in comparison.entries:
+        for warning in entry.fit.warnings if entry.fit else ():
+            print(f"warning: {entry.name}: {warning}")
+
+
+def window(found: Fit) -> str:
+    return (
+        f"R_0 = {found.R_0:.3f} ({R0_FROM[found.r0_from]}). "
+        f"Fitted from {amount(found.window[0])} to {amount(found.window[1], found.unit)}."
+    )
+
+
+def between_seeds(each: Sequence[Fit]) -> str:
+    """Seeds differ by more than the noise of evaluations, which is all that an interval knows of."""
+    ceilings = [found.A for found in each]
+    return (
+        f"A of the {len(each)} seeds alone: {min(ceilings):.3f} to {max(ceilings):.3f} (ScaleRL's three: ±0.015). The pooled "
+        "interval knows the noise of evaluations, not what seeds differ by."
+    )
+
+
+def fits(rows: Sequence[tuple[str, Fit]]) -> Table:
+    """A fit a row, each parameter over its 95 % interval."""
+    table = _table("", *_headings(rows[0][1]), "R²", "rmse", "points")
+    for name, found in rows:
+        table.add_row(name, *_parameters(found), f"{found.r2:.4f}", f"{found.rmse:.4f}", str(found.n))
+    return table
+
+
+def forms(curves: Sequence[Curve], how: dict[str, Any]) -> Table:
+    """The same points under each form, so that one sees which curve they follow."""
+    table = _table("form", "A", "R²", "rmse")
+    for form in FORMS:
+        try:
+            found = fit(curves, **{**how, "form": form})
+        except MegarlError:
+            table.add_row(form, "–", "–", "–")
+        else:
+            table.add_row(form, f"{found.A:.3f}", f"{found.r2:.4f}", f"{found.rmse:.4f}")
+    return table
+
+
+def compared(comparison: Comparison) -> Table:
+    first = next((entry.fit for entry in comparison.entries if entry.fit), None)
+    table = _table("", *(_headings(first) if first else ("A", "B", "C_mid")), "B at the mean A")
+    for entry, row in zip(comparison.entries, comparison.rows(), strict=True):
+        if entry.fit is None:
+            table.add_row(entry.name, "no fit", "", "", "")
+            continue
+        mean = f"{row['B_at_A_mean']:.2f}\n[dim]A = {row['A_mean']:.3f}[/]" if "A_mean" in row else ""
+        table.add_row(entry.name, *_parameters(entry.fit), mean)
+    return table
+
+
+def laws(rows: Sequence[Law]) -> Table:
+    table = _table("name", "C_mid, GPU-hours", "B", "A")
+    table.add_column("what")
+    for n, law in enumerate(rows):
+        if n and law.group != rows[n - 1].group:
+            table.add_row()
+        middle = "" if law.C_mid is None else amount(law.C_mid)
+        table.add_row(law.name + "*" * bool(law.mark), middle, f"{law.B:.2f}", f"{law.A:.3f}", law.about)
+    return table
+
+
+def reached(found: Fit, score: float, when: Reached) -> str:
+    """When a score is reached, or why it is not."""
+    if math.isfinite(when.hours):
+        if when.hours == 0:
+            return f"{score:g} is not above R_0 = {found.R_0:.3f}: it takes no training."
+        low, high = when.interval
+        until = f"to {amount(high)}" if math.isfinite(high) else "to never, for A may be below it"
+        return f"{score:g} is reached after {amount(when.hours, found.unit)} (95 %: {amount(low)} {until})."
+    text = f"{score:g} is never reached: the asymptote A = {found.A:.3f} is below it"
+    if math.isinf(when.interval[0]):
+        return f"{text}, and so is its whole interval, up to {found.A_interval[1]:.3f}."
+    earliest = amount(when.interval[0], found.unit)
+    return f"{text}; with A at the upper end of its interval ({found.A_interval[1]:.3f}) it could be after {earliest}."
+
+
+def later(found: Fit, after: Later) -> str:
+    return (
+        f"{after.n} points are later, up to {amount(after.until, found.unit)}: measured - predicted is "
+        f"{after.mean_error:+.4f} on average, {after.largest_error:+.4f} at most; {after.inside} of {after.n} lie in the "
+        "interval widened by the noise of an evaluation."
+    )
+
+
+def _headings(found: Fit) -> tuple[str, str, str]:
+    return "A", "B", f"C_mid, {HOURS[found.unit]}"
+
+
+def _parameters(found: Fit) -> tuple[str, str, str]:
+    def over(value: str, ends: Sequence[str]) -> str:
+        return f"{value}\n[dim]{ends[0]} … {ends[1]}[/]"
+
+    return (
+        over(f"{found.A:.3f}", [f"{end:.3f}" for end in found.A_interval]),
+        over(f"{found.B:.3g}", [f"{end:.3g}" if math.isfinite(end) else "∞" for end in found.B_interval]),
+        over(amount(found.C_mid), [amount(end) if math.isfinite(end) else "∞" for end in found.C_mid_interval]),
+    )
+
+
+def _table(first: str, *headings: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(first, style="bold", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,183 @@
+"""`megarl sft`: a supervised warm start with the learner's own step, cross-entropy on what the model is to write.
+
+sft.data ──► traces ──shuffled epochs──► batches of sft.batch_tokens ──► Trainer.train_step ──► sft.output (Hugging Face)
+                                                                              │ ▲
+                                           sft.output.unfinished/  checkpoints, and the settings they were made with
+
+A signal has it finish the step, save and leave with 128 + signal. The same command goes on with the same steps.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.algorithm.losses import supervised_loss
+from megarl.core.base.collective import gathered
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.lock import lock
+from megarl.core.base.ports import free_ports
+from megarl.core.base.process import outlive_screen
+from megarl.core.base.rundir import complete, write_atomically
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.base.wishes import Wish, wishes
+from megarl.core.learner import microbatch_size
+from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.ranks import become_torchrun, is_rank
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import hf, parallel
+from megarl.core.recipe import Recipe
+from megarl.tasks.data.traces import Trace, load_traces
+
+SETTINGS = "settings.json"
+RANKS_LIMIT_S = 600.0
+"""Of a collective; ranks differ by no more than reading the data."""
+
+
+def main(recipe: Recipe) -> int:
+    """Train sft.init on sft.data for sft.steps steps and write sft.output. 0, or 128 + the signal for which it has left."""
+    output = Path(recipe.sft.output)
+    if output.exists():
+        raise MegarlError(f"sft.output: {output} exists already; remove it, or name another directory")
+    unfinished = output.with_name(f"{output.name}.unfinished")
+    check_settings(unfinished, recipe)
+    if recipe.resources.learner_ranks > 1 and not is_rank():
+        become_torchrun(recipe.resources.learner_ranks, free_ports(1)[0])
+    leader = os.environ.get("RANK", "0") == "0"
+    with lock(unfinished, "megarl sft", "sft.output") if leader else nullcontext():
+        if leader:
+            write_atomically(unfinished / SETTINGS, json.dumps(settings_of(recipe), indent=1).encode())
+        return run(recipe, unfinished)
+
+
+def run(recipe: Recipe, unfinished: Path) -> int:
+    """What is left of it."""
+    outlive_screen()
+    # Nothing else of the run is alive yet: all cores are the learner's.
+    torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))
+    parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
+    init = Path(recipe.sft.init)
+    trainer = Trainer(
+        recipe, init, optimizer=recipe.sft.optimizer, loss=supervised_loss(), temperature=1.0, steps=recipe.sft.steps
+    )
+    checkpoints = Checkpoints(unfinished, 1, trainer, init)
+    checkpoints.load_latest()
+    microbatch_size.settle(trainer, recipe.sft.max_length, recipe.sft.batch_tokens, unfinished / "microbatch.json")
+    traces = load_traces(recipe.sft.data, load_tokenizer(init), recipe.sft.max_length, recipe.data.decontaminate)
+    with wishes() as wish:
+        asked = train(trainer, batches(traces, recipe.sft.batch_tokens, recipe.run.seed), checkpoints, recipe, wish)
+        if not asked:
+            hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(recipe.sft.output))
+            if dist.get_rank() == 0:
+                shutil.rmtree(unfinished)
+    parallel.stop()
+    return 128 + asked if asked else 0
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """What a warm start keeps to its end."""
+    return {
+        "sft": recipe.sft.model_dump(mode="json", exclude={"checkpoint_every"}),
+        "run.seed": recipe.run.seed,
+        "data.decontaminate": recipe.data.model_dump(mode="json")["decontaminate"],
+    }
+
+
+def check_settings(unfinished: Path, recipe: Recipe) -> None:
+    """MegarlError if what was saved there was made with others."""
+    file = unfinished / SETTINGS
+    begun_with = json.loads(file.read_text()) if file.exists() else None
+    if complete(unfinished) and begun_with != settings_of(recipe):
+        raise MegarlError(
+            f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); remove it to begin anew, or name "
+            "another sft.output"
+        )
+
+
+def train(
+    trainer: Trainer, source: Iterator[list[TrainSequence]], checkpoints: Checkpoints, recipe: Recipe, wish: Wish
+) -> int:
+    """The steps that are left, with a progress bar on rank 0, until the last or until a rank was asked to leave: saved then;
+    the signal, else 0."""
+    columns = (
+        TextColumn("warm start"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
+    begun, steps = trainer.step, recipe.sft.steps
+    losses: list[float] = []
+    with Progress(*columns, disable=dist.get_rank() != 0) as progress:
+        task = progress.add_task("sft", total=steps, completed=begun, now="")
+        for batch in islice(source, begun, steps):
+            begin = time.monotonic()
+            losses.append(trainer.train_step(batch).get("loss", float("nan")))
+            speed = sum(map(len, batch)) / (time.monotonic() - begin)
+            progress.update(task, advance=1, now=f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s")
+            checkpoints.poll()
+            asked = max(gathered(wish.signal))
+            if trainer.step < steps and (asked or trainer.step % recipe.sft.checkpoint_every == 0):
+                checkpoints.save()
+            if asked and trainer.step < steps:
+                checkpoints.finish()
+                progress.console.print(
+                    f"warm start: saved after step {trainer.step} of {steps}; the same command goes on"
+                )
+                return asked
+        checkpoints.finish()
+        if trainer.scaler_skipped_steps:
+            progress.console.print(
+                f"warm start: {trainer.scaler_skipped_steps} of {steps} updates were skipped, scaled gradients overflowed"
+            )
+        progress.console.print(
+            f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token in steps {begun + 1} to {steps}"
+        )
+    return 0
+
+
+def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[list[TrainSequence]]:
+    """Endless batches of at most `batch_tokens` tokens (or one trace), each epoch in an order of its own; the same on all
+    ranks. A token that is learnt weighs one over those of its batch."""
+    batch: list[Trace] = []
+    tokens = 0
+    for trace in _shuffled(traces, seed):
+        if batch and tokens + len(trace.tokens) > batch_tokens:
+            yield _sequences(batch)
+            batch, tokens = [], 0
+        batch.append(trace)
+        tokens += len(trace.tokens)
+
+
+def _shuffled(traces: Sequence[Trace], seed: int) -> Iterator[Trace]:
+    epoch = 0
+    while True:
+        for i in np.random.default_rng([seed, epoch]).permutation(len(traces)):
+            yield traces[i]
+        epoch += 1
+
+
+def _sequences(traces: Sequence[Trace]) -> list[TrainSequence]:
+    weight = np.float32(1 / sum(int(t.learnt.sum()) for t in traces))
+    return [
+        TrainSequence(
+            ticket=i,
+            sample=0,
+            tokens=trace.tokens,
+            behaviour_logprobs=np.zeros(len(trace.tokens), np.float32),
+            loss_weight=trace.learnt * weight,
+            advantage=0.0,
+        )
+        for i, trace in enumerate(traces)
+    ]

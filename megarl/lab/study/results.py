@@ -1,0 +1,184 @@
+"""What a study came to: points, fits, a table and plots, from the files of its finished runs.
+
+RUN/eval.jsonl of each task ─► points/NAME.csv ─► fit (seeds of a variant pooled) ─► table.md, scaling and final .png .svg
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
+from megarl.core.recipe import load
+from megarl.lab.scaling.fit import Fit, fit
+from megarl.lab.scaling.points import read_points
+from megarl.lab.study.plan import Study, Task
+
+COLUMNS = ("compute_hours", "pass_rate", "step", "tokens", "seed", "compute_unit")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation of one run. tokens: generated up to then."""
+
+    compute_hours: float
+    pass_rate: float
+    step: int
+    tokens: int
+    seed: int
+    compute_unit: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant over its seeds. common: pass rates at the compute that every run of the study reached."""
+
+    variant: str
+    runs: tuple[tuple[Point, ...], ...]
+    common: tuple[float, ...]
+    fit: Fit | None
+    why_no_fit: str = ""
+
+    @property
+    def final(self) -> np.ndarray:
+        """[seeds] the last pass rate of each run"""
+        return np.array([run[-1].pass_rate for run in self.runs])
+
+
+def write(study: Study, console: Console) -> int:
+    """All files, and the table on the screen. MegarlError while no run has finished."""
+    rows = collect(study)
+    (study.path / "points").mkdir(exist_ok=True)
+    for task in study.tasks:
+        if task.state() == "done":
+            write_atomically(study.path / "points" / f"{task.name}.csv", as_csv(read(task)).encode())
+    missing = [task.name for task in study.tasks if task.state() != "done"]
+    write_atomically(study.path / "table.md", markdown(rows, missing).encode())
+    _plots(rows, study.path)
+    console.print(_screen(rows))
+    console.print(f"{study.path}: table.md, scaling.png, final.png, points/", highlight=False)
+    return 0
+
+
+def collect(study: Study) -> list[Row]:
+    """One row a variant of which a run has finished."""
+    done = [task for task in study.tasks if task.state() == "done"]
+    if not done:
+        raise MegarlError(f"{study.path}: no run has finished yet; wait, or look at its logs/")
+    hours = min(read(task)[-1].compute_hours for task in done)
+    each = {variant: [task for task in done if task.variant == variant] for variant in study.variants}
+    return [_row(variant, tasks, hours) for variant, tasks in each.items() if tasks]
+
+
+def read(task: Task) -> tuple[Point, ...]:
+    """Evaluations of a run, in order of steps: what its recipe forecasts, else the score of all tasks together."""
+    score = load(str(task.recipe)).forecast_column or "pass_rate"
+    generated = {row["step"]: row["generated_tokens"] for row in latest_rows(task.rundir.metrics)}
+    return tuple(
+        Point(
+            compute_hours=row["compute_hours"],
+            pass_rate=row[score],
+            step=row["step"],
+            tokens=int(sum(n for step, n in generated.items() if step < row["step"])),
+            seed=task.seed,
+            compute_unit=row["compute_unit"],
+        )
+        for row in latest_scores(task.rundir.eval)
+    )
+
+
+def _row(variant: str, tasks: Sequence[Task], hours: float) -> Row:
+    runs = tuple(read(task) for task in tasks)
+    common = tuple(float(np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run])) for run in runs)
+    found, why = None, ""
+    try:
+        found = fit([curve for task in tasks for curve in read_points(task.rundir.path)])
+    except MegarlError as error:
+        why = str(error)
+    return Row(variant, runs, common, found, why)
+
+
+def as_csv(points: Sequence[Point]) -> str:
+    """`megarl scaling` reads it."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for p in points:
+        writer.writerow([f"{p.compute_hours:.6f}", f"{p.pass_rate:.6f}", p.step, p.tokens, p.seed, p.compute_unit])
+    return out.getvalue()
+
+
+HEADINGS = ("variant", "seeds", "before", "after", "at equal compute", "A", "B", "C_mid", "hours a run", "tokens a run")
+
+
+def cells(row: Row) -> list[str]:
+    """In the order of HEADINGS."""
+    before = np.mean([run[0].pass_rate for run in row.runs])
+    hours = np.mean([run[-1].compute_hours for run in row.runs])
+    tokens = np.mean([run[-1].tokens for run in row.runs])
+    found = row.fit
+    fitted = ["-"] * 3 if found is None else [
+        _interval(found.A, found.A_interval, ".3f"), _interval(found.B, found.B_interval, ".2f"),
+        _interval(found.C_mid, found.C_mid_interval, ".3g"),
+    ]  # fmt: skip
+    return [
+        row.variant, str(len(row.runs)), f"{before:.3f}", _spread(row.final), _spread(np.array(row.common)), *fitted,
+        f"{hours:.3g}", f"{tokens:,.0f}",
+    ]  # fmt: skip
+
+
+def markdown(rows: Sequence[Row], missing: Sequence[str] = ()) -> str:
+    """The table, and below it what must be known to read it. missing: names of runs that have not finished."""
+    unit = rows[0].runs[0][0].compute_unit
+    lines = [
+        "| " + " | ".join(HEADINGS) + " |",
+        "|" + "---|" * len(HEADINGS),
+        *("| " + " | ".join(cells(row)) + " |" for row in rows),
+        "",
+        f"Pass rates are of held-out prompts: mean over seeds ± standard deviation of a seed. Compute in {unit}-hours. At "
+        f"equal compute: at the {_common_hours(rows):.3g} hours that every run reached, interpolated. A, B, C_mid: sigmoid "
+        "fitted to all seeds of a variant together, with 95 % interval.",
+    ]
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        for note in [row.why_no_fit] if row.fit is None else row.fit.warnings:
+            notes.setdefault(note, []).append(row.variant)
+    lines += [f"- {note}: {', '.join(variants)}" for note, variants in notes.items()]
+    if missing:
+        lines.append(f"- not finished: {', '.join(missing)}")
+    return "\n".join(lines) + "\n"
+
+
+def _screen(rows: Sequence[Row]) -> Table:
+    shown = Table(box=None, padding=(0, 2), pad_edge=False)
+    for heading in HEADINGS:
+        shown.add_column(heading, no_wrap=True)
+    for row in rows:
+        shown.add_row(*cells(row))
+    return shown
+
+
+def _common_hours(rows: Sequence[Row]) -> float:
+    return min(run[-1].compute_hours for row in rows for run in row.runs)
+
+
+def _spread(values: np.ndarray) -> str:
+    deviation = f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else ""
+    return f"{values.mean():.3f}{deviation}"
+
+
+def _interval(value: float, interval: tuple[float, float], form: str) -> str:
+    return f"{value:{form}} [{interval[0]:{form}}, {interval[1]:{form}}]"
+
+
+def _plots(rows: Sequence[Row], path: Path) -> None:
+    from megarl.lab.study.chart import plot_final, plot_scaling
+
+    plot_scaling(rows, path / "scaling")
+    plot_final(rows, path / "final")

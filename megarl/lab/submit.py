@@ -1,0 +1,156 @@
+"""`megarl submit RECIPE --nodes N`: a batch script for a recipe, with what `megarl plan` expects of it; submitted on request.
+
+recipe ─► does it fit N nodes? ──yes──► as written ─┐
+                 └─no, and --gpu is given ─► plan ───┴─► placement, figures, #SBATCH lines ─► FILE ─► sbatch
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import write_atomically
+from megarl.core.recipe import Recipe, load
+from megarl.lab.planning import command, show
+from megarl.lab.planning.hardware import GB
+from megarl.lab.planning.layouts import Plan, as_written, search
+from megarl.run.devices import needed
+from megarl.run.nodes import OF_SLURM, Node
+from megarl.run.placement import described, place
+
+LIBRARY = Path(__file__).parents[2] / "launch" / "slurm" / "common.sh"
+SUBMIT_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """recipe: with what the plan changed, which `overrides` say; figures: what is expected, in lines."""
+
+    recipe: Recipe
+    overrides: tuple[str, ...]
+    figures: tuple[str, ...]
+
+
+def main(options: argparse.Namespace) -> int:
+    """Write the script, show it, submit it with --yes."""
+    if not LIBRARY.is_file():
+        raise MegarlError(
+            f"{LIBRARY} is not there: batch scripts need the folder launch/ of megarl's source; install from it "
+            "(`pip install -e .`)"
+        )
+    chosen = choose(load(options.recipe, options.overrides), options)
+    file = options.out or Path(chosen.recipe.run.dir) / f"{chosen.recipe.run.name}.sbatch"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = script(chosen, options)
+    write_atomically(file, text.encode())
+    print(text)
+    if not options.yes:
+        print(f"{file} is written, nothing is submitted: `sbatch {file}`, or the same with --yes", file=sys.stderr)
+        return 0
+    return submit(file)
+
+
+def submit(file: Path) -> int:
+    """By sbatch, whose words are passed on."""
+    try:
+        done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, timeout=SUBMIT_LIMIT_S)
+    except FileNotFoundError:
+        raise MegarlError(f"there is no sbatch here; submit {file} where there is one") from None
+    except subprocess.TimeoutExpired:
+        raise MegarlError(
+            f"sbatch did not answer within {SUBMIT_LIMIT_S:g} s; {file} may or may not be queued"
+        ) from None
+    if done.returncode:
+        raise MegarlError(f"sbatch refused {file}: {done.stderr.strip()}")
+    print(done.stdout.strip())
+    return 0
+
+
+def choose(recipe: Recipe, options: argparse.Namespace) -> Chosen:
+    """The recipe as written if it fits the nodes (and, with --gpu, their memory), else the best plan that does. MegarlError if
+    nothing does."""
+    per_node = options.gpus_per_node
+    if not per_node:
+        return Chosen(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))
+    nodes = [
+        Node(f"node {i + 1}", f"{i}", "", "", tuple(map(str, range(per_node))), 0, ()) for i in range(options.nodes)
+    ]
+    try:
+        placed, misfit = place(recipe, nodes), ""
+    except MegarlError as error:
+        placed, misfit = {}, str(error)
+    idle = len(nodes) * per_node - needed(recipe)
+    spare = (f"{idle} GPUs have nothing to do; `megarl plan` has layouts for all of them",) if idle else ()
+    if not options.gpu:
+        if misfit:
+            raise MegarlError(f"{misfit}\n--gpu NAME has `megarl plan` choose a layout for {options.nodes} nodes")
+        return Chosen(recipe, (), (*described(placed, nodes), *spare))
+    problem = command.problem(recipe, len(nodes) * per_node, options.gpu, options.model_config, command.work(recipe))
+    if not misfit:
+        written = as_written(problem)
+        if not isinstance(written, str):
+            return Chosen(recipe, (), (*described(placed, nodes), *spare, *_figures(written)))
+        misfit = written
+    for plan in search(problem).plans:
+        try:
+            placed = place(plan.recipe, nodes)
+        except MegarlError:
+            continue
+        why = f"the layout is the plan's; as written it does not fit: {misfit}"
+        return Chosen(plan.recipe, tuple(show.overrides(plan)), (why, *described(placed, nodes), *_figures(plan)))
+    raise MegarlError(
+        f"as written: {misfit}\nno layout fits {options.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is refused"
+    )
+
+
+def _figures(plan: Plan) -> tuple[str, ...]:
+    """What `megarl plan` expects."""
+    return (
+        f"a step takes {plan.step_seconds:.1f} s (training {plan.train_seconds:.1f}, generating {plan.generate_seconds:.1f}), "
+        f"{plan.tokens_per_second:,.0f} tokens/s",
+        f"the learner needs {plan.learner.total / GB:.0f} GB a GPU; a server holds {plan.server.kv_tokens:,.0f} tokens",
+        show.cost(plan),
+    )
+
+
+def script(chosen: Chosen, options: argparse.Namespace) -> str:
+    """The batch script."""
+    recipe = chosen.recipe
+    settings = {
+        "job-name": recipe.run.name,
+        "nodes": options.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": options.gpus_per_node or None,
+        "exclusive": "",
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "output": "%x-%j.out",
+        "open-mode": "append",
+        "requeue": "",
+        "no-kill": "",
+        "signal": "B:USR1@600",
+    }
+    lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in settings.items() if value is not None]
+    name = str(Path(options.recipe).resolve()) if options.recipe.endswith((".yaml", ".yml")) else options.recipe
+    network = [] if recipe.run.interface else [f"run.interface={OF_SLURM}"]
+    words = ["train", name, "run.resume=auto", *network, *options.overrides, *chosen.overrides]
+    variables = {"CONTAINER": options.container, "IMAGE": options.image, "MOUNTS": options.mounts}
+    exports = [f"export {key}={shlex.quote(value)}" for key, value in variables.items() if value]
+    exports.append(f"export MEGARL={shlex.quote(str(Path(sys.executable).with_name('megarl')))}")
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *lines,
+            f"# Written by `megarl submit {options.recipe}`.",
+            *(f"# {line}" for line in chosen.figures),
+            *exports,
+            "# shellcheck disable=SC1091",
+            f"source {shlex.quote(str(LIBRARY))}",
+            f'until_done "$MEGARL" {shlex.join(words)}',
+            "",
+        ]
+    )

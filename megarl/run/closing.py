@@ -1,0 +1,91 @@
+"""The end of a run: summary and report on disk, and what a user wants to know on the screen.
+
+A failure's causes come last, where they are seen: a table of the deaths, then the end of the log that matters.
+"""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.core.base.rundir import RunDir, write_atomically
+from megarl.core.recipe import Recipe
+from megarl.lab.report import summary
+from megarl.run.observe import last_lines, log_of
+from megarl.run.restart import Role
+
+MOST_DEATHS_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended: all steps done; stopped by a wish, or because it has to go on elsewhere; or failed. `role`: whose log
+    says why."""
+
+    kind: Literal["finished", "stopped", "elsewhere", "failed"]
+    reason: str
+    role: Role | None = None
+
+
+@dataclass(frozen=True)
+class Death:
+    """A role's end that was not in order. time: since the epoch; problem: the last line of its log that looks like one."""
+
+    role: Role
+    nodes: Sequence[str]
+    time: float
+    how: str
+    problem: str
+
+
+def closing(
+    console: Console, recipe: Recipe, rundir: RunDir, outcome: Outcome, deaths: Sequence[Death], wall_s: float
+) -> None:
+    values = summary.summarise(recipe, rundir) | {
+        "outcome": "stopped" if outcome.kind == "elsewhere" else outcome.kind,
+        "reason": outcome.reason,
+        "wall_seconds": round(wall_s, 1),
+    }
+    write_atomically(rundir.summary, json.dumps(values, indent=2).encode())
+    report(rundir)
+    console.print(summary.render(values, rundir))
+    if deaths and outcome.kind in ("failed", "elsewhere"):
+        console.print(causes(deaths))
+    log = log_of(rundir, outcome.role) if outcome.role is not None else None
+    if log is not None:
+        print(f"\nThe end of {log}:", *last_lines(log), sep="\n  ", file=sys.stderr)
+    if outcome.kind == "failed":
+        print(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)
+    elif outcome.kind == "elsewhere":
+        print(f"\nmegarl: {outcome.reason}; its checkpoint stands, start it again on other nodes", file=sys.stderr)
+
+
+def causes(deaths: Sequence[Death]) -> Table:
+    """Who died when, where, how, and what its log said last."""
+    left = len(deaths) - MOST_DEATHS_SHOWN
+    title = "what died" if left <= 0 else f"what died last ({left} before that are in logs/supervisor.jsonl)"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2), pad_edge=False)
+    for name in ("when", "role", "node", "how"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("the last problem in its log", overflow="fold")
+    for death in deaths[-MOST_DEATHS_SHOWN:]:
+        when = time.strftime("%H:%M:%S", time.localtime(death.time))
+        table.add_row(when, death.role.name, ",".join(death.nodes), death.how, death.problem or "none")
+    return table
+
+
+def report(rundir: RunDir) -> None:
+    """RUN/report.html and RUN/reward.png. Imported at the end: matplotlib has no place in a run that lives for weeks."""
+    from megarl.lab.report.report import write_report
+
+    write_report(rundir)
+
+
+def how(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

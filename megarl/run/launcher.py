@@ -1,0 +1,193 @@
+"""How a role is started, watched and ended. `Launcher` is the seam; `LocalLauncher` makes processes of this machine, the
+launcher of srun.py steps of a Slurm job.
+
+Each role leads a session of its own: Ctrl-C in the terminal reaches the supervisor alone, and `kill` reaches all the
+role's processes by its group. Roles end with the supervisor however it ends (`megarl.core.base.process.die_with_supervisor`).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import psutil
+
+from megarl.core.base.process import NODE, SUPERVISOR, remove_shared_memory
+from megarl.core.base.rundir import RunDir, writing
+from megarl.core.recipe import Recipe
+from megarl.run.nodes import Node, here
+from megarl.run.placement import Place
+from megarl.run.restart import NodeState, Role
+
+KILL_LIMIT_S = 30.0
+"""A killed process that is not gone by then hangs in the kernel (a driver); nothing more can be done from here."""
+Still = Literal["stopped", "unheard"]
+"""Why a role does not move: one of its processes is stopped; its node does not report any more."""
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is run for a role: words behind `python`, variables that differ from ours (None: unset), where, and the run's
+    logs (appended to)."""
+
+    role: Role
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str | None]
+    place: Place
+    rundir: RunDir
+
+    def log(self, n: int = 0) -> Path:
+        """Of the role on the n-th of its nodes; further ranks there have their own (`megarl.core.base.process.log_to`)."""
+        rank = self.role.index if self.role.kind == "server" else n * self.place.ranks
+        return self.rundir.log(self.role.kind, self.place.nodes[n].name, rank)
+
+
+class Running(Protocol):
+    """A role that was started."""
+
+    pid: int
+    started: float  # time.monotonic()
+
+    def status(self) -> int | None:
+        """None while it runs, then its exit status, or minus the signal."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def kill(self) -> None:
+        """End it and all it started, now. Also clears up what a dead one left behind. Returns at once."""
+
+    def wait_gone(self) -> None:
+        """After `kill`: until it is gone, at most KILL_LIMIT_S."""
+
+    def still(self) -> Still | None:
+        """Why it does not move, if it does not."""
+
+    def node_state(self) -> NodeState:
+        """Of its nodes, once it has ended."""
+
+
+class Launcher(Protocol):
+    def survey(self, ports: int) -> tuple[Node, ...]:
+        """The nodes there are, each with so many free ports, in the order of the allocation."""
+
+    def start(self, task: Task) -> Running: ...
+
+    def sweep(self, running: Sequence[Running]) -> None:
+        """End what dead roles have left behind and is none of `running`'s."""
+
+
+def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) -> Task:
+    """The role on the resolved recipe. `port` is for servers."""
+    arguments = ["-m", "megarl", COMMANDS[role.kind], str(rundir.recipe)]
+    if role.kind == "server":
+        arguments += ["--index", str(role.index), "--port", str(port)]
+    threads = "1" if role.kind == "controller" else str(recipe.resources.threads)
+    environment: dict[str, str | None] = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": None,  # or every role compiles all it imports, at each start
+    }
+    return Task(role, tuple(arguments), environment, place, rundir)
+
+
+class LocalLauncher:
+    """Processes of this machine. Call `start` from a thread that lives as long as the roles: they die with it."""
+
+    def __init__(self, interface: str = "") -> None:
+        self._interface = interface
+
+    def survey(self, ports: int) -> tuple[Node, ...]:
+        return (here(ports, self._interface),)
+
+    def start(self, task: Task, n: int = 0) -> "LocalProcess":
+        """n: which of the task's nodes this machine is."""
+        environment = dict(os.environ) | {k: v for k, v in task.environment.items() if v is not None}
+        for name in [k for k, v in task.environment.items() if v is None]:
+            environment.pop(name, None)
+        environment |= {SUPERVISOR: str(os.getpid()), NODE: task.place.nodes[n].name}
+        with writing(task.log(n)):
+            task.log(n).parent.mkdir(parents=True, exist_ok=True)
+            with task.log(n).open("ab") as log:
+                log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(task.arguments)}\n".encode())
+        with task.log(n).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *task.arguments],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return LocalProcess(process, whole=task.role.kind == "learner")
+
+    def sweep(self, running: Sequence[Running]) -> None:
+        """Catches what left its role's session: orphans are our children (`megarl.core.base.process.adopt_orphans`)."""
+        mine = [process.pid for process in running]
+        family = [
+            p for child in psutil.Process().children() if child.pid not in mine for p in (child, *_descendants(child))
+        ]
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=KILL_LIMIT_S)
+
+
+class LocalProcess:
+    """A session leader and what it has started. whole: all of that works for it, also in sessions of its own (torchrun's ranks;
+    what a grader runs does not)."""
+
+    def __init__(self, process: subprocess.Popen[bytes], whole: bool) -> None:
+        self._process, self._whole = process, whole
+        self.pid = process.pid
+        self.started = time.monotonic()
+
+    def status(self) -> int | None:
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        """To its leader, if it lives."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # the group's number stays taken while any of it lives
+
+    def wait_gone(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_LIMIT_S)
+            remove_shared_memory(self.pid)
+
+    def still(self) -> Still | None:
+        """One of its processes is stopped."""
+        with suppress(psutil.NoSuchProcess):
+            leader = psutil.Process(self.pid)
+            for process in (leader, *_descendants(leader)):
+                with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    if process.status() in STOPPED and (self._whole or os.getsid(process.pid) == self.pid):
+                        return "stopped"
+        return None
+
+    def node_state(self) -> NodeState:
+        return "up"
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []

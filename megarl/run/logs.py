@@ -1,0 +1,82 @@
+"""`megarl logs RUN --role …`: the end of a role's logs, and what is added to them.
+
+server, learner, controller: all of that kind      server-3, learner-0: one      supervisor: what was started, ended, restarted
+"""
+
+import json
+import time
+from pathlib import Path
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir
+from megarl.core.telemetry.tail import Tail
+from megarl.run.observe import last_lines
+
+LOOK_S = 0.5
+KINDS = ("server", "learner", "controller")
+
+
+def main(run: Path, role: str, count: int, follow: bool) -> int:
+    """Print the last `count` lines of each file; with `follow` go on until the run has ended."""
+    rundir = RunDir.opened(run)
+    files = logs_of(rundir, role)
+    if not files and not follow:
+        raise MegarlError(f"{rundir.logs}: no log of {role} yet")
+    tails = {file: Tail(file) for file in files}
+    for file in files:
+        for line in tails[file].lines()[-count:] if follow else last_lines(file, count):
+            print(_marked(file, line, files), flush=True)
+    if follow:
+        _follow(rundir, role, tails)
+    return 0
+
+
+def logs_of(rundir: RunDir, role: str) -> list[Path]:
+    """Of the newest nodes last. MegarlError if there is no such role."""
+    kind, _, index = role.partition("-")
+    if role == "supervisor":
+        found = [rundir.logs / "supervisor.jsonl"]
+    elif kind in KINDS and (not index or (index.isdecimal() and kind != "controller")):
+        found = sorted(
+            rundir.logs.glob(f"{kind}/*.{index or '*'}.log"), key=lambda log: (log.stat().st_mtime, log.name)
+        )
+    else:
+        raise MegarlError(
+            f"--role: {role!r} is none of {', '.join(KINDS)}, supervisor, and server-N or learner-N for one"
+        )
+    return [file for file in found if file.exists()]
+
+
+def _follow(rundir: RunDir, role: str, tails: dict[Path, Tail]) -> None:
+    """What comes behind what `tails` have given."""
+    while True:
+        ended = rundir.summary.exists()
+        files = logs_of(rundir, role)
+        for file in files:
+            for line in tails.setdefault(file, Tail(file)).lines():
+                print(_marked(file, line, files), flush=True)
+        if ended:
+            return
+        time.sleep(LOOK_S)
+
+
+def _marked(file: Path, line: str, files: list[Path]) -> str:
+    """With the name of the process, where there are several."""
+    if file.suffix == ".jsonl":
+        return _event(line)
+    return f"{file.parent.name} {file.stem}: {line}" if len(files) > 1 else line
+
+
+def _event(line: str) -> str:
+    """An event of the supervisor as a sentence: when, who, what, and its details. A line that is none stays as it is."""
+    try:
+        row = json.loads(line)
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.pop("time")))
+        row.pop("session")
+        words = [when, row.pop("role", "run"), row.pop("event")]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError):
+        return line
+    details = [
+        f"{k} {','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in row.items() if v not in ([], "")
+    ]
+    return " ".join([*words, *([f"({', '.join(details)})"] if details else [])])

@@ -1,0 +1,107 @@
+"""What one node has for a run: its address, GPUs, cores and free ports. Asked on the node itself.
+
+one machine        here(…)
+a Slurm job        `python -m megarl.run.nodes …` in a step over all nodes ─► one line of JSON a node ─► Node
+"""
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.ports import free_ports
+from megarl.run import devices
+
+LOOPBACK = "127.0.0.1"
+DISCARD = 9
+OF_SLURM = "slurm"
+"""In place of an interface's name: the one by which Slurm reaches the node."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """`name` is Slurm's, or this machine's. Roles listen on `address`, which belongs to the network interface `interface`.
+
+    gpus: names that CUDA_VISIBLE_DEVICES takes; ports: free ones; host: the machine, which nodes of a test may share.
+    """
+
+    name: str
+    host: str
+    address: str
+    interface: str
+    gpus: tuple[str, ...]
+    cores: int
+    ports: tuple[int, ...]
+
+
+def here(ports: int, interface: str) -> Node:
+    """This machine. interface: see `address_of`."""
+    address = address_of(interface)
+    host = socket.gethostname().split(".")[0]
+    return Node(
+        name=os.environ.get("SLURMD_NODENAME", host),
+        host=host,
+        address=address,
+        interface=_interface_of(address),
+        gpus=devices.gpus(),
+        cores=len(os.sched_getaffinity(0)),
+        ports=tuple(free_ports(ports, address)),
+    )
+
+
+def address_of(interface: str) -> str:
+    """Of the interface of this name, or OF_SLURM; loopback without one or alone. MegarlError if there is none."""
+    supervisor = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")  # in steps
+    if not interface or (interface == OF_SLURM and not supervisor):
+        return LOOPBACK
+    if interface == OF_SLURM:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((supervisor, DISCARD))  # sends nothing: the kernel chooses the route
+            address: str = s.getsockname()[0]
+            return address
+    known = psutil.net_if_addrs()
+    for of_interface in known.get(interface, []):
+        if of_interface.family == socket.AF_INET:
+            return of_interface.address
+    raise MegarlError(
+        f"run.interface: {interface!r} is no network interface with an IPv4 address of {socket.gethostname()}, which "
+        f"has {', '.join(sorted(known))}"
+    )
+
+
+def _interface_of(address: str) -> str:
+    return next(name for name, known in psutil.net_if_addrs().items() if any(a.address == address for a in known))
+
+
+def parse(line: str) -> Node | None:
+    """What `main` printed; None for a line of a site's prologue."""
+    try:
+        return msgspec.json.decode(line, type=Node)
+    except msgspec.MsgspecError:
+        return None
+
+
+def main(arguments: list[str]) -> int:
+    """COUNT INTERFACE RUN: this node as JSON on stdout, if it sees the run directory and can import megarl."""
+    count, interface, run = arguments
+    try:
+        if not (Path(run) / ".lock").exists():
+            raise MegarlError(f"{run} is not there; run.dir has to lie on a file system that all nodes share")
+        node = here(int(count), interface)
+        sys.stdout.buffer.write(
+            msgspec.json.encode(node) + b"\n"
+        )  # whole: lines of several nodes come out as they went in
+        sys.stdout.buffer.flush()
+    except MegarlError as error:
+        print(f"megarl: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

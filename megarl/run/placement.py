@@ -1,0 +1,150 @@
+"""Which role runs where, on which GPUs. Pure.
+
+    node 1    server-0  server-1 … server-7      controller
+    node 2    server-8  …                        servers from the first node on, each within a node
+    …
+    node 9    learner ranks 0 … 7                the learner on the last GPUs: part of a node, or whole nodes
+    node 10   learner ranks 8 … 15
+
+With resources.colocate the learner's GPUs, all of one node, are the servers' as well: server 0 has those of the first ranks.
+
+A slot is a GPU; where no node has one, `resources.threads` cores. One node without GPUs takes everything, whatever it has.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Recipe
+from megarl.run.devices import needed
+from megarl.run.nodes import Node
+from megarl.run.restart import Role
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a role. gpus: those it has on each of its nodes, none without GPUs; ranks: its processes on each."""
+
+    nodes: tuple[Node, ...]
+    gpus: tuple[str, ...] = ()
+    ranks: int = 1
+
+
+def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
+    """Servers from the front, the learner at the end, the controller on the first node. MegarlError if they do not fit."""
+    resources = recipe.resources
+    free = [list(_slots(node, recipe, nodes)) for node in nodes]
+    if len(nodes) == 1 and not nodes[0].gpus:
+        free = [["" for _ in range(needed(recipe))]]
+    if sum(map(len, free)) < needed(recipe):
+        raise MegarlError(_too_few(recipe, nodes, free))
+    learner = _learner(resources.learner_ranks, nodes, free)
+    placed = {Role("learner"): learner}
+    if resources.colocate:
+        return placed | _colocated(recipe, learner) | {Role("controller"): Place((learner.nodes[0],))}
+    return placed | _servers(recipe, nodes, free) | {Role("controller"): Place((nodes[0],))}
+
+
+def _colocated(recipe: Recipe, learner: Place) -> dict[Role, Place]:
+    """Servers on the learner's GPUs."""
+    if len(learner.nodes) > 1:
+        raise MegarlError(
+            f"resources.colocate: {recipe.resources.learner_ranks} learner ranks take {len(learner.nodes)} nodes, and only "
+            "GPUs of one are shared; lower resources.learner_ranks, or set resources.colocate=false"
+        )
+    width = recipe.resources.server_tensor_parallel
+    return {
+        Role("server", i): Place(learner.nodes, learner.gpus[i * width : (i + 1) * width])
+        for i in range(recipe.resources.servers)
+    }
+
+
+def place_servers(recipe: Recipe, node: Node) -> dict[Role, Place]:
+    """Servers alone, on one machine: those of an evaluation. MegarlError if they do not fit."""
+    count, width = recipe.resources.servers, recipe.resources.server_tensor_parallel
+    if node.gpus and len(node.gpus) < count * width:
+        raise MegarlError(
+            f"resources: {count} servers x {width} GPUs need {count * width}, and {len(node.gpus)} are visible "
+            f"({','.join(node.gpus)}); lower resources.servers or resources.server_tensor_parallel, or set "
+            "CUDA_VISIBLE_DEVICES= to serve a tiny model on the CPU"
+        )
+    return _servers(recipe, [node], [list(node.gpus) or [""] * (count * width)])
+
+
+def _servers(recipe: Recipe, nodes: Sequence[Node], free: list[list[str]]) -> dict[Role, Place]:
+    """From the first free GPUs on, which are taken."""
+    resources, placed = recipe.resources, {}
+    for i in range(resources.servers):
+        n = next((n for n, slots in enumerate(free) if len(slots) >= resources.server_tensor_parallel), None)
+        if n is None:
+            raise MegarlError(
+                f"resources: server {i} of {resources.servers} finds no node with {resources.server_tensor_parallel} free "
+                f"GPUs (free: {', '.join(f'{node.name} {len(slots)}' for node, slots in zip(nodes, free, strict=True))}); "
+                "a server lies within a node: choose resources.server_tensor_parallel so that it divides a node's GPUs"
+            )
+        taken = [free[n].pop(0) for _ in range(resources.server_tensor_parallel)]
+        placed[Role("server", i)] = Place((nodes[n],), _named(taken))
+    return placed
+
+
+def _learner(ranks: int, nodes: Sequence[Node], free: list[list[str]]) -> Place:
+    """The last GPUs of the last node, or whole nodes from the end."""
+    width = len(free[-1])
+    if ranks <= width:
+        taken = [free[-1].pop() for _ in range(ranks)]
+        return Place((nodes[-1],), _named(taken[::-1]), ranks)
+    count = ranks // width if width else 0
+    if not count or ranks % width or any(slots != free[-1] for slots in free[-count:]):
+        raise MegarlError(
+            f"resources.learner_ranks: {ranks} ranks take whole nodes, and the last nodes have "
+            f"{', '.join(str(len(slots)) for slots in free)} GPUs each; use a multiple of a node's, on nodes that are alike"
+        )
+    gpus = _named(free[-1])
+    for slots in free[-count:]:
+        slots.clear()
+    return Place(tuple(nodes[-count:]), gpus, width)
+
+
+def _slots(node: Node, recipe: Recipe, nodes: Sequence[Node]) -> tuple[str, ...]:
+    if any(other.gpus for other in nodes):
+        return node.gpus
+    return ("",) * max(1, node.cores // recipe.resources.threads)
+
+
+def _named(slots: Sequence[str]) -> tuple[str, ...]:
+    return tuple(slot for slot in slots if slot)
+
+
+def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]]) -> str:
+    resources = recipe.resources
+    servers = "" if resources.colocate else f"{resources.servers} servers x {resources.server_tensor_parallel} GPUs + "
+    need = f"resources: {servers}{resources.learner_ranks} learner ranks need {needed(recipe)} GPUs, and "
+    lower = "lower resources.servers, resources.server_tensor_parallel or resources.learner_ranks"
+    if len(nodes) == 1:
+        visible = ",".join(nodes[0].gpus)
+        return (
+            f"{need}{len(nodes[0].gpus)} are visible ({visible}); {lower}, share them (resources.colocate=true "
+            "weights.transport=cuda_ipc), or set CUDA_VISIBLE_DEVICES= to run a tiny model on the CPU"
+        )
+    what = "GPUs" if any(node.gpus for node in nodes) else f"places of resources.threads={resources.threads} cores"
+    has = ", ".join(f"{node.name} {len(slots)}" for node, slots in zip(nodes, free, strict=True))
+    return f"{need}the allocation has {sum(map(len, free))} {what} ({has}); ask for more nodes, or {lower}"
+
+
+def described(placed: Mapping[Role, Place], nodes: Sequence[Node]) -> list[str]:
+    """One line a node: `node1: controller, servers 0-7`."""
+    lines: dict[str, list[str]] = {node.name: [] for node in nodes}
+    servers: dict[str, list[int]] = {node.name: [] for node in nodes}
+    for role, of in sorted(placed.items()):
+        for n, node in enumerate(of.nodes):
+            if role.kind == "server":
+                servers[node.name].append(role.index)
+            elif of.ranks == 1:
+                lines[node.name].append(role.name)
+            else:
+                lines[node.name].append(f"learner ranks {n * of.ranks}-{(n + 1) * of.ranks - 1}")
+    for name, indices in servers.items():
+        if indices:
+            last = f"-{indices[-1]}" if len(indices) > 1 else ""
+            lines[name].append(f"servers {indices[0]}{last}" if last else f"server {indices[0]}")
+    return [f"{name}: {', '.join(roles) or 'nothing'}" for name, roles in lines.items()]

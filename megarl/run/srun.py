@@ -1,0 +1,278 @@
+"""Steps of a Slurm job: one for each role, on the nodes of its place. They overlap: the placement divides the GPUs, not Slurm.
+
+    srun --nodelist=node3 … python -m megarl.run.step ORDER        step.py, which starts the role on the node
+      stdin   the supervisor's end of it: closed when it dies, however it dies, and then the step ends
+      stdout  reports, each of which is acknowledged        stderr  what srun says: into the role's log
+
+MEGARL_STEP_OPTIONS are more options of srun (`--container-image=…`), MEGARL_STEP_COMMAND the words before `-m` (`apptainer
+exec … python`; this Python if there are none). launch/slurm/common.sh sets both.
+"""
+
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import msgspec
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir, writing
+from megarl.core.recipe import Recipe
+from megarl.run.launcher import Launcher, LocalLauncher, Running, Still, Task
+from megarl.run.nodes import OF_SLURM, Node, parse
+from megarl.run.restart import MESSAGE_STATUS, NodeState
+from megarl.run.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Order, Report
+
+STEP_OPTIONS, STEP_COMMAND = "MEGARL_STEP_OPTIONS", "MEGARL_STEP_COMMAND"
+SURVEY_LIMIT_S = 900.0
+"""An image of tens of gigabytes may have to be fetched."""
+START_LIMIT_S = 900.0
+"""From srun to the step's first report."""
+SILENT_S = 3 * BEAT_S
+SRUN_LIMIT_S = 10.0
+"""From its SIGTERM to its end. It is killed then; Slurm goes on ending the step."""
+ASK_LIMIT_S = 30.0
+UNKNOWN_STATUS = 1
+DESERTED_S = UNANSWERED * BEAT_S + 5.0
+"""Behind its last report a step without its srun lives for so long, until it finds that nobody hears it."""
+BROKEN_STATES = ("down", "fail", "unknown", "future", "power")
+"""Beginnings of Slurm's words for nodes that run nothing."""
+
+
+def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
+    """As run.launcher says. MegarlError if it asks for a job and this is none."""
+    kind = recipe.run.launcher
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
+    if kind == "srun" and not nodes:
+        raise MegarlError(
+            "run.launcher: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); see launch/slurm/ and "
+            "`megarl submit`, or set run.launcher=local"
+        )
+    if kind == "srun" or (kind == "auto" and nodes and (nodes > 1 or STEP_COMMAND in os.environ)):
+        if missing := [program for program in ("srun", "scontrol", "squeue", "sinfo") if shutil.which(program) is None]:
+            raise MegarlError(
+                f"run.launcher: {', '.join(missing)} cannot be found, which steps of a Slurm job need; `megarl train` runs on "
+                "the host, the roles in the container (launch/slurm/common.sh)"
+            )
+        return SrunLauncher(rundir, recipe.run.interface)
+    return LocalLauncher(recipe.run.interface)
+
+
+class SrunLauncher:
+    """Steps of the job we are in."""
+
+    def __init__(self, rundir: RunDir, interface: str) -> None:
+        self._rundir, self._interface = rundir, interface
+
+    def survey(self, ports: int) -> tuple[Node, ...]:
+        """Asks every node. MegarlError if one does not answer, or cannot take part; it says which and why."""
+        names = hosts(os.environ["SLURM_JOB_NODELIST"])
+        if not names:
+            raise MegarlError(
+                f"scontrol does not say which nodes {os.environ['SLURM_JOB_NODELIST']} are; is Slurm down?"
+            )
+        if len(names) > 1 and not self._interface:
+            raise MegarlError(
+                "run.interface: roles on several nodes need the network on which they trust each other: its name "
+                f"(`ip -4 address` on a node lists them), or {OF_SLURM!r} for the one by which Slurm reaches the nodes"
+            )
+        arguments = ("-m", "megarl.run.nodes", str(ports), self._interface, str(self._rundir.path.resolve()))
+        try:
+            done = subprocess.run(
+                command(names, "survey", arguments), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=SURVEY_LIMIT_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise MegarlError(
+                f"the nodes {', '.join(names)} did not all answer within {SURVEY_LIMIT_S:g} s; see `scontrol show node`"
+            ) from None
+        found = {node.name: node for line in done.stdout.splitlines() if (node := parse(line)) is not None}
+        missing = [name for name in names if name not in found]
+        if done.returncode or missing:
+            raise MegarlError(
+                f"a step over the job's nodes failed; no answer from {', '.join(missing) or 'none'}:\n{done.stderr.strip()}"
+            )
+        return checked([found[name] for name in names])
+
+    def start(self, task: Task) -> "SrunStep":
+        order = msgspec.json.encode(Order.of(task)).decode()
+        names = [node.name for node in task.place.nodes]
+        task.log().parent.mkdir(parents=True, exist_ok=True)
+        with writing(task.log()), task.log().open("ab") as log:
+            process = subprocess.Popen(
+                command(names, task.role.name, ("-m", "megarl.run.step", order)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        return SrunStep(process, names)
+
+    def sweep(self, running: Sequence[Running]) -> None:
+        """Each step does it for itself, on its node."""
+
+
+class SrunStep:
+    """An `srun` and what its nodes report."""
+
+    def __init__(self, process: subprocess.Popen[bytes], names: Sequence[str]) -> None:
+        self._process = process
+        self.names = names
+        self.pid = process.pid
+        self.started = time.monotonic()
+        self._over = self._killed = math.inf
+        self._reports: dict[str, tuple[float, Report]] = {}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with suppress(msgspec.MsgspecError):  # a site's prologue may print there
+                report = msgspec.json.decode(line, type=Report)
+                self._reports[report.node] = (time.monotonic(), report)
+                self._tell(HEARD)
+
+    @property
+    def answered(self) -> bool:
+        """Whether all its nodes have."""
+        return set(self._reports) >= set(self.names)
+
+    def status(self) -> int | None:
+        """What the nodes report. Where one did not, srun's: 137 of a killed step, but 0 of one whose node is lost.
+
+        An srun that was killed, or has not brought the step up, may have left it behind. Until it must have ended by itself,
+        it counts as running: there are not to be two.
+        """
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._reader.join(1.0)
+        self._over = min(self._over, time.monotonic())
+        reports = list(self._reports.values())
+        reported = [r.status for _, r in reports if r.status is not None]
+        if MESSAGE_STATUS in reported:
+            return MESSAGE_STATUS  # the others died of that one's end
+        if any(reported) or len(reported) == len(self.names):
+            return next((status for status in reported if status), 0)
+        heard = max((at for at, r in reports if r.status is None), default=self._over) if self.answered else self._over
+        if (code < 0 or not self.answered) and time.monotonic() - heard < DESERTED_S:
+            return None
+        return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code or UNKNOWN_STATUS
+
+    def still(self) -> Still | None:
+        """Stopped somewhere, or not heard of for too long."""
+        now = time.monotonic()
+        if self._process.poll() is not None:
+            return None  # and `status` waits for its end
+        alive = [(at, report) for at, report in list(self._reports.values()) if report.status is None]
+        if any(report.stopped for _, report in alive):
+            return "stopped"
+        late = not self.answered and now - self.started > START_LIMIT_S
+        return "unheard" if late or any(now - at > SILENT_S for at, _ in alive) else None
+
+    def terminate(self) -> None:
+        self._tell(TERMINATE)
+
+    def _tell(self, word: bytes) -> None:
+        """To all its nodes, if srun still lives and has not been given up."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError, ValueError):
+            self._process.stdin.write(word + b"\n")
+            self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """srun's SIGTERM has Slurm kill all of the step."""
+        self._killed = min(self._killed, time.monotonic())
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def wait_gone(self) -> None:
+        """A step on a node that is gone does not end: srun then does not either."""
+        try:
+            self._process.wait(max(0.0, self._killed + SRUN_LIMIT_S - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def node_state(self) -> NodeState:
+        """Slurm takes a lost node from the job, though not at once: one that is gone is silent at first. It may be up again
+        meanwhile, but it is no longer ours."""
+        held = _output(["squeue", "-h", "-j", os.environ["SLURM_JOB_ID"], "-o", "%N"]).strip()
+        ours = hosts(held) if held else self.names
+        states = _output(["sinfo", "-h", "-n", ",".join(self.names), "-o", "%T"]).splitlines()
+        if any(map(is_broken, states)) or not set(self.names) <= set(ours):
+            return "down"
+        return "up" if self.answered else "silent"
+
+
+def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[str]:
+    """srun's: a task on each of the nodes, which may use all of it and shares it with the other steps.
+
+    What the batch script was given (tasks a node, CPUs a task) is inherited by srun, and is overridden here.
+    """
+    python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
+    return [
+        "srun",
+        f"--job-name={step}",
+        f"--nodes={len(names)}",
+        f"--ntasks={len(names)}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(names)}",
+        "--overlap",
+        "--mem=0",
+        "--cpu-bind=none",
+        "--export=ALL",
+        "--input=all",
+        "--kill-on-bad-exit=1",  # of the learner's nodes; a step of one node has no other task
+        *shlex.split(os.environ.get(STEP_OPTIONS, "")),
+        *python,
+        *arguments,
+    ]
+
+
+def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The same, if they can reach each other."""
+    if len({node.host for node in nodes}) > 1:
+        for node in nodes:
+            if node.address.startswith("127."):
+                raise MegarlError(
+                    f"node {node.name}: its address is {node.address}, where no other node reaches it; name the network "
+                    "interface with run.interface (`ip -4 address` on a node lists them)"
+                )
+    taken: set[tuple[str, int]] = set()
+    distinct = []
+    for node in nodes:  # nodes that are one machine may have found the same ports
+        ports = tuple(port for port in node.ports if (node.address, port) not in taken)
+        taken |= {(node.address, port) for port in ports}
+        distinct.append(replace(node, ports=ports))
+    return tuple(distinct)
+
+
+def hosts(listed: str) -> list[str]:
+    """`node[1-3]`, one by one."""
+    return _output(["scontrol", "show", "hostnames", listed]).split()
+
+
+def is_broken(state: str) -> bool:
+    """Whether Slurm says that nothing runs there (`down`, `down*`, `failing`); a node that only drains still works."""
+    return state.strip().lower().startswith(BROKEN_STATES)
+
+
+def _output(words: Sequence[str]) -> str:
+    """Of one of Slurm's commands; empty if it does not answer."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=True).stdout
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        return ""

@@ -1,0 +1,70 @@
+"""`megarl status RUN`: how a run stands, from its files alone: from any terminal that sees them, while it lives and afterwards.
+
+RUN/summary.json is there ──► the closing summary         else ──► the live view, of this moment
+"""
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import read_json
+from megarl.core.base.rundir import RunDir
+from megarl.core.recipe import load
+from megarl.lab.report import summary
+from megarl.run.observe import Observer
+from megarl.run.restart import Kind, Role
+from megarl.run.view import Frame, RoleView, clock, render
+
+DEAD_S = 60.0
+"""A live controller writes its status each second; its restart takes less than this."""
+
+
+def main(run: Path) -> int:
+    rundir = RunDir.opened(run)
+    console = Console()
+    if rundir.summary.exists():
+        values = read_json(rundir.summary)
+        try:
+            console.print(summary.render(values, rundir))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise MegarlError(f"{rundir.summary}: not what a run writes at its end ({error!r}); remove it") from None
+        return 0
+    recipe, observer = load(str(rundir.recipe)), Observer(rundir)
+    observer.look()
+    roles, began = roles_of(rundir)
+    now = time.time()
+    last = observer.status.time if observer.status else began
+    foot = f"at {time.strftime('%H:%M:%S', time.localtime(now))}"
+    if now - last > DEAD_S:
+        foot = f"nothing written for {clock(now - last)}: it seems dead; run.resume=auto goes on"
+    console.print(render(Frame(recipe, observer, max(0.0, now - began), roles, foot=foot)))
+    return 0
+
+
+def roles_of(rundir: RunDir) -> tuple[dict[Role, RoleView], float]:
+    """What the supervisor has noted of this life of the run: its roles as they are now, and when it began."""
+    roles: dict[Role, RoleView] = {}
+    restarts: dict[Role, int] = {}
+    session, began = "", time.time()
+    for event in rundir.events():
+        if event.session != session:
+            session, began = event.session, event.time
+            roles, restarts = {}, {}
+        if not event.role:
+            continue
+        role = role_named(event.role)
+        restarts[role] = restarts.get(role, 0) + (event.event == "restart")
+        state = {"started": "running", "restart": "restarting"}.get(event.event, event.event)
+        seconds = time.time() - event.time if state == "running" else 0.0
+        nodes = event.nodes or (roles[role].nodes if role in roles else ())
+        roles[role] = RoleView(state, seconds, restarts[role], nodes)
+    return roles, began
+
+
+def role_named(name: str) -> Role:
+    """`server-3` as a Role."""
+    kinds: dict[str, Kind] = {"server": "server", "controller": "controller", "learner": "learner"}
+    kind, _, index = name.partition("-")
+    return Role(kinds[kind], int(index))

@@ -1,0 +1,363 @@
+"""`megarl train`: start the roles, watch them, restart what dies, end the run.
+
+    checks ─► RUN/recipe.yaml, RUN/endpoints.json ─► servers, controller, learner start at once (they wait for each other)
+           ─► every tick: who died? (restart.py)  who hangs? (watch.py)  what do the files say? (observe.py ─► view.py)
+           ─► the learner has left: controller and servers are ended, summary and report written
+
+Ctrl-C or SIGTERM, also of controller or learner, writes RUN/stop: the learner saves and leaves. A second one kills. Every role
+dies with this process. A screen that goes away (a pager, a `tee`) ends nothing.
+"""
+
+import os
+import secrets
+import signal
+import time
+import uuid
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from megarl.core.base.lock import lock
+from megarl.core.base.process import adopt_orphans, outlive_screen
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, write_atomically
+from megarl.core.base.wishes import Wish, wishes
+from megarl.core.recipe import Recipe, dump
+from megarl.lab.report import targets
+from megarl.lab.scaling.outlook import enough
+from megarl.run import checks, devices, inputs
+from megarl.run.closing import Death, Outcome, closing, how
+from megarl.run.launcher import Launcher, Running, task
+from megarl.run.observe import Observer, last_problem, log_of
+from megarl.run.placement import Place, described, place
+from megarl.run.restart import Done, Drop, Elsewhere, GiveUp, Nothing, Restart, RestartPolicy, Role
+from megarl.run.screen import Screen
+from megarl.run.srun import chosen
+from megarl.run.view import Frame, RoleView
+from megarl.run.watch import Watch
+
+TICK_S = 0.1
+LOOK_S = 0.5
+WATCH_S = 5.0
+SAVE_LIMIT_S = 540.0
+"""From the wish to stop to the learner's end: the step under way, and a checkpoint. Slurm ends a job 600 s after SIGUSR1."""
+MAKE_ROOM = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals to a job that has to end and goes on later."""
+LEAVE_LIMIT_S = 10.0
+"""For the controller, when all else has ended."""
+PORTS_A_ROLE = 2
+"""Of a server, and of controller and learner twice: they have metrics, too. Asked of each node, which does not know what it
+will be given: nodes that are one machine may have found the same."""
+START_ELSEWHERE = 75
+"""Exit status (EX_TEMPFAIL) of a run that can go on, though not on these nodes."""
+MOST_FRUITLESS_STARTS = 5
+"""Of a job that was queued again so often and loses a node before it has made a step: it is not the node's fault."""
+
+
+def main(recipe: Recipe) -> int:
+    """Run to the end. 0 all steps done; 1 failed; 75 to be started again elsewhere; 128 + signal when asked to stop."""
+    rundir = RunDir.of(recipe)
+    fingerprints = checks.check_inputs(recipe)
+    with lock(rundir.path, "megarl train", "run.name"):
+        resumed = checks.check_history(recipe, rundir, fingerprints)
+        launcher = chosen(recipe, rundir)
+        nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers))
+        placed = place(recipe, nodes)
+        checks.check_placed(recipe, placed)
+        endpoints = prepare(recipe, rundir, placed, fingerprints, resumed)
+        adopt_orphans()
+        outlive_screen()
+        console = Console()
+        if resumed:
+            console.print(f"going on with {rundir.path}", highlight=False)
+        if len(nodes) > 1:
+            print(*described(placed, nodes), sep="\n", flush=True)
+        began = time.monotonic()
+        with wishes() as wish:
+            supervisor = Supervisor(recipe, rundir, endpoints, launcher, placed, wish)
+            with Screen(console) as screen:
+                outcome = supervisor.run(screen)
+        closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - began)
+    if outcome.kind == "stopped":
+        asked = wish.signal or rundir.stop_signal()
+        return 128 + asked if asked else 0
+    return {"finished": 0, "elsewhere": START_ELSEWHERE, "failed": 1}[outcome.kind]
+
+
+def prepare(
+    recipe: Recipe, rundir: RunDir, placed: Mapping[Role, Place], fingerprints: inputs.Fingerprints, resumed: bool
+) -> Endpoints:
+    """What the roles read before anything else. The recipe says `resume: auto`: a role that starts again goes on."""
+    rundir.create()
+    if not resumed:  # of a start that came to nothing, perhaps with another batch
+        for file in rundir.rollouts.glob("[0-9]*.journal"):
+            file.unlink()
+    for file in (rundir.stop_file, rundir.failure_file, rundir.status, rundir.summary):
+        file.unlink(missing_ok=True)
+    again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
+    write_atomically(rundir.fingerprints, inputs.stored(fingerprints))
+    write_atomically(rundir.recipe, dump(again).encode())
+    endpoints = endpoints_of(recipe, placed)
+    rundir.write_endpoints(endpoints)
+    targets.write(recipe, rundir, endpoints)
+    return endpoints
+
+
+def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
+    """Addresses on the nodes where the roles listen, with ports that were free there; new keys."""
+    free = {node.name: iter(node.ports) for of in placed.values() for node in of.nodes}
+
+    def address(role: Role, fixed: int | None = None) -> tuple[str, int]:
+        node = placed[role].nodes[0]
+        return node.address, next(free[node.name]) if fixed is None else fixed
+
+    def metrics(role: Role, after: int) -> str:
+        port = recipe.monitor.prometheus_port
+        return (
+            "{}:{}".format(*address(role, None if port is None else port + after)) if recipe.monitor.prometheus else ""
+        )
+
+    first = recipe.serving.port
+    servers = [
+        address(Role("server", i), None if first is None else first + i) for i in range(recipe.resources.servers)
+    ]
+    rendezvous_host, rendezvous_port = address(Role("learner"))
+    return Endpoints(
+        session=uuid.uuid4().hex,
+        controller="tcp://{}:{}".format(*address(Role("controller"))),
+        servers=tuple(f"http://{host}:{port}" for host, port in servers),
+        api_key=secrets.token_hex(16),
+        admin_key=secrets.token_hex(16),
+        link=LinkKeys.new(),
+        rendezvous_host=rendezvous_host,
+        rendezvous_port=rendezvous_port,
+        learner_nodes=len(placed[Role("learner")].nodes),
+        gpus=devices.needed(recipe) if placed[Role("learner")].gpus else 0,
+        controller_metrics=metrics(Role("controller"), 0),
+        learner_metrics=metrics(Role("learner"), 1),
+        metrics_key=secrets.token_hex(16) if recipe.monitor.prometheus else "",
+    )
+
+
+class Supervisor:
+    """The roles of one life of a run."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        rundir: RunDir,
+        endpoints: Endpoints,
+        launcher: Launcher,
+        placed: Mapping[Role, Place],
+        wish: Wish,
+    ) -> None:
+        self.recipe, self.rundir, self.endpoints = recipe, rundir, endpoints
+        self.launcher, self.placed, self.wish = launcher, placed, wish
+        self.roles = [Role("server", i) for i in range(recipe.resources.servers)] + [
+            Role("controller"),
+            Role("learner"),
+        ]
+        self.policy, self.watch = RestartPolicy(recipe.resources.servers), Watch(recipe.serving.start_timeout_s)
+        self.observer = Observer(rundir)
+        self.deaths: list[Death] = []
+        self.dropped: set[Role] = set()
+        self.running: dict[Role, Running] = {}
+        self.due: dict[Role, float] = {}
+        self.restarts = dict.fromkeys(self.roles, 0)
+        self.began = time.monotonic()
+        self.stopping_since: float | None = None
+        self._looked = self._watched = 0.0
+
+    def run(self, screen: Screen) -> Outcome:
+        """Until the run's end; no process is left then."""
+        self.screen = screen
+        try:
+            for role in self.roles:
+                self._start(role)
+            while (outcome := self._tick()) is None:
+                time.sleep(TICK_S)
+            return outcome
+        finally:
+            self._end_all()
+            self.observer.look()
+
+    def frame(self) -> Frame:
+        """What there is to see now."""
+        now = time.monotonic()
+        views = {}
+        for role in self.roles:
+            process = self.running.get(role)
+            state = "running" if process else "restarting" if role in self.due else "ended"
+            state = "dropped" if role in self.dropped else state
+            seconds = now - process.started if process else 0.0
+            views[role] = RoleView(state, seconds, self.restarts[role], self._nodes(role))
+        return Frame(self.recipe, self.observer, now - self.began, views, self._stopping())
+
+    def _tick(self) -> Outcome | None:
+        now = time.monotonic()
+        if now - self._looked >= LOOK_S:
+            self._looked = now
+            self.observer.look()
+            self.screen.show(self.frame())
+            if self.stopping_since is None and (self.wish.count or self.rundir.stop_file.exists()):
+                self._begin_stopping(now)
+        if now - self._watched >= WATCH_S and self.stopping_since is None:
+            self._watched = now
+            self._end_hung(now)
+        for role in [role for role, at in self.due.items() if at <= now]:
+            del self.due[role]
+            self._start(role)
+        return self._deaths(now) or self._wishes(now)
+
+    def _start(self, role: Role) -> None:
+        if role.kind == "controller":
+            self.observer.forget_status()
+        self.watch.forget(role, time.monotonic())
+        url = self.endpoints.servers[role.index] if role.kind == "server" else ""
+        port = int(url.rpartition(":")[2]) if url else 0
+        self.running[role] = self.launcher.start(task(self.recipe, self.rundir, role, port, self.placed[role]))
+        self._note("started", role, pid=self.running[role].pid, nodes=self._nodes(role))
+
+    def _deaths(self, now: float) -> Outcome | None:
+        """Deal with every role that has ended since the last tick; the learner first, for its end is the run's."""
+        ended = [(role, s) for role, p in self.running.items() if (s := p.status()) is not None]
+        for role, status in sorted(ended, reverse=True, key=lambda e: e[0].kind == "learner"):
+            process = self.running.pop(role)
+            process.kill()  # what it left behind
+            process.wait_gone()
+            self._note("ended", role, status=status)
+            self.observer.look()
+            outcome = self._after(role, process, status, now)
+            if outcome is not None:
+                return outcome
+        if ended:
+            self.launcher.sweep(list(self.running.values()))
+        return None
+
+    def _after(self, role: Role, process: Running, status: int, now: float) -> Outcome | None:
+        if role.kind != "server" and self.rundir.failure_file.exists():
+            return self._failure(role, now)
+        if self.stopping_since is not None and not (role.kind == "learner" and status == 0):
+            if role.kind != "learner":
+                return None  # no longer needed: the learner saves by itself
+            return self._unsaved(f"{role.name} {how(status)} before it had saved", role)
+        if status or role.kind == "server":
+            log = log_of(self.rundir, role)
+            problem = last_problem(log) if log is not None else ""
+            self.deaths.append(Death(role, self._nodes(role), time.time(), how(status), problem))
+        node = process.node_state() if status else "up"
+        match self.policy.died(role, status, now, self.observer.steps_made, node):
+            case Done():
+                if self.wish.count or self.rundir.stop_file.exists():
+                    return Outcome("stopped", "as asked")
+                return Outcome("finished", self._finished())
+            case Nothing():
+                return None
+            case GiveUp(culprit, reason):
+                return Outcome("failed", reason, culprit)
+            case Elsewhere(culprit, reason):
+                starts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+                if starts >= MOST_FRUITLESS_STARTS and not self.observer.steps_made:
+                    return Outcome(
+                        "failed", f"{reason}, and no step was made; the job was restarted {starts} times", culprit
+                    )
+                return Outcome("elsewhere", reason, culprit)
+            case Drop(culprit, reason):
+                self.dropped.add(culprit)
+                self._note("dropped", culprit, nodes=self._nodes(culprit))
+                self.screen.say(
+                    f"{culprit.name} on {', '.join(self._nodes(culprit))} {how(status)}; {reason}: the run goes on with the "
+                    f"other {self.policy.servers} servers"
+                )
+            case Restart(culprit, delay):
+                self.restarts[culprit] += 1
+                self.due[culprit] = now + delay
+                if culprit.kind == "learner" and Role("controller") not in self.running:
+                    self.due.setdefault(Role("controller"), now)  # it had left, thinking the run was over
+                self._note("restart", culprit, delay_s=delay)
+                self.screen.say(f"{culprit.name} {how(status)}; starting it again{f' in {delay:g} s' if delay else ''}")
+        return None
+
+    def _failure(self, role: Role, now: float) -> Outcome | None:
+        """Controller or learner has ended the run, which is over once the learner, if it lives, has saved and left."""
+        if role.kind == "controller" and Role("learner") in self.running:
+            self.stopping_since = self.stopping_since or now
+            self.rundir.stop()
+            return None
+        return self._failed(role)
+
+    def _failed(self, role: Role) -> Outcome:
+        culprit = role if Role("controller") in self.running else Role("controller")
+        return Outcome("failed", self.rundir.failure_file.read_text(), culprit)
+
+    def _finished(self) -> str:
+        newest = max(self.observer.evaluations.items(), default=(0, {}))[1]
+        if self.recipe.run.stop_at_asymptote and newest.get("enough"):
+            return f"at the asymptote: {enough(newest)}"
+        made, asked = self.observer.latest.get("step", -1) + 1, self.recipe.run.steps
+        return "all steps done" if made >= asked else f"the prompts are used up after {made} of {asked} steps"
+
+    def _begin_stopping(self, now: float) -> None:
+        self.stopping_since = now
+        if self.wish.count:
+            self.rundir.stop(self.wish.signal)
+        self._note("stopping", None, signal=self.rundir.stop_signal())
+
+    def _wishes(self, now: float) -> Outcome | None:
+        if self.wish.count > 1:
+            return Outcome("stopped", "killed as asked; the last checkpoint stands")
+        if self.stopping_since is None:
+            return None
+        if Role("learner") not in self.running:
+            return Outcome("stopped", "stopped while the learner was not running; its last checkpoint stands")
+        if now - self.stopping_since > SAVE_LIMIT_S:
+            return self._unsaved(f"the learner did not save and leave within {SAVE_LIMIT_S:g} s", Role("learner"))
+        return None
+
+    def _unsaved(self, why: str, role: Role) -> Outcome:
+        """What was to be saved is lost. A job that has to make room goes on from the checkpoint before."""
+        if self.rundir.failure_file.exists():
+            return self._failed(role)
+        if self.rundir.stop_signal() in MAKE_ROOM:
+            return Outcome("stopped", f"{why}; the last checkpoint stands", role)
+        return Outcome("failed", why, role)
+
+    def _end_hung(self, now: float) -> None:
+        """Kill what does not move; the next tick sees it dead."""
+        still = {role: reason for role, process in self.running.items() if (reason := process.still()) is not None}
+        hung = self.watch.hung(still, self.observer.status, self.observer.status_age, set(self.running), now)
+        for role, why in hung.items():
+            self.screen.say(f"{role.name} {why}; killing it")
+            self._note("hung", role, why=why)
+            self.running[role].kill()
+        for role in hung:
+            self.running[role].wait_gone()
+
+    def _end_all(self) -> None:
+        """Servers and learner have nothing to finish; the controller may close its journal. Nothing is left after this."""
+        others = [self.running.pop(role) for role in list(self.running) if role.kind != "controller"]
+        for process in others:
+            process.kill()
+        for process in others:
+            process.wait_gone()
+        for process in self.running.values():
+            process.terminate()
+            limit = time.monotonic() + LEAVE_LIMIT_S
+            while process.status() is None and time.monotonic() < limit:
+                time.sleep(TICK_S)
+            process.kill()
+            process.wait_gone()
+        self.running.clear()
+        self.launcher.sweep([])
+
+    def _stopping(self) -> str:
+        if self.stopping_since is None:
+            return ""
+        seconds = time.monotonic() - self.stopping_since
+        return f"stopping: the learner finishes its step and saves ({seconds:.0f} s); Ctrl-C again kills"
+
+    def _nodes(self, role: Role) -> list[str]:
+        return [node.name for node in self.placed[role].nodes]
+
+    def _note(self, event: str, role: Role | None, **more: object) -> None:
+        row = {"time": time.time(), "session": self.endpoints.session, "event": event}
+        append_jsonl(self.rundir.logs / "supervisor.jsonl", row | ({"role": role.name} if role else {}) | more)

@@ -1,0 +1,295 @@
+"""The live view: what `Observer` and the supervisor know, as a rich renderable, and as one plain line for logs.
+
+Pure: `render` and `line` make text of a `Frame`; nothing is read or remembered here.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megarl.core.recipe import Recipe
+from megarl.core.telemetry.warnings import words as flagged
+from megarl.core.weights import parity
+from megarl.lab.scaling.outlook import enough, words
+from megarl.run.observe import Observer, ServerStatus
+from megarl.run.restart import Role
+
+BARS = "▁▂▃▄▅▆▇█"
+RECENT = 20
+"""Steps that rates and shares are averaged over."""
+
+
+@dataclass(frozen=True)
+class RoleView:
+    """`state`: running, restarting, dropped or ended; `seconds`: since it began; `nodes`: where it is."""
+
+    state: str
+    seconds: float
+    restarts: int = 0
+    nodes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Everything one picture shows. `stopping`: what the supervisor is doing about the end of the run, if anything."""
+
+    recipe: Recipe
+    observer: Observer
+    elapsed_s: float
+    roles: dict[Role, RoleView] = field(default_factory=dict)
+    stopping: str = ""
+    foot: str = "Ctrl-C saves and stops; run.resume=auto goes on"
+
+
+def render(frame: Frame) -> RenderableType:
+    """The whole view."""
+    parts: list[RenderableType] = [_progress(frame)]
+    if frame.observer.rows or frame.observer.evaluations:
+        parts += [Text(), _numbers(frame)]
+    parts += [Text(), _processes(frame)]
+    parts += [Text(f"! {w}", style="yellow") for w in warnings(frame)]
+    if frame.observer.problem:
+        parts.append(Text(f"last problem: {frame.observer.problem}", style="red", overflow="ellipsis", no_wrap=True))
+    foot = frame.stopping or frame.foot
+    return Panel(
+        Group(*parts),
+        title=f"megarl · {frame.recipe.run.path}",
+        subtitle=Text(foot, style="bold yellow" if frame.stopping else "dim"),
+        width=100,
+        padding=(0, 1),
+    )
+
+
+def line(frame: Frame) -> str:
+    """One line for a terminal that is none."""
+    row, observer = frame.observer.latest, frame.observer
+    parts = [f"[{clock(frame.elapsed_s)}]", frame.stopping or phase(frame)]
+    if observer.rows:
+        parts.append(f"step {row['step'] + 1}/{frame.recipe.run.steps}")
+        parts.append(f"train {number(recent(observer, 'pass_rate_train'), 2)}")
+    if observer.evaluations:
+        newest = observer.evaluations[max(observer.evaluations)]
+        parts.append(f"held-out {newest['pass_rate']:.2f} at {newest['step']}")
+    if dropped := sum(view.state == "dropped" for view in frame.roles.values()):
+        parts.append(f"{dropped} servers dropped")
+    if observer.rows:
+        parts.append(f"{number(recent(observer, 'tokens_per_second'))} tok/s")
+        parts.append(f"lag {number(row.get('lag_mean'), 1)}/{number(row.get('lag_max'))}")
+        parts.append(f"parity {parity.shown(observer.compared)}")
+    return "  ".join(parts)
+
+
+def phase(frame: Frame) -> str:
+    """Where the run is: starting (whom it waits for), replaying, or what the learner was last told."""
+    status = frame.observer.status
+    restarting = [role.name for role, view in frame.roles.items() if view.state == "restarting"]
+    if restarting:
+        return f"restarting {', '.join(restarting)}"
+    if status is None:
+        return "starting the controller" if frame.observer.steps_made else "starting all roles"
+    starting = [f"server-{s.id}" for s in status.servers if s.state == "starting"]
+    if not frame.observer.steps_made and starting and len(starting) == len(status.servers):
+        return f"starting {', '.join(starting)}"
+    words = {
+        "starting": "starting the learner",
+        "train": f"training step {status.step}",
+        "replay": f"replaying step {status.step} from the journal",
+        "publish": f"publishing version {status.step}",
+        "score": f"comparing servers and learner at version {status.step}",
+        "wait": f"the learner waits at step {status.step}",
+        "stop": "the learner saves and leaves",
+    }
+    evaluating = f" · evaluating version {', '.join(map(str, status.evaluating))}" if status.evaluating else ""
+    return words.get(status.phase, status.phase) + evaluating
+
+
+def warnings(frame: Frame) -> list[str]:
+    """What a user should look at."""
+    observer = frame.observer
+    found = flagged(
+        recent(observer, "truncation_rate"),
+        recent(observer, "effective_sample_size"),
+        recent(observer, "format_error_rate"),
+        frame.recipe.length.end_of_thinking,
+    )
+    newest = observer.evaluations[max(observer.evaluations)] if observer.evaluations else {}
+    if newest.get("enough"):
+        found.append(f"{enough(newest)}: the run may as well stop (run.stop_at_asymptote ends one by itself)")
+    row = frame.observer.latest
+    if observer.status is not None and observer.status.parity:
+        found.append(observer.status.parity)
+    if row.get("groups_in_loss") == 0:
+        found.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
+    elif row.get("skipped"):
+        found.append(
+            "the last step was skipped: its loss or gradient was not finite (bad-rollouts.jsonl has its rollouts)"
+        )
+    return found
+
+
+def recent(observer: Observer, name: str) -> float | None:
+    """Mean of a metric over the last `RECENT` steps that have it, those replayed after a crash left out."""
+    lived = [row for _, row in sorted(observer.rows.items())[-RECENT:] if not row.get("replay")]
+    values = [row.get(name) for row in lived]
+    finite = [v for v in values if v is not None and math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else None
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values` as bars, averaged into at most `width` of them, on a scale from 0 to 1."""
+    count = min(width, len(values))
+    bars = []
+    for i in range(count):
+        part = values[i * len(values) // count : (i + 1) * len(values) // count]
+        share = sum(part) / len(part)
+        bars.append(BARS[max(0, min(len(BARS) - 1, int(share * len(BARS))))])
+    return "".join(bars)
+
+
+def clock(seconds: float) -> str:
+    """`4:05`, `2:13:07`."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def number(value: Any, digits: int = 0, form: str = "f") -> str:
+    """With thousands separators; `–` where there is none."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}{form}}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _progress(frame: Frame) -> RenderableType:
+    total, done = frame.recipe.run.steps, max(frame.observer.rows, default=-1) + 1
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    seconds = recent(frame.observer, "step_seconds")
+    left = f"{seconds:.1f} s a step · {clock(seconds * (total - done))} left · " if seconds and done < total else ""
+    grid.add_row(
+        Text(f"step {done}/{total}", style="bold"),
+        ProgressBar(total=total, completed=done),
+        Text(f"{left}{clock(frame.elapsed_s)}"),
+    )
+    return Group(grid, Text(phase(frame), style="cyan", overflow="ellipsis", no_wrap=True))
+
+
+def _numbers(frame: Frame) -> RenderableType:
+    observer, row = frame.observer, frame.observer.latest
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(no_wrap=True)
+    rates = [r["pass_rate_train"] for _, r in sorted(observer.rows.items()) if "pass_rate_train" in r]
+    grid.add_row("pass rate, training", f"{number(recent(observer, 'pass_rate_train'), 3)}  {sparkline(rates, 50)}")
+    if observer.evaluations:
+        steps = sorted(observer.evaluations)
+        scores = [observer.evaluations[s]["pass_rate"] for s in steps]
+        first = f" · {scores[0]:.3f} at step {steps[0]}" if len(steps) > 1 else ""
+        grid.add_row("pass rate, held out", f"{scores[-1]:.3f}  {sparkline(scores, 30)}  step {steps[-1]}{first}")
+        if outlook := words(observer.evaluations[steps[-1]]):
+            grid.add_row("predicted", outlook)
+    tasks = list(frame.recipe.data.tasks)
+    for task in tasks if len(tasks) > 1 else ():
+        grid.add_row(f"  {task}", _task(observer, task))
+    if not observer.rows:
+        return grid
+    step = recent(observer, "step_seconds") or math.nan
+    shares = [
+        f"{word} {_share(value / step)}"
+        for name, word in (("train_seconds", "trains"), ("wait_seconds", "waits"), ("publish_seconds", "publishes"))
+        if (value := recent(observer, name)) is not None
+    ]
+    grid.add_row("tokens/s", number(recent(observer, "tokens_per_second")))
+    limit = frame.recipe.pipeline.lag_limit
+    lag = f"mean {number(row.get('lag_mean'), 2)} · max {number(row.get('lag_max'))} · limit {limit}"
+    grid.add_row("lag, steps", lag)
+    grid.add_row("learner", " · ".join(shares) or "–")
+    grid.add_row("publication", f"{number(row.get('publish_seconds'), 2)} s")
+    grid.add_row("server − learner", _parity(observer.compared))
+    grid.add_row("entropy · grad norm", f"{number(row.get('entropy'), 3)} · {number(row.get('grad_norm'), 3)}")
+    if observer.status is not None:
+        t = observer.status.tickets
+        text = f"{t.running} being generated · {t.window} of {t.window_limit} in the window"
+        grid.add_row("tickets", text + (f" · {t.void} void" if t.void else ""))
+        grid.add_row("compute", f"{observer.status.compute_hours:.3f} {observer.status.compute_unit} hours")
+    return grid
+
+
+def _parity(row: Mapping[str, Any]) -> str:
+    """Mean and 99th percentile of the log-prob difference at equal weights; then the other causes' means."""
+    if row.get("parity_mean/kernels") is None:
+        return "–"
+    tail = f" (99 %: {number(row.get('parity_p99/kernels'), 1, 'e')})" if row["parity_mean/kernels"] else ""
+    words = {"decode": "decode", "stale_kv": "stale KV", "staleness": "staleness"}
+    others = [
+        f"{word} {number(row[name], 1, 'e')}"
+        for cause, word in words.items()
+        if row.get(name := f"parity_mean/{cause}") is not None
+    ]
+    if row.get("parity_routing") is not None:
+        others.append(f"experts {row['parity_routing']:.1%}")
+    return " · ".join([f"{parity.shown(row)}{tail}", *others])
+
+
+def _task(observer: Observer, task: str) -> str:
+    """Its pass rates, in training and held out."""
+    trained = f"training {number(recent(observer, f'pass_rate_train/{task}'), 3)}"
+    scores = [row for _, row in sorted(observer.evaluations.items()) if f"pass_rate/{task}" in row]
+    if not scores:
+        return trained
+    values = [row[f"pass_rate/{task}"] for row in scores]
+    return f"{trained} · held out {values[-1]:.3f}  {sparkline(values, 30)}"
+
+
+def _processes(frame: Frame) -> RenderableType:
+    several = len({node for view in frame.roles.values() for node in view.nodes}) > 1
+    table = Table(box=None, padding=(0, 1), collapse_padding=several, header_style="dim", pad_edge=False)
+    where = ("node",) if several else ()
+    for name in ("role", *where, "state", "weights", "requests", "tok/s", "busy", "up", "restarts"):
+        table.add_column(name, justify="left" if name in ("role", "node", "state") else "right", no_wrap=True)
+    status = frame.observer.status
+    servers = {s.id: s for s in status.servers} if status else {}
+    for role, view in sorted(frame.roles.items()):
+        state, cells = view.state, [""] * 4
+        if view.state == "running" and role.kind == "server":
+            server = servers.get(role.index, ServerStatus(id=role.index))
+            state = server.state
+            if not state.startswith("starting"):
+                version = str(server.version) if server.version >= 0 else "–"
+                cells = [version, str(server.running), number(server.tokens_per_second), _share(server.busy_share)]
+        elif view.state == "running" and role.kind == "controller":
+            state = "up" if status else "starting"
+        elif view.state == "running":
+            state = "up" if status and status.phase != "starting" else "starting"
+        style = {
+            "lost": "red",
+            "dropped": "red",
+            "restarting": "yellow",
+            "starting": "yellow",
+            "unknown": "yellow",
+        }.get(state.split("(")[0], "")
+        table.add_row(
+            role.name,
+            *([_between(view.nodes)] if several else []),
+            Text(state, style=style),
+            *cells,
+            clock(view.seconds),
+            str(view.restarts) if view.restarts else "",
+        )
+    return table
+
+
+def _between(nodes: Sequence[str]) -> str:
+    """`n1`, or `n9 … n10`."""
+    return nodes[0] if len(nodes) == 1 else f"{nodes[0]} … {nodes[-1]}"

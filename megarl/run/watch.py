@@ -1,0 +1,94 @@
+"""Roles that live and do not move: what is asked of each, and for how long it may go unanswered.
+
+    a process of a role is stopped (SIGSTOP, a debugger)          STOPPED_S
+    the node of a role does not report any more                   STOPPED_S
+    the controller's status.json grows old                        SILENT_S
+    the controller says a server is lost and its process lives    LOST_S
+    the same of one that has not come up since it was started     serving.start_timeout_s
+
+A learner's silence proves nothing (a step may be long); its own collective time-outs end it.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from megarl.run.launcher import Still
+from megarl.run.observe import Status
+from megarl.run.restart import Role
+
+STOPPED_S = 30.0
+SILENT_S = 120.0
+LOST_S = 120.0
+MISSED_S = 30.0
+"""By then the controller has missed a server that has died, if it is not being published to."""
+OLD_S = 10.0
+"""A status.json older than this is old: it is written each second. Counted from when we saw it old, not from its time:
+a machine that slept has old files and no hung controller."""
+
+COMPLAINTS = {
+    "stopped": "has been stopped",
+    "unheard": "has not been heard of",
+    "silent": "has not written its status",
+    "lost": "has not answered the controller",
+    "starting": "has not come up",
+}
+AWAY = ("lost", "starting")
+"""States of a server that does not answer the controller."""
+
+
+class Watch:
+    """Since when each role has given cause for complaint."""
+
+    def __init__(
+        self, start_s: float, stopped_s: float = STOPPED_S, silent_s: float = SILENT_S, lost_s: float = LOST_S
+    ) -> None:
+        self._limits = {
+            "stopped": stopped_s,
+            "unheard": stopped_s,
+            "silent": silent_s,
+            "lost": lost_s,
+            "starting": start_s,
+        }
+        self._since: dict[tuple[Role, str], float] = {}
+        self._started: dict[Role, float] = {}
+        self._seen: dict[Role, Literal["away", "there"]] = {}  # of a server since then
+
+    def hung(
+        self, still: Mapping[Role, Still], status: Status | None, status_age: float, running: set[Role], at: float
+    ) -> dict[Role, str]:
+        """Roles of `running` to be killed at `at` seconds, and why. `status_age`: seconds since status.json."""
+        complaints: set[tuple[Role, str]] = set(still.items())
+        if status is not None and status_age > OLD_S:
+            complaints.add((Role("controller"), "silent"))
+        elif status is not None:
+            complaints |= {(role, self._away(role)) for role in self._look(status, at)}
+        complaints = {c for c in complaints if c[0] in running}
+        self._since = {c: self._since.get(c, at) for c in complaints}
+        return {
+            role: f"{COMPLAINTS[kind]} for {at - since:.0f} s"
+            for (role, kind), since in self._since.items()
+            if at - since >= self._limits[kind]
+        }
+
+    def forget(self, role: Role, at: float) -> None:
+        """It was started anew."""
+        self._since = {c: since for c, since in self._since.items() if c[0] != role}
+        self._started[role] = at
+        self._seen.pop(role, None)
+
+    def _look(self, status: Status, at: float) -> list[Role]:
+        """The servers that are away. One that is started anew is there at first, for the controller has not missed it yet."""
+        away = []
+        for server in status.servers:
+            role = Role("server", server.id)
+            if server.state.startswith(AWAY):
+                away.append(role)
+                self._seen.setdefault(role, "away")
+            elif role in self._seen or (
+                server.state.startswith("clean") and at - self._started.get(role, at) > MISSED_S
+            ):
+                self._seen[role] = "there"
+        return away
+
+    def _away(self, role: Role) -> str:
+        return "lost" if self._seen[role] == "there" else "starting"

@@ -1,0 +1,8 @@
+"""What a notebook imports (docs/scaling.md): `from megarl.scaling.fit import fit`. The modules are those of megarl/lab/scaling/."""
+
+import sys
+
+from megarl.lab.scaling import extrapolate, fit, points
+
+for _module in (extrapolate, fit, points):
+    sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

@@ -1,0 +1,186 @@
+"""The quickstart's task: sums and differences, worked digit by digit from the right, as a data set and a tiny model.
+
+    prompt      27+58=                            52-27=
+    completion  <think>7+8=15;2+5+1=8</think>85       <think>12-7=5;5-2-1=2</think>25
+
+Each column is an equation that can be checked: the two digits, then `+1` for a carry or `-1` for a borrow of the column
+before; a column that borrows writes ten more on its left. The answer is read off the columns and is all that is graded.
+
+`write` makes these in a directory, all of them functions of one seed:
+
+    heldout.jsonl   prompts of evaluations, drawn first        train.jsonl      prompts of RL: none of the held-out ones
+    heldout-addition.jsonl, train-addition.jsonl, …-subtraction.jsonl           the same, divided into two tasks
+    sft.jsonl       traces of a teacher that errs (`TRACES`)   init, init-moe   random models (arithmetic_models.py)
+    products-*.jsonl                                            a task of its own, for a tool (products.py)
+
+The teacher errs on purpose: a policy warmed up on it is right about a third of the time; now and then it leaves its
+trace open, rambles or thinks too long; and it has seen the interruption phrase. What RL does then shows within minutes.
+"""
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import write_jsonl
+from megarl.tasks.data import products
+from megarl.tasks.data.arithmetic_models import END_OF_THINKING, INTERRUPTION, MODELS, THINK, save_model
+
+log = logging.getLogger(__name__)
+
+TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
+DIGITS = {1: 0.15, 2: 0.4, 3: 0.35, 4: 0.1}
+"""Share of problems whose longer operand has that many digits. The number is the prompt's difficulty."""
+
+TRACES = {
+    "right": 0.46,
+    "wrong": 0.4,  # one column is false; what follows, and the answer, are worked from it
+    "interrupted": 0.05,  # cut short by the interruption phrase; an answer follows: the right one, guessed
+    "overlong": 0.04,  # empty columns follow until far beyond the thinking budget
+    "rambling": 0.02,  # the answer is repeated until beyond the answer budget
+    "unclosed": 0.03,  # ends within the trace: a format error
+}
+"""Shares of the teacher's kinds of trace."""
+OVERLONG = 60
+"""Characters of an overlong scratchpad. A right one of four digits has at most 35."""
+RAMBLING = 8
+"""Times a rambling trace gives its answer."""
+
+
+class Problem(NamedTuple):
+    """`left sign right`, with left ≥ right in a subtraction, so that no answer is negative."""
+
+    left: int
+    sign: str
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}{self.sign}{self.right}="
+
+    @property
+    def answer(self) -> int:
+        return self.left + self.right if self.sign == "+" else self.left - self.right
+
+    @property
+    def digits(self) -> int:
+        return len(str(max(self.left, self.right)))
+
+
+def main(directory: Path | str, seed: int = 0) -> int:
+    """`megarl data arithmetic DIR`."""
+    write(Path(directory), seed)
+    print(
+        f"{directory}: {TRAIN_PROMPTS} prompts, {HELDOUT_PROMPTS} held out, {SFT_TRACES} traces, models in init and init-moe"
+    )
+    return 0
+
+
+def write(directory: Path, seed: int) -> None:
+    """The whole data set. Each file appears complete or not at all; the same seed gives the same bytes."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MegarlError(f"{directory}: cannot make this directory: {error.strerror}") from None
+    rng = random.Random(seed)
+    drawn = problems(rng, HELDOUT_PROMPTS + TRAIN_PROMPTS)
+    heldout, train = drawn[:HELDOUT_PROMPTS], drawn[HELDOUT_PROMPTS:]
+    for name, chosen in (("heldout", heldout), ("train", train)):
+        rows = [prompt_row(f"{name}-{i}", p) for i, p in enumerate(chosen)]
+        write_jsonl(directory / f"{name}.jsonl", rows)
+        for task, sign in (("addition", "+"), ("subtraction", "-")):
+            of_task = [row for row, p in zip(rows, chosen, strict=True) if p.sign == sign]
+            write_jsonl(directory / f"{name}-{task}.jsonl", of_task)
+    write_jsonl(directory / "sft.jsonl", sft_rows(rng, SFT_TRACES, avoid=set(heldout)))
+    products.write(directory, seed)
+    for name, config in MODELS.items():
+        save_model(directory / name, config, seed)
+
+
+# Problems and traces
+
+
+def problems(rng: random.Random, count: int) -> list[Problem]:
+    """That many different problems, in random order."""
+    found: dict[Problem, None] = {}
+    while len(found) < count:
+        found[problem(rng)] = None
+    return list(found)
+
+
+def problem(rng: random.Random) -> Problem:
+    """A random problem: the longer operand's digits by `DIGITS`, the other one's evenly from 1 to as many."""
+    digits = rng.choices(list(DIGITS), list(DIGITS.values()))[0]
+    one, other = _number(rng, digits), _number(rng, rng.randint(1, digits))
+    if rng.random() < 0.5:
+        one, other = other, one
+    sign = rng.choice("+-")
+    if sign == "-" and one < other:
+        one, other = other, one
+    return Problem(one, sign, other)
+
+
+def _number(rng: random.Random, digits: int) -> int:
+    return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
+
+
+def columns(problem: Problem, wrong: int | None = None, shift: int = 0) -> tuple[list[str], int]:
+    """The scratchpad's equations, rightmost column first, and the answer read off them.
+
+    The result of column `wrong` is moved by `shift` (1 … 9): its last digit, and so the answer, becomes a false one.
+    """
+    equations, digits, over = [], [], False  # over: the column before carried, or borrowed from this one
+    for place in range(problem.digits):
+        left, right = problem.left // 10**place % 10, problem.right // 10**place % 10
+        borrows = problem.sign == "-" and left < right + over
+        left += 10 * borrows
+        result = left + right + over if problem.sign == "+" else left - right - over
+        if place == wrong:
+            result = (result + shift) % (20 if problem.sign == "+" else 10)
+        equations.append(f"{left}{problem.sign}{right}{problem.sign + '1' if over else ''}={result}")
+        digits.append(result % 10)
+        over = borrows if problem.sign == "-" else result >= 10
+    if problem.sign == "+":
+        digits.append(int(over))
+    return equations, sum(digit * 10**place for place, digit in enumerate(digits))
+
+
+def trace(problem: Problem, kind: str, rng: random.Random) -> str:
+    """A completion of one of the kinds of `TRACES`, without the end token."""
+    wrong = rng.randrange(problem.digits) if kind == "wrong" else None
+    equations, answer = columns(problem, wrong, shift=rng.randint(1, 9))
+    work = ";".join(equations)
+    match kind:
+        case "interrupted":
+            return f"{THINK}{work[: rng.randint(0, len(work))]}{INTERRUPTION}{answer}"
+        case "overlong":
+            empty = f";0{problem.sign}0=0"
+            return f"{THINK}{work}{empty * ((OVERLONG - len(work)) // len(empty))}{END_OF_THINKING}{answer}"
+        case "rambling":
+            return f"{THINK}{work}{END_OF_THINKING}{'='.join([str(answer)] * RAMBLING)}"
+        case "unclosed":
+            return f"{THINK}{work}"
+        case _:
+            return f"{THINK}{work}{END_OF_THINKING}{answer}"
+
+
+def prompt_row(name: str, problem: Problem) -> dict[str, Any]:
+    """A row of a file of prompts."""
+    return {
+        "id": name,
+        "prompt": problem.prompt,
+        "answer": str(problem.answer),
+        "difficulty": problem.digits,
+    }
+
+
+def sft_rows(rng: random.Random, count: int, avoid: set[Problem]) -> Iterator[dict[str, str]]:
+    """Rows of sft.jsonl: kinds of trace by their shares, no problem of `avoid`, no end token."""
+    kinds = rng.choices(list(TRACES), list(TRACES.values()), k=count)
+    for kind in kinds:
+        chosen = problem(rng)
+        while chosen in avoid:
+            chosen = problem(rng)
+        yield {"prompt": chosen.prompt, "completion": trace(chosen, kind, rng)}

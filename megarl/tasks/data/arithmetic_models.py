@@ -1,0 +1,82 @@
+"""The quickstart's tokenizer of 32 characters, and its untrained models: a dense Llama and a Llama 4 with experts."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megarl.core.base.rundir import write_atomically
+
+CHARACTERS = "0123456789+-=;.,:?!*/%()[]<>"
+PAD, END, THINK, END_OF_THINKING = "<pad>", "<eos>", "<think>", "</think>"
+SPECIAL = (PAD, END, THINK, END_OF_THINKING)
+INTERRUPTION = "..." + END_OF_THINKING
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    # For a short warm start: weights as large as a width of 128 wants, and positions told apart within 100 tokens.
+    "initializer_range": 0.06,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "tie_word_embeddings": False,
+}
+LLAMA4 = LLAMA | {
+    "model_type": "llama4_text",
+    "head_dim": 32,
+    "intermediate_size": 192,  # of each expert and of the shared one: as many active parameters as the dense model has
+    "intermediate_size_mlp": 384,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "attention_chunk_size": 64,  # shorter than the longest sequence, so that it matters here too
+}
+MODELS = {"init": LLAMA, "init-moe": LLAMA4}
+"""Directory names: 0.8 million parameters; 1.6 million, of which a token meets 0.8."""
+
+
+def character_tokenizer() -> Any:
+    """32 tokens: one a character, one for each special text. Any other character is an error when it is encoded."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {text: number for number, text in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[THINK, END_OF_THINKING],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save_model(directory: Path, config: dict[str, Any], seed: int) -> None:
+    """A model of random parameters, fp32, with the tokenizer, in Hugging Face form."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of writing a few megabytes
+    tokenizer = character_tokenizer()
+    whole = AutoConfig.for_model(
+        **config,
+        vocab_size=len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    directory.mkdir(exist_ok=True)
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(whole).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for file in sorted(Path(folder).iterdir()):
+            write_atomically(directory / file.name, file.read_bytes())

@@ -1,0 +1,105 @@
+"""A model's chat template: messages to the text that it was trained to see, by the template in its directory.
+
+It is the Jinja template of Hugging Face directories (`chat_template.jinja`, or `chat_template` of tokenizer_config.json), run
+as transformers runs it, in a sandbox, without transformers (see tokenizer.py).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Never
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import read_json
+
+type Message = Mapping[str, str]
+"""{"role": "system" | "user" | "assistant", "content": …}"""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """template: compiled. tokens: `bos_token` and its like, which templates name. path: where it was read, for messages."""
+
+    template: Any
+    tokens: Mapping[str, str]
+    path: Path
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """The text after which the assistant's turn begins."""
+        try:
+            text: str = self.template.render(messages=list(messages), add_generation_prompt=True, **self.tokens)
+        except Exception as error:  # a template is a program: it may fail in any way that Python knows
+            roles = ", ".join(message["role"] for message in messages)
+            raise MegarlError(f"{self.path}: the chat template refuses messages of {roles}: {error}") from None
+        return text
+
+    def around_reply(self, end: str) -> tuple[str, str]:
+        """What stands before and after a tool's text, between two turns of the assistant. end: the text that ends a turn.
+
+        As a message of the role `tool`, or `user` where the template knows no tools.
+        """
+        said, told = "said-by-the-assistant", "told-by-the-tool"
+        before: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+        problem = "it leaves a tool's text out"
+        for role in ("tool", "user"):
+            try:
+                text = self.prompt([*before, {"role": role, "content": told}])
+            except MegarlError as error:
+                problem = str(error)
+                continue
+            if text.count(told) == text.count(said) == 1:
+                between, after = text.partition(said)[2].split(told)
+                if not between.startswith(end):
+                    raise MegarlError(
+                        f"{self.path}: the chat template does not end a turn with {end!r}, the eos_token of "
+                        "tokenizer_config.json; make that the token which ends a turn"
+                    )
+                return between.removeprefix(end), after
+        raise MegarlError(f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use template: raw")
+
+
+def load_chat(hf_dir: Path | str) -> ChatTemplate:
+    """The template of a directory; MegarlError where there is none."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    folder = Path(hf_dir)
+    try:
+        config = read_json(folder / "tokenizer_config.json")
+        file = folder / "chat_template.jinja"
+        source = file.read_text() if file.is_file() else config.get("chat_template")
+    except (MegarlError, OSError, ValueError) as error:
+        raise MegarlError(f"{folder}: no chat template can be loaded: {error}") from None
+    if isinstance(source, list):  # several, by name
+        named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
+        source = named[0].get("template") if named else None
+    if not source or not isinstance(source, str):
+        raise MegarlError(
+            f"{folder}: the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
+            "use template: raw, or a model that has one"
+        )
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **more: json.dumps(value, ensure_ascii=False, **more)
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return ChatTemplate(environment.from_string(source), _special_tokens(config), folder)
+    except (TemplateError, RecursionError) as error:
+        raise MegarlError(f"{folder}: the chat template cannot be read: {error}") from None
+
+
+def _refuse(message: str) -> Never:
+    """What templates call for messages that they do not take."""
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    named = {key: value for key, value in config.items() if key.endswith("_token") and value}
+    return {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()
+            if isinstance(value, str | dict)}  # fmt: skip

@@ -1,0 +1,104 @@
+"""Prompts of evaluation sets among those of training, found by shared n-grams of words.
+
+As for GPT-3 (arXiv 2005.14165, appendix C): a word is lower-case and without punctuation, and a training text that shares 13
+words in a row with an evaluation text is contaminated; like there, shorter evaluation texts are looked for whole from 8 words
+on. Below that a text is found only where it is the whole training text. What GPT-3 cut out of long documents is here
+the prompt, so all of it is removed. Words that more than `COMMON` evaluation texts share are their instruction ("Solve the
+following math problem step by step…"), which says nothing of any one of them, and are not looked for.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from megarl.core.base.errors import MegarlError
+from megarl.tasks.data.sources import Unreadable, stream
+from megarl.tasks.data.text import collapsed, words
+
+NGRAM, SHORTEST, COMMON = 13, 8, 10
+QUESTIONS = ("prompt", "problem", "question", "question_content", "text")
+"""Columns in which evaluation sets have their text, looked for in this order (AIME, MATH-500, GSM8K, LiveCodeBench, HumanEval,
+MBPP): the first that a row has."""
+
+
+class Hit(NamedTuple):
+    """The evaluation text that a training text shares words with, and those words."""
+
+    evaluation: str
+    shared: str
+
+
+class Overlap:
+    """The n-grams of evaluation texts, each text with a name. `len`: how many texts."""
+
+    def __init__(self, texts: Iterable[tuple[str, str]]) -> None:
+        self._names: list[str] = []
+        self._whole: dict[str, int] = {}
+        grams: dict[int, dict[str, int]] = {}
+        texts_with: Counter[str] = Counter()
+        for name, text in texts:
+            found = words(text)
+            length = min(len(found), NGRAM)
+            if length < SHORTEST:
+                self._whole.setdefault(collapsed(text).casefold(), len(self._names))
+            else:
+                own = set(ngrams(found, length))
+                texts_with.update(own)
+                for gram in own:
+                    grams.setdefault(length, {}).setdefault(gram, len(self._names))
+            self._names.append(name)
+        self._grams = {
+            length: {gram: at for gram, at in of.items() if texts_with[gram] <= COMMON} for length, of in grams.items()
+        }
+        # Most texts share no two words in a row with the beginning of any n-gram, and joining 13 words is what takes time.
+        self._begin = {tuple(gram.split(" ", 2)[:2]) for of in self._grams.values() for gram in of}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def find(self, text: str) -> Hit | None:
+        """The first evaluation text that this one repeats, if any."""
+        at = self._whole.get(collapsed(text).casefold())
+        if at is not None:
+            return Hit(self._names[at], collapsed(text))
+        found = words(text)
+        begins = [n for n, pair in enumerate(pairwise(found)) if pair in self._begin]
+        for length, grams in self._grams.items():
+            for n in begins:
+                gram = " ".join(found[n : n + length])
+                if gram in grams:
+                    return Hit(self._names[grams[gram]], gram)
+        return None
+
+
+def ngrams(found: list[str], length: int) -> Iterator[str]:
+    """Each run of so many words, joined by blanks."""
+    return (" ".join(found[n : n + length]) for n in range(len(found) - length + 1))
+
+
+def overlap_with(sources: Iterable[str]) -> Overlap | None:
+    """With all texts of these sources; None if there are no sources."""
+    names = list(sources)
+    return Overlap(pair for source in names for pair in _texts(source)) if names else None
+
+
+def _texts(source: str) -> Iterator[tuple[str, str]]:
+    empty = True
+    for number, row in stream(source):
+        if isinstance(row, Unreadable):
+            raise MegarlError(f"{source}:{number}: {row.why}")
+        yield f"{source}:{number}", question(row, f"{source}:{number}")
+        empty = False
+    if empty:
+        raise MegarlError(f"{source}: no rows in it to decontaminate against")
+
+
+def question(row: Mapping[str, Any], place: str) -> str:
+    """The text of an evaluation row; of messages their contents."""
+    value = next((row[name] for name in QUESTIONS if name in row), None)
+    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
+        value = "\n".join(str(message.get("content", "")) for message in value)
+    if not isinstance(value, str):
+        raise MegarlError(f"{place}: no text to decontaminate against in a column {', '.join(QUESTIONS)}")
+    return value

@@ -1,0 +1,125 @@
+"""From a row of a published set to a prompt: which columns are what, and what of them is the answer.
+
+`MAPPINGS` has the field's sets by name; each says where its schema is from. A recipe names one (`mapping: gsm8k`), or names
+columns (`columns: {prompt: problem, answer: solution}`), or both, the columns going first. A dot goes into a column of
+columns: `reward_model.ground_truth`. Neither: the project's own rows, {"id", "prompt", "answer", "difficulty"}.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from megarl.tasks.data.programs import (
+    humaneval_check,
+    livecodebench_tests,
+    mbpp_prompt,
+    mbpp_tests,
+    unit_tests,
+    with_starter_code,
+)
+from megarl.tasks.data.rows import Columns, Raw, Row, UnfitError, column, shown, text_of, whole_of
+
+
+def own(raw: Raw) -> Row:
+    """A row of the project's own form; other keys are passed over."""
+    try:
+        return msgspec.convert(raw, Row)
+    except msgspec.ValidationError as error:
+        raise UnfitError(f"not a row of {', '.join(Row.__struct_fields__)}: {error}") from None
+
+
+def mapping_of(name: str, columns: Mapping[str, str]) -> Callable[[Raw], Row]:
+    """The reader of a recipe's `mapping` ("": none) and `columns` ("": not given)."""
+    given: dict[str, Any] = {field: column(path) for field, path in columns.items() if path}
+    if not name and not given:
+        return own
+    return replace(MAPPINGS[name] if name else Columns(column("prompt"), column("answer")), **given)
+
+
+# The sets
+
+
+def eighths(raw: Raw) -> int:
+    """Polaris: `5/8` is the pass rate of DeepSeek-R1-Distill-Qwen-7B. Failures in eight are the difficulty."""
+    rate = column("difficulty")(raw)
+    parts = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", rate) if isinstance(rate, str) else None
+    if parts is None:
+        raise UnfitError(f"the difficulty is no pass rate such as 5/8: {shown(rate)}")
+    return int(parts[2]) - int(parts[1])
+
+
+def after_hashes(raw: Raw) -> str:
+    """GSM8K: what stands behind the last `####`, thousands not divided by commas."""
+    _, hashes, answer = text_of(column("answer")(raw)).rpartition("####")
+    if not hashes:
+        raise UnfitError("the answer has no ####")
+    return answer.strip().replace(",", "")
+
+
+def boxed_answer(raw: Raw) -> Any:
+    """MATH: the column `answer` where a set has one (MATH-500), else the last box of the solution."""
+    if "answer" in raw:
+        return raw["answer"]
+    found = last_box(text_of(column("solution")(raw)))
+    if found is None:
+        raise UnfitError(r"the solution has no \boxed{}")
+    return found
+
+
+def last_box(text: str) -> str | None:
+    r"""What is in the last `\boxed{…}` or `\fbox{…}`, braces within it matched; of `\boxed 5` the 5."""
+    begin = max((m.end() for m in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])", text)), default=None)
+    if begin is None:
+        return None
+    rest = text[begin:].lstrip()
+    if not rest.startswith("{"):
+        return next(iter(re.findall(r"^[^\s$]+", rest)), None)
+    depth = 0
+    for n, sign in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        if depth == 0:
+            return rest[1:n]
+    return None
+
+
+def math_level(raw: Raw) -> int:
+    """MATH: `Level 5`, in MATH-500 the number 5; a few problems have `Level ?`, read as not known."""
+    level = raw.get("level")
+    return 0 if isinstance(level, str) and not re.search(r"\d", level) else whole_of(level)
+
+
+MAPPINGS: dict[str, Columns] = {
+    # huggingface.co/datasets/POLARIS-Project/Polaris-Dataset-53K, its card: problem, answer, and difficulty, "the pass rate
+    # of the problem estimated by Deepseek-R1-distill-Qwen-7B", written 0/8 … 7/8.
+    "polaris": Columns(column("problem"), column("answer"), eighths),
+    # huggingface.co/datasets/agentica-org/DeepScaleR-Preview-Dataset: deepscaler.json has problem, answer, solution. Its
+    # discussion 4: six rows have no answer; they are left out and named.
+    "deepscaler": Columns(column("problem"), column("answer")),
+    # huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, schema as on the cards of its copies (koajoel/…-dedup):
+    # data_source, prompt [{content, role}], ability, reward_model {ground_truth, style}, extra_info {index}. The published
+    # file repeats its prompts a hundred times. The prompt keeps its instruction to end with `Answer: …`.
+    "dapo-math-17k": Columns(column("prompt"), column("reward_model.ground_truth"), id=column("extra_info.index")),
+    # huggingface.co/datasets/agentica-org/DeepCoder-Preview-Dataset, parts primeintellect, taco, lcbv5, codeforces: problem,
+    # tests (JSON), in some starter_code and metadata {func_name}. Forms of the tests as its readers take them: a list of
+    # {input, output, type | testtype}; of TACO {inputs, outputs, fn_name}.
+    "deepcoder": Columns(with_starter_code("problem"), unit_tests),
+    # huggingface.co/datasets/openai/gsm8k, main: question, answer ("… #### 72", arXiv 2110.14168).
+    "gsm8k": Columns(column("question"), after_hashes),
+    # github.com/hendrycks/math (arXiv 2103.03874), huggingface.co/datasets/EleutherAI/hendrycks_math: problem, level, type,
+    # solution; HuggingFaceH4/MATH-500: problem, solution, answer, subject, level, unique_id.
+    # AIME 2024 and 2025 have the same columns: HuggingFaceH4/aime_2024, yentinglin/aime_2025.
+    "math": Columns(column("problem"), boxed_answer, math_level),
+    # github.com/LiveCodeBench (arXiv 2403.07974), huggingface.co/datasets/livecodebench/code_generation_lite: question_content,
+    # question_id, starter_code, public_test_cases, private_test_cases, metadata {func_name}; a test {input, output, testtype}.
+    "livecodebench": Columns(with_starter_code("question_content"), livecodebench_tests, id=column("question_id")),
+    # github.com/openai/human-eval, huggingface.co/datasets/openai/openai_humaneval: task_id, prompt, canonical_solution, test,
+    # entry_point.
+    "humaneval": Columns(column("prompt"), humaneval_check, id=column("task_id")),
+    # github.com/google-research/google-research/tree/master/mbpp, huggingface.co/datasets/google-research-datasets/mbpp: full
+    # (task_id, text, code, test_list, test_setup_code, challenge_test_list), sanitized (task_id, prompt, code, test_imports,
+    # test_list).
+    "mbpp": Columns(mbpp_prompt, mbpp_tests, id=column("task_id")),
+}

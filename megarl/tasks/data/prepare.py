@@ -1,0 +1,204 @@
+"""`megarl data prepare`: from any source to files of the project's own rows, cleaned, split, decontaminated, streamed.
+
+    OUT/train.jsonl        prompts of RL                 OUT/report.json     counts, what was left out and why
+    OUT/heldout.jsonl      prompts never trained on      OUT/removed.jsonl   each row of an evaluation set: which, shared words
+
+The source is read twice, by survey.py and by the writers; 35 bytes a row are held in memory, whatever its size. Rows keep the
+source's order: drawing shuffles anew each epoch. Files appear whole or not at all.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import write_atomically
+from megarl.tasks.data.contamination import Hit, Overlap, overlap_with
+from megarl.tasks.data.rows import Row
+from megarl.tasks.data.survey import LeftOut, Reader, Survey, chosen, survey
+
+FORMATS = ("jsonl", "parquet", "arrow")
+BATCH = 4096
+"""Rows written at once."""
+TICK = 1000
+"""Rows between two updates of the progress bar."""
+
+
+class Prepared(NamedTuple):
+    """train, heldout: rows written. evaluation: texts decontaminated against."""
+
+    source: str
+    rows: int
+    train: int
+    heldout: int
+    evaluation: int
+    left_out: LeftOut
+
+    def report(self) -> dict[str, Any]:
+        """What report.json has."""
+        reasons = self.left_out.counts.items()
+        named = {name: [f"{number}: {what}" for number, what in first] for name, first in self.left_out.first.items()}
+        return {
+            "source": self.source, "rows": self.rows, "train": self.train, "heldout": self.heldout,
+            "evaluation_texts": self.evaluation, "left_out": dict(reasons), "first": named,
+        }  # fmt: skip
+
+
+def prepare(
+    source: str, out: Path, read: Reader, heldout: int, against: Sequence[str], form: str, console: Console
+) -> Prepared:
+    """Write the files; what was done."""
+    if Path(source).resolve() in [path.resolve() for path in _outputs(out)]:
+        raise MegarlError(f"{out}: the source lies there and would be written over; name another directory")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MegarlError(f"{out}: cannot make this directory: {error.strerror}") from None
+    evaluation = overlap_with(against)
+    with _progress(console) as ticks:
+        found = _surveyed(source, out, read, heldout, evaluation, ticks)
+        kept = int(found.kept.sum())
+        train, held = _write(found, out, form, ticks("writing", kept))
+    done = Prepared(source, len(found.kept), train, held, len(evaluation or ()), found.left_out)
+    write_atomically(out / "report.json", msgspec.json.format(msgspec.json.encode(done.report())) + b"\n")
+    return done
+
+
+type Ticks = Callable[[str, int | None], Callable[[], object]]
+
+
+def _surveyed(source: str, out: Path, read: Reader, heldout: int, evaluation: Overlap | None, ticks: Ticks) -> Survey:
+    """The survey; what it removed as of an evaluation set goes to removed.jsonl, if there is one to look for."""
+    if evaluation is None:
+        (out / "removed.jsonl").unlink(missing_ok=True)  # of an earlier preparation
+        return survey(source, read, heldout, tick=ticks("reading", None))
+    with JsonlFile(out / "removed.jsonl") as removed:
+
+        def write(row: Row, number: int, hit: Hit) -> None:
+            removed.add([{"number": number, "id": row.id, "prompt": row.prompt, **hit._asdict()}])
+
+        return survey(source, read, heldout, evaluation, ticks("reading", None), write)
+
+
+def _write(found: Survey, out: Path, form: str, tick: Callable[[], object]) -> tuple[int, int]:
+    """Rows written to train and heldout; without a held-out row there is no such file."""
+    sides = ("train", "heldout") if found.heldout.any() else ("train",)
+    counts = [0, 0]
+    with ExitStack() as stack:
+        files = [_file(out / f"{side}.{form}") for side in sides]
+        for file in files:
+            stack.enter_context(file)
+        waiting: list[list[dict[str, Any]]] = [[], []]
+        for row, held in chosen(found):
+            waiting[held].append(msgspec.structs.asdict(row))
+            counts[held] += 1
+            tick()
+            if len(waiting[held]) == BATCH:
+                files[held].add(waiting[held])
+                waiting[held] = []
+        for file, rest in zip(files, waiting, strict=False):
+            file.add(rest)
+    for stale in set(_outputs(out)) - {file.path for file in files}:
+        stale.unlink(missing_ok=True)
+    return counts[0], counts[1]
+
+
+def _outputs(out: Path) -> list[Path]:
+    """Files of prompts that any preparation writes there."""
+    return [out / f"{side}.{form}" for side in ("train", "heldout") for form in FORMATS]
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Ticks]:
+    """Bars: a task's name and how many rows, if known, make what is to be called for each row."""
+    shown = Progress(
+        TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(), console=console,
+    )  # fmt: skip
+
+    counts: dict[TaskID, int] = {}
+
+    def ticks(name: str, total: int | None) -> Callable[[], object]:
+        task, begun = shown.add_task(name, total=total, rate=""), time.monotonic()
+        counts[task] = 0
+
+        def tick() -> None:
+            counts[task] += 1
+            if counts[task] % TICK == 0:
+                rate = counts[task] / max(time.monotonic() - begun, 1e-9)
+                shown.update(task, completed=counts[task], rate=f"{rate:,.0f} rows/s")
+
+        return tick
+
+    with shown:
+        yield ticks
+        for task, count in counts.items():
+            shown.update(task, completed=count, total=count)
+
+
+# Files, under another name until they are whole
+
+
+class JsonlFile:
+    """One JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.part = path, path.with_name(f".{path.name}.part")
+
+    def __enter__(self) -> Self:
+        self._file = self.part.open("wb")
+        return self
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        self._file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+        _settle(self.part, self.path, kind is None)
+
+
+class TableFile:
+    """Parquet, or Arrow's stream, which `datasets` reads; columns of the project's rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.part = path, path.with_name(f".{path.name}.part")
+
+    def __enter__(self) -> Self:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self._schema = pa.schema(
+            [("id", pa.string()), ("prompt", pa.string()), ("answer", pa.string()), ("difficulty", pa.int64())]
+        )
+        writer = pq.ParquetWriter if self.path.suffix == ".parquet" else pa.ipc.new_stream
+        self._writer = writer(str(self.part), self._schema)
+        return self
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        import pyarrow as pa
+
+        self._writer.write_table(pa.Table.from_pylist(rows, self._schema))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._writer.close()
+        _settle(self.part, self.path, kind is None)
+
+
+def _file(path: Path) -> JsonlFile | TableFile:
+    """The writer of what the file's name ends in."""
+    return JsonlFile(path) if path.suffix == ".jsonl" else TableFile(path)
+
+
+def _settle(part: Path, path: Path, whole: bool) -> None:
+    if whole:
+        os.replace(part, path)
+    else:
+        part.unlink(missing_ok=True)

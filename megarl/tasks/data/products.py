@@ -1,0 +1,127 @@
+"""Products that are too hard for the quickstart's model by itself, and a calculator that solves them.
+
+    prompt      123*456=
+    by hand     <think>123*6=738;123*50=6150;123*400=49200</think>56088
+    with tool   <think>[123*456]56088</think>56088            56088 after `]` is the calculator's, not the model's
+
+Partial products of three digits and their sum are more than a million parameters learn in a warm start; a call is copied from
+the prompt, and its reply into the answer. `write` makes these beside the quickstart's own files, as functions of one seed:
+
+    products-heldout.jsonl, products-train.jsonl     prompts of evaluations, and of RL: none of the held-out ones
+    products-sft.jsonl                               traces of a teacher that sometimes calls, and errs (`TRACES`)
+
+The calculator's tokens are parts of their own in a trace, which `megarl sft` does not learn (traces.py).
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.core.base.rundir import write_jsonl
+from megarl.tasks.data.arithmetic_models import END_OF_THINKING, INTERRUPTION, THINK
+
+TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
+DIGITS = {(2, 2): 0.25, (3, 2): 0.4, (3, 3): 0.35}
+"""Share of products whose factors have so many digits. Their sum less 3 is the difficulty."""
+
+TRACES = {
+    "called": 0.25,  # a call of the whole product; its reply is the answer
+    "miscalled": 0.1,  # a digit of a factor is another: so is the answer
+    "miscopied": 0.1,  # a right call, and an answer with another digit
+    "worked": 0.27,  # by hand, right
+    "slipped": 0.2,  # by hand, a digit of one partial product is another
+    "interrupted": 0.05,  # by hand, cut short by the interruption phrase
+    "unclosed": 0.03,  # ends within the trace: a format error
+}
+"""Shares of the teacher's kinds of trace."""
+
+
+class Product(NamedTuple):
+    """`left * right`."""
+
+    left: int
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}*{self.right}="
+
+    @property
+    def answer(self) -> int:
+        return self.left * self.right
+
+
+def write(directory: Path, seed: int) -> None:
+    """The three files, complete or not at all."""
+    rng = random.Random(f"{seed}/products")
+    drawn: dict[Product, None] = {}
+    while len(drawn) < HELDOUT_PROMPTS + TRAIN_PROMPTS:
+        drawn[product(rng)] = None
+    products = list(drawn)
+    heldout, train = products[:HELDOUT_PROMPTS], products[HELDOUT_PROMPTS:]
+    for name, chosen in (("heldout", heldout), ("train", train)):
+        write_jsonl(directory / f"products-{name}.jsonl", (_prompt(f"{name}-{i}", p) for i, p in enumerate(chosen)))
+    write_jsonl(directory / "products-sft.jsonl", _traces(rng, set(heldout)))
+
+
+def product(rng: random.Random) -> Product:
+    """A random one, the longer factor on either side."""
+    factors = [rng.randint(10 ** (n - 1), 10**n - 1) for n in rng.choices(list(DIGITS), list(DIGITS.values()))[0]]
+    rng.shuffle(factors)
+    return Product(*factors)
+
+
+def partial_products(of: Product, wrong: int | None = None, rng: random.Random | None = None) -> tuple[list[str], int]:
+    """Equations of the left factor with each digit of the right one, its ones first, and the sum of their results.
+
+    A digit of the result of equation `wrong` is made another one.
+    """
+    equations, total = [], 0
+    for place, digit in enumerate(reversed(str(of.right))):
+        factor = int(digit) * 10**place
+        result = of.left * factor
+        if place == wrong and rng is not None:
+            result = _another_digit(result, rng)
+        equations.append(f"{of.left}*{factor}={result}")
+        total += result
+    return equations, total
+
+
+def trace(of: Product, kind: str, rng: random.Random) -> list[str]:
+    """A completion of one of the kinds of `TRACES`: one text, or the model's and the calculator's in turn."""
+    if kind in ("called", "miscalled", "miscopied"):
+        asked = Product(_another_digit(of.left, rng), of.right) if kind == "miscalled" else of
+        answer = _another_digit(asked.answer, rng) if kind == "miscopied" else asked.answer
+        return [f"{THINK}[{asked.left}*{asked.right}]", str(asked.answer), f"{END_OF_THINKING}{answer}"]
+    wrong = rng.randrange(len(str(of.right))) if kind == "slipped" else None
+    equations, answer = partial_products(of, wrong, rng)
+    work = ";".join(equations)
+    match kind:
+        case "interrupted":
+            return [f"{THINK}{work[: rng.randint(0, len(work))]}{INTERRUPTION}{answer}"]
+        case "unclosed":
+            return [f"{THINK}{work}"]
+        case _:
+            return [f"{THINK}{work}{END_OF_THINKING}{answer}"]
+
+
+def _prompt(name: str, of: Product) -> dict[str, Any]:
+    digits = len(str(of.left)) + len(str(of.right))
+    return {"id": name, "prompt": of.prompt, "answer": str(of.answer), "difficulty": digits - 3}
+
+
+def _traces(rng: random.Random, avoid: set[Product]) -> Iterator[dict[str, Any]]:
+    for kind in rng.choices(list(TRACES), list(TRACES.values()), k=SFT_TRACES):
+        chosen = product(rng)
+        while chosen in avoid:
+            chosen = product(rng)
+        yield {"prompt": chosen.prompt, "completion": trace(chosen, kind, rng)}
+
+
+def _another_digit(number: int, rng: random.Random) -> int:
+    """The number with one digit changed; its first does not become 0."""
+    digits = list(str(number))
+    place = rng.randrange(len(digits))
+    digits[place] = rng.choice([d for d in "0123456789"[place == 0 :] if d != digits[place]])
+    return int("".join(digits))

@@ -1,0 +1,168 @@
+"""Published sets of programming problems: the prompt of a row, and its tests in the form that the grader of code reads."""
+
+import ast
+import base64
+import binascii
+import io
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Never
+
+import msgspec
+
+from megarl.tasks.data.rows import Getter, Raw, UnfitError, column, shown, text_of
+from megarl.tasks.graders.code import read_tests
+
+
+def with_starter_code(path: str) -> Getter:
+    """DeepCoder, LiveCodeBench: the problem in this column, and the code to begin with where a row has some."""
+
+    def prompt(raw: Raw) -> str:
+        problem, starter = text_of(column(path)(raw)), raw.get("starter_code")
+        return f"{problem}\n\nBegin with this code:\n```python\n{starter}\n```" if starter else problem
+
+    return prompt
+
+
+def unit_tests(raw: Raw) -> str:
+    """DeepCoder: the tests of its four parts in the form of the grader of code, as JSON:
+
+    {"tests": [{"input": "1 2\\n", "output": "3\\n"}]}           the program reads stdin, writes stdout
+    {"tests": [{"call": "add(1, 2)", "result": "3"}]}           a function is called
+    """
+    tests = _decoded(column("tests")(raw), "tests")
+    named = None
+    if isinstance(tests, Mapping):  # TACO: columns of inputs and outputs
+        named, inputs, outputs = tests.get("fn_name"), tests.get("inputs", []), tests.get("outputs", [])
+        if len(inputs) != len(outputs):
+            raise UnfitError("the tests have not as many outputs as inputs")
+        tests = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
+    return _as_json(_checked(tests), named, raw)
+
+
+def livecodebench_tests(raw: Raw) -> str:
+    """LiveCodeBench: its public and its private tests, which are JSON, or JSON that was pickled, compressed and written in
+    base64."""
+    private = column("private_test_cases")(raw)
+    if isinstance(private, str) and not private.lstrip().startswith("["):
+        private = _unpickled(private)
+    public = _decoded(column("public_test_cases")(raw), "public tests")
+    return _as_json([*_checked(public), *_checked(_decoded(private, "private tests"))], None, raw)
+
+
+class _TextOnly(pickle.Unpickler):
+    """A pickle of a set may name any function to be called; one of text names none."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Never:
+        raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}")
+
+
+def _unpickled(text: str) -> Any:
+    try:
+        return _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(text, validate=True)))).load()
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise UnfitError(f"the private tests are neither JSON nor a compressed pickle of it: {error}") from None
+
+
+def humaneval_check(raw: Raw) -> str:
+    """HumanEval: the function `check` that its tests are, and what it is called with."""
+    check, entry_point = text_of(column("test")(raw)), text_of(column("entry_point")(raw))
+    return msgspec.json.encode({"tests": [{"check": check, "entry_point": entry_point}]}).decode()
+
+
+def mbpp_prompt(raw: Raw) -> str:
+    """MBPP: the task, `text` or in the sanitised part `prompt`, and the tests, without which nobody knows the names."""
+    task = text_of(raw["text"] if "text" in raw else column("prompt")(raw))
+    return f"{task}\nYour code should pass these tests:\n```python\n{'\n'.join(_lines_of(raw, 'test_list'))}\n```"
+
+
+def mbpp_tests(raw: Raw) -> str:
+    """MBPP: each an assertion. What compares no call with a literal, or wants imports before it, becomes a function `check`."""
+    setup = [*_lines_of(raw, "test_imports"), *str(raw.get("test_setup_code") or "").splitlines()]
+    tests = [
+        {"assert": line} if not setup and _is_comparison(line) else _mbpp_check(line, setup, raw)
+        for line in _lines_of(raw, "test_list")
+    ]
+    return msgspec.json.encode({"tests": tests}).decode() if tests else ""
+
+
+def _mbpp_check(line: str, setup: Sequence[str], raw: Raw) -> dict[str, str]:
+    try:
+        defined = [
+            node.name for node in ast.parse(text_of(column("code")(raw))).body if isinstance(node, ast.FunctionDef)
+        ]
+        used = {node.id for node in ast.walk(ast.parse(line)) if isinstance(node, ast.Name)}
+    except SyntaxError as error:
+        raise UnfitError(f"the code or a test is not Python: {error}") from None
+    names = [name for name in defined if name in used]
+    if not names:
+        raise UnfitError(f"a test calls no function of the code: {shown(line)}")
+    body = [f"{names[-1]} = candidate", *setup, line]
+    return {"check": "def check(candidate):\n" + "\n".join(f"    {part}" for part in body), "entry_point": names[-1]}
+
+
+def _is_comparison(line: str) -> bool:
+    try:
+        read_tests(msgspec.json.encode({"tests": [{"assert": line}]}).decode())
+    except ValueError:
+        return False
+    return True
+
+
+def _lines_of(raw: Raw, name: str) -> list[str]:
+    lines = raw.get(name) or []
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise UnfitError(f"{name} is no list of lines: {shown(lines)}")
+    return [part for line in lines for part in line.strip().splitlines()] if name == "test_imports" else lines
+
+
+def _checked(tests: Any) -> list[Raw]:
+    if not isinstance(tests, list) or not all(
+        isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in tests
+    ):
+        raise UnfitError("the tests are no list of input and output")
+    return tests
+
+
+def _as_json(tests: Sequence[Raw], named: Any, raw: Raw) -> str:
+    return msgspec.json.encode({"tests": [_test(test, named, raw) for test in tests]}).decode() if tests else ""
+
+
+def _test(test: Raw, named: str | None, raw: Raw) -> dict[str, str]:
+    """One test. A function's arguments are one JSON value a line in LiveCodeBench, a list in the sets that come from APPS,
+    which wrap its result in a list of one."""
+    if test.get("testtype") == "functional":
+        function = _decoded(raw.get("metadata"), "metadata")
+        function = function.get("func_name") if isinstance(function, Mapping) else None
+        arguments = [_decoded(line, "arguments") for line in str(test["input"]).split("\n")]
+        return _call(function, arguments, _decoded(test["output"], "output"), raw)
+    if named or test.get("type") == "function_call":
+        wanted = test["output"]
+        wanted = wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else wanted
+        return _call(named or test.get("fn_name"), test["input"], wanted, raw)
+    return {"input": _lines(test["input"]), "output": _lines(test["output"])}
+
+
+def _call(function: Any, arguments: Any, result: Any, raw: Raw) -> dict[str, str]:
+    if not isinstance(function, str) or not function.isidentifier() or not isinstance(arguments, list):
+        raise UnfitError("the tests call a function, and none is named, or its arguments are no list")
+    of = "Solution()." if "class Solution" in str(raw.get("starter_code") or "") else ""
+    return {"call": f"{of}{function}({', '.join(map(repr, arguments))})", "result": repr(result)}
+
+
+def _lines(value: Any) -> str:
+    """What a program reads or prints: text, or its lines as a list."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if isinstance(value, str):
+        return value
+    raise UnfitError(f"a test reads or prints what is not text: {shown(value)}")
+
+
+def _decoded(value: Any, what: str) -> Any:
+    """Parts of DeepCoder have as objects what others have as their JSON."""
+    try:
+        return msgspec.json.decode(value) if isinstance(value, str) else value
+    except msgspec.DecodeError as error:
+        raise UnfitError(f"the {what} are not JSON: {error}") from None

@@ -1,0 +1,170 @@
+"""Prompt sets of a recipe's tasks: rows of a source to Prompt records, checked before anything is started on them.
+
+    source (sources.py) ─► mapping (mappings.py) ─► survey (survey.py) ─► template (chat.py) ─► token ids, at most so many
+                                                                                              └─► on disk (stored.py)
+
+`template: raw`: the prompt is exactly what the model sees, markers of a chat template included. `chat`: it is the user's
+message, and the model's own template is put around it. A prompt that is too long is left out and counted, never cut.
+A prompt is known by its task and id.
+
+Faults in the project's own rows are refused, for `megarl data prepare` writes none; rows of other schemas that have one are
+left out, counted and named, for no published set is without.
+"""
+
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from itertools import batched
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.faults import listed
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import Prompt
+from megarl.core.recipe import Recipe, Rows, Task
+from megarl.tasks.data.chat import Message, load_chat
+from megarl.tasks.data.contamination import Overlap, overlap_with
+from megarl.tasks.data.mappings import mapping_of, own
+from megarl.tasks.data.rows import Row, UnfitError
+from megarl.tasks.data.stored import Stored
+from megarl.tasks.data.survey import FAULTS, NONE, Reader, Survey, chosen, survey_of
+from megarl.tasks.data.text import fingerprint
+from megarl.tasks.graders.code import read_tests
+
+log = logging.getLogger(__name__)
+
+BATCH = 1024
+"""Prompts encoded at once: what the tokenizer returns is many times as large as the ids."""
+
+type Render = Callable[[str], str]
+"""From a row's prompt to the text that the model sees."""
+
+
+class TaskPrompts(NamedTuple):
+    """Of one task."""
+
+    train: Sequence[Prompt]
+    heldout: Sequence[Prompt]
+
+
+class PromptSet(NamedTuple):
+    """name: its key in the recipe. fingerprints [prompts] uint64: of the texts before any template."""
+
+    name: str
+    prompts: Stored
+    fingerprints: np.ndarray
+
+
+def load_tasks(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, TaskPrompts]:
+    """The prompts of all tasks of the recipe, by name; MegarlError if one of them holds out what any of them trains on."""
+    evaluation = overlap_with(recipe.data.decontaminate)
+    found = {
+        name: _load_task(name, task, tokenizer, recipe.length.prompt_tokens, evaluation)
+        for name, task in recipe.data.tasks.items()
+    }
+    for train, _ in found.values():
+        for _, heldout in found.values():
+            check_disjoint(train, heldout)
+    return {name: TaskPrompts(train.prompts, heldout.prompts) for name, (train, heldout) in found.items()}
+
+
+def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
+    """What puts a task's template around a prompt."""
+    if task.template == "raw":
+        return lambda text: text
+    chat = load_chat(tokenizer.path)
+    before: list[Message] = [{"role": "system", "content": task.system}] if task.system else []
+    return lambda text: chat.prompt([*before, {"role": "user", "content": text}])
+
+
+def load_set(
+    found: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
+) -> tuple[PromptSet, PromptSet]:
+    """What is trained on and what is held out of a source, prompts of more than `max_tokens` left out and counted."""
+    sets = PromptSet(name, Stored(), np.empty(0)), PromptSet(name, Stored(), np.empty(0))
+    marks = array("Q"), array("Q")
+    rows = 0
+    for part in batched(chosen(found), BATCH):
+        rows += len(part)
+        for (row, held), tokens in zip(part, _encoded(found.source, part, render, tokenizer), strict=True):
+            if len(tokens) <= max_tokens:
+                sets[held].prompts.append(_prompt(row, tokens, task))
+                marks[held].append(fingerprint(row.prompt))
+    prompts = sum(len(one.prompts) for one in sets)
+    if not prompts:
+        raise MegarlError(
+            f"{found.source}: all {rows} prompts are longer than {max_tokens} tokens; raise length.prompt_tokens"
+        )
+    log.info("%s: %d prompts, %d left out (longer than %d tokens)", found.source, prompts, rows - prompts, max_tokens)
+    train, heldout = (one._replace(fingerprints=np.array(of, np.uint64)) for one, of in zip(sets, marks, strict=True))
+    return train, heldout
+
+
+def _encoded(source: str, part: Sequence[tuple[Row, bool]], render: Render, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """What the model sees of these rows. MegarlError that names the first of which it can see nothing."""
+    try:
+        return tokenizer.encode_all([render(row.prompt) for row, _ in part])
+    except MegarlError:
+        for row, _ in part:
+            try:
+                tokenizer.ids(render(row.prompt))
+            except MegarlError as error:
+                raise MegarlError(f"{source}: prompt {row.id!r}: {error}") from None
+        raise
+
+
+def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
+    """MegarlError if a held-out prompt is also trained on: the same text but for blanks, whatever its id and template."""
+    shared = np.intersect1d(train.fingerprints, heldout.fingerprints)
+    if len(shared):
+        theirs = _ids(train, shared)
+        pairs = [
+            f"held-out {ours!r} is training prompt {theirs[mark]!r}" for mark, ours in _ids(heldout, shared).items()
+        ]
+        raise MegarlError(listed(f"{heldout.name} and {train.name} share prompts ({len(pairs)}):", pairs))
+
+
+def _load_task(
+    name: str, task: Task, tokenizer: Tokenizer, max_tokens: int, evaluation: Overlap | None
+) -> tuple[PromptSet, PromptSet]:
+    """What a task trains on and what it holds out: rows of its one file, or a file each."""
+    read, render = mapping_of(task.mapping, task.columns.model_dump()), renderer(task, tokenizer)
+    refuse, counted = FAULTS if read is own else NONE, task.heldout if isinstance(task.heldout, int) else 0
+    if "code" in task.graders:
+        read = of_programs(read)
+    key = f"data.tasks.{name}"
+    of_train = survey_of(task.train, read, counted, evaluation, refuse)
+    train, heldout = load_set(of_train, render, tokenizer, max_tokens, name, f"{key}.train")
+    if isinstance(task.heldout, str):
+        heldout, _ = load_set(
+            survey_of(task.heldout, read, refuse=refuse), render, tokenizer, max_tokens, name, f"{key}.heldout"
+        )
+    elif not heldout.prompts or not train.prompts:
+        raise MegarlError(f"{key}.heldout: of the rows held out of {task.train}, or of the others, all are too long")
+    return train, heldout._replace(name=f"{key}.heldout")
+
+
+def of_programs(read: Reader) -> Reader:
+    """Rows whose answers are tests of programs, read once to see that they can be."""
+
+    def row(raw: Any) -> Row:
+        found = read(raw)
+        try:
+            read_tests(found.answer)
+        except ValueError as error:
+            raise UnfitError(f"the answer of {found.id!r} {error}") from None
+        return found
+
+    return row
+
+
+def _prompt(row: Row, tokens: np.ndarray, task: str) -> Prompt:
+    return Prompt(id=row.id, tokens=tokens, answer=row.answer, task=task, difficulty=row.difficulty)
+
+
+def _ids(of: PromptSet, marks: np.ndarray) -> dict[int, str]:
+    """Ids of the prompts with these fingerprints, by fingerprint, in the set's order."""
+    where: Iterable[int] = np.flatnonzero(np.isin(of.fingerprints, marks))
+    return {int(of.fingerprints[n]): of.prompts[int(n)].id for n in where}

@@ -1,0 +1,107 @@
+"""Where rows come from: one at a time, never a whole file in memory.
+
+    data/math.jsonl                one JSON object a line; a fault is named with its line
+    data/math.json, .parquet, .arrow     read by Hugging Face `datasets`; `data/part-*.parquet` is all of them in order
+    hub:openai/gsm8k:main:train    a set of the Hugging Face hub: name, configuration (may be left out), split (train)
+
+A hub set is downloaded once into the cache of `datasets` and mapped into memory from there.
+"""
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from megarl.core.base.errors import MegarlError
+
+HUB = "hub:"
+BUILDERS = {".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+"""Loader of `datasets` by the end of a file's name. JSONL is read here: `datasets` knows no lines, and one type a column."""
+SUFFIXES = (".jsonl", *BUILDERS)
+
+
+class Unreadable(NamedTuple):
+    """A line that is no JSON object."""
+
+    why: str
+
+
+type Raw = dict[str, Any] | Unreadable
+
+
+def is_source(name: str) -> bool:
+    """Whether this names rows, and not a recipe."""
+    return name.startswith(HUB) or Path(name).suffix in SUFFIXES
+
+
+def problem(source: str) -> str | None:
+    """What keeps these rows from being read, if it can be told without reading them."""
+    if source.startswith(HUB):
+        return (
+            None if _hub(source) else f"{source!r} is not hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
+        )
+    suffix = Path(source).suffix
+    if not os.path.isfile(source) and not (suffix in BUILDERS and glob.glob(source)):
+        return f"{source!r} is not a file"
+    return None if suffix in SUFFIXES else f"{source!r} ends in none of {', '.join(SUFFIXES)}"
+
+
+def stream(source: str) -> Iterator[tuple[int, Raw]]:
+    """The rows and their numbers from 1; of JSONL the numbers of their lines, blank ones passed over."""
+    wrong = problem(source)
+    if wrong:
+        raise MegarlError(wrong)
+    if Path(source).suffix == ".jsonl" and not source.startswith(HUB):
+        return _lines(Path(source))
+    return enumerate(_dataset(source), 1)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Raw]]:
+    decoder = msgspec.json.Decoder()
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                yield number, Unreadable(str(error))
+                continue
+            yield number, row if isinstance(row, dict) else Unreadable(f"{type(row).__name__}, not an object")
+
+
+def _dataset(source: str) -> Iterator[dict[str, Any]]:
+    """Rows by `datasets`: files streamed, hub sets from its cache."""
+    import datasets  # two seconds, and only here
+
+    try:
+        hub = _hub(source)
+        if hub:
+            name, config, split = hub
+            yield from datasets.load_dataset(name, config, split=split)
+        else:
+            builder = BUILDERS[Path(source).suffix]
+            yield from datasets.load_dataset(
+                builder, data_files=sorted(glob.glob(source)), split="train", streaming=True
+            )
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        away = "; without a network, copy its files here and name them instead" if source.startswith(HUB) else ""
+        raise MegarlError(f"{source}: cannot be read: {first}{away}") from error
+
+
+def _hub(source: str) -> tuple[str, str | None, str] | None:
+    """Name, configuration and split of `hub:…`."""
+    if not source.startswith(HUB):
+        return None
+    match source.removeprefix(HUB).split(":"):
+        case [name] if name:
+            return name, None, "train"
+        case [name, split] if name and split:
+            return name, None, split
+        case [name, config, split] if name and config and split:
+            return name, config, split
+    return None

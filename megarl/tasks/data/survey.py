@@ -1,0 +1,241 @@
+"""Which rows of a source are kept, and which of them are held out: found in one pass, so that a second one can stream them.
+
+    source ──► mapping ──► Row ──► survey: 35 bytes a row ──► chosen: the kept rows again, one at a time, in the source's order
+
+Left out, counted, and the first of each reason named: rows that are not of their schema, empty prompts and answers, answers
+that are too large, repeats of an earlier prompt or id, prompts of an evaluation set. Of a prompt that comes again with another
+answer the first is kept too, and those are counted by themselves, for one of the answers is wrong.
+
+The held-out rows are those whose prompt has the smallest hash: the order of the source does not matter, and since all copies of
+a prompt have one hash, none is on both sides.
+"""
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.faults import SHOWN, listed
+from megarl.tasks.data.contamination import Hit, Overlap
+from megarl.tasks.data.rows import LARGEST_ANSWER, Row, UnfitError
+from megarl.tasks.data.sources import Unreadable, stream
+from megarl.tasks.data.text import digest, fingerprint
+
+log = logging.getLogger(__name__)
+
+BLOCK = 1 << 16
+"""Rows looked at together."""
+
+type Reader = Callable[[Any], Row]
+
+MALFORMED, EMPTY_PROMPT, EMPTY_ANSWER = "not of the schema", "empty prompt", "empty answer"
+LARGE_ANSWER, CONTAMINATED = "answer too large", "of an evaluation set"
+REPEATED, CONTRADICTED, REPEATED_ID = "repeated prompt", "repeated prompt with another answer", "repeated id"
+NONE: frozenset[str] = frozenset()
+UNFIT = frozenset({MALFORMED, EMPTY_PROMPT, EMPTY_ANSWER})
+FAULTS = UNFIT | {LARGE_ANSWER, REPEATED, CONTRADICTED, REPEATED_ID}
+"""Reasons for which a source may be refused instead of its rows being left out."""
+
+
+@dataclass
+class LeftOut:
+    """How many rows by reason, and of each reason the first, as (number, what is wrong)."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+
+    def add(self, reason: str, number: int, what: str) -> None:
+        self.counts[reason] += 1
+        shown = self.first.setdefault(reason, [])
+        if len(shown) < SHOWN:
+            shown.append((number, what))
+
+    def named(self) -> list[str]:
+        """The first of all, `number: what is wrong`, by number."""
+        return [f"{number}: {what}" for number, what in sorted(pair for shown in self.first.values() for pair in shown)]
+
+
+class Survey(NamedTuple):
+    """kept, heldout [rows] bool: in the source's order, rows that are no rows included; a held-out row is kept too. again: kept
+    rows that repeat an earlier one."""
+
+    source: str
+    read: Reader
+    kept: np.ndarray
+    heldout: np.ndarray
+    left_out: LeftOut
+    again: int = 0
+
+
+class _Columns:
+    """What is remembered of each row: its number, whether it can be used, and hashes of prompt, id and answer."""
+
+    def __init__(self) -> None:
+        self.numbers, self.usable = array("Q"), array("b")
+        self.prompts, self.ids, self.answers = array("Q"), array("Q"), array("Q")
+
+    def add(self, number: int, row: Row | None, key: Callable[[Row], int]) -> None:
+        self.numbers.append(number)
+        self.usable.append(row is not None)
+        self.prompts.append(key(row) if row else 0)
+        self.ids.append(digest(row.id) if row else 0)
+        self.answers.append(digest(row.answer.strip()) if row else 0)
+
+
+def survey(
+    source: str,
+    read: Reader,
+    heldout: int = 0,
+    evaluation: Overlap | None = None,
+    tick: Callable[[], object] = lambda: None,
+    removed: Callable[[Row, int, Hit], object] = lambda row, number, hit: None,
+    several: Callable[[Row], int] | None = None,
+    largest: float = LARGEST_ANSWER,
+) -> Survey:
+    """One pass over the source. tick: called for each row; removed: for each that is of an evaluation set. several: rows
+    may repeat each other, those of which this number is the same, and are counted. largest: answer, in characters."""
+    left_out, columns = LeftOut(), _Columns()
+    for number, raw in stream(source):
+        tick()
+        row = _row(raw, read, number, left_out, largest)
+        hit = evaluation.find(row.prompt) if row and evaluation else None
+        if row and hit:
+            left_out.add(CONTAMINATED, number, f"{row.id!r} shares {hit.shared!r} with {hit.evaluation}")
+            removed(row, number, hit)
+        columns.add(number, None if hit else row, several or prompt_key)
+    if not columns.numbers:
+        raise MegarlError(f"{source}: no rows in it")
+    kept, again = (_without_repeats(columns, left_out), 0) if several is None else _with_repeats(columns)
+    return Survey(
+        source, read, kept, _held_out(source, heldout, np.frombuffer(columns.prompts, np.uint64), kept), left_out, again
+    )
+
+
+def survey_of(
+    source: str,
+    read: Reader,
+    heldout: int = 0,
+    evaluation: Overlap | None = None,
+    refuse: frozenset[str] = FAULTS,
+    several: Callable[[Row], int] | None = None,
+) -> Survey:
+    """The survey of a source that is to be used: rows left out are logged, and MegarlError if there are some for a reason in
+    `refuse`."""
+    found = survey(source, read, heldout, evaluation, several=several)
+    faults = sum(count for reason, count in found.left_out.counts.items() if reason in refuse)
+    if faults:
+        found.left_out.first = {reason: first for reason, first in found.left_out.first.items() if reason in refuse}
+        head = f"{source}: {faults} fault{'s' * (faults > 1)}:"
+        raise MegarlError(listed(head, [f"{source}:{line}" for line in found.left_out.named()], faults))
+    for reason, count in found.left_out.counts.items():
+        places = [f"{source}:{number}: {what}" for number, what in found.left_out.first[reason]]
+        log.warning("%s", listed(f"{source}: {count} rows left out ({reason}):", places, count))
+    if found.again:
+        log.info("%s: %d rows repeat an earlier one", source, found.again)
+    return found
+
+
+def chosen(survey: Survey) -> Iterator[tuple[Row, bool]]:
+    """The kept rows, and whether each is held out."""
+    if not survey.kept.any():
+        named = [f"{survey.source}:{line}" for line in survey.left_out.named()]
+        raise MegarlError(listed(f"{survey.source}: none of its {len(survey.kept)} rows can be used:", named))
+    for n, (_, raw) in enumerate(stream(survey.source)):
+        if n == len(survey.kept):
+            raise MegarlError(f"{survey.source}: has grown while it was read; begin again when it is whole")
+        if survey.kept[n]:
+            yield survey.read(raw), bool(survey.heldout[n])
+
+
+def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float) -> Row | None:
+    """The row, if it can be used."""
+    if isinstance(raw, Unreadable):
+        left_out.add(MALFORMED, number, f"not a row: {raw.why}")
+        return None
+    try:
+        row = read(raw)
+    except UnfitError as error:
+        left_out.add(MALFORMED, number, str(error))
+        return None
+    reason = _unusable(row, largest)
+    if reason:
+        part = "prompt" if reason == EMPTY_PROMPT else "answer"
+        left_out.add(
+            reason, number, f"the {part} of {row.id!r} is {'too large' if reason == LARGE_ANSWER else 'empty'}"
+        )
+    return None if reason else row
+
+
+def _unusable(row: Row, largest: float) -> str | None:
+    if not row.prompt.strip():
+        return EMPTY_PROMPT
+    if not row.answer.strip():
+        return EMPTY_ANSWER
+    return LARGE_ANSWER if len(row.answer) > largest else None
+
+
+def prompt_key(row: Row) -> int:
+    """Two rows are the same if their prompts are."""
+    return fingerprint(row.prompt)
+
+
+def _with_repeats(columns: _Columns) -> tuple[np.ndarray, int]:
+    """[rows] bool: usable; and how many of them repeat an earlier one."""
+    kept = np.array(columns.usable, bool)
+    return kept, len(_repeats(np.frombuffer(columns.prompts, np.uint64), kept)[0])
+
+
+def _without_repeats(columns: _Columns, left_out: LeftOut) -> np.ndarray:
+    """[rows] bool: usable, and no earlier one has its prompt or its id."""
+    numbers, answers = np.frombuffer(columns.numbers, np.uint64), np.frombuffer(columns.answers, np.uint64)
+    kept = np.array(columns.usable, bool)
+    for column, thing in ((columns.prompts, "prompt"), (columns.ids, "id")):
+        again, first = _repeats(np.frombuffer(column, np.uint64), kept)
+        kept[again] = False
+        pairs, other = np.stack([again, first], axis=1), answers[again] != answers[first]
+        for reason, which in _reasons(thing, pairs, other):
+            left_out.counts[reason] += len(which)
+            shown = [(int(numbers[n]), _repeat(thing, numbers[at])) for n, at in which[:SHOWN]]
+            left_out.first[reason] = shown
+    return kept
+
+
+def _reasons(thing: str, pairs: np.ndarray, other: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Repeats by reason; reasons without any are not there."""
+    split = [(REPEATED, pairs[~other]), (CONTRADICTED, pairs[other])] if thing == "prompt" else [(REPEATED_ID, pairs)]
+    return [(reason, which) for reason, which in split if len(which)]
+
+
+def _repeat(thing: str, number: int) -> str:
+    return f"its {thing} was on line {number}; {'ids must differ' if thing == 'id' else 'leave one out'}"
+
+
+def _repeats(keys: np.ndarray, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The live rows whose key an earlier live row has, in order, and for each the first of those."""
+    ordered = np.sort(keys[live])
+    several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    del ordered
+    blocks = range(0, len(keys), BLOCK)  # few rows repeat: nothing as long as the source is made for them
+    among = [np.flatnonzero(live[n : n + BLOCK] & np.isin(keys[n : n + BLOCK], several)) + n for n in blocks]
+    rows = np.concatenate(among)
+    order = rows[np.argsort(keys[rows], kind="stable")]
+    begins = np.flatnonzero(np.concatenate([[True], keys[order][1:] != keys[order][:-1]])[: len(order)])
+    first = np.repeat(order[begins], np.diff(np.append(begins, len(order))))
+    again = np.flatnonzero(order != first)
+    again = again[np.argsort(order[again])]
+    return order[again], first[again]
+
+
+def _held_out(source: str, count: int, prompts: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """[rows] bool: the kept rows of the smallest hashes."""
+    held, rows = np.zeros(len(kept), bool), np.flatnonzero(kept)
+    if count >= max(len(rows), 1):
+        raise MegarlError(f"{source}: {count} rows to hold out of {len(rows)} that can be used leave none to train on")
+    if count:
+        held[rows[np.argpartition(prompts[rows], count - 1)[:count]]] = True
+    return held

@@ -1,0 +1,167 @@
+"""Traces of a supervised warm start: a prompt and the completion to learn after it, in one of three forms, told by their keys.
+
+    {"prompt": "27+58=", "completion": "<think>7+8=15;2+5+1=8</think>85"}
+    {"prompt": "12*34=", "completion": ["<think>[12*34]", "408", "</think>408"]}
+    {"messages": [{"role": "user", "content": "27+58=?"}, {"role": "assistant", "content": "<think>…</think>85"}]}
+    {"conversations": [{"from": "human", "value": "27+58=?"}, {"from": "gpt", "value": "<think>…</think>85"}]}
+
+The first is exactly what the model sees; a list of completion texts is the model's and a tool's in turn, and a tool's are not
+learnt, as its tokens are not in RL. Of messages the last one is learnt, the assistant's, after the model's chat template
+of those before it: so the prompt is that of a task with `template: chat`, and a template that strips the thinking of earlier
+turns does not strip it from what is learnt. The end token is added here.
+
+    source ──► survey of what the user says ──► template ──► token ids, at most so many
+
+Malformed and empty traces are refused. Left out, counted and named are those whose user says what an evaluation set asks; left
+out and counted are those that are too long. Those that come again are learnt again, for sets weigh their parts so, and counted.
+
+Schemas: messages as in TRL and on the hub (HuggingFaceH4/ultrachat_200k); conversations as ShareGPT has them
+(open-thoughts/OpenThoughts-114k: system apart, from user and assistant).
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import batched, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import int32
+from megarl.tasks.data.chat import ChatTemplate, Message, load_chat
+from megarl.tasks.data.contamination import overlap_with
+from megarl.tasks.data.rows import Row, UnfitError
+from megarl.tasks.data.sources import Unreadable, stream
+from megarl.tasks.data.survey import UNFIT, Survey, chosen, survey_of
+from megarl.tasks.data.text import fingerprint
+
+log = logging.getLogger(__name__)
+
+BATCH = 1024
+"""Traces encoded at once."""
+ROLES = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's names of them."""
+
+
+class Taught(Row, frozen=True):
+    """A trace as a row of a survey. `answer` is the whole completion, `parts` are its texts: the model's and a tool's in turn,
+    the model's first and last."""
+
+    parts: tuple[str, ...] = ()
+
+
+class Trace(NamedTuple):
+    """tokens [n] int32: prompt, completion, end token. learnt [n] bool: not the first `prompt_tokens`, nor a tool's."""
+
+    tokens: np.ndarray
+    prompt_tokens: int
+    learnt: np.ndarray
+
+
+def load_traces(
+    path: Path | str, tokenizer: Tokenizer, max_length: int, decontaminate: Sequence[str] = ()
+) -> list[Trace]:
+    """The traces of a source that are at most `max_length` tokens long, in its order; the others are counted. decontaminate:
+    evaluation sets."""
+    found = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, several=trace_key)
+    traces: list[Trace] = []
+    end, rows = int32([tokenizer.end]), 0
+    for part in batched(chosen(templated(found, tokenizer)), BATCH):
+        rows += len(part)
+        taught = [row for row, _ in part if isinstance(row, Taught)]
+        pieces = iter(tokenizer.encode_all([text for row in taught for text in (row.prompt, *row.parts)]))
+        made = (_trace(next(pieces), [*islice(pieces, len(row.parts)), end]) for row in taught)
+        traces += [trace for trace in made if len(trace.tokens) <= max_length]
+    if not traces:
+        raise MegarlError(f"{path}: all {rows} traces are longer than {max_length} tokens; raise sft.max_length")
+    log.info("%s: %d traces, %d left out (longer than %d tokens)", path, len(traces), rows - len(traces), max_length)
+    return traces
+
+
+def _trace(prompt: np.ndarray, pieces: Sequence[np.ndarray]) -> Trace:
+    """Every second piece is a tool's; the last is the end token, which the model has to learn."""
+    last = len(pieces) - 1
+    learnt = [np.full(len(piece), n % 2 == 0 or n == last) for n, piece in enumerate(pieces)]
+    return Trace(np.concatenate([prompt, *pieces]), len(prompt), np.concatenate([np.zeros(len(prompt), bool), *learnt]))
+
+
+def are_traces(source: str) -> bool:
+    """Whether the first row is one: traces and prompts of RL are told apart by it."""
+    _, raw = next(stream(source), (0, {}))
+    known = () if isinstance(raw, Unreadable) else raw.keys()
+    return bool({"messages", "conversations"} & set(known)) or ("completion" in known and "answer" not in known)
+
+
+def spoken(raw: Mapping[str, Any]) -> Taught:
+    """A trace as what the user says and the completion, without any template; UnfitError if it is of none of the forms. The id
+    is a hash of all of it."""
+    before, parts = _parts(raw)
+    if isinstance(before, str):
+        return _taught(before, before, parts)
+    all_of_it = "\0".join(f"{message['role']}\0{message['content']}" for message in before)
+    said = "\n".join(message["content"] for message in before if message["role"] == "user")
+    return _taught(all_of_it, said, parts)
+
+
+def _taught(all_of_it: str, prompt: str, parts: Sequence[str]) -> Taught:
+    name = fingerprint("\0".join([all_of_it, *parts]))
+    return Taught(f"{name:016x}", prompt, "".join(parts), parts=tuple(parts))
+
+
+def trace_key(row: Row) -> int:
+    """Traces repeat each other if all of them is the same, but for blanks."""
+    return int(row.id, 16)
+
+
+def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
+    """The same traces with prompt and completion exactly as the model sees them."""
+
+    @cache
+    def chat() -> ChatTemplate:
+        return load_chat(tokenizer.path)
+
+    def read(raw: Mapping[str, Any]) -> Taught:
+        before, _ = _parts(raw)
+        return replace(spoken(raw), prompt=before if isinstance(before, str) else chat().prompt(before))
+
+    return found._replace(read=read)
+
+
+def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
+    """What stands before the completion, messages or the text itself, and the completion's texts."""
+    before: str | list[Message]
+    for key in ("messages", "conversations"):
+        if key in raw:
+            *before, last = _messages(raw[key], raw.get("system"))
+            parts: list[Any] = [last["content"]]
+            break
+    else:
+        completion = raw.get("completion")
+        parts = completion if isinstance(completion, list) else [completion]
+        if not isinstance(raw.get("prompt"), str) or not all(isinstance(text, str) for text in parts):
+            raise UnfitError("not a row of prompt and completion, of messages, or of conversations")
+        if len(parts) % 2 == 0:
+            raise UnfitError(
+                "the completion's texts are not the model's and a tool's in turn, the model's first and last"
+            )
+        before = raw["prompt"]
+    if not before or not all(parts):
+        raise UnfitError("the prompt or the completion is empty")
+    return before, parts
+
+
+def _messages(value: Any, system: Any) -> list[Message]:
+    """Messages in the one form; the last is the assistant's and something stands before it."""
+    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+        raise UnfitError("the messages are no list of role and content")
+    pairs = [(one.get("role", one.get("from")), one.get("content", one.get("value"))) for one in value]
+    if not all(isinstance(role, str) and isinstance(content, str) for role, content in pairs):
+        raise UnfitError("a message has no role or no content")
+    messages: list[Message] = [{"role": ROLES.get(role, role), "content": content} for role, content in pairs]
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise UnfitError("the last message is not the assistant's, with the user's before it")
+    return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages

@@ -1,0 +1,76 @@
+"""A calculator within a thought: the policy writes `[123*456]`, and `56088` is put in behind it.
+
+For tokenizers in which `]` is always a token of its own, as in the quickstart's of single characters: it stops the turn. What
+cannot be calculated is answered by `?`. A turn that ends with the end token is the last one.
+"""
+
+import ast
+import operator
+from collections.abc import Callable
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.tasks.environments.protocol import DONE, Environment, Observation, Setting
+
+OPEN, CLOSE, UNKNOWN = "[", "]", "?"
+LONGEST = 200
+"""Characters of an expression: numbers have at most as many digits, and nothing takes long."""
+
+
+def _divided(left: int, right: int) -> int:
+    quotient, rest = divmod(left, right)
+    if rest:
+        raise ValueError("not a whole number")
+    return quotient
+
+
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _divided,
+    ast.Mod: operator.mod,
+}
+
+
+class Calculator(Environment):
+    """+ - * / % and brackets of whole numbers; `/` where it leaves no rest."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._tokenizer, self._reply_tokens = setting.tokenizer, setting.reply_tokens
+        closing = self._tokenizer.ids(CLOSE)
+        if len(closing) != 1:
+            raise MegarlError(f"data.tasks.{setting.task}.environment: calculator needs {CLOSE!r} as one token")
+        self.stop_tokens = (int(closing[0]),)
+
+    async def step(self, tokens: np.ndarray) -> Observation:
+        if int(tokens[-1]) not in self.stop_tokens:
+            return DONE
+        _, opened, expression = self._tokenizer.decode(tokens[:-1]).rpartition(OPEN)
+        value = calculated(expression) if opened else None
+        reply = self._tokenizer.ids(UNKNOWN if value is None else str(value))
+        if value is not None and len(reply) <= self._reply_tokens:
+            return Observation(reply)
+        return Observation(self._tokenizer.ids(UNKNOWN), error=True)
+
+
+def calculated(expression: str) -> int | None:
+    """Its value; None if it has none."""
+    if len(expression) > LONGEST:
+        return None
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(number)) if not isinstance(number, bool):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_value(left), _value(right))
+    raise ValueError("not arithmetic of whole numbers")

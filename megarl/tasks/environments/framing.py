@@ -1,0 +1,57 @@
+"""How the text of a reply stands between two turns: as a tool's message of the chat template, or in raw markers.
+
+    … 6*7 ```<|im_end|>  \\n<|im_start|>tool\\n  42  <|im_end|>\\n<|im_start|>assistant\\n  The answer …
+    └ sampled ─────────┘ └ before ──────────┘ text └ after ───────────────────────────┘ └ sampled
+
+Only the reply is made into tokens here; the policy's own stay as they were sampled. What a tool prints is text, whatever it
+looks like: `<|im_end|>` in it does not become that token.
+"""
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import int32
+from megarl.tasks.data.chat import load_chat
+
+RAW = ("\n```output\n", "\n```\n")
+CUT = "\n…\n"
+
+
+class Framing:
+    """Of a task. limit: most tokens of a reply with what is around it; MegarlError if that leaves no room for text."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str, limit: int, task: str) -> None:
+        self._tokenizer, self._template, self._limit, self._task = tokenizer, template, limit, task
+        self._parts: tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer] | None = None
+
+    def check(self) -> None:
+        """MegarlError if replies cannot be framed with this model."""
+        self._made()
+
+    def tokens(self, text: str) -> np.ndarray:
+        """[m] int32, m at most the limit: of a longer text the middle is left out."""
+        before, after, cut, literal = self._made()
+        ids, room = literal.ids(text), self._limit - len(before) - len(after)
+        if len(ids) > room:
+            head = (room - len(cut) + 1) // 2
+            ids = np.concatenate([ids[:head], cut, ids[len(ids) - (room - len(cut) - head) :]])
+        return np.concatenate([before, ids, after])
+
+    def _made(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer]:
+        """Tokens before, after and for the cut; made when first used, for an environment may need none."""
+        if self._parts is None:
+            before, after = RAW
+            if self._template == "chat":
+                end = self._tokenizer.decode(int32([self._tokenizer.end]))
+                before, after = load_chat(self._tokenizer.path).around_reply(end)
+            literal = self._tokenizer.literal()
+            parts = (self._tokenizer.ids(before), self._tokenizer.ids(after), literal.ids(CUT), literal)
+            needed = sum(len(part) for part in parts[:3]) + 2
+            if needed > self._limit:
+                raise MegarlError(
+                    f"data.tasks.{self._task}.reply_tokens: {self._limit} leave no room for a reply in the model's markers, "
+                    f"which take {needed - 2}; raise it"
+                )
+            self._parts = parts
+        return self._parts

@@ -1,0 +1,42 @@
+"""A guessing game: the prompt's answer is a secret whole number, and every turn's last number is a guess at it.
+
+    50 ─► lower ─► 25 ─► higher ─► 37 ─► (right: done)
+
+It gives the reward itself: right if the number was guessed within the turns, else wrong. What is written after the thinking
+budget is used up is no guess any more.
+"""
+
+import re
+
+import numpy as np
+
+from megarl.core.base.types import Prompt
+from megarl.tasks.environments.protocol import DONE, Environment, Observation, Setting
+from megarl.tasks.graders.answer import Verdict, judged
+
+NUMBER = re.compile(r"-?\d{1,30}")
+
+
+class Guessing(Environment):
+    """Replies `higher` (than the guess), `lower`, or `no number`."""
+
+    def __init__(self, setting: Setting) -> None:
+        setting.framing.check()
+        self._setting = setting
+        self._secret, self._right = 0, False
+
+    async def reset(self, prompt: Prompt) -> None:
+        self._secret = int(prompt.answer)
+
+    async def step(self, tokens: np.ndarray) -> Observation:
+        numbers = NUMBER.findall(self._setting.said(tokens))
+        if not numbers:
+            return Observation(self._setting.framing.tokens("no number"), error=True)
+        guess = int(numbers[-1])
+        self._right = guess == self._secret
+        if self._right:
+            return DONE
+        return Observation(self._setting.framing.tokens("higher" if guess < self._secret else "lower"))
+
+    async def reward(self) -> Verdict | None:
+        return judged(self._right)

@@ -1,0 +1,220 @@
+"""Keeps an environment's process alive, and says whose fault it is when it is not.
+
+episodes ── ask ──► Process ── frames ──► worker.py          dies, or blocks:  ended, replaced when next asked for;
+                      ▲ reply, or Died(culprit)              the episode whose code ran fails, the others go on anew
+                      └── the memory that says whose code runs
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import decode, encode
+from megarl.tasks.environments.protocol import EnvironmentDown
+from megarl.tasks.environments.worker import (
+    HEAD,
+    LONGEST,
+    MARK,
+    Failed,
+    Greeting,
+    Refused,
+    Reply,
+    Request,
+    Setup,
+    frame,
+)
+from megarl.tasks.graders.functions import environment
+
+log = logging.getLogger(__name__)
+START_LIMIT_S = 120.0
+MARGIN_S = 5.0
+"""The process itself ends a call that takes too long; one that says nothing for so much longer is blocked."""
+
+
+class Died(Exception):
+    """The process ended before it had answered. culprit: the episode whose code it ran; 0: none's, or it is not known."""
+
+    def __init__(self, culprit: int, why: str) -> None:
+        super().__init__(why)
+        self.culprit = culprit
+
+
+class Process:
+    """One life of it, from its greeting on."""
+
+    def __init__(self, process: asyncio.subprocess.Process, mark: mmap.mmap) -> None:
+        self._process, self._mark = process, mark
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._heard = 0.0
+        self._over: Died | None = None
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def over(self) -> bool:
+        """Whether it can be asked nothing any more."""
+        return self._over is not None
+
+    async def ask(self, request: Request, limit_s: float) -> Reply:
+        """Its reply. limit_s: within which it should end the call itself. Raises Died."""
+        assert self._process.stdin
+        if self._over:
+            raise Died(self._over.culprit, str(self._over))
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[request.call] = reply
+        try:
+            with contextlib.suppress(OSError, RuntimeError):  # it has just ended, which `_read` learns too
+                self._process.stdin.write(frame(encode(request)))
+            for _ in range(2):  # one that is slow with all it has to do is given the time again
+                if (await asyncio.wait({reply}, timeout=limit_s + MARGIN_S))[0]:
+                    return reply.result()
+                if time.monotonic() - self._heard > MARGIN_S:
+                    blocks = f"blocked its process, {limit_s:g} s (reply_timeout_s) and more"
+                    self.end(Died(self._running() or request.episode, blocks))
+                    return reply.result()
+            return Failed(call=request.call, error=f"took longer than {limit_s:g} s (reply_timeout_s), and goes on")
+        finally:
+            self._waiting.pop(request.call, None)
+
+    def end(self, why: Died) -> None:
+        """Kill it, and what it has started. Whoever waits for a reply is told."""
+        if self._over:
+            return
+        self._over = why
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(Died(why.culprit, str(why)))
+
+    def _running(self) -> int:
+        return int(MARK.unpack_from(self._mark)[0])
+
+    async def _read(self) -> None:
+        assert self._process.stdout
+        try:
+            while True:
+                reply: Reply = await _received(self._process.stdout, Reply)
+                self._heard = time.monotonic()
+                waiting = self._waiting.get(reply.call)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
+        except (asyncio.IncompleteReadError, OSError):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), MARGIN_S)
+            said = f"ended its process ({_status(self._process.returncode)})"
+        except (msgspec.DecodeError, ValueError) as error:
+            said = f"spoiled what its process says ({error})"
+        if not self._over:
+            log.warning("a process of an environment ended: %s", said)
+        self.end(Died(self._running(), said))
+
+
+class Host:
+    """The process of one environment, started when it is asked for."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._starting: asyncio.Task[Process] | None = None
+        self.numbers = itertools.count(1)  # of episodes and calls
+
+    def check(self) -> None:
+        """MegarlError if the environment cannot be had. Another process looks, for importing it may do anything."""
+        try:
+            done = subprocess.run(
+                [*_COMMAND, "-1"], input=frame(encode(self._setup)), env=environment(), capture_output=True,
+                timeout=START_LIMIT_S, start_new_session=True,
+            )  # fmt: skip
+            greeting: Greeting = decode(done.stdout[HEAD.size :], Greeting)
+        except subprocess.TimeoutExpired:
+            greeting = Refused(error=f"{self._what()} is not ready within {START_LIMIT_S:g} s")
+        except msgspec.DecodeError:
+            last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            said = " ".join(last) or _status(done.returncode)
+            greeting = Refused(error=f"{self._what()} cannot be used: its process ended as it started: {said}")
+        if isinstance(greeting, Refused):
+            raise MegarlError(greeting.error)
+
+    async def process(self) -> Process:
+        """The one that lives. EnvironmentDown if none starts."""
+        starting = self._starting
+        if starting is None or (starting.done() and starting.result().over):
+            starting = self._starting = asyncio.create_task(_started(self._setup))
+        try:
+            return await asyncio.shield(starting)
+        except EnvironmentDown as error:
+            if self._starting is starting:
+                self._starting = None  # who asks next tries again
+            raise EnvironmentDown(f"{self._what()}: {error}") from None
+
+    def close(self) -> None:
+        """End it."""
+        if self._starting is None:
+            return
+        if not self._starting.done():
+            self._starting.cancel()
+        elif not self._starting.cancelled() and not self._starting.exception():
+            self._starting.result().end(Died(0, "was ended"))
+
+    def _what(self) -> str:
+        return f"{next(iter(self._setup.parts.values())).key}: {self._setup.environment}"
+
+
+_COMMAND = (
+    sys.executable,
+    "-c",
+    "import sys; from megarl.tasks.environments.worker import main; main(int(sys.argv[1]))",
+)
+
+
+async def _started(setup: Setup) -> Process:
+    """A process that has said it is ready."""
+    descriptor = os.memfd_create("mark")
+    try:
+        os.ftruncate(descriptor, MARK.size)
+        mark = mmap.mmap(descriptor, MARK.size)
+        process = await asyncio.create_subprocess_exec(
+            *_COMMAND, str(descriptor), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=LONGEST,
+            env=environment(), pass_fds=(descriptor,), start_new_session=True,
+        )  # fmt: skip
+    finally:
+        os.close(descriptor)
+    assert process.stdin
+    assert process.stdout
+    try:
+        process.stdin.write(frame(encode(setup)))
+        greeting: Greeting = await asyncio.wait_for(_received(process.stdout, Greeting), START_LIMIT_S)
+        if isinstance(greeting, Refused):
+            raise EnvironmentDown(greeting.error)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if isinstance(error, TimeoutError):
+            raise EnvironmentDown(f"its process was not ready within {START_LIMIT_S:g} s") from None
+        if isinstance(error, asyncio.IncompleteReadError | OSError | msgspec.DecodeError | ValueError):
+            raise EnvironmentDown("its process ended as it started; the controller's log has the reason") from None
+        raise
+    return Process(process, mark)
+
+
+async def _received[T](source: asyncio.StreamReader, kind: type[T] | object) -> T:
+    (length,) = HEAD.unpack(await source.readexactly(HEAD.size))
+    if length > LONGEST:
+        raise ValueError(f"a reply of {length:,} bytes")
+    message: T = decode(await source.readexactly(length), kind)
+    return message
+
+
+def _status(code: int | None) -> str:
+    if code is None:
+        return "it still runs"
+    return f"status {code}" if code >= 0 else f"signal {-code}"

@@ -1,0 +1,76 @@
+"""A Python tool: the last program of a turn is run in the sandbox, and what it printed is the reply.
+
+    ```python                        or      <tool_call>
+    print(6 * 7)                             {"name": "python", "arguments": {"code": "print(6 * 7)"}}
+    ```                                      </tool_call>
+
+Each call is a process of its own: nothing is kept from one to the next. Errors are printed as Python prints them. A turn with
+no program in it, thinking aside, is the last one.
+"""
+
+import json
+import re
+
+import numpy as np
+
+from megarl.tasks.environments.protocol import DONE, Environment, Observation, Setting
+from megarl.tasks.graders.sandbox import Limits, Ran
+
+LIMITS = Limits(seconds=10, output=1 << 16)
+CALL = re.compile(r"```python[^\n]*\n(?P<fenced>.*?)```|<tool_call>(?P<called>.*?)</tool_call>", re.DOTALL)
+WRAPPED = """import sys
+sys.stderr = sys.stdout
+try:
+    exec(compile({program!r}, "program.py", "exec"), {{"__name__": "__main__"}})
+except Exception as error:
+    import traceback
+    traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+    sys.exit(1)
+"""
+"""Python prints errors on stderr, of which a sandbox says nothing."""
+
+
+class Python(Environment):
+    """Stateless; at most so many programs run at once as the sandbox has places."""
+
+    def __init__(self, setting: Setting) -> None:
+        setting.framing.check()
+        self._setting = setting
+
+    async def step(self, tokens: np.ndarray) -> Observation:
+        called = list(CALL.finditer(self._setting.said(tokens)))
+        if not called:
+            return DONE
+        try:
+            program = program_of(called[-1])
+        except ValueError as error:
+            return Observation(self._setting.framing.tokens(str(error)), error=True)
+        ran = await self._setting.sandbox.run(WRAPPED.format(program=program), "")
+        return Observation(self._setting.framing.tokens(told(ran)), error=ran.ended != "exit" or ran.status != 0)
+
+
+def program_of(call: re.Match[str]) -> str:
+    """ValueError, with a text for the policy, if a tool call is not as it should be."""
+    if call["fenced"] is not None:
+        return call["fenced"]
+    try:
+        tool = json.loads(call["called"])
+        name, program = tool["name"], tool["arguments"]["code"]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError('error: a call is {"name": "python", "arguments": {"code": …}}') from None
+    if name != "python" or not isinstance(program, str):
+        raise ValueError(f"error: there is no tool {name!r}; there is python, with its code as a text")
+    return program
+
+
+def told(ran: Ran) -> str:
+    """What the policy is told of a program that ran."""
+    printed = ran.stdout.strip("\n")
+    match ran.ended:
+        case "time":
+            return f"{printed}\nerror: it took too long and was ended".lstrip("\n")
+        case "output":
+            return f"{printed}\nerror: it printed too much and was ended"
+    if ran.status < 0 or (ran.status and not printed):
+        return f"{printed}\nerror: ended with status {ran.status}".lstrip("\n")
+    return printed or "(nothing was printed)"

@@ -1,0 +1,347 @@
+"""The process that plays the episodes of one environment, many at a time.
+
+    stdin   Setup, then Begin, Step, Judge and End of episodes
+    stdout  Ready or Refused, then one reply to each request, as it is ready
+            frames: 8 bytes with the length of what follows, msgpack
+
+A user's class is made and called here and nowhere else. What it raises, whatever that is, is an answer: Failed. What ends or
+blocks this process is host.py's matter; `mark` is memory that tells it whose code runs at this moment. The process ends with
+its parent or its stdin.
+"""
+
+import asyncio
+import importlib
+import logging
+import mmap
+import os
+import resource
+import struct
+import sys
+from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.process import die_with_parent, start_logging
+from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.base.types import Prompt, Record, decode, encode
+from megarl.tasks.environments.calculator import Calculator
+from megarl.tasks.environments.framing import Framing
+from megarl.tasks.environments.guessing import Guessing
+from megarl.tasks.environments.protocol import Environment, Observation, Setting
+from megarl.tasks.environments.python import LIMITS, Python
+from megarl.tasks.graders.answer import GraderDown, Verdict
+from megarl.tasks.graders.sandbox import Sandbox, places
+
+log = logging.getLogger(__name__)
+Factory = Callable[[Setting], Environment]
+BUILT_IN: dict[str, Factory] = {"python": Python, "calculator": Calculator, "guessing": Guessing}
+HEAD = struct.Struct("<Q")
+MARK = struct.Struct("<q")
+LONGEST = 1 << 26
+"""Bytes of a frame."""
+SAID = 1000
+"""Characters of an error that are passed on."""
+
+
+class Part(Record, frozen=True):
+    """What an environment needs to know of a task or suite. key: where it stands in the recipe."""
+
+    key: str
+    template: str
+    reply_tokens: int
+    reply_timeout_s: float
+
+
+class Setup(Record, frozen=True):
+    """What to play, and with what. tokenizer: its directory; parts: by task or suite."""
+
+    environment: str
+    tokenizer: str
+    sandbox: Literal["bubblewrap", "rlimits"]
+    end_of_thinking: str
+    parts: dict[str, Part]
+
+
+class Begin(Record, frozen=True, tag="reset"):
+    """Make an environment for the prompt's task, and reset it."""
+
+    call: int
+    episode: int
+    prompt: Prompt
+
+
+class Step(Record, frozen=True, tag="step"):
+    call: int
+    episode: int
+    tokens: np.ndarray
+
+
+class Judge(Record, frozen=True, tag="reward"):
+    call: int
+    episode: int
+
+
+class End(Record, frozen=True, tag="close"):
+    call: int
+    episode: int
+
+
+class Ready(Record, frozen=True, tag="ready"):
+    """Episodes can begin."""
+
+
+class Refused(Record, frozen=True, tag="refused"):
+    """There will be none."""
+
+    error: str
+
+
+class Begun(Record, frozen=True, tag="begun"):
+    call: int
+    stop_tokens: tuple[int, ...]
+
+
+class Observed(Record, frozen=True, tag="observed"):
+    call: int
+    tokens: np.ndarray
+    done: bool
+    error: bool
+
+
+class Judged(Record, frozen=True, tag="judged"):
+    call: int
+    verdict: Verdict | None
+
+
+class Ended(Record, frozen=True, tag="ended"):
+    call: int
+
+
+class Failed(Record, frozen=True, tag="failed"):
+    """The call came to nothing; error says which and why."""
+
+    call: int
+    error: str
+
+
+Request = Begin | Step | Judge | End
+Reply = Begun | Observed | Judged | Ended | Failed
+Greeting = Ready | Refused
+
+
+class Episodes:
+    """Those of this process. mark: is told the number of the episode whose code runs, and 0 when none does.
+
+    MegarlError if the environment cannot be had here: it is made once for each task, to see that it can be.
+    """
+
+    def __init__(self, setup: Setup, tokenizer: Tokenizer, mark: Callable[[int], object]) -> None:
+        self._setup, self._mark = setup, mark
+        self._playing: dict[int, tuple[Environment, Part]] = {}
+        sandbox = Sandbox(setup.sandbox, places(), LIMITS)
+        if setup.environment == "python":
+            sandbox.check()
+        self._settings = {
+            name: Setting(
+                name, tokenizer, Framing(tokenizer, of.template, of.reply_tokens, name), sandbox, setup.end_of_thinking,
+                of.reply_tokens,
+            )
+            for name, of in setup.parts.items()
+        }  # fmt: skip
+        first = next(iter(setup.parts.values()))
+        self._factory = _found(first.key, setup.environment)
+        for name, of in setup.parts.items():
+            try:
+                environment = self._factory(self._settings[name])
+            except MegarlError:
+                raise
+            except BaseException as error:  # of a user's class: anything
+                raise MegarlError(f"{of.key}: {setup.environment} cannot be made: {_said(error)}") from error
+            if not isinstance(environment, Environment):
+                raise MegarlError(
+                    f"{of.key}: {setup.environment} is no Environment; derive it from megarl.tasks.environments.Environment"
+                )
+
+    async def answer(self, request: Request) -> bytes:
+        """A reply, encoded, whatever the environment does; but this may never return, if the environment does not let itself be
+        cancelled."""
+        try:
+            return encode(await self._reply(request))
+        except Exception as error:  # a number that no record holds, a text that is no Unicode
+            return encode(
+                Failed(call=request.call, error=f"answered what cannot be passed on ({type(error).__name__})")
+            )
+
+    async def _reply(self, request: Request) -> Reply:
+        what = str(type(request).__struct_config__.tag)
+        if isinstance(request, Begin):
+            part = self._setup.parts[request.prompt.task]
+        elif request.episode in self._playing:
+            part = self._playing[request.episode][1]
+        else:
+            return Ended(call=request.call)  # it was not made
+        late = f"{what} took longer than {part.reply_timeout_s:g} s (reply_timeout_s)"
+        try:
+            async with asyncio.timeout(part.reply_timeout_s) as limit:
+                return await _Marked(self._answer(request), lambda inside: self._mark(request.episode if inside else 0))
+        except GraderDown as error:
+            return Failed(call=request.call, error=_said(error).partition(": ")[2])
+        except BaseException as error:  # CancelledError and SystemExit too: they are the environment's, not ours
+            if limit.expired():
+                return Failed(call=request.call, error=late)
+            said = f"{what} failed: {_said(error)}"
+            try:
+                log.exception("%s: %s", self._setup.environment, said)
+            except Exception:  # an error that cannot even be printed
+                log.error("%s: %s", self._setup.environment, said)
+            return Failed(call=request.call, error=said)
+
+    async def _answer(self, request: Request) -> Reply:
+        if isinstance(request, Begin):
+            task = request.prompt.task
+            environment = self._factory(self._settings[task])
+            self._playing[request.episode] = environment, self._setup.parts[task]
+            await environment.reset(request.prompt)
+            return Begun(call=request.call, stop_tokens=tuple(int(token) for token in environment.stop_tokens))
+        environment = self._playing[request.episode][0]
+        match request:
+            case Step():
+                return _observed(request.call, await environment.step(request.tokens))
+            case Judge():
+                return Judged(call=request.call, verdict=_verdict(await environment.reward()))
+            case End():
+                del self._playing[request.episode]
+                await environment.close()
+                return Ended(call=request.call)
+
+
+class _Marked[T]:
+    """Awaits `inner`; `mark(True)` whenever its code begins to run, `mark(False)` when it waits or is over."""
+
+    def __init__(self, inner: Awaitable[T], mark: Callable[[bool], object]) -> None:
+        self._inner, self._mark = inner, mark
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        inner, failure = self._inner.__await__(), None
+        while True:
+            self._mark(True)
+            try:
+                waits_for = next(inner) if failure is None else inner.throw(failure)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            finally:
+                self._mark(False)
+            failure = None
+            try:
+                yield waits_for
+            except BaseException as error:
+                failure = error
+
+
+def _observed(call: int, answer: Any) -> Observed:
+    """Of a user's environment: maybe nothing of the kind."""
+    if not isinstance(answer, Observation):
+        raise TypeError(f"it answered {answer!r:.80}, not an Observation")
+    tokens = np.asarray(answer.tokens)
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise TypeError(f"it answered {answer.tokens!r:.80}, which are no token ids")
+    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 31:
+        raise ValueError(f"it answered {answer.tokens!r:.80}, which are no token ids")
+    return Observed(call=call, tokens=tokens.astype(np.int32), done=bool(answer.done), error=bool(answer.error))
+
+
+def _verdict(given: Any) -> Verdict | None:
+    if given is None:
+        return None
+    if not isinstance(given, Verdict):
+        raise TypeError(f"it gave {given!r:.80}, not a Verdict")
+    return Verdict(float(given.score), bool(given.timeout), str(given.error)[:SAID])
+
+
+def _said(error: BaseException) -> str:
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except BaseException:  # its own text fails
+        text = type(error).__name__
+    return text[:SAID].encode(errors="replace").decode()
+
+
+def _found(key: str, environment: str) -> Factory:
+    """What the recipe means: one of ours, or the user's class in a module on PYTHONPATH or in the working directory."""
+    if environment in BUILT_IN:
+        return BUILT_IN[environment]
+    module, _, attribute = environment.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        factory: Factory = getattr(importlib.import_module(module), attribute)
+    except BaseException as error:  # importing may do anything
+        raise MegarlError(
+            f"{key}: {environment} cannot be used: {_said(error)}; it must be "
+            f"a class in a module on PYTHONPATH or in {os.getcwd()}"
+        ) from None
+    return factory
+
+
+def frame(message: bytes) -> bytes:
+    """As it is sent."""
+    return HEAD.pack(len(message)) + message
+
+
+def main(mark: int) -> None:
+    """mark: descriptor of the memory, or -1."""
+    die_with_parent()
+    _limit()
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what an environment prints is no reply
+    setup: Setup = decode(requests.read(*HEAD.unpack(requests.read(HEAD.size))), Setup)
+    start_logging(f"environment {setup.environment}")
+    memory = mmap.mmap(mark, MARK.size)
+    try:
+        episodes = Episodes(
+            setup, load_tokenizer(Path(setup.tokenizer)), lambda episode: MARK.pack_into(memory, 0, episode)
+        )
+    except MegarlError as error:
+        _send(replies, encode(Refused(error=str(error))))
+        return
+    _send(replies, encode(Ready()))
+    asyncio.run(_serve(episodes, requests, replies))
+
+
+def _limit() -> None:
+    """A quarter of the machine's memory, for this process and again for each of its own; if memory runs out, it goes first."""
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> None:
+    reader = asyncio.StreamReader(limit=LONGEST)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
+    tasks = set[asyncio.Task[None]]()
+
+    async def one(request: Request) -> None:
+        _send(replies, await episodes.answer(request))
+
+    while True:
+        try:
+            (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+            request: Request = decode(await reader.readexactly(length), Request)
+        except asyncio.IncompleteReadError:
+            os._exit(0)  # nobody asks any more; what an environment has running is not waited for
+        task = asyncio.create_task(one(request))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+def _send(replies: BinaryIO, message: bytes) -> None:
+    try:
+        replies.write(frame(message))
+        replies.flush()
+    except BrokenPipeError:
+        os._exit(0)

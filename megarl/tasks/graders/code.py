@@ -1,0 +1,178 @@
+"""Grades a program by its tests: run in the sandbox one by one, compared out here, up to the first that fails.
+
+    answer ─► last fenced block ─► for each test ─► Sandbox ─► what it printed  ═?═  what the test expects
+
+The prompt's `answer` is the JSON text of the tests, of four kinds, which may be mixed:
+
+    {"tests": [{"input": "1 2\\n", "output": "3\\n"},          a program: stdin, stdout
+               {"call": "add(1, 2)", "result": "3"},           a function: an expression, and the literal that it must equal
+               {"assert": "assert add(1, 2) == 3"},            the same, as MBPP writes it
+               {"check": "def check(candidate): …", "entry_point": "add"}]}       code with asserts, as HumanEval has it
+
+What is expected is never where the program is: outside, or for a check in a sandbox of its own, which calls the function by a
+pipe. A program that ends before its tests, reads its own memory or lies about its success has nothing to show for it.
+"""
+
+import ast
+import itertools
+import json
+import math
+import re
+import sys
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from megarl.tasks.graders.answer import Submission, Verdict, judged
+from megarl.tasks.graders.sandbox import Ran, Sandbox
+
+FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+SHOWN_BYTES = 1 << 16
+"""Of a result: how much longer than the expected one's it may be and still be read, which takes the controller's time."""
+PASSED = "passed"
+"""What the sandbox of a check prints if no assert failed."""
+FLOATS_AGREE = 1e-6
+"""Relative, and absolute around 0: of results that are floats. What is printed must be the same number."""
+
+
+class UnitTest(NamedTuple):
+    """One of `given` (stdin) with `printed`, `call` with `result`, or `check` with `entry_point`."""
+
+    given: str = ""
+    printed: str = ""
+    call: str = ""
+    result: Any = None
+    check: str = ""
+    entry_point: str = ""
+
+
+class Code:
+    """`check` is what Graders asks."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+
+    async def check(self, submission: Submission) -> Verdict:
+        """Whether the program in the answer passes all tests; a timeout is that of a test."""
+        program = program_of(submission.answer)
+        if program is None:
+            return judged(False)
+        for test in read_tests(submission.expected):
+            if test.check:
+                ran = await self._sandbox.run_checked(program, test.entry_point, test.check)
+            else:
+                ran = await self._sandbox.run(program, test.given, test.call)
+            if not passed(test, ran):
+                return judged(False, timeout=ran.ended == "time")
+        return judged(True)
+
+
+def program_of(answer: str) -> str | None:
+    """The last fenced block; None if there is none that is closed."""
+    blocks = FENCED.findall(answer)
+    return blocks[-1] if blocks else None
+
+
+def passed(test: UnitTest, ran: Ran) -> bool:
+    """Whether a program that ended by itself showed what the test expects."""
+    if ran.ended != "exit":
+        return False
+    if test.check:
+        return ran.stdout == PASSED
+    if not test.call:
+        return ran.status == 0 and same_text(ran.stdout, test.printed)
+    if len(ran.stdout) > SHOWN_BYTES + 4 * len(repr(test.result)):
+        return False
+    try:
+        return same_value(ast.literal_eval(ran.stdout), test.result)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
+        return False  # not a literal, or one that is made to break what reads it
+
+
+def same_text(printed: str, expected: str) -> bool:
+    """Line by line, blanks at the ends and empty lines at the end aside; words that are numbers may be written differently."""
+    ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    if [len(line) for line in ours] != [len(line) for line in theirs]:
+        return False
+    words = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True)
+    return all(a == b or _same_number(a, b) for a, b in words)
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """Python's ==, but a tuple is a list, and floats need not agree to the last bit."""
+    if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(same_value, found, expected))
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same_value(found[key], expected[key]) for key in found)
+    numbers = isinstance(found, int | float) and isinstance(expected, int | float)
+    if numbers and (isinstance(found, float) or isinstance(expected, float)):
+        return math.isclose(found, expected, rel_tol=FLOATS_AGREE, abs_tol=FLOATS_AGREE)
+    return bool(found == expected)
+
+
+@lru_cache(maxsize=256)
+def read_tests(text: str) -> tuple[UnitTest, ...]:
+    """The tests in a prompt's answer; ValueError says what is wrong with them."""
+    try:
+        rows = json.loads(text)["tests"]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError('is not {"tests": [...]}') from None
+    if not isinstance(rows, list) or not rows:
+        raise ValueError("has no tests")
+    return tuple(_test(row, number) for number, row in enumerate(rows))
+
+
+def _test(row: Any, number: int) -> UnitTest:
+    match row:
+        case {"input": str(given), "output": str(printed), **more} if not more:
+            return UnitTest(given=given, printed=printed)
+        case {"call": str(call), "result": str(result), **more} if not more and call.strip():
+            return UnitTest(call=call, result=_literal(result, number))
+        case {"check": str(check), "entry_point": str(name), **more} if not more and name.isidentifier():
+            return UnitTest(check=_checked(check, number), entry_point=name)
+        case {"assert": str(line), **more} if not more:
+            return _asserted(line, number)
+    raise ValueError(
+        f"test {number}: give input and output, call and result, check and entry_point, or assert, all of them texts"
+    )
+
+
+def _checked(source: str, number: int) -> str:
+    """The source, if it could run: what is wrong with a check must not be held against the programs."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"test {number}: the check is not Python: {error}") from None
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
+        raise ValueError(f"test {number}: the check defines no function `check`")
+    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    foreign = sorted({name.partition(".")[0] for name in imports} - sys.stdlib_module_names)
+    if foreign:
+        raise ValueError(f"test {number}: the check imports {', '.join(foreign)}; there is the standard library alone")
+    return source
+
+
+def _asserted(line: str, number: int) -> UnitTest:
+    try:
+        (statement,) = ast.parse(line.strip()).body
+    except (SyntaxError, ValueError):
+        statement = ast.Pass()
+    match statement:
+        case ast.Assert(test=ast.Compare(left=call, ops=[ast.Eq()], comparators=[result])):
+            return UnitTest(call=ast.unparse(call), result=_literal(ast.unparse(result), number))
+    raise ValueError(f"test {number}: {line!r} is not `assert CALL == LITERAL`")
+
+
+def _literal(text: str, number: int) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise ValueError(f"test {number}: the result {text[:80]!r} is not a Python literal") from None
+
+
+def _same_number(a: str, b: str) -> bool:
+    try:
+        return Decimal(a) == Decimal(b)
+    except InvalidOperation:
+        return False

@@ -1,0 +1,162 @@
+"""The graders of a run: for each task the one that says what is right, and others whose rewards are added by their weights.
+
+recipe ─► a Check for each name that stands in it ─┬─ exact, format           here, at once
+                                                   ├─ math                    worker processes (pool.py)
+          tasks share them                         ├─ code                    sandboxes (code.py)
+                                                   ├─ a name of data.services HTTP (remote.py)
+                                                   └─ package.module:function the user's, in worker processes
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+import numpy as np
+
+from megarl.core.base.types import Prompt
+from megarl.core.recipe import Data, Recipe, Rows, Suite
+from megarl.core.recipe.combinations import GRADERS
+from megarl.tasks.graders.answer import RIGHT, WRONG, Grade, Submission, Verdict, answer_of, graded, judged
+from megarl.tasks.graders.code import Code
+from megarl.tasks.graders.functions import check_importable
+from megarl.tasks.graders.pool import Pool
+from megarl.tasks.graders.remote import Remote, headers
+from megarl.tasks.graders.sandbox import Limits, Sandbox, places
+
+Check = Callable[[Submission], Awaitable[Verdict]]
+"""GraderDown if no verdict can be had."""
+Decode = Callable[[np.ndarray], str]
+LIMIT_S = 10.0
+"""For one answer, in a worker process; what takes longer is wrong."""
+
+
+async def exact(submission: Submission) -> Verdict:
+    """Right: the same text as expected, blanks around it aside."""
+    return judged(submission.answer == submission.expected.strip())
+
+
+async def well_formed(submission: Submission) -> Verdict:
+    """Right: the thinking trace was closed and something stands after it."""
+    return Verdict(RIGHT if submission.answer else WRONG)
+
+
+def check_graders(data: Data, suites: Mapping[str, Suite]) -> None:
+    """MegarlError if a grader that a task or a suite names cannot be had here: a sandbox, a function, the key of a service. No
+    service is asked. A user's modules are imported in another process."""
+    for name in _named(data, suites):
+        if name == "code":
+            Sandbox(data.sandbox, 1).check()
+        elif name in data.services:
+            headers(name, data.services[name])
+        elif name not in GRADERS:
+            check_importable(name)
+
+
+def _named(data: Data, suites: Mapping[str, Suite]) -> list[str]:
+    """Graders of all tasks and suites, each once."""
+    tasks: Mapping[str, Rows] = {**data.tasks, **suites}
+    return sorted({name for task in tasks.values() for name in task.graders})
+
+
+class Grader:
+    """Of one task. check: what is right; others, weights: further rewards, by name. decode: text of a prompt's tokens."""
+
+    def __init__(
+        self,
+        end_of_thinking: str,
+        check: Check,
+        others: Mapping[str, Check],
+        weights: Mapping[str, float],
+        decode: Decode,
+    ) -> None:
+        self._end_of_thinking, self._decode = end_of_thinking, decode
+        self._check, self._others, self._weights = check, others, weights
+
+    async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
+        """The grade of a completion's text. verdict: of the environment, which then says what is right.
+
+        GraderDown if one of the graders cannot be had.
+        """
+        submission = self._submission(text, prompt)
+        main, *others = await asyncio.gather(
+            self._judge(submission, verdict), *(check(submission) for check in self._others.values())
+        )
+        return graded(submission.answer, main, dict(zip(self._others, others, strict=True)), self._weights)
+
+    async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
+        """The same by the task's grader, or its environment, alone: what an evaluation needs."""
+        submission = self._submission(text, prompt)
+        return graded(submission.answer, await self._judge(submission, verdict), {}, {})
+
+    async def agrees(self, answer: str, expected: str) -> bool:
+        """Whether it would hold the answer for right if this were expected."""
+        return (await self._check(Submission(answer, expected))).score > 0
+
+    async def _judge(self, submission: Submission, verdict: Verdict | None) -> Verdict:
+        """No answer is wrong, whoever is asked."""
+        if verdict is not None:
+            return verdict
+        return await self._check(submission) if submission.answer else Verdict(WRONG)
+
+    def _submission(self, text: str, prompt: Prompt) -> Submission:
+        answer = answer_of(text, self._end_of_thinking)
+        return Submission(answer, prompt.answer, text, self._decode(prompt.tokens), prompt.task)
+
+
+class Graders:
+    """Of all tasks and suites, by name; made within a running event loop. workers: processes a pool, and programs at once.
+
+    limit_s: for one answer in a worker; limits: of a program. MegarlError as `check_graders`.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        end_of_thinking: str,
+        decode: Decode,
+        workers: int,
+        limit_s: float = LIMIT_S,
+        limits: Limits | None = None,
+        suites: Mapping[str, Suite] = {},
+    ) -> None:
+        self._data, self._workers, self._limit_s, self._limits = data, workers, limit_s, limits
+        self._pools: list[Pool] = []
+        check_graders(data, suites)
+        tasks: Mapping[str, Rows] = {**data.tasks, **suites}
+        checks = {name: self._made(name) for name in _named(data, suites)}
+        self._graders = {
+            name: Grader(
+                end_of_thinking,
+                checks[task.grader],
+                {reward: checks[of.grader] for reward, of in task.rewards.items()},
+                {reward: of.weight for reward, of in task.rewards.items()},
+                decode,
+            )
+            for name, task in tasks.items()
+        }
+
+    @staticmethod
+    def of(recipe: Recipe, decode: Decode) -> "Graders":
+        """With as many processes as there are places for programs."""
+        return Graders(recipe.data, recipe.length.end_of_thinking, decode, places(), suites=recipe.evaluation.sampled)
+
+    def __getitem__(self, task: str) -> Grader:
+        return self._graders[task]
+
+    def close(self) -> None:
+        """End the workers."""
+        for pool in self._pools:
+            pool.close()
+
+    def _made(self, name: str) -> Check:
+        """What the recipe means by this name."""
+        if name == "exact":
+            return exact
+        if name == "format":
+            return well_formed
+        if name == "code":
+            return Code(Sandbox(self._data.sandbox, self._workers, self._limits)).check
+        if name in self._data.services:
+            return Remote(name, self._data.services[name]).check
+        pool = Pool(self._workers, self._limit_s, name)
+        self._pools.append(pool)
+        return pool.check

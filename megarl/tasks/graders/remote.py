@@ -1,0 +1,158 @@
+"""A reward service: completions go there by HTTP, many in a request, and come back as numbers.
+
+    check(submission) ─► wait for others, `batch` of them or 20 ms ─► POST url ─► {"rewards": [0.7, -1.0, null, …]}
+
+    {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", "expected"}, …]}        Request, Item: texts
+    {"rewards": [number or null, …]}       Reply: one for each item, in their order; null: the service could not judge it
+
+A request that may work the next time (connection, time, 408, 429, 5xx) is repeated after 0.5, 1, 2, … s, `retries` times; then,
+or at any other status, the service counts as down. The key is sent as `Authorization: Bearer …`; neither it nor a reply's text
+is in any message.
+"""
+
+import asyncio
+import logging
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import Service
+from megarl.tasks.graders.answer import WRONG, GraderDown, Submission, Verdict
+
+log = logging.getLogger(__name__)
+SCHEMA_VERSION = 1
+GATHER_S = 0.02
+AT_ONCE = 8
+"""Requests under way."""
+LONGEST_PAUSE_S = 30.0
+BUSY = (408, 429)
+
+
+class Item(msgspec.Struct, frozen=True):
+    task: str
+    prompt: str
+    completion: str
+    answer: str
+    expected: str
+
+
+class Request(msgspec.Struct, frozen=True):
+    items: list[Item]
+    schema_version: int = SCHEMA_VERSION
+
+
+class Reply(msgspec.Struct, frozen=True):
+    rewards: list[float | None]
+
+
+class _Waiting(NamedTuple):
+    item: Item
+    verdict: asyncio.Future[Verdict]
+
+
+class _Again(Exception):
+    """It may work the next time."""
+
+
+class Remote:
+    """One service of the recipe. MegarlError if its key cannot be had."""
+
+    def __init__(self, name: str, service: Service) -> None:
+        self._service = service
+        self._headers = headers(name, service)
+        url = URL(service.url)
+        self._what = f"the reward service {name} at {url.origin()}{url.path}"
+        self._waiting: list[_Waiting] = []
+        self._sending: set[asyncio.Task[None]] = set()
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    async def check(self, submission: Submission) -> Verdict:
+        """The service's number. GraderDown if it cannot be had."""
+        loop = asyncio.get_running_loop()
+        item = Item(**submission._asdict())
+        waiting = _Waiting(item, loop.create_future())
+        self._waiting.append(waiting)
+        if len(self._waiting) >= self._service.batch:
+            self._send_all()
+        elif len(self._waiting) == 1:
+            loop.call_later(GATHER_S, self._send_all)
+        return await waiting.verdict
+
+    def _send_all(self) -> None:
+        if not self._waiting:
+            return  # a full batch went before the time was over
+        batch, self._waiting = self._waiting, []
+        task = asyncio.create_task(self._answer(batch))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _answer(self, batch: list[_Waiting]) -> None:
+        """Give each of the batch its verdict, or the reason why there is none."""
+        try:
+            rewards = await self._rewards([waiting.item for waiting in batch])
+        except GraderDown as down:
+            for waiting in batch:
+                if not waiting.verdict.done():  # its rollout may have been cancelled
+                    waiting.verdict.set_exception(GraderDown(str(down)))
+            return
+        for waiting, reward in zip(batch, rewards, strict=True):
+            if not waiting.verdict.done():
+                known = reward is not None and math.isfinite(reward)
+                waiting.verdict.set_result(
+                    Verdict(float(reward or 0.0)) if known else Verdict(WRONG, error="the service could not judge it")
+                )
+
+    async def _rewards(self, items: list[Item]) -> list[float | None]:
+        body = msgspec.json.encode(Request(items))
+        for attempt in range(self._service.retries + 1):
+            try:
+                async with self._places:
+                    reply = await self._post(body)
+                if len(reply.rewards) != len(items):
+                    raise GraderDown(f"{self._what} gave {len(reply.rewards)} rewards for {len(items)} items")
+                return reply.rewards
+            except (_Again, aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+                why = str(error) if isinstance(error, _Again) else type(error).__name__
+                log.warning("%s failed (attempt %d): %s", self._what, attempt + 1, why)
+                if attempt < self._service.retries:
+                    await asyncio.sleep(min(LONGEST_PAUSE_S, 0.5 * 2**attempt))
+        raise GraderDown(f"{self._what} failed {self._service.retries + 1} times, the last time with {why}")
+
+    async def _post(self, body: bytes) -> Reply:
+        timeout = aiohttp.ClientTimeout(total=self._service.timeout_s)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(self._service.url, data=body, headers=self._headers, allow_redirects=False) as response,
+        ):
+            if response.status in BUSY or response.status >= 500:
+                raise _Again(f"status {response.status}")
+            if response.status != 200:
+                hint = "; is its key right?" if response.status in (401, 403) else ""
+                raise GraderDown(f"{self._what} answered with status {response.status}{hint}")
+            try:
+                return msgspec.json.decode(await response.read(), type=Reply)
+            except msgspec.DecodeError as error:
+                raise GraderDown(f'{self._what} did not answer with {{"rewards": [...]}}: {error}') from None
+
+
+def headers(name: str, service: Service) -> dict[str, str]:
+    """Of a request to the service; MegarlError if its key cannot be had."""
+    key = ""
+    if service.api_key_env:
+        key = os.environ.get(service.api_key_env, "").strip()
+        if not key:
+            raise MegarlError(f"data.services.{name}.api_key_env: {service.api_key_env} is not set; export it")
+    elif service.api_key_file:
+        try:
+            key = Path(service.api_key_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise MegarlError(f"data.services.{name}.api_key_file: {service.api_key_file}: {error}") from None
+        if not key:
+            raise MegarlError(f"data.services.{name}.api_key_file: {service.api_key_file} is empty")
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})

@@ -1,0 +1,264 @@
+"""Runs a Python program that nobody trusts, and gives back what it printed.
+
+    program, input ─► bwrap ─► python -c inside.py ─► stdout, at most so much of it, within so much time
+                      │          user nobody, resource limits, a filter on system calls
+                      └─ namespaces (processes, network, IPC), a root of /usr and Python alone, read-only; a small /tmp
+
+A program may also be asked by a check that is code itself. That runs in a sandbox of its own, and two pipes join them:
+
+    check ─► sandbox ── calls ──► sandbox ◄─ program        what the check expects is in the first, the program in the second
+    `passed` ◄──┘  ◄── results ──────┘
+
+`bubblewrap` is all of this. `rlimits` leaves bwrap out: what a program may use is limited, and the kernel's Landlock keeps it
+from files; where there is none it reads, writes and deletes what the user running the controller can (`remains`). Nothing that
+decides on right or wrong is where the program is.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+from megarl.core.base.errors import MegarlError
+from megarl.tasks.graders.answer import GraderDown
+from megarl.tasks.graders.inside import landlock_version
+
+log = logging.getLogger(__name__)
+Kind = Literal["bubblewrap", "rlimits"]
+INSIDE = Path(__file__).with_name("inside.py")
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache")
+"""What a program may read, beside its Python."""
+LANDLOCK = 3
+"""The first version of Landlock that keeps files from being cut short."""
+CHECK_LIMIT_S = 60.0
+KILL_LIMIT_S = 60.0
+TRIES = 2
+STARTED = b"started\n"
+"""What inside.py says first: without it nothing is known of the program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program. Bytes, but for:
+
+    seconds: by the clock, starting included. processes: threads too; processes_of_others: added to them where a program's
+    cannot be counted apart from those of the user who runs it.
+    """
+
+    seconds: int = 10
+    memory: int = 1 << 30
+    processes: int = 16
+    processes_of_others: int = 4096
+    file: int = 16 << 20
+    tmp: int = 64 << 20
+    open_files: int = 64
+    output: int = 1 << 20
+
+
+class Ran(NamedTuple):
+    """stdout: what was printed. ended: `exit` by itself (whatever the status), else the limit that it met."""
+
+    stdout: str
+    ended: Literal["exit", "time", "output"]
+    status: int = 0
+
+
+def places() -> int:
+    """How many programs may run at once: a quarter of the cores, for servers and learner want the others."""
+    return max(1, min(32, (os.cpu_count() or 1) // 4))
+
+
+def remains() -> str:
+    """What programs under `rlimits` may do to files here."""
+    if landlock_version(ctypes.CDLL(None)) >= LANDLOCK:
+        return "see which files there are"  # `stat` asks nobody
+    return "read, write and delete what you can (this kernel has no Landlock to prevent it, or an old one)"
+
+
+class Sandbox:
+    """Runs at most `places` programs at once."""
+
+    def __init__(self, kind: Kind, places: int, limits: Limits | None = None, python: Path | None = None) -> None:
+        self._kind, self._limits = kind, limits or Limits()
+        self.python = python or Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+        self._places = asyncio.Semaphore(places)
+
+    def check(self) -> None:
+        """MegarlError if programs cannot be run here as the recipe wants it; takes a tenth of a second."""
+        if self._kind == "bubblewrap" and shutil.which("bwrap") is None:
+            raise MegarlError(
+                "data.sandbox: bubblewrap is not installed, and code is graded in its sandbox; install it (apt-get install "
+                f"bubblewrap), or set data.sandbox=rlimits if the programs may {remains()}"
+            )
+        task = _task("import heapq\nprint(6 * 7)")
+        with tempfile.TemporaryDirectory() as scratch:
+            os.chmod(scratch, 0o777)
+            try:
+                done = subprocess.run(
+                    self._command(), input=task, cwd=scratch, env=ENVIRONMENT, capture_output=True,
+                    timeout=CHECK_LIMIT_S, check=False,
+                )  # fmt: skip
+                said, out = done.stderr.decode().strip().splitlines()[-1:], done.stdout.removeprefix(STARTED)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                said, out = [str(error)], b""
+        if out != b"42\n":
+            raise MegarlError(
+                f"data.sandbox: no program can be run with {self._kind} here ({' '.join(said) or 'it printed nothing'}); "
+                + (
+                    "in a container it needs the right to make namespaces (docker run --privileged, or "
+                    "--security-opt seccomp=unconfined --security-opt apparmor=unconfined), elsewhere "
+                    "sysctl kernel.apparmor_restrict_unprivileged_userns=0; or set data.sandbox=rlimits if the programs "
+                    f"may {remains()}"
+                    if self._kind == "bubblewrap"
+                    else f"run as another user than root, or let everybody read {self.python.parent.parent}"
+                )
+            )
+        if self._kind == "rlimits":
+            log.warning("data.sandbox=rlimits: programs may %s", remains())
+
+    async def run(self, program: str, given: str, call: str = "") -> Ran:
+        """What `program` printed when it was given this on stdin; or the repr of the expression `call` after it has run.
+
+        GraderDown if the sandbox could not start it, `TRIES` times.
+        """
+        return await self._tried(lambda: self._run(_task(program, input=given, call=call)))
+
+    async def run_checked(self, program: str, function: str, check: str) -> Ran:
+        """What `check(candidate)`, defined by the source `check`, made of this function of the program: it prints `passed`, or
+        nothing. Each is in a sandbox of its own, both within the time of one. GraderDown as above."""
+        return await self._tried(lambda: self._pair(program, function, check))
+
+    async def _tried(self, ran: Callable[[], Awaitable[Ran]]) -> Ran:
+        for attempt in range(TRIES):
+            try:
+                async with self._places:
+                    return await ran()
+            except OSError as error:
+                log.warning("a sandbox failed (attempt %d): %s", attempt + 1, error)
+        raise GraderDown(f"no sandbox could start a program, {TRIES} times; the log has the reason")
+
+    async def _pair(self, program: str, function: str, check: str) -> Ran:
+        calls, results = _pipe(), _pipe()
+        ends, others = (calls[0], results[1]), (results[0], calls[1])
+        try:
+            async with asyncio.TaskGroup() as both:
+                asked = both.create_task(self._run(_task(program, serves=function, pipes=_numbers(ends)), ends))
+                judge = both.create_task(self._run(_task(check, checks=True, pipes=_numbers(others)), others))
+                if (
+                    await judge
+                ).stdout:  # else it may have been because no program could be started, which is no verdict
+                    asked.cancel()
+        except* (OSError, GraderDown) as errors:
+            raise errors.exceptions[0] from None
+        return judge.result()
+
+    async def _run(self, task: bytes, pipes: Sequence[IO[bytes]] = ()) -> Ran:
+        """One process, in a place of its own. pipes: it has them, and nobody else any more."""
+        with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as scratch:
+            os.chmod(scratch, 0o777)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command(), cwd=scratch, env=ENVIRONMENT, start_new_session=True, pass_fds=_numbers(pipes),
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+                )  # fmt: skip
+            finally:
+                for pipe in pipes:
+                    pipe.close()
+            return await self._finished(process, task)
+
+    async def _finished(self, process: asyncio.subprocess.Process, task: bytes) -> Ran:
+        assert process.stdin
+        assert process.stdout
+        out, ended = b"", "exit"
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                with contextlib.suppress(ConnectionError):  # it may end without having read it
+                    process.stdin.write(task)
+                    await process.stdin.drain()
+                    process.stdin.close()
+                while len(out) <= self._limits.output and (more := await process.stdout.read(1 << 16)):
+                    out += more
+                if len(out) > self._limits.output:
+                    ended = "output"
+                else:
+                    await process.wait()
+        except TimeoutError:
+            ended = "time"
+        finally:
+            await _killed(process)
+        if ended == "exit" and not out.startswith(STARTED):
+            raise OSError(f"{self._kind} ended with status {process.returncode} before the program began")
+        return Ran(out.removeprefix(STARTED).decode(errors="replace"), ended, process.returncode or 0)  # type: ignore[arg-type]
+
+    def _command(self) -> list[str]:
+        prefix = self.python.parent.parent
+        readable = [*SYSTEM, str(prefix)] if self._kind == "rlimits" else []
+        python = [
+            str(self.python), "-I", "-S", "-X", "utf8", "-X", "int_max_str_digits=0",
+            "-c", INSIDE.read_text(), json.dumps(asdict(self._limits)), json.dumps(readable),
+        ]  # fmt: skip
+        if self._kind == "rlimits":
+            return python
+        return [*_bubblewrap(prefix, self._limits), "--", *python]
+
+
+def _task(program: str, **more: Any) -> bytes:
+    """What inside.py is told."""
+    nothing = {"input": "", "call": "", "serves": "", "checks": False, "pipes": []}
+    return json.dumps({"program": program} | nothing | more).encode()
+
+
+def _pipe() -> tuple[IO[bytes], IO[bytes]]:
+    """Its reading and its writing end; file objects, so that none is left open whatever happens."""
+    reading, writing = os.pipe()
+    return os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0)
+
+
+def _numbers(pipes: Sequence[IO[bytes]]) -> list[int]:
+    return [pipe.fileno() for pipe in pipes]
+
+
+async def _killed(process: asyncio.subprocess.Process) -> None:
+    """It and its children. What they printed last is read and forgotten: asyncio waits for the end of pipes, too."""
+    assert process.stdout
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        async with asyncio.timeout(KILL_LIMIT_S):
+            while await process.stdout.read(1 << 16):
+                pass
+            await process.wait()
+    except TimeoutError:
+        raise GraderDown(f"the sandbox of process {process.pid} did not end {KILL_LIMIT_S:g} s after SIGKILL") from None
+
+
+def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
+    """A root of the system's programs and the Python of `prefix`; as root with what inside.py needs to become nobody."""
+    command = ["bwrap", "--die-with-parent", "--new-session", "--ro-bind", "/usr", "/usr"]
+    for path in SYSTEM[1:]:
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        else:
+            command += ["--ro-bind-try", path, path]
+    if not prefix.is_relative_to("/usr"):
+        for parent in reversed(prefix.parents[:-1]):  # bwrap would make them for its own user alone
+            command += ["--perms", "0755", "--dir", str(parent)]
+        command += ["--ro-bind", str(prefix), str(prefix)]
+    command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(limits.tmp), "--tmpfs", "/tmp"]
+    command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
+    command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if os.getuid() == 0:
+        return [*command, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    return [*command, "--unshare-user"]
