@@ -13,7 +13,7 @@ setup(
         "megarl": [
             "recipes/*.yaml",
             "recipes/suites/*.yaml",
-            "core/models/configs/*.json",
+            "core/base/configs/*.json",
             "lab/*/*.html",
             "lab/*/*.yaml",
         ]

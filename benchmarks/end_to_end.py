@@ -167,7 +167,7 @@ def learner_alone(fixed: bool) -> float:
 
 def end_to_end(recipe: Recipe) -> float:
     """Completion tokens trained per second of wall time, of the steps after the pipeline has filled."""
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     rundir.path.parent.mkdir(parents=True, exist_ok=True)
     file = rundir.path.parent / "bench.yaml"
     file.write_text(recipes.dump(recipe))

@@ -94,7 +94,7 @@ def main() -> None:
             rows = real(recipe)
             if not measured:
                 calibration = calibrate(recipe, rows, decode)
-                lengths = lengths_of(RunDir.of(recipe).path)
+                lengths = lengths_of(RunDir(recipe.run.path).path)
                 print(json.dumps(asdict(calibration)))
             measured[name] = figures_of(recipe, rows)
             predicted[name] = prediction(recipe, calibration, lengths)
@@ -148,7 +148,7 @@ async def _decode_seconds(recipe: Recipe, url: str, api_key: str, admin_key: str
 
 def real(recipe: Recipe) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl of the recipe, run."""
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     if rundir.summary.exists():
         return latest_rows(rundir.metrics)
     file = rundir.path.parent / f"{recipe.run.name}.yaml"

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.core.models import shapes
+from megarl.core.base import architecture
 from megarl.core.recipe import load
 from megarl.lab.planning.hardware import assumed, gpu_named
 from megarl.lab.planning.layouts import Problem, as_written
@@ -66,7 +66,7 @@ def simulated(gpus: int, part: int, keys: tuple[str, ...]) -> dict[str, Any]:
     recipe = load("scalerl-8b", [*BASE, *keys])
     lengths = lognormal(recipe, MEAN, SPREAD)
     work = workload(recipe, lengths, 1.0, 0)
-    problem = Problem(recipe, shapes.read("llama-3.1-8b"), gpu_named("h100"), assumed(), gpus, work)
+    problem = Problem(recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), assumed(), gpus, work)
     plan = as_written(problem)
     assert not isinstance(plan, str), plan
     resources = recipe.resources.model_copy(update={"servers": recipe.resources.servers // part})

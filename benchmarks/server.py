@@ -66,7 +66,7 @@ def main() -> None:
 
 def start(recipe: Recipe) -> tuple[subprocess.Popen[bytes], Endpoints]:
     """`megarl serve`, not ready yet."""
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     rundir.create()
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"

@@ -1,5 +1,6 @@
 """What a user's environment imports (docs/tools.md)."""
 
-from megarl.tasks.environments import DONE, Environment, EnvironmentDown, Observation, Setting
+from megarl.core.base.contracts import DONE, Environment, EnvironmentDown, Observation
+from megarl.tasks.environments.protocol import Setting
 
 __all__ = ["DONE", "Environment", "EnvironmentDown", "Observation", "Setting"]

@@ -20,9 +20,10 @@ import torch
 
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base import architecture
+from megarl.core.base.architecture import CONFIGS, Shape
 from megarl.core.learner.trainer import Trainer
-from megarl.core.models import Family, hf, parallel, shapes
-from megarl.core.models.shapes import CONFIGS, Shape
+from megarl.core.models import Family, hf, parallel
 from megarl.core.recipe import Recipe
 from megarl.lab.planning import formulas
 
@@ -126,7 +127,7 @@ def flop(shape: Shape, lengths: Sequence[int]) -> float:
 
 
 def shape_of(recipe: Recipe) -> Shape:
-    return shapes.read(recipe.model.path)
+    return architecture.read(recipe.model.path)
 
 
 def matmul_flops(tiny: bool) -> float:

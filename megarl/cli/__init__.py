@@ -157,7 +157,7 @@ def _dry_run(recipe: "Recipe", checked: Callable[["Recipe"], str]) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from megarl.run import checks
+    from megarl.lab import preflight
 
     if options.plan is None:
         recipe = _load(options)
@@ -166,19 +166,19 @@ def _train(options: argparse.Namespace) -> int:
 
         recipe = planned(options.recipe, options.overrides, options.plan)
     if options.dry_run:
-        return _dry_run(recipe, checks.check_all)
-    from megarl.run.train import main as train
+        return _dry_run(recipe, preflight.check_all)
+    from megarl.cli import roles
 
-    return train(recipe)
+    return roles.train(recipe)
 
 
 def _sft(options: argparse.Namespace) -> int:
-    from megarl.run import checks
+    from megarl.lab import preflight
 
     recipe = _load(options)
     if options.dry_run:
-        return _dry_run(recipe, checks.check_sft)
-    checks.check_sft(recipe)
+        return _dry_run(recipe, preflight.check_sft)
+    preflight.check_sft(recipe)
     from megarl.lab.sft import main as sft
 
     return sft(recipe)
@@ -196,9 +196,9 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _rollout(options: argparse.Namespace) -> int:
-    from megarl.core.controller.controller import main as rollout
+    from megarl.cli import roles
 
-    return rollout(_load(options))
+    return roles.rollout(_load(options))
 
 
 def _learn(options: argparse.Namespace) -> int:

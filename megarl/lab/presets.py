@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import parameters
 from megarl.core.recipe.files import load
-from megarl.lab.model_files import parameters
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,36 @@
-"""Everything that can be wrong before a process is started, each one `MegarlError` that says what to do.
+"""Everything that can be wrong with where and how a run starts, each one `MegarlError` that says what to do.
 
-check_inputs(recipe)        the model directory, data, graders: there, and read whole (inputs.py)
-check_all(recipe)           the same, what is there of the run, and that the roles fit; says what would start
+check_start(recipe, …)      the history, a writable place, and that the roles fit; says what would start
 check_cpu(recipe, …)        without a GPU: it is a size for cores
 check_history(recipe, …)    a run that is there may go on, and goes on as it began
+
+A run that goes on compares fingerprints of what it is given (lab/preflight.py reads it): contents that differ from those it
+began with are other steps under the same path.
 """
 
+import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import parameters, read_json
 from megarl.core.base.ports import check_free
 from megarl.core.base.rundir import RunDir
-from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.journal.journal import JournalReader
-from megarl.core.recipe import Recipe, flat, load
-from megarl.core.recipe.combinations import LOSSES
+from megarl.core.recipe import Recipe, differences, load
 from megarl.core.server.checks import check as check_server
-from megarl.core.telemetry import wandb_writer
-from megarl.lab.model_files import parameters
-from megarl.run import devices, inputs
+from megarl.run import devices
 from megarl.run.launcher import LocalLauncher
 from megarl.run.placement import Place, place
 from megarl.run.restart import Role
 from megarl.run.srun import chosen
-from megarl.tasks.data import sources
-from megarl.tasks.data.chat import load_chat
 
 THREADS_A_CORE = 8
 """More than these, on a machine without a GPU, are no run but a mistake: the recipe of a cluster on a login node."""
 LARGE = 10**9
+type Fingerprints = Mapping[str, str]
+"""By the key of the recipe and what of it: `model.path: weights`."""
 HISTORY = (
     "run.seed",
     "model.path",
@@ -57,90 +54,10 @@ HISTORY = (
 """Keys and sections that decide what a run's steps are. Layout, servers, learning rate, cadences may change on resuming."""
 
 
-def check_inputs(recipe: Recipe) -> inputs.Fingerprints:
-    """What the recipe names exists and can be read. What it is known by."""
-    if not _is_model(recipe.model.path):
-        raise MegarlError(_no_model(recipe))
-    _check_files("model.path", recipe.model.path)
-    for key, used, path in (
-        ("reference.path", recipe.reference.coefficient > 0, recipe.reference.path),
-        ("critic.path", recipe.has_critic, recipe.critic.path),
-    ):
-        if used and path and not _is_model(path):
-            raise MegarlError(
-                f"{key}: {path!r} is not a Hugging Face model directory (no config.json in it); leave it empty for model.path"
-            )
-        if used and path:
-            _check_files(key, path, tokenizer=False)
-    if not recipe.data.tasks:
-        raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
-    _check_sources(recipe)
-    _check_graders(recipe)
-    if recipe.loss.kind not in LOSSES:
-        check_own_loss(recipe)
-    wandb_writer.check(recipe)
-    return inputs.read_inputs(recipe)
-
-
-def _check_files(key: str, path: str, tokenizer: bool = True) -> None:
-    """A model's weights are there and whole, and its tokenizer can be loaded."""
-    try:
-        parameters(Path(path))
-        if tokenizer:
-            load_tokenizer(path)
-    except MegarlError as error:
-        raise MegarlError(f"{key}: {error}") from None
-
-
-def _check_sources(recipe: Recipe) -> None:
-    """Files of prompts are there, and the model has the template that a task wants around them."""
-    named = [(f"data.tasks.{name}.train", task.train) for name, task in recipe.data.tasks.items()]
-    named += [
-        (f"data.tasks.{name}.heldout", task.heldout)
-        for name, task in recipe.data.tasks.items()
-        if isinstance(task.heldout, str)
-    ]
-    named += [(f"evaluation.suites.{name}.data", suite.data) for name, suite in recipe.evaluation.suites.items()]
-    for key, source in [*named, *(("data.decontaminate", source) for source in recipe.data.decontaminate)]:
-        wrong = sources.problem(source)
-        if wrong:
-            made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
-            raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
-    asked = [*recipe.data.tasks.values(), *recipe.evaluation.sampled.values()]
-    if any(rows.template == "chat" for rows in asked):
-        load_chat(recipe.model.path)
-
-
-def _check_graders(recipe: Recipe) -> None:
-    """Sandbox, functions and keys are there; the controller, which needs them, starts with this environment."""
-    from megarl.tasks.graders.grader import check_graders  # it brings aiohttp
-
-    check_graders(recipe.data, recipe.evaluation.sampled)
-
-
-def check_own_loss(recipe: Recipe) -> None:
-    """It can be imported and is a loss; looked at in another process, for it brings torch, and importing may do anything."""
-    from megarl.tasks.graders.functions import IMPORT_LIMIT_S, environment  # it brings aiohttp
-
-    code = (
-        "import sys; from megarl.core.recipe import Loss; from megarl.core.algorithm.losses.own import own; "
-        "own(Loss.model_validate_json(sys.argv[1], strict=False))"
-    )
-    words = [sys.executable, "-c", code, recipe.loss.model_dump_json()]
-    try:
-        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise MegarlError(f"loss.kind: {recipe.loss.kind} was not imported within {IMPORT_LIMIT_S:g} s") from None
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise MegarlError(said.removeprefix("megarl.core.base.errors.MegarlError: "))
-
-
-def check_all(recipe: Recipe) -> str:
-    """All that `megarl train` checks, without starting anything or writing; what it would start. Other nodes of a Slurm job
-    are not asked."""
-    fingerprints = check_inputs(recipe)
-    rundir = RunDir.of(recipe)
+def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
+    """What `megarl train` checks once its inputs are read, without starting anything or writing; what it would start. Other
+    nodes of a Slurm job are not asked."""
+    rundir = RunDir(recipe.run.path)
     check_history(recipe, rundir, fingerprints)
     _check_writable(rundir.path)
     launcher = chosen(recipe, rundir)
@@ -163,30 +80,6 @@ def _check_writable(path: Path) -> None:
 def _ready(recipe: Recipe, gpus: int) -> str:
     counts = ((recipe.resources.servers, "server"), (recipe.resources.learner_ranks, "rank"), (gpus, "GPU"))
     return ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
-
-
-def check_sft(recipe: Recipe) -> str:
-    """What `megarl sft` reads exists, and its ranks fit; what it would start."""
-    if not _is_model(recipe.sft.init):
-        raise MegarlError(f"sft.init: {recipe.sft.init!r} is not a Hugging Face model directory (no config.json in it)")
-    _check_files("sft.init", recipe.sft.init)
-    wrong = sources.problem(recipe.sft.data)
-    if wrong:
-        raise MegarlError(f"sft.data: {wrong}; give rows of prompt and completion, or of messages")
-    for source in recipe.data.decontaminate:
-        if wrong := sources.problem(source):
-            raise MegarlError(f"data.decontaminate: {wrong}")
-    if not recipe.sft.output:
-        raise MegarlError("sft.output: say where the trained model is to be written")
-    ranks, here = recipe.resources.learner_ranks, len(devices.gpus())
-    if 0 < here < ranks:
-        raise MegarlError(
-            f"resources.learner_ranks: {ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs; set "
-            f"resources.learner_ranks={here}"
-        )
-    if not here:
-        check_cpu(recipe, recipe.sft.init, {"learner ranks": ranks}, len(os.sched_getaffinity(0)))
-    return f"{ranks} rank{'s' * (ranks != 1)}, {min(here, ranks)} GPU{'s' * (min(here, ranks) != 1)}"
 
 
 def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: int) -> None:
@@ -250,7 +143,7 @@ def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
             check_free("monitor.prometheus_port", of.nodes[0].address, recipe.monitor.prometheus_port + second)
 
 
-def check_history(recipe: Recipe, rundir: RunDir, fingerprints: inputs.Fingerprints) -> bool:
+def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) -> bool:
     """Whether a run is there to go on with; MegarlError if it must not be touched, or would become another one."""
     history = _history(rundir)
     if not history:
@@ -280,7 +173,7 @@ def check_history(recipe: Recipe, rundir: RunDir, fingerprints: inputs.Fingerpri
             "\n".join(changed) + "\nA run that goes on keeps these, or its steps would no longer be one history; "
             "undo the change, or give another run.name"
         )
-    others = inputs.changed(rundir.fingerprints, fingerprints)
+    others = _changed(rundir.fingerprints, fingerprints)
     if others:
         raise MegarlError(
             "\n".join(f"{key}: not what the run began with (by {rundir.fingerprints})" for key in others)
@@ -299,19 +192,17 @@ def _history(rundir: RunDir) -> str:
     return ", ".join(steps)
 
 
-def differences(before: Recipe, after: Recipe) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old, new) of every value that differs."""
-    old, new = flat(before.model_dump(mode="json")), flat(after.model_dump(mode="json"))
-    return [(key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)]
+def _changed(file: Path, now: Fingerprints) -> list[str]:
+    """What of the run's own fingerprints is another one now. MegarlError if they are not there."""
+    if not file.exists():
+        raise MegarlError(
+            f"{file}: is gone, so nobody can tell whether model and prompts are those that the run began with; put it back, "
+            "or, if you are sure of them, write {} into it"
+        )
+    before = read_json(file)
+    return [key for key in now if before.get(key, now[key]) != now[key]]
 
 
-def _is_model(path: str) -> bool:
-    return bool(path) and os.path.isfile(Path(path) / "config.json")
-
-
-def _no_model(recipe: Recipe) -> str:
-    path = recipe.model.path
-    text = f"model.path: {path!r} is not a Hugging Face model directory (no config.json in it)"
-    if path and path == recipe.sft.output:
-        return f"{text}; it is what the warm start writes: run `megarl sft` with this recipe first (`make quickstart` does)"
-    return f"{text}; download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one you have"
+def stored_fingerprints(fingerprints: Fingerprints) -> bytes:
+    """What is written into the file."""
+    return json.dumps(dict(fingerprints), indent=2).encode() + b"\n"

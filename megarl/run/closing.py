@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,11 +16,13 @@ from rich.table import Table
 
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.recipe import Recipe
-from megarl.lab.report import summary
+from megarl.run import summary
 from megarl.run.observe import last_lines, log_of
 from megarl.run.restart import Role
 
 MOST_DEATHS_SHOWN = 20
+WriteReport = Callable[[RunDir], None]
+"""RUN/report.html and RUN/reward.png."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,13 @@ class Death:
 
 
 def closing(
-    console: Console, recipe: Recipe, rundir: RunDir, outcome: Outcome, deaths: Sequence[Death], wall_s: float
+    console: Console,
+    recipe: Recipe,
+    rundir: RunDir,
+    outcome: Outcome,
+    deaths: Sequence[Death],
+    wall_s: float,
+    write_report: WriteReport,
 ) -> None:
     values = summary.summarise(recipe, rundir) | {
         "outcome": "stopped" if outcome.kind == "elsewhere" else outcome.kind,
@@ -53,7 +61,7 @@ def closing(
         "wall_seconds": round(wall_s, 1),
     }
     write_atomically(rundir.summary, json.dumps(values, indent=2).encode())
-    report(rundir)
+    write_report(rundir)
     console.print(summary.render(values, rundir))
     if deaths and outcome.kind in ("failed", "elsewhere"):
         console.print(causes(deaths))
@@ -78,13 +86,6 @@ def causes(deaths: Sequence[Death]) -> Table:
         when = time.strftime("%H:%M:%S", time.localtime(death.time))
         table.add_row(when, death.role.name, ",".join(death.nodes), death.how, death.problem or "none")
     return table
-
-
-def report(rundir: RunDir) -> None:
-    """RUN/report.html and RUN/reward.png. Imported at the end: matplotlib has no place in a run that lives for weeks."""
-    from megarl.lab.report.report import write_report
-
-    write_report(rundir)
 
 
 def how(status: int) -> str:

@@ -12,7 +12,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import load
-from megarl.lab.report import summary
+from megarl.run import summary
 from megarl.run.observe import Observer
 from megarl.run.restart import Kind, Role
 from megarl.run.view import Frame, RoleView, clock, render

@@ -9,26 +9,24 @@ dies with this process. A screen that goes away (a pager, a `tee`) ends nothing.
 """
 
 import os
-import secrets
 import signal
 import time
-import uuid
 from collections.abc import Mapping
 
 from rich.console import Console
 
 from megarl.core.base.lock import lock
 from megarl.core.base.process import adopt_orphans, outlive_screen
-from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, write_atomically
+from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl
 from megarl.core.base.wishes import Wish, wishes
-from megarl.core.recipe import Recipe, dump
-from megarl.lab.report import targets
-from megarl.lab.scaling.outlook import enough
-from megarl.run import checks, devices, inputs
-from megarl.run.closing import Death, Outcome, closing, how
+from megarl.core.evaluation.forecast import enough
+from megarl.core.recipe import Recipe
+from megarl.run import checks
+from megarl.run.closing import Death, Outcome, WriteReport, closing, how
 from megarl.run.launcher import Launcher, Running, task
 from megarl.run.observe import Observer, last_problem, log_of
 from megarl.run.placement import Place, described, place
+from megarl.run.prepare import prepare
 from megarl.run.restart import Done, Drop, Elsewhere, GiveUp, Nothing, Restart, RestartPolicy, Role
 from megarl.run.screen import Screen
 from megarl.run.srun import chosen
@@ -53,10 +51,12 @@ MOST_FRUITLESS_STARTS = 5
 """Of a job that was queued again so often and loses a node before it has made a step: it is not the node's fault."""
 
 
-def main(recipe: Recipe) -> int:
-    """Run to the end. 0 all steps done; 1 failed; 75 to be started again elsewhere; 128 + signal when asked to stop."""
-    rundir = RunDir.of(recipe)
-    fingerprints = checks.check_inputs(recipe)
+def main(recipe: Recipe, fingerprints: checks.Fingerprints, write_report: WriteReport) -> int:
+    """Run to the end. 0 all steps done; 1 failed; 75 to be started again elsewhere; 128 + signal when asked to stop.
+
+    fingerprints: what the run is given, which was read and found good. write_report: called when the run is over.
+    """
+    rundir = RunDir(recipe.run.path)
     with lock(rundir.path, "megarl train", "run.name"):
         resumed = checks.check_history(recipe, rundir, fingerprints)
         launcher = chosen(recipe, rundir)
@@ -76,66 +76,11 @@ def main(recipe: Recipe) -> int:
             supervisor = Supervisor(recipe, rundir, endpoints, launcher, placed, wish)
             with Screen(console) as screen:
                 outcome = supervisor.run(screen)
-        closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - began)
+        closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - began, write_report)
     if outcome.kind == "stopped":
         asked = wish.signal or rundir.stop_signal()
         return 128 + asked if asked else 0
     return {"finished": 0, "elsewhere": START_ELSEWHERE, "failed": 1}[outcome.kind]
-
-
-def prepare(
-    recipe: Recipe, rundir: RunDir, placed: Mapping[Role, Place], fingerprints: inputs.Fingerprints, resumed: bool
-) -> Endpoints:
-    """What the roles read before anything else. The recipe says `resume: auto`: a role that starts again goes on."""
-    rundir.create()
-    if not resumed:  # of a start that came to nothing, perhaps with another batch
-        for file in rundir.rollouts.glob("[0-9]*.journal"):
-            file.unlink()
-    for file in (rundir.stop_file, rundir.failure_file, rundir.status, rundir.summary):
-        file.unlink(missing_ok=True)
-    again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
-    write_atomically(rundir.fingerprints, inputs.stored(fingerprints))
-    write_atomically(rundir.recipe, dump(again).encode())
-    endpoints = endpoints_of(recipe, placed)
-    rundir.write_endpoints(endpoints)
-    targets.write(recipe, rundir, endpoints)
-    return endpoints
-
-
-def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
-    """Addresses on the nodes where the roles listen, with ports that were free there; new keys."""
-    free = {node.name: iter(node.ports) for of in placed.values() for node in of.nodes}
-
-    def address(role: Role, fixed: int | None = None) -> tuple[str, int]:
-        node = placed[role].nodes[0]
-        return node.address, next(free[node.name]) if fixed is None else fixed
-
-    def metrics(role: Role, after: int) -> str:
-        port = recipe.monitor.prometheus_port
-        return (
-            "{}:{}".format(*address(role, None if port is None else port + after)) if recipe.monitor.prometheus else ""
-        )
-
-    first = recipe.serving.port
-    servers = [
-        address(Role("server", i), None if first is None else first + i) for i in range(recipe.resources.servers)
-    ]
-    rendezvous_host, rendezvous_port = address(Role("learner"))
-    return Endpoints(
-        session=uuid.uuid4().hex,
-        controller="tcp://{}:{}".format(*address(Role("controller"))),
-        servers=tuple(f"http://{host}:{port}" for host, port in servers),
-        api_key=secrets.token_hex(16),
-        admin_key=secrets.token_hex(16),
-        link=LinkKeys.new(),
-        rendezvous_host=rendezvous_host,
-        rendezvous_port=rendezvous_port,
-        learner_nodes=len(placed[Role("learner")].nodes),
-        gpus=devices.needed(recipe) if placed[Role("learner")].gpus else 0,
-        controller_metrics=metrics(Role("controller"), 0),
-        learner_metrics=metrics(Role("learner"), 1),
-        metrics_key=secrets.token_hex(16) if recipe.monitor.prometheus else "",
-    )
 
 
 class Supervisor:

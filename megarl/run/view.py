@@ -14,10 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megarl.core.evaluation.forecast import enough, words
 from megarl.core.recipe import Recipe
 from megarl.core.telemetry.warnings import words as flagged
 from megarl.core.weights import parity
-from megarl.lab.scaling.outlook import enough, words
 from megarl.run.observe import Observer, ServerStatus
 from megarl.run.restart import Role
 

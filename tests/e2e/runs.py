@@ -19,6 +19,7 @@ import psutil
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import batch_statistics
 from megarl.core.base.admission import Admission
+from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.process import shared_memory_mark
 from megarl.core.base.rundir import RunDir, latest_rows, read_jsonl
 from megarl.core.base.tokenizer import load_tokenizer
@@ -28,7 +29,6 @@ from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Admitted, Finished, PublishedVersion, Removed
 from megarl.core.journal.state import State
 from megarl.core.recipe import Recipe
-from megarl.tasks.data.prompts import TaskPrompts
 from tests.prompts import load_prompts
 
 WARNING = re.compile(r"(WARNING|ERROR) megarl\..*")

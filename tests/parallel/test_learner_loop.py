@@ -108,7 +108,7 @@ class Run:
         for section, values in overrides.items():
             tree[section] = tree.get(section, {}) | values
         recipe = recipes.from_tree(tree)
-        self.rundir = RunDir.of(recipe)
+        self.rundir = RunDir(recipe.run.path)
         self.rundir.create()
         self.rundir.recipe.write_text(recipes.dump(recipe))
         controller, rendezvous = free_ports(2)

@@ -108,7 +108,7 @@ def serve(
 
 def start_servers(recipe: Recipe, networks: Sequence[Network]) -> tuple[Endpoints, list[Running]]:
     """`megarl serve` on each of these, ready; each in its own process group."""
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     rundir.create()
     ports = free_ports(len(networks))
     urls = [f"http://{network.address}:{port}" for network, port in zip(networks, ports, strict=True)]

@@ -29,7 +29,7 @@ def publish_from(
     plan = [{"model": str(stack.directory / name), "overrides": overrides} for name, overrides in publications]
     path = stack.directory / "plan.json"
     path.write_text(json.dumps(plan))
-    arguments = (str(RunDir.of(recipe).recipe), stack.server.address.url, str(first_version), str(path))
+    arguments = (str(RunDir(recipe.run.path).recipe), stack.server.address.url, str(first_version), str(path))
     output = run_world(ranks, "tests.stack.publish_world", *arguments)
     found = [tuple(json.loads(line)) for line in output.splitlines() if line.startswith("[")]
     assert len(found) == len(publications), output
@@ -44,7 +44,7 @@ def main(path: str, url: str, first_version: int, plan: list[dict[str, Any]]) ->
         family = family_of(directory)
         chunks = build.build(recipe.model, directory)
         hf.load(chunks, family, directory)
-        publisher = Publisher(recipe, RunDir.of(recipe).endpoints(), chunks, family)
+        publisher = Publisher(recipe, RunDir(recipe.run.path).endpoints(), chunks, family)
         address = ServerAddress(id=0, url=url, tensor_parallel=recipe.resources.server_tensor_parallel)
         command = Publish(version=version, servers=(address,))
         say(publisher.publish(command, "test"))

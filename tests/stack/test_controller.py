@@ -64,7 +64,7 @@ class Run:
 
     @property
     def rundir(self) -> RunDir:
-        return RunDir.of(self.recipe)
+        return RunDir(self.recipe.run.path)
 
     def start(self) -> subprocess.Popen[bytes]:
         with (self.rundir.logs / "controller.log").open("ab") as log:
@@ -242,7 +242,7 @@ def controller_recipe(directory: Path, place: Path, thinking: list[int], evaluat
 @contextmanager
 def run_of(recipe: Recipe, stack: Stack) -> Iterator[Run]:
     """A run directory whose servers are the stack's; its controllers have ended afterwards."""
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     rundir.create()
     rundir.recipe.write_text(dump(recipe))
     controller = f"tcp://127.0.0.1:{free_ports(1)[0]}"

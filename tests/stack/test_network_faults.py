@@ -108,7 +108,9 @@ async def test_gone_in_a_transfer_and_back(
     # What the learner's end said when it gave up was lost, too: the server waits for the rest of a broadcast. The supervisor
     # ends what the controller has not reached for LOST_S (megarl/run/watch.py).
     pair.servers[1].stop()
-    pair.servers[1].process = serve(RunDir.of(pair.recipe), pair.servers[1].address, pair.servers[1].log, networks[1])
+    pair.servers[1].process = serve(
+        RunDir(pair.recipe.run.path), pair.servers[1].address, pair.servers[1].log, networks[1]
+    )
     wait_ready(url, START_LIMIT_S, pair.servers[1].process.poll)
     again = await asyncio.to_thread(pair.publish, "a", 3)
     record_property("from the network's return to new weights, seconds", round(time.monotonic() - returned, 1))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.sampling.routing import routed_layers
+from megarl.core.sampling.sampler import routed_layers
 from megarl.core.server.admin import Server
 from tests.stack.conftest import POSITIONS, Stack, running, two_models
 from tests.stack.publish_world import publish_from

@@ -65,7 +65,7 @@ def write_run(recipe: Recipe) -> Callable[[int], RunDir]:
     """write_run(steps): the directory of `recipe`'s run after so many steps."""
 
     def write(steps: int) -> RunDir:
-        rundir, rng = RunDir.of(recipe), random.Random(0)
+        rundir, rng = RunDir(recipe.run.path), random.Random(0)
         rundir.create()
         rundir.recipe.write_text(dump(recipe))
         rundir.fingerprints.write_text("{}")
@@ -90,7 +90,7 @@ def write_tasks_run(tree: Tree, tmp_path: Path) -> Callable[[int], tuple[Recipe,
     def write(steps: int) -> tuple[Recipe, RunDir]:
         tasks = dict.fromkeys(TASKS, tree["data"]["tasks"]["math"])
         recipe, rng = from_tree(tree | {"data": {"tasks": tasks}}), random.Random(0)
-        rundir = RunDir.of(recipe)
+        rundir = RunDir(recipe.run.path)
         rundir.create()
         rundir.recipe.write_text(dump(recipe))
         for step in range(steps):

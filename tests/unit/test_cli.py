@@ -108,7 +108,7 @@ def test_dry_run_starts_nothing(recipe: Recipe, tmp_path: Path, capsys: pytest.C
     captured = capsys.readouterr()
     assert yaml.safe_load(captured.out)["pipeline"]["k"] == 3
     assert captured.err == "ready: 1 server, 1 rank, 0 GPUs\n"
-    assert not RunDir.of(recipe).path.exists()
+    assert not RunDir(recipe.run.path).path.exists()
 
 
 def test_dry_run_says_what_is_missing(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import parameters
 from megarl.core.recipe import load
-from megarl.lab.model_files import parameters
 from megarl.lab.presets import PPO, ppo_for, suggest
 
 

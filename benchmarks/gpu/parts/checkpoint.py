@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Absent, Row, Said
+from megarl.core.base import architecture
 from megarl.core.learner.checkpoint import Checkpoints
-from megarl.core.models import shapes
 
 BYTES_A_PARAMETER = 14
 """bf16 weight, FP32 main weight, two moments."""
@@ -23,7 +23,7 @@ PIECE = 64 << 20
 def rows(tiny: bool) -> Iterator[Said]:
     changes = networks.TINY if tiny else {"vocab_size": VOCABULARY}
     config = networks.llama_8b(num_hidden_layers=1, **changes)
-    parameters = shapes.of(config, "8B").parameters
+    parameters = architecture.of(config, "8B").parameters
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         free, needed = shutil.disk_usage(folder).free, 2.5 * BYTES_A_PARAMETER * parameters

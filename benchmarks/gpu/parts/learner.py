@@ -6,8 +6,8 @@ from pathlib import Path
 
 from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Absent, Row, Said
+from megarl.core.base import architecture
 from megarl.core.learner.trainer import Trainer
-from megarl.core.models import shapes
 from megarl.lab.planning import formulas, memory
 
 MICROBATCHES = 4
@@ -59,7 +59,7 @@ def step(trainer: Trainer, tokens: int, peak: float) -> Iterator[Row]:
 def layers() -> int:
     """As many as leave room for activations."""
     for count in (8, 4, 2, 1):
-        shape = shapes.of(networks.llama_8b(num_hidden_layers=count), "8B")
+        shape = architecture.of(networks.llama_8b(num_hidden_layers=count), "8B")
         state = formulas.state_bytes(shape.parameters, width=formulas.HALF, shards=1)
         if state <= STATE_SHARE * networks.memory():
             return count

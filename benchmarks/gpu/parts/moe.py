@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Row, Said
+from megarl.core.base.architecture import Shape
 from megarl.core.learner.trainer import Trainer
-from megarl.core.models.shapes import Shape
 
 MICROBATCHES = 2
 REPEATS = 4

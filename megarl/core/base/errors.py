@@ -3,3 +3,14 @@
 
 class MegarlError(Exception):
     """Bad input, or a wait that ran out. Its text is complete: no traceback is shown."""
+
+
+SHOWN = 10
+"""Faults listed in an error; the rest are counted."""
+
+
+def listed(head: str, items: list[str], count: int | None = None) -> str:
+    """The head and the first items, one a line. count: how many there are, if these are only the first."""
+    more = (len(items) if count is None else count) - SHOWN
+    rest = [f"… and {more} more"] if more > 0 else []
+    return "\n".join([head, *items[:SHOWN], *rest])

@@ -7,7 +7,7 @@ RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  R
 RUN/evaluations/step-000000N/NAME/         the answers of an evaluation (megarl/core/evaluation/answers.py)
 RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
 RUN/trace/             spans of the roles  RUN/profile/       of torch's profiler       RUN/prometheus/  who can be scraped
-RUN/fingerprints.json  of model and prompts, as the run began with them (megarl/run/inputs.py)
+RUN/fingerprints.json  of model and prompts, as the run began with them (megarl/lab/preflight.py)
 RUN/bad-rollouts.jsonl those of steps that were skipped; RUN/failure: why the run must not be started again by itself
 RUN/weights/           what servers read with weights.transport=disk
 RUN/microbatch.json    the size that learner.microbatch_tokens=auto found
@@ -28,7 +28,6 @@ from typing import Annotated, Any
 import msgspec
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.recipe import Recipe
 
 META = "megarl.json"
 """In a checkpoint, written last: without it it is not complete."""
@@ -117,10 +116,6 @@ class RunDir:
         self.prometheus = path / "prometheus"
         self.weights = path / "weights"
         self.evaluations = path / "evaluations"
-
-    @staticmethod
-    def of(recipe: Recipe) -> "RunDir":
-        return RunDir(recipe.run.path)
 
     @staticmethod
     def opened(path: Path) -> "RunDir":

@@ -18,23 +18,24 @@ import logging
 import signal
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import uvloop
 
 from megarl.core.algorithm.batch import batch_statistics
+from megarl.core.base.architecture import layers_of
+from megarl.core.base.contracts import Tasks
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Next, Publish, Published, Refused, Reply, Scored, Stop, Train
-from megarl.core.base.process import start_logging
 from megarl.core.base.rundir import Endpoints, RunDir, complete, step_of, write_atomically
-from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Batch
 from megarl.core.controller.compute import ComputeClock, session_of
 from megarl.core.controller.conversation import Conversation, End
 from megarl.core.controller.decision import Decision, Standing, TrainStep, decide
-from megarl.core.controller.evaluations import Evaluations, questions_of
+from megarl.core.controller.evaluations import Evaluations
 from megarl.core.controller.link import Link
 from megarl.core.controller.parity import Parity
 from megarl.core.controller.publications import Publications
@@ -42,19 +43,17 @@ from megarl.core.controller.servers import Servers
 from megarl.core.controller.status import Meter
 from megarl.core.controller.task_metrics import task_statistics
 from megarl.core.controller.tickets import Tickets
+from megarl.core.evaluation.forecast import Forecast
 from megarl.core.evaluation.score import Questions
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.ledger import Ledger
 from megarl.core.journal.state import State
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import Places
-from megarl.core.sampling.routing import layers_of
 from megarl.core.sampling.sampler import Sampler
 from megarl.core.telemetry.families import of_controller
 from megarl.core.telemetry.prometheus import Exporter
 from megarl.core.telemetry.spans import Spans
-from megarl.tasks.data.prompts import TaskPrompts, load_tasks
-from megarl.tasks.graders.grader import Graders
 
 log = logging.getLogger(__name__)
 
@@ -66,22 +65,22 @@ UNMET_LIMIT_S = 5.0
 """The same for a learner that has never spoken to this controller."""
 
 
-def main(recipe: Recipe) -> int:
-    """Run until the learner has been told to stop and has left; 1 if the run failed."""
-    start_logging("controller")
-    rundir = RunDir.of(recipe)
+def main(
+    recipe: Recipe, tokenizer: Tokenizer, tasks: Tasks, questions: Sequence[Questions[Any]], forecast: Forecast
+) -> int:
+    """Run until the learner has been told to stop and has left; 1 if the run failed.
+
+    questions: what each evaluation asks; forecast: what its scores say about the rest of the run.
+    """
+    rundir = RunDir(recipe.run.path)
     endpoints = rundir.endpoints()
-    tokenizer = load_tokenizer(recipe.model.path)
-    prompts = load_tasks(recipe, tokenizer)
-    questions = questions_of(recipe, prompts, tokenizer)
     pipeline = recipe.pipeline
     journal = Journal.open(rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
     journal.append(session_of(rundir))
 
     async def run() -> int:
-        return await Controller(
-            recipe, rundir, journal, tokenizer, prompts, questions, Link(endpoints.controller, endpoints.link)
-        ).run()
+        link = Link(endpoints.controller, endpoints.link)
+        return await Controller(recipe, rundir, journal, tokenizer, tasks, questions, forecast, link).run()
 
     return uvloop.run(run())
 
@@ -95,8 +94,9 @@ class Controller:
         rundir: RunDir,
         journal: Journal,
         tokenizer: Tokenizer,
-        prompts: Mapping[str, TaskPrompts],
+        tasks: Tasks,
         questions: Sequence[Questions[Any]],
+        forecast: Forecast,
         link: Link,
     ) -> None:
         state: State = journal.state
@@ -105,22 +105,25 @@ class Controller:
         self.spans = Spans(rundir.trace / "controller.jsonl")
         self.servers = Servers(recipe, rundir.endpoints(), self._on_change, self.spans)
         self.places = Places(self.servers.membership, recipe.serving.max_running_requests)
-        self.sampler = Sampler(recipe, tokenizer, self.servers.clients, self.places, self.servers, self.spans)
-        self.graders = Graders.of(recipe, tokenizer.decode)
+        self.environments = tasks.environments()
+        self.sampler = Sampler(
+            recipe, tokenizer, self.servers.clients, self.places, self.servers, self.environments, self.spans
+        )
+        self.graders = tasks.graders()
         self.ledger = Ledger(journal, self.spans)
         self.parity = Parity(
             recipe, tokenizer.end, layers_of(recipe.model.path), self.servers.clients, self.servers.membership,
             self._on_change, self._fail, salt,
         )  # fmt: skip
         self.tickets = Tickets(
-            recipe, state, prompts, self.servers.membership, self.places, self.sampler, self.graders, self.ledger,
+            recipe, state, tasks.prompts, self.servers.membership, self.places, self.sampler, self.graders, self.ledger,
             self.parity, self._on_change, salt, self.spans,
         )  # fmt: skip
         self.compute = ComputeClock(state, recipe.resources)
         self.meter = Meter(self.places)
         self.publications = Publications(state, self.servers, self.ledger, self.compute, self._fail)
         self.evaluations = Evaluations(
-            recipe, rundir, state, questions, tokenizer, self.servers.membership, self.places,
+            recipe, rundir, state, questions, forecast, tokenizer, self.servers.membership, self.places,
             self.sampler, self.graders, self.ledger, self.compute, self._on_change, self._fail,
             self._stop, salt, self.spans,
         )  # fmt: skip
@@ -319,7 +322,7 @@ class Controller:
 
     async def _close(self) -> None:
         self.graders.close()
-        self.sampler.close()
+        self.environments.close()
         await self.servers.close()
         await self.ledger.close()
         self.link.close()

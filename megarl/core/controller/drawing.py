@@ -3,12 +3,12 @@
 import math
 from collections.abc import Mapping
 
+from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.controller.curriculum import Curriculum, Draw, Pace
 from megarl.core.controller.mixture import Mixture
 from megarl.core.journal.state import State
 from megarl.core.recipe import Recipe
-from megarl.tasks.data.prompts import TaskPrompts
 
 
 def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State) -> Mixture:

@@ -3,7 +3,7 @@ answers are in RUN/evaluations/step-N, as those of `megarl eval` are in its dire
 
 a version is published, or asked about ─► due? ─► pin some of its servers ─► score ─► eval.jsonl, journal ─► unpin
               │ its servers are lost, every one: cancelled, the next version is due instead
-              │ what all scores so far say about the rest of the run goes with it (megarl/lab/scaling/outlook.py)
+              │ what all scores so far say about the rest of the run goes with it (evaluation/forecast.py)
               └ the grader is down: nothing is written, tried again after RETRY_S; the TRIES-th time in a row ends the run
 """
 
@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megarl.core.base.contracts import GraderDown, Graders
 from megarl.core.base.rundir import RunDir, append_jsonl, lacking, latest_rows, latest_scores, step_folder
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.controller.compute import ComputeClock, Spent
 from megarl.core.evaluation.answers import Answer, SuiteDir
+from megarl.core.evaluation.forecast import Forecast, Row, enough
 from megarl.core.evaluation.metrics import Outcome, summarise
 from megarl.core.evaluation.results import result_of, settings_of
 from megarl.core.evaluation.schedule import is_due
-from megarl.core.evaluation.score import Asker, Questions, Sampled, choose, score
+from megarl.core.evaluation.score import Asker, Questions, score
 from megarl.core.journal.ledger import Ledger
 from megarl.core.journal.records import Evaluated
 from megarl.core.journal.state import State
@@ -30,32 +32,12 @@ from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
 from megarl.core.server.membership import Membership
 from megarl.core.telemetry.spans import UNRECORDED, Spans
-from megarl.lab.evaluation import suites
-from megarl.lab.scaling.outlook import enough, outlook
-from megarl.tasks.data.prompts import TaskPrompts
-from megarl.tasks.graders.answer import GraderDown
-from megarl.tasks.graders.grader import Graders
 
 log = logging.getLogger(__name__)
 
 TRIES = 3
 RETRY_S = 10.0
 """A score without the answers that could not be graded would be wrong; one that never comes would hold the run for ever."""
-
-
-def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer) -> list[Questions[Any]]:
-    """What each evaluation of the run asks: the tasks' held-out prompts, then suites."""
-    chosen = recipe.evaluation
-    found: list[Questions[Any]] = [
-        Sampled(name, choose(prompts[name].heldout, chosen.prompts), chosen.samples, rows=task)
-        for name, task in recipe.data.tasks.items()
-    ]
-    for name, suite in chosen.suites.items():
-        loaded = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
-        for reason, count in loaded.left_out.items():
-            log.warning("%s: %d of %d rows are not asked: %s", name, count, loaded.rows, reason)
-        found.append(loaded.questions)
-    return found
 
 
 class Evaluations:
@@ -67,6 +49,7 @@ class Evaluations:
         rundir: RunDir,
         state: State,
         questions: Sequence[Questions[Any]],
+        forecast: Forecast,
         tokenizer: Tokenizer,
         membership: Membership,
         places: Places,
@@ -84,7 +67,7 @@ class Evaluations:
         self._membership, self._places, self._sampler, self._graders = membership, places, sampler, graders
         self._ledger, self._compute, self._changed, self._fail = ledger, compute, changed, fail
         self._stop = stop
-        self._questions, self._tokenizer = questions, tokenizer
+        self._questions, self._tokenizer, self._forecast = questions, tokenizer, forecast
         self._scored = max(state.evaluations, default=None)
         self._failures, self._not_before = 0, 0.0  # of the grader, in a row; time.monotonic()
         self.running: dict[int, tuple[set[int], asyncio.Task[None]]] = {}
@@ -143,7 +126,7 @@ class Evaluations:
             )
             if missing := lacking(new):
                 raise GraderDown(f"of what came back no {missing} can be told")
-            new |= await asyncio.to_thread(self._outlook, new)
+            new |= await asyncio.to_thread(self._with_forecast, new)
             await asyncio.to_thread(self._write_results, version, outcomes)
             append_jsonl(self._rundir.eval, new)
             await self._ledger.write(
@@ -205,14 +188,13 @@ class Evaluations:
             found = result_of(of.name, model, of.samples, settings, outcomes[of.name])
             SuiteDir(folder, of.name).write_result(found)
 
-    def _outlook(self, row: dict[str, Any]) -> dict[str, float | str]:
-        """With this score; nothing while there are too few, or nobody has said whose score to forecast."""
+    def _with_forecast(self, row: Row) -> Row:
+        """The forecast with this score; nothing while there are too few, or nobody has said whose score to forecast."""
         score = self._recipe.forecast_column
         if not score:
             return {}
         earlier = [r for r in latest_scores(self._rundir.eval) if r["step"] < row["step"]]
-        found = outlook([*earlier, row], latest_rows(self._rundir.metrics), self._recipe.run.steps, score)
-        return found.row() if found else {}
+        return self._forecast([*earlier, row], latest_rows(self._rundir.metrics), self._recipe.run.steps, score)
 
     def _grader_down(self, version: int, errors: BaseExceptionGroup[GraderDown]) -> None:
         """The version stays due."""

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megarl.core.base.architecture import RoutedLayers
 from megarl.core.base.messages import Score, Scored, ScoredRollout, Wait
 from megarl.core.base.types import Prompt, Routing, Segment
 from megarl.core.recipe import Recipe
-from megarl.core.sampling.routing import RoutedLayers
 from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerRefused
 from megarl.core.server.membership import Membership
 from megarl.core.weights.parity import Judge, Measurement, RolloutScores

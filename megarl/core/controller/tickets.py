@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megarl.core.base.admission import Admission
+from megarl.core.base.contracts import GraderDown, Graders, TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout
 from megarl.core.controller.curriculum import Draw
@@ -24,17 +25,11 @@ from megarl.core.journal.ledger import Ledger
 from megarl.core.journal.records import Admitted, Finished, Removed
 from megarl.core.journal.state import State
 from megarl.core.recipe import Length, Recipe
-from megarl.core.sampling import interruption
+from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Places
-from megarl.core.sampling.routing import routed_layers
-from megarl.core.sampling.sampler import Job, Sampler, Void
+from megarl.core.sampling.sampler import Job, Sampler, Void, routed_layers
 from megarl.core.server.membership import Membership
-from megarl.core.telemetry.spans import UNRECORDED, Spans
-from megarl.lab.trace.groups import PLACE
-from megarl.tasks.data.prompts import TaskPrompts
-from megarl.tasks.graders import overlong
-from megarl.tasks.graders.answer import GraderDown
-from megarl.tasks.graders.grader import Graders
+from megarl.core.telemetry.spans import TICKETS, UNRECORDED, Spans
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +167,7 @@ class Tickets:
     async def _finish(self, admitted: Admitted, prompt: Prompt) -> None:
         """The whole life of a ticket."""
         ticket, begin, removed = admitted.ticket, time.monotonic(), False
-        self._spans.open(PLACE, "ticket", begin, ticket=ticket)
+        self._spans.open(TICKETS, "ticket", begin, ticket=ticket)
         group = await self._group(admitted, prompt)
         if group.void:
             log.warning("ticket %d is void: %s", ticket, group.void)
@@ -193,7 +188,7 @@ class Tickets:
             self.counts["void"] += bool(group.void)
         del self.running[ticket]
         self._spans.span(
-            PLACE,
+            TICKETS,
             "ticket",
             begin,
             time.monotonic(),
@@ -235,7 +230,7 @@ class Tickets:
         recipe = self._recipe
         budget = length.thinking_tokens[1]
         if length.control == "interruption":
-            budget = interruption.thinking_budget(recipe.run.seed, ticket, sample, length.thinking_tokens)
+            budget = length_control.thinking_budget(recipe.run.seed, ticket, sample, length.thinking_tokens)
         done = await self._sampler.complete(
             Job(
                 prompt=prompt,
@@ -258,7 +253,7 @@ class Tickets:
         return Rollout(
             sample=sample,
             segments=tuple(done.segments),
-            reward=overlong.reward(grade, len(done.tokens), length),
+            reward=length_control.reward(grade, len(done.tokens), length),
             correct=grade.correct,
             finish=done.finish,
             graded=grade.reward,

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from megarl.core.base.contracts import Grade, Graders, answer_of
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt
 from megarl.core.evaluation.answers import Answer
@@ -29,8 +30,6 @@ from megarl.core.recipe import Recipe, Reward, Rows
 from megarl.core.sampling.places import Order, Places
 from megarl.core.sampling.sampler import Completion, Job, Sampler, Void
 from megarl.core.server.client import ServerClient
-from megarl.tasks.graders.answer import Grade, answer_of
-from megarl.tasks.graders.grader import Graders
 
 
 @dataclass(frozen=True)

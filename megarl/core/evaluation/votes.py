@@ -15,10 +15,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 
+from megarl.core.base.contracts import Grader, GraderDown, last_box
 from megarl.core.evaluation.metrics import Outcome
-from megarl.tasks.data.mappings import last_box
-from megarl.tasks.graders.answer import GraderDown
-from megarl.tasks.graders.grader import Grader
 
 DOLLARS = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")

@@ -53,7 +53,7 @@ MOST_SKIPPED = 3
 
 def main(recipe: Recipe) -> int:
     """Run this rank of the learner; with more than one and outside torchrun, become torchrun."""
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     if recipe.resources.learner_ranks > 1 and not is_rank():
         endpoints = rundir.endpoints()
         become_torchrun(

@@ -41,11 +41,11 @@ from megarl.core.recipe.sections import (
     Weights,
 )
 from megarl.core.recipe.shipped import SHIPPED, shipped, shipped_suites
-from megarl.core.recipe.text import describe, dump, flat
+from megarl.core.recipe.text import describe, differences, dump, flat
 
 __all__ = [
     "SHIPPED", "BatchSection", "Checkpoint", "Columns", "Critic", "Curriculum", "Data", "Evaluation", "Journal", "Learner",
     "Length", "Loss", "Model", "Moe", "Monitor", "Optimizer", "Pipeline", "Profile", "Recipe", "Reference", "Resources",
     "Reward", "Rows", "Run", "Sampling", "Section", "Service", "Serving", "Sft", "Stage", "Suite", "Task", "Wandb",
-    "Weights", "describe", "dump", "flat", "from_tree", "load", "load_suite", "shipped", "shipped_suites",
+    "Weights", "describe", "differences", "dump", "flat", "from_tree", "load", "load_suite", "shipped", "shipped_suites",
 ]  # fmt: skip

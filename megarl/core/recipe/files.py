@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import ValidationError
 
-from megarl.core.base.errors import MegarlError
-from megarl.core.base.faults import listed
+from megarl.core.base.errors import MegarlError, listed
 from megarl.core.recipe.problems import explain, kind_of, shortened
 from megarl.core.recipe.sections import Recipe
 from megarl.core.recipe.shipped import shipped, shipped_suites

@@ -50,3 +50,9 @@ def _described(section: BaseModel, depth: int) -> list[str]:
 
 def _line(text: str, description: str | None) -> str:
     return f"{text:<44}  # {description}" if description else text
+
+
+def differences(before: Recipe, after: Recipe) -> list[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of every value that differs."""
+    old, new = flat(before.model_dump(mode="json")), flat(after.model_dump(mode="json"))
+    return [(key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)]

@@ -19,17 +19,16 @@ from typing import Protocol
 
 import numpy as np
 
+from megarl.core.base.architecture import RoutedLayers, layers_of
+from megarl.core.base.contracts import Environments, PlayedEnvironment, Verdict
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Episode, Finish, Prompt, Segment
 from megarl.core.recipe import Recipe
-from megarl.core.sampling import interruption
+from megarl.core.sampling import length_control
 from megarl.core.sampling.places import MayUse, Order, Places
-from megarl.core.sampling.routing import RoutedLayers
 from megarl.core.server.client import Generation, ServerClient, ServerLost, ServerRefused
 from megarl.core.telemetry.spans import UNRECORDED, Spans
-from megarl.tasks.environments.bounded import Bounded
-from megarl.tasks.environments.registry import Environments
-from megarl.tasks.graders.answer import Verdict
 
 
 class Void(Exception):
@@ -103,6 +102,16 @@ class Watcher(Protocol):
         """A request to the server failed that was sent in this life."""
 
 
+def routed_layers(recipe: Recipe) -> RoutedLayers | None:
+    """What to record in a run of this recipe; None if it does not ask for it."""
+    if not recipe.model.moe.routing_replay:
+        return None
+    routed = layers_of(recipe.model.path)
+    if routed is None:
+        raise MegarlError(f"model.moe.routing_replay: {recipe.model.path} has no experts; leave it out")
+    return routed
+
+
 class Sampler:
     """Samples jobs on the servers behind `places`."""
 
@@ -113,6 +122,7 @@ class Sampler:
         clients: dict[int, ServerClient],
         places: Places,
         watcher: Watcher,
+        environments: Environments,
         spans: Spans = UNRECORDED,
     ) -> None:
         self._length = recipe.length
@@ -125,11 +135,7 @@ class Sampler:
         self._places = places
         self.watcher = watcher
         self._spans = spans
-        self._environments = Environments(recipe, tokenizer)
-
-    def close(self) -> None:
-        """End the environments' processes."""
-        self._environments.close()
+        self._environments = environments
 
     async def complete(self, job: Job) -> Completion:
         """The whole rollout. Raises Void, or EnvironmentDown."""
@@ -143,13 +149,13 @@ class Sampler:
                 if not await self._turns(job, done, environment):
                     await self._answer(job, done)
                 done.verdict = await environment.reward()
-        done.segments = list(interruption.joined(done.segments))
+        done.segments = list(length_control.joined(done.segments))
         tokens = np.concatenate(done.message)
         ended = done.finish == "stop" or int(tokens[-1]) == self._end
         done.text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
         return done
 
-    async def _turns(self, job: Job, done: Completion, environment: Bounded) -> bool:
+    async def _turns(self, job: Job, done: Completion, environment: PlayedEnvironment) -> bool:
         """Turns and replies; whether the rollout is over with them."""
         budget, stop_tokens = self._before_answer(job), (self._end, *environment.stop_tokens)
         turns, limited = 0, False
@@ -168,7 +174,7 @@ class Sampler:
             done.finish, limited = "length", turns == environment.turns
             if limited or len(reply.tokens) >= budget - len(done.tokens):
                 break
-            done.segments.append(interruption.put_in(reply.tokens, done.version))
+            done.segments.append(length_control.put_in(reply.tokens, done.version))
             if over:
                 done.message.clear()
         done.episode = environment.told(turns, limited)
@@ -185,7 +191,7 @@ class Sampler:
         if self._length.control == "interruption":
             limit = self._length.answer_tokens
             if self._length.end_of_thinking not in self._tokenizer.decode(np.concatenate(done.message)):
-                done.write([interruption.put_in(self._phrase, done.version)])
+                done.write([length_control.put_in(self._phrase, done.version)])
                 done.interrupted = True
         await self._leg(job, done, limit, (self._end,))
 
@@ -200,7 +206,7 @@ class Sampler:
             life = self.watcher.life(server)
             try:
                 generation = await self._request(server, job, done, limit, stop_tokens)
-                segments = interruption.sampled(generation.tokens, generation.logprobs, generation.spans)
+                segments = length_control.sampled(generation.tokens, generation.logprobs, generation.spans)
                 finish: Finish | None = generation.finish
                 if job.routed is not None:
                     done.routing.append(job.routed.decoded(generation.routing))
@@ -243,4 +249,4 @@ class Sampler:
 
 def _salvaged(lost: ServerLost, version: int) -> list[Segment]:
     """What had arrived, as of the version at sending: a later one is not known, and an older one only looks staler."""
-    return interruption.sampled(lost.tokens, lost.logprobs, [(version, 0, len(lost.tokens))])
+    return length_control.sampled(lost.tokens, lost.logprobs, [(version, 0, len(lost.tokens))])

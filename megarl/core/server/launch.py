@@ -15,12 +15,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.core.base import whereabouts
+from megarl.core.base.architecture import RoutedLayers
 from megarl.core.base.hf_files import read_config
 from megarl.core.base.ports import check_free
 from megarl.core.base.process import die_with_parent, start_logging
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
-from megarl.core.sampling.routing import RoutedLayers
 from megarl.core.server import workers
 from megarl.core.server.answers import Answers
 from megarl.core.server.checks import TEXT_ONLY, check, language_config
@@ -29,7 +29,7 @@ from megarl.core.server.memory import free_and_total, static_fraction
 
 WATCHDOG_MARGIN_S = 120.0
 WARM_UP_TRIES, WARM_UP_LIMIT_S = 1200, 600.0
-MODELS = "megarl.shims.sglang_models"
+MODELS = "megarl.core.server.sglang_models"
 KEPT_FROM_INPUT = 6
 """SGLang refuses inputs that reach into the last positions of its context; an answer may be shorter than these."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -40,7 +40,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     die_with_parent()
     os.umask(0o077)  # SGLang's processes talk through sockets in the file system, and believe what they hear there
     start_logging(f"server {index}")
-    endpoints = RunDir.of(recipe).endpoints()
+    endpoints = RunDir(recipe.run.path).endpoints()
     os.environ["OMP_NUM_THREADS"] = str(recipe.resources.threads)  # before torch is imported
     import torch
 

@@ -24,6 +24,8 @@ LARGEST_BYTES = 32 << 20
 """Of a part: with 1000 requests a step those of some 150 steps."""
 
 Value = str | int | float | bool | list[int]
+TICKETS = "groups/tickets"
+"""Where the spans of tickets are drawn."""
 
 
 class Life(msgspec.Struct, frozen=True, tag="life"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.core.weights.served import as_held, is_padded_inside, place
+from megarl.core.server.served import as_held, is_padded_inside, place
 
 
 class SentChecksums:

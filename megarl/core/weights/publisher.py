@@ -22,11 +22,11 @@ from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.models.family import Family
 from megarl.core.recipe import Recipe
 from megarl.core.server.admin import Fleet, Server
+from megarl.core.server.served import rotary_head_dim
 from megarl.core.weights.checksum import differing
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
 from megarl.core.weights.disk import DiskTransport
 from megarl.core.weights.process_group import ProcessGroupTransport
-from megarl.core.weights.served import rotary_head_dim
 from megarl.core.weights.transport import Sent, Transport
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def transport_of(recipe: Recipe, chunks: Sequence[Module], family: Family) -> Tr
     weights, source = recipe.weights, Path(recipe.model.path)
     flush, bucket_bytes = weights.pause == "retract", weights.bucket_mb << 20
     if weights.transport == "disk":
-        return DiskTransport(chunks, family, source, RunDir.of(recipe).weights, flush)
+        return DiskTransport(chunks, family, source, RunDir(recipe.run.path).weights, flush)
     turned = rotary_head_dim(read_config(source))
     if weights.transport == "cuda_ipc":
         return CudaIpcTransport(chunks, family, bucket_bytes, flush, turned)

@@ -23,6 +23,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
+from megarl.core.base.contracts import GraderDown
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.lock import lock
 from megarl.core.base.process import outlive_screen
@@ -37,8 +38,7 @@ from megarl.lab.evaluation import suites
 from megarl.lab.evaluation.servers import OwnServers, own_servers
 from megarl.lab.evaluation.show import Progress, table
 from megarl.lab.evaluation.subject import Subject, recipe_of, subject_of
-from megarl.tasks.graders.answer import GraderDown
-from megarl.tasks.graders.grader import Graders
+from megarl.tasks.graders.grader import TaskGraders
 
 
 def main(options: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
     )
     tokenizer = load_tokenizer(subject.hf)
     loaded = [_loaded(name, recipe, tokenizer, console) for name in names]
-    with lock(RunDir.of(recipe).path, "megarl eval", "--out"):
+    with lock(RunDir(recipe.run.path).path, "megarl eval", "--out"):
         settings = {
             of.name: {"model": subject.identity, "prompts": digest} | settings_of(recipe, of.rows)
             for of, digest in loaded
@@ -118,7 +118,7 @@ def _ask(
     """All that is open, each answer kept as it comes."""
     with ExitStack() as stack:
         if subject.run is not None:
-            exported = stack.enter_context(_exported(subject.source, RunDir.of(recipe).path / "model"))
+            exported = stack.enter_context(_exported(subject.source, RunDir(recipe.run.path).path / "model"))
             model = recipe.model.model_copy(update={"path": str(exported)})
             recipe = recipe.model_copy(update={"model": model})
         with console.status(f"starting {recipe.resources.servers} server{'s' * (recipe.resources.servers > 1)}"):
@@ -155,7 +155,7 @@ async def _score(
     servers: OwnServers,
     keep: Callable[[Answer], object],
 ) -> None:
-    graders, asked = Graders.of(recipe, tokenizer.decode), servers.asked(tokenizer)
+    graders, asked = TaskGraders.of(recipe, tokenizer.decode), servers.asked(tokenizer)
     at_once = recipe.serving.max_running_requests * recipe.resources.servers
     asker = Asker(
         recipe,

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from megarl.core.base.errors import MegarlError
-from megarl.core.base.faults import listed
+from megarl.core.base.errors import MegarlError, listed
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.score import Asker, Questions

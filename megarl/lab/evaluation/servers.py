@@ -28,6 +28,7 @@ from megarl.run.nodes import Node
 from megarl.run.observe import last_lines, log_of
 from megarl.run.placement import place_servers
 from megarl.run.restart import Role
+from megarl.tasks.environments.registry import TaskEnvironments
 
 WATCH_S = 1.0
 UNCHANGED = -1
@@ -72,7 +73,8 @@ class AskedServers:
             members.publish([n], UNCHANGED, "")
             members.published(n, UNCHANGED, "", "")
         self.places = Places(members, recipe.serving.max_running_requests)
-        self.sampler = Sampler(recipe, tokenizer, self.clients, self.places, self)
+        self._environments = TaskEnvironments(recipe, tokenizer)
+        self.sampler = Sampler(recipe, tokenizer, self.clients, self.places, self, self._environments)
 
     def life(self, server: int) -> int:
         return 0
@@ -81,7 +83,7 @@ class AskedServers:
         """The request goes on as long as serving.max_retries allows: a server that is gone for good is seen by `watch`."""
 
     async def close(self) -> None:
-        self.sampler.close()
+        self._environments.close()
         for client in self.clients.values():
             await client.close()
 
@@ -89,7 +91,7 @@ class AskedServers:
 @contextmanager
 def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
     """Started and ready; ended with the block, however it ends. MegarlError says what keeps one from starting."""
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     launcher = LocalLauncher()
     (node,) = launcher.survey(recipe.resources.servers)
     placed = place_servers(recipe, node)
@@ -116,7 +118,7 @@ def check_alive(recipe: Recipe, processes: Sequence[LocalProcess]) -> None:
     for n, process in enumerate(processes):
         status = process.status()
         if status is not None:
-            log = log_of(RunDir.of(recipe), Role("server", n))
+            log = log_of(RunDir(recipe.run.path), Role("server", n))
             said = "\n  ".join(last_lines(log)) if log is not None else ""
             raise MegarlError(f"server {n} has ended with status {status}; the end of {log}:\n  {said}")
 

@@ -5,6 +5,7 @@ tests of a programming problem are what it is graded by.
 """
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -12,14 +13,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.evaluation.score import Questions, Sampled, choose
-from megarl.core.recipe import Suite
+from megarl.core.recipe import Recipe, Suite
 from megarl.lab.evaluation.multiple_choice import Choices, load_questions
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.mappings import mapping_of
 from megarl.tasks.data.prompts import load_set, of_programs, renderer
 from megarl.tasks.data.survey import survey
+
+log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
@@ -74,3 +78,18 @@ def _digest(asked: Iterable[list[Any]]) -> str:
     for one in sorted(asked, key=itemgetter(0)):
         found.update(msgspec.msgpack.encode(one))
     return found.hexdigest()
+
+
+def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer) -> list[Questions[Any]]:
+    """What each evaluation of a run asks: the tasks' held-out prompts, then suites."""
+    chosen = recipe.evaluation
+    found: list[Questions[Any]] = [
+        Sampled(name, choose(prompts[name].heldout, chosen.prompts), chosen.samples, rows=task)
+        for name, task in recipe.data.tasks.items()
+    ]
+    for name, suite in chosen.suites.items():
+        loaded = load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
+        for reason, count in loaded.left_out.items():
+            log.warning("%s: %d of %d rows are not asked: %s", name, count, loaded.rows, reason)
+        found.append(loaded.questions)
+    return found

@@ -7,8 +7,8 @@ import argparse
 import json
 from pathlib import Path
 
+from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
-from megarl.core.models import shapes
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import show
 from megarl.lab.planning.hardware import assumed, gpu_named
@@ -44,7 +44,7 @@ def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work:
     """What is planned for. gpu: a name in hardware.yaml; model_config: see shapes.read, else the recipe's model."""
     return Problem(
         recipe=recipe,
-        shape=shapes.read(model_config or recipe.model.path),
+        shape=architecture.read(model_config or recipe.model.path),
         gpu=gpu_named(gpu),
         assumed=assumed(),
         gpus=gpus,

@@ -11,7 +11,7 @@ Activations are those of what megarl runs: flash attention, no dropout, gated ML
 """
 
 from megarl.core.algorithm.packing import Cost
-from megarl.core.models.shapes import Shape
+from megarl.core.base.architecture import Shape
 
 HALF, FP32, FP8 = 2, 4, 1
 WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}

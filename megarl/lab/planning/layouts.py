@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from megarl.core.algorithm.packing import sizes_to_try
-from megarl.core.models.shapes import Shape
+from megarl.core.base.architecture import Shape
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.combinations import impossible, impossible_for
 from megarl.lab.planning import formulas, memory, speed

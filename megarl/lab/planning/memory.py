@@ -6,7 +6,7 @@ head: the larger of the two counts.
 
 from dataclasses import dataclass
 
-from megarl.core.models.shapes import Shape
+from megarl.core.base.architecture import Shape
 from megarl.core.recipe import Recipe
 from megarl.lab.planning import formulas
 from megarl.lab.planning.formulas import FP8, FP32, WIDTH

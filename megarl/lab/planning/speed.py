@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megarl.core.algorithm.packing import Cost, pack
-from megarl.core.models.shapes import Shape
+from megarl.core.base.architecture import Shape
 from megarl.core.recipe import Recipe
 from megarl.lab.planning import formulas
 from megarl.lab.planning.formulas import WIDTH

@@ -9,23 +9,18 @@ predicted to bring more than the noise of an evaluation, sqrt(p (1 − p) / answ
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.evaluation.forecast import FURTHER_HOURS, PASS_RATE, Row
 from megarl.lab.scaling.doubts import FEW_POINTS, WIDE_INTERVAL
 from megarl.lab.scaling.extrapolate import predict
 from megarl.lab.scaling.fit import Fit, fit
 from megarl.lab.scaling.points import Columns, curve_of_run
 
-FURTHER_HOURS = {"gpu": 1000.0, "core": 1.0}
-"""Compute whose gain is told, by its unit."""
 NEXT = 0.1
 """Part of the budget that is weighed against the noise."""
-
-Row = dict[str, Any]
-PASS_RATE = "pass_rate"
 
 
 @dataclass(frozen=True)
@@ -103,26 +98,10 @@ def outlook(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, scor
     )
 
 
-def enough(row: Row) -> str:
-    """Why the run may as well stop, in words, of a row of eval.jsonl that says so."""
-    gain, noise = f"{_of(row)}{row['predicted_next_gain']:.4f}", f"{row['evaluation_noise']:.4f}"
-    return f"the next tenth of the budget is predicted to bring {gain}, less than the noise of an evaluation ({noise})"
-
-
-def words(row: Row) -> str:
-    """The outlook in a row of eval.jsonl, for people; empty where it has none."""
-    if "predicted_final" not in row:
-        return ""
-    low, high, unit = row["predicted_final_low"], row["predicted_final_high"], row["compute_unit"]
-    gain = f"{row['predicted_gain']:+.3f} in {FURTHER_HOURS[unit]:,.0f} {'GPU' if unit == 'gpu' else 'core'} h"
-    ceiling = f"ceiling {row['predicted_asymptote']:.3f}"
-    return f"{_of(row)}{row['predicted_final']:.3f} ({low:.3f}–{high:.3f}) at the end · {ceiling} · {gain}"
-
-
-def _of(row: Row) -> str:
-    """Whose pass rate is forecast, where there are several."""
-    of = row.get("predicted_score", PASS_RATE).removeprefix(PASS_RATE).removeprefix("/")
-    return f"{of} " if of else ""
+def forecast(evaluations: Sequence[Row], metrics: Sequence[Row], steps: int, score: str) -> Row:
+    """The outlook as columns of eval.jsonl, for the controller; empty while there is none."""
+    found = outlook(evaluations, metrics, steps, score)
+    return found.row() if found else {}
 
 
 def _settled(fitted: Fit) -> bool:

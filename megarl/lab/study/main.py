@@ -8,10 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.recipe import Recipe
+from megarl.core.recipe import Recipe, differences
 from megarl.lab.study import plan, variants
 from megarl.lab.study.run import run
-from megarl.run.checks import differences
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import Literal
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_scores, write_atomically
-from megarl.core.recipe import Recipe, dump, load
-from megarl.run.checks import differences
+from megarl.core.recipe import Recipe, differences, dump, load
 
 State = Literal["waiting", "begun", "done", "failed"]
 

@@ -4,10 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megarl.core.telemetry.spans import Event, Span, Value
+from megarl.core.telemetry.spans import TICKETS, Event, Span, Value
 from megarl.lab.trace.lanes import Unit
-
-PLACE = "groups/tickets"
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,12 @@ class Group:
         generated = self.end if self.generated is None else self.generated
         open_ = self.taken is None and not self.removed
         parts = [
-            Span(PLACE, f"ticket {self.ticket}", self.begin, self.end, self.args, cut=open_),
-            Span(PLACE, "generated", self.begin, generated, cut=self.generated is None),
+            Span(TICKETS, f"ticket {self.ticket}", self.begin, self.end, self.args, cut=open_),
+            Span(TICKETS, "generated", self.begin, generated, cut=self.generated is None),
         ]
         if generated < self.end:
             waits = "waits" if self.taken is None else f"waits for step {self.step}"
-            parts.append(Span(PLACE, waits, generated, self.end, cut=open_))
+            parts.append(Span(TICKETS, waits, generated, self.end, cut=open_))
         return parts
 
 
@@ -49,7 +47,7 @@ def groups_of(spans: Sequence[Span], events: Iterable[Event]) -> list[Group]:
     """By ticket. One that a crash of the controller cut short goes on in its next life."""
     lives: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
-        if span.on == PLACE:
+        if span.on == TICKETS:
             lives[_int(span.args["ticket"])].append(span)
     taken: dict[int, Event] = {}
     for event in events:

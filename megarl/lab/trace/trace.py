@@ -18,8 +18,7 @@ from typing import Any
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows
-from megarl.core.telemetry.spans import Span, read
-from megarl.lab.trace import groups
+from megarl.core.telemetry.spans import TICKETS, Span, read
 from megarl.lab.trace.chrome import ChromeTrace
 from megarl.lab.trace.groups import Group, groups_of
 from megarl.lab.trace.lanes import Unit, changes, nested, packed, union
@@ -73,7 +72,7 @@ def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
     """Spans but those of groups by where they are drawn, and when each server was busy."""
     places: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
-        if span.on != groups.PLACE:
+        if span.on != TICKETS:
             places[span.on].append(span)
     for place in [p for p in places if p.endswith(REQUESTS)]:
         busy = place.removesuffix(REQUESTS) + BUSY
@@ -102,7 +101,7 @@ def _draw(trace: ChromeTrace, place: str, units: Sequence[Unit]) -> dict[int, st
 def _draw_groups(trace: ChromeTrace, seen: Sequence[Group], learner: Sequence[Span]) -> None:
     """With an arrow from each that was taken to the training of its step."""
     units = [group.unit() for group in seen]
-    where = _draw(trace, groups.PLACE, units)
+    where = _draw(trace, TICKETS, units)
     training = [span for span in learner if span.name == "train"]
     for group, unit in zip(seen, units, strict=True):
         step = next((s for s in training if s.args["step"] == group.step and s.end > group.end), None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from megarl.core.base.contracts import last_box
 from megarl.tasks.data.programs import (
     humaneval_check,
     livecodebench_tests,
@@ -67,22 +68,6 @@ def boxed_answer(raw: Raw) -> Any:
     if found is None:
         raise UnfitError(r"the solution has no \boxed{}")
     return found
-
-
-def last_box(text: str) -> str | None:
-    r"""What is in the last `\boxed{…}` or `\fbox{…}`, braces within it matched; of `\boxed 5` the 5."""
-    begin = max((m.end() for m in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])", text)), default=None)
-    if begin is None:
-        return None
-    rest = text[begin:].lstrip()
-    if not rest.startswith("{"):
-        return next(iter(re.findall(r"^[^\s$]+", rest)), None)
-    depth = 0
-    for n, sign in enumerate(rest):
-        depth += {"{": 1, "}": -1}.get(sign, 0)
-        if depth == 0:
-            return rest[1:n]
-    return None
 
 
 def math_level(raw: Raw) -> int:

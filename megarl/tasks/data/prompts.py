@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.core.base.errors import MegarlError
-from megarl.core.base.faults import listed
+from megarl.core.base.contracts import TaskPrompts
+from megarl.core.base.errors import MegarlError, listed
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Recipe, Rows, Task
@@ -40,13 +40,6 @@ BATCH = 1024
 
 type Render = Callable[[str], str]
 """From a row's prompt to the text that the model sees."""
-
-
-class TaskPrompts(NamedTuple):
-    """Of one task."""
-
-    train: Sequence[Prompt]
-    heldout: Sequence[Prompt]
 
 
 class PromptSet(NamedTuple):

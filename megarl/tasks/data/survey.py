@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.core.base.errors import MegarlError
-from megarl.core.base.faults import SHOWN, listed
+from megarl.core.base.errors import SHOWN, MegarlError, listed
 from megarl.tasks.data.contamination import Hit, Overlap
 from megarl.tasks.data.rows import LARGEST_ANSWER, Row, UnfitError
 from megarl.tasks.data.sources import Unreadable, stream

@@ -12,9 +12,3 @@ python.py      runs the program of a turn in the sandbox
 calculator.py  whole numbers, within a thought
 guessing.py    a game that gives the reward itself
 """
-
-from megarl.tasks.environments.bounded import Bounded
-from megarl.tasks.environments.protocol import DONE, Environment, EnvironmentDown, Observation, Setting
-from megarl.tasks.environments.registry import Environments
-
-__all__ = ["DONE", "Bounded", "Environment", "EnvironmentDown", "Environments", "Observation", "Setting"]

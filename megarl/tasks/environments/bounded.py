@@ -17,10 +17,10 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
+from megarl.core.base.contracts import EnvironmentDown, GraderDown, Observation, Verdict
 from megarl.core.base.types import Episode, Prompt
 from megarl.core.recipe import Rows
 from megarl.tasks.environments.host import Died, Host, Process
-from megarl.tasks.environments.protocol import EnvironmentDown, Observation
 from megarl.tasks.environments.worker import (
     Begin,
     Begun,
@@ -34,7 +34,6 @@ from megarl.tasks.environments.worker import (
     Request,
     Step,
 )
-from megarl.tasks.graders.answer import GraderDown, Verdict
 
 log = logging.getLogger(__name__)
 LIVES = 3

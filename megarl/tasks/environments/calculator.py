@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megarl.core.base.contracts import DONE, Environment, Observation
 from megarl.core.base.errors import MegarlError
-from megarl.tasks.environments.protocol import DONE, Environment, Observation, Setting
+from megarl.tasks.environments.protocol import Setting
 
 OPEN, CLOSE, UNKNOWN = "[", "]", "?"
 LONGEST = 200

@@ -10,9 +10,10 @@ import re
 
 import numpy as np
 
+from megarl.core.base.contracts import DONE, Environment, Observation, Verdict
 from megarl.core.base.types import Prompt
-from megarl.tasks.environments.protocol import DONE, Environment, Observation, Setting
-from megarl.tasks.graders.answer import Verdict, judged
+from megarl.tasks.environments.protocol import Setting
+from megarl.tasks.graders.answer import judged
 
 NUMBER = re.compile(r"-?\d{1,30}")
 

@@ -18,9 +18,9 @@ import time
 
 import msgspec
 
+from megarl.core.base.contracts import EnvironmentDown
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import decode, encode
-from megarl.tasks.environments.protocol import EnvironmentDown
 from megarl.tasks.environments.worker import (
     HEAD,
     LONGEST,

@@ -7,7 +7,7 @@ from megarl.tasks.environments.host import Host
 from megarl.tasks.environments.worker import BUILT_IN, Episodes, Part, Setup
 
 
-class Environments:
+class TaskEnvironments:
     """By task or suite; one process for each environment, whatever has it. MegarlError if one that the recipe names cannot be
     had here."""
 

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
+from megarl.core.base.contracts import Environment, GraderDown, Observation, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import die_with_parent, start_logging
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
@@ -30,9 +31,8 @@ from megarl.core.base.types import Prompt, Record, decode, encode
 from megarl.tasks.environments.calculator import Calculator
 from megarl.tasks.environments.framing import Framing
 from megarl.tasks.environments.guessing import Guessing
-from megarl.tasks.environments.protocol import Environment, Observation, Setting
+from megarl.tasks.environments.protocol import Setting
 from megarl.tasks.environments.python import LIMITS, Python
-from megarl.tasks.graders.answer import GraderDown, Verdict
 from megarl.tasks.graders.sandbox import Sandbox, places
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ completion text ─► answer_of: what stands after `</think>`; nothing there is
 
 Others: a service by HTTP (remote.py), the user's own function (worker.py), `format`: is there an answer at all.
 
-overlong.py what a right answer loses for its length
 answer.py   Submission, Verdict, Grade, and what of a text is the answer
 grader.py   Graders: what the controller asks, by task; Checks: what a recipe's names mean
 pool.py     worker processes: a hung or dead one is replaced
@@ -16,9 +15,3 @@ code.py     tests of a program, compared outside of the sandbox
 sandbox.py  bubblewrap, or limits alone
 inside.py   the text of what runs in it
 """
-
-from megarl.tasks.graders import overlong
-from megarl.tasks.graders.answer import Grade, GraderDown, Submission, Verdict, answer_of
-from megarl.tasks.graders.grader import Grader, Graders
-
-__all__ = ["Grade", "Grader", "GraderDown", "Graders", "Submission", "Verdict", "answer_of", "overlong"]

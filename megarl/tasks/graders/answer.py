@@ -4,11 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-RIGHT, WRONG = 1.0, -1.0
-
-
-class GraderDown(Exception):
-    """There is no grader that could judge this: its processes do not start or die, its service does not answer."""
+from megarl.core.base.contracts import RIGHT, WRONG, Grade, GraderDown, Verdict
 
 
 class Submission(NamedTuple):
@@ -20,41 +16,6 @@ class Submission(NamedTuple):
     completion: str = ""
     prompt: str = ""
     task: str = ""
-
-
-class Verdict(NamedTuple):
-    """Of one grader. An answer is right if its score is above 0.
-
-    timeout, error (its text): the grader ran out of time, or failed at the answer; the score is then that of a wrong one.
-    """
-
-    score: float
-    timeout: bool = False
-    error: str = ""
-
-
-class Grade(NamedTuple):
-    """reward: the score of the task's grader, ±1 unless that is the user's own, and what the others add by their weights.
-
-    format_ok: thinking was closed and something stands after it. timeout, error: of any of the graders.
-    rewards: the score of each by name, where there are several; that of the task's grader is `answer`.
-    """
-
-    reward: float
-    correct: bool
-    format_ok: bool
-    timeout: bool = False
-    error: bool = False
-    rewards: Mapping[str, float] = {}
-
-
-def answer_of(text: str, end_of_thinking: str) -> str:
-    """What stands after the first `end_of_thinking`, blanks around it aside; "" if it is missing or nothing follows.
-
-    With end_of_thinking "", of a model that has no thinking trace, it is all of the text."""
-    if not end_of_thinking:
-        return text.strip()
-    return text.partition(end_of_thinking)[2].strip()
 
 
 def judged(correct: bool, timeout: bool = False) -> Verdict:

@@ -23,7 +23,8 @@ from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megarl.tasks.graders.answer import Submission, Verdict, judged
+from megarl.core.base.contracts import Verdict
+from megarl.tasks.graders.answer import Submission, judged
 from megarl.tasks.graders.sandbox import Ran, Sandbox
 
 FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)

@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import numpy as np
 
+from megarl.core.base.contracts import RIGHT, WRONG, Grade, Verdict, answer_of
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Data, Recipe, Rows, Suite
 from megarl.core.recipe.combinations import GRADERS
-from megarl.tasks.graders.answer import RIGHT, WRONG, Grade, Submission, Verdict, answer_of, graded, judged
+from megarl.tasks.graders.answer import Submission, graded, judged
 from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.functions import check_importable
 from megarl.tasks.graders.pool import Pool
@@ -57,7 +58,7 @@ def _named(data: Data, suites: Mapping[str, Suite]) -> list[str]:
     return sorted({name for task in tasks.values() for name in task.graders})
 
 
-class Grader:
+class TaskGrader:
     """Of one task. check: what is right; others, weights: further rewards, by name. decode: text of a prompt's tokens."""
 
     def __init__(
@@ -102,7 +103,7 @@ class Grader:
         return Submission(answer, prompt.answer, text, self._decode(prompt.tokens), prompt.task)
 
 
-class Graders:
+class TaskGraders:
     """Of all tasks and suites, by name; made within a running event loop. workers: processes a pool, and programs at once.
 
     limit_s: for one answer in a worker; limits: of a program. MegarlError as `check_graders`.
@@ -124,7 +125,7 @@ class Graders:
         tasks: Mapping[str, Rows] = {**data.tasks, **suites}
         checks = {name: self._made(name) for name in _named(data, suites)}
         self._graders = {
-            name: Grader(
+            name: TaskGrader(
                 end_of_thinking,
                 checks[task.grader],
                 {reward: checks[of.grader] for reward, of in task.rewards.items()},
@@ -135,11 +136,13 @@ class Graders:
         }
 
     @staticmethod
-    def of(recipe: Recipe, decode: Decode) -> "Graders":
+    def of(recipe: Recipe, decode: Decode) -> "TaskGraders":
         """With as many processes as there are places for programs."""
-        return Graders(recipe.data, recipe.length.end_of_thinking, decode, places(), suites=recipe.evaluation.sampled)
+        return TaskGraders(
+            recipe.data, recipe.length.end_of_thinking, decode, places(), suites=recipe.evaluation.sampled
+        )
 
-    def __getitem__(self, task: str) -> Grader:
+    def __getitem__(self, task: str) -> TaskGrader:
         return self._graders[task]
 
     def close(self) -> None:

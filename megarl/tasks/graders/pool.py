@@ -11,7 +11,8 @@ import json
 import logging
 import sys
 
-from megarl.tasks.graders.answer import WRONG, GraderDown, Submission, Verdict
+from megarl.core.base.contracts import WRONG, GraderDown, Verdict
+from megarl.tasks.graders.answer import Submission
 from megarl.tasks.graders.functions import environment
 
 log = logging.getLogger(__name__)

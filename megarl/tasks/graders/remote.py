@@ -21,9 +21,10 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from megarl.core.base.contracts import WRONG, GraderDown, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Service
-from megarl.tasks.graders.answer import WRONG, GraderDown, Submission, Verdict
+from megarl.tasks.graders.answer import Submission
 
 log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1

@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
+from megarl.core.base.contracts import GraderDown
 from megarl.core.base.errors import MegarlError
-from megarl.tasks.graders.answer import GraderDown
 from megarl.tasks.graders.inside import landlock_version
 
 log = logging.getLogger(__name__)

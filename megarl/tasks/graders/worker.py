@@ -13,8 +13,9 @@ import signal
 import sys
 from typing import Any
 
+from megarl.core.base.contracts import RIGHT, WRONG, Verdict
 from megarl.core.base.process import die_with_parent
-from megarl.tasks.graders.answer import RIGHT, WRONG, Submission, Verdict
+from megarl.tasks.graders.answer import Submission
 from megarl.tasks.graders.functions import Function, named
 
 

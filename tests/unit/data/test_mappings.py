@@ -5,8 +5,9 @@ from typing import get_args
 
 import pytest
 
+from megarl.core.base.contracts import last_box
 from megarl.core.recipe import Task
-from megarl.tasks.data.mappings import MAPPINGS, Row, UnfitError, last_box, mapping_of, own
+from megarl.tasks.data.mappings import MAPPINGS, Row, UnfitError, mapping_of, own
 
 STDIN = [{"input": "1 2\n", "output": "3\n"}]
 

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from megarl.core.base.contracts import DONE, Environment, Observation, Verdict
 from megarl.core.base.types import Prompt, decode, encode, int32
-from megarl.tasks.environments.protocol import DONE, Environment, Observation, Setting
+from megarl.tasks.environments.protocol import Setting
 from megarl.tasks.environments.worker import Episodes, Reply, Request, Setup
-from megarl.tasks.graders.answer import Verdict
 
 CALL = 9
 """The token that ends a turn within a message."""

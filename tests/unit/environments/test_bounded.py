@@ -13,15 +13,14 @@ import uvloop
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from megarl.core.base.contracts import EnvironmentDown, GraderDown, Observation, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Prompt, int32
 from megarl.core.recipe import from_tree
 from megarl.tasks.environments import host
 from megarl.tasks.environments.bounded import Bounded
-from megarl.tasks.environments.protocol import EnvironmentDown, Observation
-from megarl.tasks.environments.registry import Environments
-from megarl.tasks.graders.answer import GraderDown, Verdict
+from megarl.tasks.environments.registry import TaskEnvironments
 from tests.unit.environments.scripted import Near
 from tests.unit.environments.texts import byte_tokenizer
 
@@ -29,12 +28,12 @@ LIMIT = 20
 VOCABULARY = 260
 
 
-def environments(tmp_path: Path, name: str, kind: str = "Faulty", limit_s: float = 1.0) -> Environments:
+def environments(tmp_path: Path, name: str, kind: str = "Faulty", limit_s: float = 1.0) -> TaskEnvironments:
     task = {
         "train": "", "heldout": "", "environment": f"tests.unit.environments.scripted:{kind}", "reply_timeout_s": limit_s,
         "reply_tokens": LIMIT,
     }  # fmt: skip
-    return Environments(from_tree({"data": {"tasks": {name: task}}}), tokenizer_of(tmp_path))
+    return TaskEnvironments(from_tree({"data": {"tasks": {name: task}}}), tokenizer_of(tmp_path))
 
 
 def tokenizer_of(tmp_path: Path) -> Tokenizer:
@@ -47,7 +46,7 @@ def prompt_of(task: str, program: str = "") -> Prompt:
     return Prompt(id="", tokens=int32([1]), answer=program, task=task)
 
 
-def run(found: Environments, *episodes: Any) -> list[Any]:
+def run(found: TaskEnvironments, *episodes: Any) -> list[Any]:
     """What comes of the coroutines, in a loop as the controller's; errors are results."""
 
     async def all_of_them() -> list[Any]:

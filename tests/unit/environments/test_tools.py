@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.core.base.contracts import Environment, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt, int32
@@ -18,10 +19,9 @@ from megarl.tasks.data.arithmetic_models import character_tokenizer
 from megarl.tasks.environments.calculator import LONGEST, Calculator, calculated
 from megarl.tasks.environments.framing import Framing
 from megarl.tasks.environments.guessing import Guessing
-from megarl.tasks.environments.protocol import Environment, Setting
+from megarl.tasks.environments.protocol import Setting
 from megarl.tasks.environments.python import LIMITS, Python
-from megarl.tasks.environments.registry import Environments
-from megarl.tasks.graders.answer import Verdict
+from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.sandbox import Sandbox
 from tests.unit.environments.texts import byte_tokenizer
 
@@ -186,9 +186,9 @@ def test_a_turn_without_a_number(bytes_of: Tokenizer) -> None:
     assert step(Guessing(setting(bytes_of)), bytes_of, "hm") == (RAW.format("no number"), False, True)
 
 
-def environments(tokenizer: Tokenizer, environment: str, **keys: object) -> Environments:
+def environments(tokenizer: Tokenizer, environment: str, **keys: object) -> TaskEnvironments:
     task = {"train": "", "heldout": "", "grader": "exact", "environment": environment} | keys
-    return Environments(from_tree({"data": {"tasks": {"t": task}}}), tokenizer)
+    return TaskEnvironments(from_tree({"data": {"tasks": {"t": task}}}), tokenizer)
 
 
 def test_what_cannot_be_had_is_said_when_the_run_starts(bytes_of: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,16 +16,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.core.algorithm.batch import batch_statistics
+from megarl.core.base.architecture import RoutedLayers
+from megarl.core.base.contracts import GraderDown, Verdict
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, float32, int32
 from megarl.core.controller.task_metrics import task_statistics
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.sampling.places import Places
-from megarl.core.sampling.routing import RoutedLayers
 from megarl.core.sampling.sampler import Completion, Job, Sampler, Void
 from megarl.core.server.client import Generation, ServerLost, Span
 from megarl.core.server.membership import Membership
-from megarl.tasks.graders.answer import GraderDown, Verdict
 from tests.unit.environments import scripted
 from tests.unit.environments.scripted import CALL, Near, Script
 

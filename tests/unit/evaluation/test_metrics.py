@@ -19,7 +19,7 @@ from megarl.core.evaluation.votes import Votes, extracted
 from megarl.core.recipe import from_tree
 from megarl.core.sampling.sampler import Completion
 from megarl.lab.evaluation import curve
-from megarl.tasks.graders.grader import Graders
+from megarl.tasks.graders.grader import TaskGraders
 
 
 def answer(id: str, sample: int, vote: str, correct: bool, **more: Any) -> Answer:
@@ -133,7 +133,7 @@ def test_what_an_answer_says() -> None:
 def graders() -> Any:
     tasks = {name: {"train": "", "heldout": "", "grader": name} for name in ("math", "exact", "format")}
     recipe = from_tree({"data": {"tasks": tasks}})
-    return lambda: Graders(recipe.data, "</think>", lambda tokens: "", 1)
+    return lambda: TaskGraders(recipe.data, "</think>", lambda tokens: "", 1)
 
 
 def test_equal_answers_have_one_vote(graders: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.core.base.contracts import Grade
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
@@ -19,8 +20,7 @@ from megarl.lab.evaluation.subject import _suite
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 from megarl.tasks.data.mappings import MAPPINGS
 from megarl.tasks.data.prompts import load_tasks
-from megarl.tasks.graders.answer import Grade
-from megarl.tasks.graders.grader import Graders
+from megarl.tasks.graders.grader import TaskGraders
 from tests.evaluation_sets import SETS, byte_llama, write_rows
 
 FENCED = "Here it is:\n```python\n{}\n```"
@@ -71,7 +71,7 @@ def grades(recipe: Recipe, name: str, tokenizer: Tokenizer, answers: list[str]) 
     assert not loaded.left_out
 
     async def run() -> list[Grade]:
-        graders = Graders.of(recipe, tokenizer.decode)
+        graders = TaskGraders.of(recipe, tokenizer.decode)
         try:
             found = await asyncio.gather(
                 *(graders[name].grade_answer(f"hm</think>{a}", p) for a, p in zip(answers, in_order, strict=True))
@@ -149,7 +149,7 @@ def test_the_held_out_rows_of_a_task_are_those_of_training(tokenizer: Tokenizer,
     }
     recipe = from_tree(tree)
     heldout = {p.id for p in load_tasks(recipe, tokenizer)["sums"].heldout}
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     rundir.create()
     rundir.recipe.write_text(dump(recipe))
     for word, base in (("sums", recipe), (f"{rundir.path}:sums", from_tree({}))):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe
-from megarl.run import checks
+from megarl.lab import preflight
 from tests.unit.fuzz.hostile import changed, lines, rows_like
 
 LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters
@@ -43,7 +43,7 @@ def test_any_file_that_a_run_is_given(recipe: Recipe, tmp_path: Path, data: st.D
     file.write_bytes(data.draw(like))
     begun, said = time.process_time(), "-"
     try:
-        checks.check_all(made)
+        preflight.check_all(made)
     except MegarlError as error:
         said = str(error)
     if not there:

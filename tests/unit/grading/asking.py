@@ -6,7 +6,7 @@ from typing import Any
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Prompt, int32
 from megarl.core.recipe import Data, Task
-from megarl.tasks.graders.grader import Graders
+from megarl.tasks.graders.grader import TaskGraders
 from megarl.tasks.graders.sandbox import Kind, Limits, Sandbox
 
 LIMITS = Limits(seconds=20, memory=256 << 20, processes=8, file=1 << 20, tmp=4 << 20, output=1 << 16)
@@ -15,10 +15,10 @@ SHORT = Limits(**(vars(LIMITS) | {"seconds": 2}))
 
 def graders_of(
     grader: str, limits: Limits | None = None, limit_s: float = 10.0, task: Any = None, **data: Any
-) -> Graders:
+) -> TaskGraders:
     """task, data: further keys of the recipe's sections. A prompt's text is its tokens' characters."""
     tasks = {"task": Task.model_validate({"train": "", "heldout": "", "grader": grader, **(task or {})})}
-    return Graders(
+    return TaskGraders(
         Data.model_validate({"tasks": tasks, **data}), "</think>", decode, workers=1, limit_s=limit_s, limits=limits
     )
 

@@ -6,7 +6,8 @@ import json
 import pytest
 import uvloop
 
-from megarl.tasks.graders.answer import GraderDown, Submission, Verdict, judged
+from megarl.core.base.contracts import GraderDown, Verdict
+from megarl.tasks.graders.answer import Submission, judged
 from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.sandbox import Kind, Limits, Sandbox
 from tests.unit.grading.asking import LIMITS, SHORT, sandbox

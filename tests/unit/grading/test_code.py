@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.core.base.contracts import Grade
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.recipe import from_tree
 from megarl.tasks.data import arithmetic_models
 from megarl.tasks.data.prompts import load_tasks
-from megarl.tasks.graders.answer import Grade
 from megarl.tasks.graders.code import UnitTest, passed, program_of, read_tests, same_text, same_value
 from megarl.tasks.graders.sandbox import Ran, Sandbox
 from tests.unit.grading.asking import graders_of, prompt_of

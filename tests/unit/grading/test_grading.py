@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from megarl.tasks.graders.answer import WRONG, Grade, Submission, Verdict, judged
+from megarl.core.base.contracts import WRONG, Grade, Verdict
+from megarl.tasks.graders.answer import Submission, judged
 from megarl.tasks.graders.functions import is_equal
 from megarl.tasks.graders.pool import Pool
 from tests.unit.grading.asking import graders_of, prompt_of

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.tasks.graders.answer import Grade, Submission, Verdict
+from megarl.core.base.contracts import Grade, Verdict
+from megarl.tasks.graders.answer import Submission
 from megarl.tasks.graders.functions import same_in_mathematics
 from megarl.tasks.graders.pool import Pool
 from megarl.tasks.graders.worker import TimeUp, judge

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
+from megarl.core.base.contracts import GraderDown, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Service
 from megarl.tasks.graders import remote as module
-from megarl.tasks.graders.answer import GraderDown, Submission, Verdict
+from megarl.tasks.graders.answer import Submission
 from megarl.tasks.graders.remote import Remote
 
 KEY = "sk-do-not-tell-4711"

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from megarl.core.algorithm.batch import batch_statistics
+from megarl.core.base.contracts import Grade, GraderDown, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, decode, encode, int32
 from megarl.core.controller.task_metrics import task_statistics
 from megarl.core.recipe import from_tree
-from megarl.tasks.graders.answer import Grade, GraderDown, Verdict, graded, judged
-from megarl.tasks.graders.grader import Graders
+from megarl.tasks.graders.answer import graded, judged
+from megarl.tasks.graders.grader import TaskGraders
 from tests.unit.grading.asking import graders_of, prompt_of
 
 MODULE = """
@@ -43,7 +44,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-async def made(*args: Any, **more: Any) -> Graders:
+async def made(*args: Any, **more: Any) -> TaskGraders:
     return graders_of(*args, **more)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.core.base.contracts import Grade, GraderDown, Verdict
 from megarl.core.base.errors import MegarlError
-from megarl.tasks.graders.answer import Grade, GraderDown, Submission, Verdict, judged
+from megarl.tasks.graders.answer import Submission, judged
 from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.inside import NOBODY
 from megarl.tasks.graders.sandbox import Kind, Limits, Ran, Sandbox, remains

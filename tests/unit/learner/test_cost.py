@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megarl.core.base import architecture
 from megarl.core.learner.cost import HEAD_PASSES, LAYER_PASSES, cost_of
-from megarl.core.models import family_of, shapes
+from megarl.core.models import family_of
 from megarl.lab.planning import formulas
 from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen3, tiny_qwen3_moe
 
@@ -23,7 +24,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_as_the_planner_has_it(name: str, tmp_path: Path) -> None:
     MODELS[name](tmp_path)
-    ours, planned = cost_of(family_of(tmp_path)), formulas.sequence_cost(shapes.read(str(tmp_path)))
+    ours, planned = cost_of(family_of(tmp_path)), formulas.sequence_cost(architecture.read(str(tmp_path)))
     assert (ours.pair, ours.local_pair, ours.chunk) == (planned.pair, planned.local_pair, planned.chunk)
     assert ours.token == pytest.approx(
         planned.token, rel=0.02

@@ -17,7 +17,7 @@ from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.telemetry.families import LearnerMetrics, of_controller
 from megarl.core.telemetry.prometheus import Exporter
-from megarl.lab.report import targets
+from megarl.run.prepare import write_targets
 
 CONVENTION = re.compile(r"megarl_[a-z0-9_]+")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -106,7 +106,7 @@ def test_files_for_prometheus(recipe: Recipe, tree: dict, tmp_path: Path) -> Non
         admin_key="admin", link=LinkKeys.new(), rendezvous_port=1, controller_metrics="10.0.0.1:8",
         learner_metrics="10.0.0.2:9", metrics_key="scrape",
     )  # fmt: skip
-    targets.write(from_tree(tree | {"monitor": {"prometheus": True}}), rundir, endpoints)
+    write_targets(from_tree(tree | {"monitor": {"prometheus": True}}), rundir, endpoints)
     found = {t["targets"][0]: t["labels"] for t in json.loads((rundir.prometheus / "targets.json").read_text())}
     assert {address: labels["role"] for address, labels in found.items()} == {
         "10.0.0.1:8": "controller", "10.0.0.2:9": "learner", "10.0.0.2:3": "server", "10.0.0.3:3": "server",
@@ -117,5 +117,5 @@ def test_files_for_prometheus(recipe: Recipe, tree: dict, tmp_path: Path) -> Non
     assert (rundir.prometheus / job["authorization"]["credentials_file"]).read_text() == "scrape"
     assert (rundir.prometheus / job["file_sd_configs"][0]["files"][0]).exists()
     assert (rundir.prometheus / "key").stat().st_mode & 0o777 == 0o600
-    targets.write(recipe, rundir, endpoints)
+    write_targets(recipe, rundir, endpoints)
     assert not rundir.prometheus.exists(), "a life in which nobody answers"

@@ -20,9 +20,9 @@ from megarl.core.base.types import Group, Prompt, Rollout, Segment, float32
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted, Finished
 from megarl.core.recipe import Recipe, from_tree
-from megarl.lab.report import charts, report, summary
+from megarl.lab.report import charts, report
 from megarl.lab.scaling.outlook import outlook
-from megarl.run import view
+from megarl.run import summary, view
 from megarl.run.observe import Observer
 from tests.summaries import WORDS, recomputed
 
@@ -207,7 +207,7 @@ def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path) -> None:
     tree = recipe.model_dump(mode="json")
     tree["model"]["path"] = str(tmp_path / "init")
     changed = from_tree(tree)
-    rundir = RunDir.of(changed)
+    rundir = RunDir(changed.run.path)
     rundir.create()
 
     def ids(text: str) -> np.ndarray:

@@ -68,7 +68,7 @@ def wanted(tree: dict[str, Any]) -> Recipe:
 
 @pytest.fixture
 def rundir(wanted: Recipe) -> RunDir:
-    made = RunDir.of(wanted)
+    made = RunDir(wanted.run.path)
     made.create()
     return made
 
@@ -146,7 +146,7 @@ def test_with_the_real_one_offline(tree: dict[str, Any], tmp_path: Path, monkeyp
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     recipe = from_tree(tree | {"monitor": {"wandb": {"project": "mine", "mode": "offline"}}})
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     rundir.create()
     for begin in (0, 2):
         writer = WandbWriter(recipe, rundir)

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from megarl.core.base import architecture
 from megarl.core.learner.head import function
-from megarl.core.models import shapes
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import formulas, memory
 from megarl.lab.planning.hardware import GB, assumed, gpu_named
 
-EIGHT, SCOUT = shapes.read("llama-3.1-8b"), shapes.read("llama-4-scout")
+EIGHT, SCOUT = architecture.read("llama-3.1-8b"), architecture.read("llama-4-scout")
 
 
 def recipe(name: str = "scalerl-8b", **keys: Any) -> Recipe:
@@ -47,7 +47,7 @@ def test_activations_of_a_gpt_are_those_of_the_paper() -> None:
     (1 + 2 of the 34; attention's own falls with the scores), with SwiGLU's three inner values where the GPT has two of 4 h
     (16 of the 34), and with both ends of a norm kept: what is left must agree."""
     h = 12288
-    shape = shapes.Shape(1, h, 96, 96, 128, 4 * h, 50257, False)
+    shape = architecture.Shape(1, h, 96, 96, 128, 4 * h, 50257, False)
     ours = formulas.replicated_activation_bytes(shape, 2, 2) + formulas.attention_activation_bytes(shape, 2, 2)
     paper = (4 + 2 + 2) * h + (2 + 2 + 2 + 2) * h  # norms' inputs and outputs; q, k, v and attention's output
     assert ours == paper + 4 * 96

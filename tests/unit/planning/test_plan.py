@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from megarl import cli
-from megarl.core.models import shapes
+from megarl.core.base import architecture
 from megarl.core.recipe import load
 from megarl.core.recipe.combinations import impossible, impossible_for
 from megarl.lab.planning import formulas, scenario, show, speed
@@ -23,7 +23,7 @@ from megarl.lab.planning.workload import lognormal, workload
 def problem(name: str, config: str, gpu: str, gpus: int = 80, mean: float = 8000, *overrides: str) -> Problem:
     recipe = load(name, overrides)
     work = workload(recipe, lognormal(recipe, mean, 0.5), 1.0, 0)
-    return Problem(recipe, shapes.read(config), gpu_named(gpu), assumed(), gpus, work)
+    return Problem(recipe, architecture.read(config), gpu_named(gpu), assumed(), gpus, work)
 
 
 def written(asked: Problem) -> Plan:
@@ -166,7 +166,7 @@ def decoder(config: str, gpu: str = "h100", ranks: int = 1, given: Assumed | Non
     recipe = load(
         "scalerl-8b", [f"resources.server_tensor_parallel={ranks}", *(f"model.{k}={v}" for k, v in model.items())]
     )
-    shape = shapes.read(config)
+    shape = architecture.read(config)
     return Decoder(recipe, shape, gpu_named(gpu), given or assumed(), 131072 / ranks)
 
 
@@ -191,7 +191,7 @@ def test_a_decode_step_never_gets_quicker_by_more_work() -> None:
 def test_training_time_is_flop_over_rate_where_nothing_is_communicated() -> None:
     """One rank: 6 x parameters (no embedding; the head's 8) x tokens, and attention, at half of the peak; then AdamW."""
     layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
-    recipe, shape, gpu = load("scalerl-8b", layout), shapes.read("llama-3.1-8b"), gpu_named("h100")
+    recipe, shape, gpu = load("scalerl-8b", layout), architecture.read("llama-3.1-8b"), gpu_named("h100")
     packed = speed.packing([1000] * 160, 16384, 1, formulas.sequence_cost(shape))
     found = speed.train_seconds(recipe, shape, packed, gpu, assumed())
     tokens = 160_000
@@ -204,7 +204,7 @@ def test_training_time_is_flop_over_rate_where_nothing_is_communicated() -> None
 def test_recomputation_is_a_further_forward_pass_of_the_layers() -> None:
     """A third more of them and nothing of the head; selective: without attention."""
     layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
-    shape, gpu = shapes.read("llama-3.1-8b"), gpu_named("h100")
+    shape, gpu = architecture.read("llama-3.1-8b"), gpu_named("h100")
     packed = speed.packing([1000] * 160, 16384, 1, formulas.sequence_cost(shape))
     none, selective, full = (
         speed.train_seconds(load("scalerl-8b", [*layout, f"learner.recompute={what}"]), shape, packed, gpu, assumed())
@@ -219,7 +219,7 @@ def test_recomputation_is_a_further_forward_pass_of_the_layers() -> None:
 def test_fp8_quickens_the_linear_maps_and_nothing_else() -> None:
     """6 x parameters of the layers at the FP8 rate; attention, head and AdamW as before."""
     layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
-    shape, gpu = shapes.read("llama-3.1-8b"), gpu_named("h100")
+    shape, gpu = architecture.read("llama-3.1-8b"), gpu_named("h100")
     packed = speed.packing([1000] * 160, 16384, 1, formulas.sequence_cost(shape))
     bf16, fp8 = (
         speed.train_seconds(load("scalerl-8b", [*layout, f"model.fp8={x}"]), shape, packed, gpu, assumed())
@@ -238,7 +238,7 @@ def test_fp8_is_refused_where_there_is_none() -> None:
 def test_an_offloaded_optimiser_is_as_slow_as_the_host() -> None:
     """8B parameters on one rank: 4 bytes each way over PCIe, 30 through the host's memory."""
     layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
-    shape, gpu = shapes.read("llama-3.1-8b"), gpu_named("h100")
+    shape, gpu = architecture.read("llama-3.1-8b"), gpu_named("h100")
     packed = speed.packing([1000], 16384, 1, formulas.sequence_cost(shape))
     here, there = (
         speed.train_seconds(

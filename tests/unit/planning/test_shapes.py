@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
-from megarl.core.models import shapes
 from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
 
 def test_llama_3_1_8b_has_the_published_number_of_parameters() -> None:
     """8,030,261,248: the model card's 8.03B, and the total size of its safetensors index, 16,060,522,496 bytes of bf16."""
-    shape = shapes.read("llama-3.1-8b")
+    shape = architecture.read("llama-3.1-8b")
     assert shape.parameters == 16_060_522_496 // 2
     assert shape.active_parameters == shape.parameters
 
@@ -29,14 +29,14 @@ def test_llama_3_1_8b_has_the_published_number_of_parameters() -> None:
 )
 def test_qwens_have_the_published_numbers_of_parameters(name: str, parameters: int, active: float) -> None:
     """Half the bytes of bf16 in their safetensors indices; active ones by the model cards."""
-    shape = shapes.read(name)
+    shape = architecture.read(name)
     assert shape.parameters == parameters
     assert shape.active_parameters == pytest.approx(active, rel=0.02)
 
 
 def test_scout_has_the_published_number_of_parameters() -> None:
     """109B in all with the vision tower, which is not counted here (about 1B); 17B active (model card)."""
-    shape = shapes.read("llama-4-scout")
+    shape = architecture.read("llama-4-scout")
     assert 107e9 < shape.parameters < 109e9
     assert 16.5e9 < shape.active_parameters < 17.5e9
     assert shape.local_layers == 36  # every fourth of 48 has no rotation and sees everything
@@ -60,12 +60,12 @@ def test_counts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     model = make(tmp_path, **overrides)
     elsewhere = ("vision_model.", "multi_modal_projector.", "model.vision_model.", "model.multi_modal_projector.")
     real = sum(p.numel() for n, p in model.named_parameters() if not n.startswith(elsewhere))
-    assert shapes.read(str(tmp_path)).parameters == real
+    assert architecture.read(str(tmp_path)).parameters == real
 
 
 def test_active_parameters_leave_out_experts_that_are_not_chosen(tmp_path: Path) -> None:
     model = tiny_qwen3_moe(tmp_path)
-    shape = shapes.read(str(tmp_path))
+    shape = architecture.read(str(tmp_path))
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     assert shape.routed_parameters == experts
     assert shape.parameters - shape.active_parameters == experts * (4 - 2) // 4  # 2 of 4 are chosen
@@ -73,14 +73,14 @@ def test_active_parameters_leave_out_experts_that_are_not_chosen(tmp_path: Path)
 
 def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match=r"llama-3.1-8b, llama-4-scout"):
-        shapes.read("llama-9b")
+        architecture.read("llama-9b")
     config = tmp_path / "config.json"
     config.write_text("{")
     with pytest.raises(MegarlError, match="not JSON"):
-        shapes.read(str(config))
+        architecture.read(str(config))
     config.write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(MegarlError, match="GPT2LMHeadModel is not known"):
-        shapes.read(str(tmp_path))
+        architecture.read(str(tmp_path))
     config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4}))
     with pytest.raises(MegarlError, match="no 'hidden_size' there"):
-        shapes.read(str(tmp_path))
+        architecture.read(str(tmp_path))

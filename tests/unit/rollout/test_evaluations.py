@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.core.base.contracts import Grade, GraderDown, TaskPrompts
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import RunDir, append_jsonl, read_jsonl
 from megarl.core.base.tokenizer import Tokenizer
@@ -27,8 +28,6 @@ from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Completion
 from megarl.core.server.membership import Membership
 from megarl.tasks.data.arithmetic_models import character_tokenizer
-from megarl.tasks.data.prompts import TaskPrompts
-from megarl.tasks.graders.answer import Grade, GraderDown
 
 MADE = character_tokenizer()
 TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, Path())
@@ -116,7 +115,7 @@ class Answers:
 
 async def scored(recipe: Recipe, down: int, stops: list[str] | None = None, version: int = 0) -> tuple[list[str], int]:
     """Reasons for which the run failed, and how often `version` was begun. stops: takes the reasons to end it well."""
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     rundir.create()
     journal = Journal.open(rundir.rollouts, 2, 1)
     journal.append(Session(session="s", time=0.0, devices=1, compute_unit="core"))
@@ -154,13 +153,13 @@ def test_it_is_tried_again_while_the_grader_is_down(
     monkeypatch.setattr(module, "RETRY_S", 0.0)
     recipe = recipe_of(tmp_path, math=1, code=1)
     assert asyncio.run(scored(recipe, down)) == ([], begun)
-    (found,) = read_jsonl(RunDir.of(recipe).eval)
+    (found,) = read_jsonl(RunDir(recipe.run.path).eval)
     assert (found["step"], found["pass_rate"], found["n_prompts"], found["tries"]) == (0, 1.0, 6, tries)
     hours = {key: found[f"{key}_hours"] for key in ("compute", "startup", "evaluation", "training")}
     assert hours == {"compute": 0.5, "startup": 0.25, "evaluation": 0.125, "training": 0.125}
     assert found["servers"] == 1
     for task in ("math", "code"):
-        place = SuiteDir(RunDir.of(recipe).evaluations / "step-0000000", task)
+        place = SuiteDir(RunDir(recipe.run.path).evaluations / "step-0000000", task)
         rows = list(read_answers(place.answers))
         assert len(rows) == 3 * 2, "those of tries that failed are gone"
         assert {(row.suite, row.answer, row.vote, row.correct) for row in rows} == {(task, "x", "x", True)}
@@ -174,8 +173,8 @@ def test_it_ends_the_run_when_the_grader_stays_down(tmp_path: Path, monkeypatch:
     (reason,), begun = asyncio.run(scored(recipe, 1000))
     assert begun == TRIES
     assert reason.startswith("version 0 could not be scored, the grader is down: no process starts; tried 3 times")
-    assert not RunDir.of(recipe).eval.exists()
-    assert not list(RunDir.of(recipe).evaluations.iterdir())
+    assert not RunDir(recipe.run.path).eval.exists()
+    assert not list(RunDir(recipe.run.path).evaluations.iterdir())
 
 
 @pytest.mark.parametrize("lost", [1, 1000])
@@ -185,7 +184,7 @@ def test_no_score_is_written_of_answers_that_never_came(
     monkeypatch.setattr(module, "RETRY_S", 0.0)
     recipe = recipe_of(tmp_path, math=1, code=1)
     failures, begun = asyncio.run(scored(recipe, -lost))
-    rows = list(read_jsonl(RunDir.of(recipe).eval))
+    rows = list(read_jsonl(RunDir(recipe.run.path).eval))
     if lost == 1:
         assert (failures, begun, [row["pass_rate"] for row in rows]) == ([], 2, [1.0])
     else:
@@ -205,7 +204,7 @@ def test_the_run_ends_at_its_asymptote_if_the_recipe_says_so(tmp_path: Path, wan
     """Twenty scores on a curve that has come to its ceiling; the twenty-first is a perfect one."""
     recipe = recipe_of(tmp_path, math=1)
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"stop_at_asymptote": wanted})})
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     rundir.create()
     for step in range(21):
         rate = 1.0 / (1 + (2.0 / step) ** 3) if step else 0.0
@@ -230,7 +229,7 @@ def test_of_several_tasks_the_named_one_is_forecast_and_decides(tmp_path: Path, 
     run = recipe.run.model_copy(update={"stop_at_asymptote": True})
     evaluation = recipe.evaluation.model_copy(update={"forecast": forecast})
     recipe = recipe.model_copy(update={"run": run, "evaluation": evaluation})
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     rundir.create()
     for step in range(21):
         ceiling = 1.0 / (1 + (2.0 / step) ** 3) if step else 0.0
@@ -250,7 +249,7 @@ def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
     tree: dict[str, Any] = {"data": {"tasks": {"math": {"train": "", "heldout": ""}}}}
     tree |= {"evaluation": {"prompts": 9, "samples": 2, "servers": 3}, "run": {"name": "r", "dir": str(tmp_path)}}
     recipe = from_tree(tree)
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     rundir.create()
     journal = Journal.open(rundir.rollouts, 2, 1)
     journal.append(Session(session="s", time=0.0, devices=1, compute_unit="core"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.base.types import Rollout, Segment, float32, int32
-from megarl.core.sampling.interruption import joined, put_in, sampled, thinking_budget
+from megarl.core.sampling.length_control import joined, put_in, sampled, thinking_budget
 
 
 def rollout(segments: tuple[Segment, ...] | list[Segment]) -> Rollout:

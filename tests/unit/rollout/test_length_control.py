@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.core.base.contracts import Grade
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Prompt, float32, int32
 from megarl.core.recipe import Length, from_tree
+from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Completion, Job, Sampler
 from megarl.core.server.client import Generation, Span
 from megarl.core.server.membership import Membership
-from megarl.tasks.graders import overlong
-from megarl.tasks.graders.answer import Grade
 
 END, CLOSE = 0, 1
 PHRASE = [8, 8, CLOSE]
@@ -92,8 +92,8 @@ def test_without_it_one_leg_has_both_budgets(control: str) -> None:
     [(1, 0.0), (12_288, 0.0), (12_289, -1 / 2048), (13_312, -0.5), (14_336, -1.0), (15_000, -1.0)],
 )
 def test_penalty_is_a_straight_line_over_the_last_tokens(tokens: int, penalty: float) -> None:
-    assert overlong.penalty(tokens, 14_336, 2048) == pytest.approx(penalty)
-    assert overlong.penalty(tokens, 14_336, 2048) == np.clip((14_336 - tokens) / 2048 - 1, -1, 0)
+    assert length_control.overlong_penalty(tokens, 14_336, 2048) == pytest.approx(penalty)
+    assert length_control.overlong_penalty(tokens, 14_336, 2048) == np.clip((14_336 - tokens) / 2048 - 1, -1, 0)
 
 
 def test_only_right_answers_lose_and_only_if_the_recipe_says_so() -> None:
@@ -101,7 +101,7 @@ def test_only_right_answers_lose_and_only_if_the_recipe_says_so() -> None:
     sizes: dict[str, Any] = {"thinking_tokens": (10, 20), "answer_tokens": 4, "overlong_tokens": 8}
     length = Length(control="overlong_penalty", **sizes)
     assert length.completion_tokens == 24
-    assert [overlong.reward(right, n, length) for n in (16, 20, 24)] == [1.0, 0.5, 0.0]
-    assert [overlong.reward(wrong, n, length) for n in (16, 20, 24)] == [-1.0, -1.0, -1.0]
+    assert [length_control.reward(right, n, length) for n in (16, 20, 24)] == [1.0, 0.5, 0.0]
+    assert [length_control.reward(wrong, n, length) for n in (16, 20, 24)] == [-1.0, -1.0, -1.0]
     for control in ("interruption", "none"):
-        assert overlong.reward(right, 24, Length(control=control, **sizes)) == 1.0
+        assert length_control.reward(right, 24, Length(control=control, **sizes)) == 1.0

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.core.base.architecture import RoutedLayers
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Prompt, Rollout, Segment, decode, encode
 from megarl.core.recipe import from_tree
-from megarl.core.sampling.routing import RoutedLayers, routed_layers
-from megarl.core.sampling.sampler import Job, Sampler
+from megarl.core.sampling.sampler import Job, Sampler, routed_layers
 from megarl.core.server.client import Generation, ServerLost, Span
 
 LLAMA4 = {"num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.core.base.admission import Admission
+from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Prompt, float32, int32
 from megarl.core.controller.drawing import mixture_of
@@ -20,13 +21,12 @@ from megarl.core.journal.ledger import Ledger
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed
 from megarl.core.journal.state import State
 from megarl.core.recipe import Recipe, from_tree
-from megarl.core.sampling.interruption import thinking_budget
+from megarl.core.sampling.length_control import thinking_budget
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
 from megarl.core.server.client import Generation, ServerLost, Span
 from megarl.core.server.membership import Membership
-from megarl.tasks.data.prompts import TaskPrompts
-from megarl.tasks.graders.grader import Graders
+from megarl.tasks.graders.grader import TaskGraders
 
 END, CLOSE, B = 0, 1, 4
 STAGES = [{"until_step": 2, "thinking_tokens": [4, 6]}, {"until_step": 4, "thinking_tokens": [10, 12]}]
@@ -119,7 +119,7 @@ async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server
     members.published(0, 3, "a", "")
     asked, places, settled = server(), Places(members, 16), 0
     sampler = Sampler(recipe, Letters(), {0: asked}, places, Nobody())  # type: ignore[arg-type,dict-item]
-    graders = Graders(recipe.data, "</think>", str, 1, 1.0)
+    graders = TaskGraders(recipe.data, "</think>", str, 1, 1.0)
     ledger, done = Ledger(journal), asyncio.Event()
 
     def changed() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.lab.scaling.outlook import enough, outlook, words
+from megarl.core.evaluation.forecast import enough, words
+from megarl.lab.scaling.outlook import outlook
 
 A, B, C_MID, R_0 = 0.61, 1.92, 2542.0, 0.3
 

@@ -97,7 +97,7 @@ LLAMA4 = {
 def test_llama_4_without_its_vision_tower_is_always_ours(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, config=LLAMA4)
     for cuda in (False, True):
-        assert environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.shims.sglang_models"
+        assert environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.core.server.sglang_models"
     whole = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": LLAMA4 | {"architectures": None}}
     assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in environment(a_recipe(tmp_path, config=whole), 0, [0], cuda=True)
 

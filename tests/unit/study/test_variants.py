@@ -3,9 +3,8 @@
 import pytest
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.recipe import load
+from megarl.core.recipe import differences, load
 from megarl.lab.study.variants import leave_one_out, side_by_side
-from megarl.run.checks import differences
 
 
 def test_each_variant_changes_one_part() -> None:

@@ -4,10 +4,12 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from megarl.cli.roles import write_report
 from megarl.core import recipe as recipes
 from megarl.core.base.process import have_streams
 from megarl.core.base.rundir import RunDir
-from megarl.run import closing, restart, train
+from megarl.lab.preflight import check_inputs
+from megarl.run import restart, train
 from megarl.run.launcher import LocalLauncher, LocalProcess, Task
 from megarl.run.watch import Watch
 
@@ -31,10 +33,9 @@ class StandInLauncher(LocalLauncher):
 if __name__ == "__main__":
     have_streams()
     loaded = recipes.load(sys.argv[1])
-    train.chosen = lambda recipe, rundir: StandInLauncher(RunDir.of(loaded).path, sys.argv[2])
+    train.chosen = lambda recipe, rundir: StandInLauncher(RunDir(loaded.run.path).path, sys.argv[2])
     train.Watch = lambda start_s: Watch(start_s, stopped_s=1.0)
     train.WATCH_S = 0.2
     restart.LONGEST_DELAY_S = 0.1
-    if sys.argv[3:] != ["report"]:
-        closing.report = lambda rundir: None  # seconds of matplotlib, seen once
-    sys.exit(train.main(loaded))
+    report = write_report if sys.argv[3:] == ["report"] else lambda rundir: None  # seconds of matplotlib, seen once
+    sys.exit(train.main(loaded, check_inputs(loaded), report))

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import INDEX
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted
 from megarl.core.recipe import Recipe, dump, from_tree
-from megarl.lab.model_files import INDEX
-from megarl.run import checks, devices, inputs
+from megarl.lab import preflight
+from megarl.run import checks, devices
 from megarl.run.nodes import here
 from megarl.run.placement import place
 from megarl.run.train import endpoints_of, prepare
@@ -34,15 +35,15 @@ def changed(tree: Tree, **sections: Tree) -> Recipe:
 
 
 def test_all_is_there(recipe: Recipe) -> None:
-    checks.check_inputs(recipe)
-    checks.check_sft(recipe)
+    preflight.check_inputs(recipe)
+    preflight.check_sft(recipe)
 
 
 def test_missing_model(tree: Tree) -> None:
     with pytest.raises(
         MegarlError, match=r"model\.path: '/nowhere' is not a Hugging Face model directory.*hf download"
     ):
-        checks.check_inputs(changed(tree, model={"path": "/nowhere"}))
+        preflight.check_inputs(changed(tree, model={"path": "/nowhere"}))
 
 
 @pytest.mark.parametrize(
@@ -61,13 +62,13 @@ def test_missing_model(tree: Tree) -> None:
 def test_missing_parts_of_a_model(tree: Tree, damage: Callable[[Path], object], said: str) -> None:
     damage(Path(tree["model"]["path"]))
     with pytest.raises(MegarlError, match=said):
-        checks.check_all(from_tree(tree))
+        preflight.check_all(from_tree(tree))
 
 
 def test_the_recipe_of_a_cluster_does_not_start_on_a_login_node(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     most = changed(tree, resources={"servers": 3, "learner_ranks": 1, "threads": 4})
-    assert checks.check_all(most) == "3 servers, 1 rank, 0 GPUs"
+    assert preflight.check_all(most) == "3 servers, 1 rank, 0 GPUs"
     for resources in (
         {"servers": 64, "learner_ranks": 16, "threads": 8},
         {"servers": 1, "learner_ranks": 24},
@@ -76,12 +77,12 @@ def test_the_recipe_of_a_cluster_does_not_start_on_a_login_node(tree: Tree, monk
         with pytest.raises(
             MegarlError, match=r"^resources: .* threads, and this machine has no GPU and 2 cores; start"
         ):
-            checks.check_all(changed(tree, resources=resources))
-        checks.check_all(changed(tree, resources=resources | {"large_on_cpu": True}))
+            preflight.check_all(changed(tree, resources=resources))
+        preflight.check_all(changed(tree, resources=resources | {"large_on_cpu": True}))
     with pytest.raises(MegarlError, match=r"^resources: 24 learner ranks of 1 threads are 24 threads"):
-        checks.check_sft(changed(tree, resources={"learner_ranks": 24}))
+        preflight.check_sft(changed(tree, resources={"learner_ranks": 24}))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(80))))
-    assert checks.check_all(changed(tree, resources={"servers": 64, "learner_ranks": 16, "threads": 8})) == (
+    assert preflight.check_all(changed(tree, resources={"servers": 64, "learner_ranks": 16, "threads": 8})) == (
         "64 servers, 16 ranks, 80 GPUs"
     )
 
@@ -93,15 +94,15 @@ def test_a_large_model_needs_a_gpu(tree: Tree) -> None:
         file.truncate(8 + len(header) + 2 * (10**9 + 1))  # sparse: takes no room
     for dtype in ("bf16", "fp16"):
         with pytest.raises(MegarlError, match=rf"^model\.dtype: {dtype} for .* 1\.0B parameters, .* no GPU"):
-            checks.check_all(changed(tree, model={"dtype": dtype}))
-    checks.check_all(changed(tree, model={"dtype": "bf16"}, resources={"large_on_cpu": True}))
-    checks.check_all(changed(tree, model={"dtype": "fp32"}))
+            preflight.check_all(changed(tree, model={"dtype": dtype}))
+    preflight.check_all(changed(tree, model={"dtype": "bf16"}, resources={"large_on_cpu": True}))
+    preflight.check_all(changed(tree, model={"dtype": "fp32"}))
 
 
 def test_missing_reference(tree: Tree) -> None:
     with pytest.raises(MegarlError, match=r"reference\.path: '/nowhere' is not a Hugging Face model directory"):
-        checks.check_inputs(changed(tree, reference={"coefficient": 0.1, "path": "/nowhere"}))
-    checks.check_inputs(changed(tree, reference={"path": "/nowhere"}))  # none is built
+        preflight.check_inputs(changed(tree, reference={"coefficient": 0.1, "path": "/nowhere"}))
+    preflight.check_inputs(changed(tree, reference={"path": "/nowhere"}))  # none is built
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_missing_graders(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyP
     services = {"judge": {"url": "http://127.0.0.1:1/", "api_key_env": "MEGARL_NO_KEY"}}
     tasks = {"math": tree["data"]["tasks"]["math"] | task}
     with pytest.raises(MegarlError, match=words):
-        checks.check_inputs(changed(tree, data={"tasks": tasks, "services": services}))
+        preflight.check_inputs(changed(tree, data={"tasks": tasks, "services": services}))
 
 
 def test_a_loss_of_the_users(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,21 +130,21 @@ def test_a_loss_of_the_users(tree: Tree, tmp_path: Path, monkeypatch: pytest.Mon
     Path("my_losses.py").write_text(
         "def good(tokens, settings):\n    return -tokens.logp * tokens.advantage, {}\nbad = 3\n"
     )
-    checks.check_own_loss(changed(tree, loss={"kind": "my_losses:good"}))
+    preflight.check_own_loss(changed(tree, loss={"kind": "my_losses:good"}))
     with pytest.raises(MegarlError, match=r"^loss\.kind: my_losses:bad is a int and cannot be called; see docs"):
-        checks.check_inputs(changed(tree, loss={"kind": "my_losses:bad"}))
+        preflight.check_inputs(changed(tree, loss={"kind": "my_losses:bad"}))
 
 
 def test_missing_warm_start(tree: Tree) -> None:
     with pytest.raises(MegarlError, match=r"model\.path: .*run `megarl sft` with this recipe first"):
-        checks.check_inputs(changed(tree, model={"path": "/nowhere"}, sft={"output": "/nowhere"}))
+        preflight.check_inputs(changed(tree, model={"path": "/nowhere"}, sft={"output": "/nowhere"}))
 
 
 def test_missing_critic(tree: Tree) -> None:
     critic = {"critic": {"path": "/nowhere"}}
-    checks.check_inputs(changed(tree, **critic))  # nothing asks for it
+    preflight.check_inputs(changed(tree, **critic))  # nothing asks for it
     with pytest.raises(MegarlError, match=r"critic\.path: '/nowhere' is not a Hugging Face model directory"):
-        checks.check_inputs(changed(tree, **critic, batch={"centring": "critic", "zero_variance": "keep"}))
+        preflight.check_inputs(changed(tree, **critic, batch={"centring": "critic", "zero_variance": "keep"}))
 
 
 def test_missing_data(tree: Tree) -> None:
@@ -151,24 +152,24 @@ def test_missing_data(tree: Tree) -> None:
     with pytest.raises(
         MegarlError, match=r"data\.tasks\.math\.heldout: 'x/held\.jsonl' is not a file.*megarl data arithmetic x"
     ):
-        checks.check_inputs(changed(tree, data={"tasks": tasks}))
+        preflight.check_inputs(changed(tree, data={"tasks": tasks}))
     math = tree["data"]["tasks"]["math"] | {"heldout": 3}
-    checks.check_inputs(changed(tree, data={"tasks": {"math": math}}))
+    preflight.check_inputs(changed(tree, data={"tasks": {"math": math}}))
     with pytest.raises(MegarlError, match=r"data\.decontaminate: 'aime\.parquet' is not a file"):
-        checks.check_inputs(changed(tree, data={"tasks": {"math": math}, "decontaminate": ["aime.parquet"]}))
+        preflight.check_inputs(changed(tree, data={"tasks": {"math": math}, "decontaminate": ["aime.parquet"]}))
     with pytest.raises(MegarlError, match=r"the model has no chat template"):
-        checks.check_inputs(changed(tree, data={"tasks": {"math": math | {"template": "chat"}}}))
+        preflight.check_inputs(changed(tree, data={"tasks": {"math": math | {"template": "chat"}}}))
     with pytest.raises(MegarlError, match=r"data\.tasks: there is none; give one"):
-        checks.check_inputs(changed(tree, data={"tasks": {}}))
+        preflight.check_inputs(changed(tree, data={"tasks": {}}))
     with pytest.raises(MegarlError, match=r"sft\.data: 'gone' is not a file"):
-        checks.check_sft(changed(tree, sft={"data": "gone"}))
+        preflight.check_sft(changed(tree, sft={"data": "gone"}))
 
 
 def test_a_warm_start_on_more_ranks_than_the_machine_has_gpus(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    checks.check_sft(changed(tree, resources={"learner_ranks": 2}))
+    preflight.check_sft(changed(tree, resources={"learner_ranks": 2}))
     with pytest.raises(MegarlError, match=r"resources\.learner_ranks: 4 ranks, and this machine, .* has 2 GPUs; set"):
-        checks.check_sft(changed(tree, resources={"learner_ranks": 4}))
+        preflight.check_sft(changed(tree, resources={"learner_ranks": 4}))
 
 
 def test_port_in_use(tree: Tree) -> None:
@@ -179,11 +180,11 @@ def test_port_in_use(tree: Tree) -> None:
         with pytest.raises(
             MegarlError, match=rf"serving\.port: cannot listen on 127\.0\.0\.1:{port}: Address already in use"
         ):
-            checks.check_all(changed(tree, serving={"port": port}))
+            preflight.check_all(changed(tree, serving={"port": port}))
         for first in (port, port - 1):  # the controller's, the learner's
             with pytest.raises(MegarlError, match=rf"monitor\.prometheus_port: cannot listen on 127\.0\.0\.1:{port}"):
-                checks.check_all(changed(tree, monitor={"prometheus": True, "prometheus_port": first}))
-        checks.check_all(changed(tree, monitor={"prometheus_port": port}))
+                preflight.check_all(changed(tree, monitor={"prometheus": True, "prometheus_port": first}))
+        preflight.check_all(changed(tree, monitor={"prometheus_port": port}))
 
 
 def test_metrics_have_addresses_and_a_key_if_they_are_wanted(tree: Tree) -> None:
@@ -206,7 +207,7 @@ def test_metrics_have_addresses_and_a_key_if_they_are_wanted(tree: Tree) -> None
 def test_what_saves_a_gpus_memory_needs_one(tree: Tree, key: str, value: Any) -> None:
     model = {"dtype": "bf16"} if key == "optimizer_offload" else {}
     with pytest.raises(MegarlError, match=rf"learner\.{key}: .* there is none here"):
-        checks.check_all(changed(tree, learner={key: value}, model=model))
+        preflight.check_all(changed(tree, learner={key: value}, model=model))
 
 
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,7 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_new_run(recipe: Recipe) -> None:
-    assert checks.check_history(recipe, RunDir.of(recipe), {}) is False
+    assert checks.check_history(recipe, RunDir(recipe.run.path), {}) is False
 
 
 def test_run_is_not_overwritten(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
@@ -317,7 +318,7 @@ def test_contents_are_compared_with_those_the_run_began_with(tree: Tree, write_r
     rundir = write_run(1)
     tree["run"]["resume"] = "auto"
     recipe = from_tree(tree)
-    rundir.fingerprints.write_bytes(inputs.stored(checks.check_inputs(recipe)))
+    rundir.fingerprints.write_bytes(checks.stored_fingerprints(preflight.check_inputs(recipe)))
     folder = Path(recipe.model.path)
     train = Path(recipe.data.tasks["math"].train)
 
@@ -327,10 +328,10 @@ def test_contents_are_compared_with_those_the_run_began_with(tree: Tree, write_r
         assert old in before
         path.write_bytes(before.replace(old, new))
         with pytest.raises(MegarlError, match="not what the run began with") as error:
-            checks.check_history(recipe, rundir, checks.check_inputs(recipe))
+            checks.check_history(recipe, rundir, preflight.check_inputs(recipe))
         path.write_bytes(before)
         os.utime(path, (1, 1))
-        assert checks.check_history(recipe, rundir, checks.check_inputs(recipe))
+        assert checks.check_history(recipe, rundir, preflight.check_inputs(recipe))
         return str(error.value).partition("\n")[0]
 
     assert changes(folder / "model.safetensors", bytes(12), bytes(11) + b"1").startswith("model.path: weights: not")
@@ -341,16 +342,16 @@ def test_contents_are_compared_with_those_the_run_began_with(tree: Tree, write_r
     assert changes(train, b'"answer": "3"', b'"answer": "4"').startswith("data.tasks.math.train: prompts: not")
     assert changes(train, b'"prompt": "2+1="', b'"prompt": "2+2="').startswith("data.tasks.math.train: prompts: not")
     train.write_bytes(b"\n" + train.read_bytes().replace(b": ", b":"))  # the same rows
-    assert checks.check_history(recipe, rundir, checks.check_inputs(recipe))
+    assert checks.check_history(recipe, rundir, preflight.check_inputs(recipe))
     rundir.fingerprints.unlink()
     with pytest.raises(MegarlError, match=r"fingerprints\.json: is gone"):
-        checks.check_history(recipe, rundir, checks.check_inputs(recipe))
+        checks.check_history(recipe, rundir, preflight.check_inputs(recipe))
 
 
 def test_large_weights_are_known_by_a_sample(tree: Tree) -> None:
     recipe = from_tree(tree)
     weights = Path(recipe.model.path) / "model.safetensors"
-    size = 4 * inputs.WHOLE + 12_345
+    size = 4 * preflight.WHOLE + 12_345
 
     def fingerprint(at: int) -> str:
         """With one byte changed there, of a sparse file of zeros."""
@@ -358,9 +359,9 @@ def test_large_weights_are_known_by_a_sample(tree: Tree) -> None:
             file.truncate(size)
             file.seek(at)
             file.write(b"1")
-        return inputs.read_inputs(recipe)["model.path: weights"]
+        return preflight.read_inputs(recipe)["model.path: weights"]
 
-    places = [0, inputs.BLOCK - 1, size // 3, size - inputs.BLOCK, size - 1]
+    places = [0, preflight.BLOCK - 1, size // 3, size - preflight.BLOCK, size - 1]
     assert len({fingerprint(at) for at in places}) == len(places)
 
 
@@ -397,33 +398,33 @@ def test_all_that_is_given_is_read_before_anything_starts(
 ) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(MegarlError, match=said) as error:
-        checks.check_inputs(recipe)
+        preflight.check_inputs(recipe)
     assert str(tmp_path / name.partition("/")[0]) in str(error.value)
     assert len(str(error.value)) < 1_500
 
 
 def test_lengths_that_servers_would_refuse_are_refused_before(tree: Tree) -> None:
-    checks.check_all(from_tree(tree))
+    preflight.check_all(from_tree(tree))
     with pytest.raises(MegarlError, match=r"serving\.kv_tokens: 1 cannot hold one longest sequence"):
-        checks.check_all(changed(tree, serving={"kv_tokens": 1}))
+        preflight.check_all(changed(tree, serving={"kv_tokens": 1}))
 
 
 def test_a_configuration_whose_values_are_of_other_types(recipe: Recipe) -> None:
     file = Path(recipe.model.path) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": "many"}))
     with pytest.raises(MegarlError, match=r"config\.json: not a model's configuration: '<' not supported"):
-        checks.check_all(recipe)
+        preflight.check_all(recipe)
 
 
 def test_a_folder_that_cannot_be_written_in(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    checks.check_all(changed(tree, run={"dir": str(tmp_path / "not" / "yet")}))
+    preflight.check_all(changed(tree, run={"dir": str(tmp_path / "not" / "yet")}))
     for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
         with pytest.raises(MegarlError, match=r"run\.dir: cannot write in .*/file; give another"):
-            checks.check_all(changed(tree, run={"dir": str(folder)}))
+            preflight.check_all(changed(tree, run={"dir": str(folder)}))
     monkeypatch.setattr("os.access", lambda path, mode: False)  # a file system that was mounted to be read
     with pytest.raises(MegarlError, match=r"run\.dir: cannot write in "):
-        checks.check_all(from_tree(tree))
+        preflight.check_all(from_tree(tree))
 
 
 def test_differences_are_dotted(tree: Tree) -> None:

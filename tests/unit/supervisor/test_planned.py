@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
-from megarl.core.models import shapes
 from megarl.core.recipe import load
 from megarl.lab.planning import command
 from megarl.lab.planning.layouts import search
@@ -15,7 +15,7 @@ from megarl.lab.planning.planned import ALONE, planned
 
 @pytest.fixture
 def overrides(tmp_path: Path) -> list[str]:
-    shutil.copy(Path(shapes.__file__).parent / "configs" / "qwen3-1.7b.json", tmp_path / "config.json")
+    shutil.copy(Path(architecture.__file__).parent / "configs" / "qwen3-1.7b.json", tmp_path / "config.json")
     return [f"model.path={tmp_path}", *ALONE.split()]
 
 

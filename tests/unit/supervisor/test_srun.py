@@ -26,7 +26,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def choice(recipe: Recipe, launcher: str = "auto") -> type:
     changed = recipe.model_copy(update={"run": recipe.run.model_copy(update={"launcher": launcher})})
-    return type(chosen(changed, RunDir.of(recipe)))
+    return type(chosen(changed, RunDir(recipe.run.path)))
 
 
 def test_choice(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from megarl.cli import main
 from megarl.core.base.rundir import RunDir, append_jsonl
 from megarl.core.recipe import Recipe
-from megarl.lab.report import summary
+from megarl.run import summary
 from megarl.run.closing import Death, causes
 from megarl.run.restart import Role
 from megarl.run.status import roles_of

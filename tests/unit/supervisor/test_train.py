@@ -26,7 +26,7 @@ class Life:
 
     def __init__(self, recipe: Recipe, folder: Path, steps: int, report: bool, before: str = "") -> None:
         """before: what the shell does before it becomes the supervisor."""
-        self.rundir = RunDir.of(recipe)
+        self.rundir = RunDir(recipe.run.path)
         file = folder / "recipe.yaml"
         file.write_text(dump(recipe))
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -94,7 +94,7 @@ def nobody(pids: list[int], ended: float = math.inf) -> bool:
 
 def marked(recipe: Recipe, what: str) -> RunDir:
     """Its run, whose learner will find itself to be so."""
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     rundir.path.mkdir(parents=True)
     (rundir.path / what).touch()
     return rundir

@@ -34,7 +34,7 @@ def text(shown: Frame) -> str:
 
 
 def test_before_anything_is_written(recipe: Recipe) -> None:
-    rundir = RunDir.of(recipe)
+    rundir = RunDir(recipe.run.path)
     rundir.create()
     shown = frame(recipe, rundir)
     assert phase(shown) == "starting all roles"

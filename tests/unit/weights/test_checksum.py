@@ -5,8 +5,8 @@ import hashlib
 import torch
 from torch import Tensor
 
+from megarl.core.server.served import place
 from megarl.core.weights.checksum import SentChecksums, differing
-from megarl.core.weights.served import place
 
 
 def sha(tensor: Tensor) -> str:

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.core.base.rundir import RunDir, latest_rows, latest_scores
+from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.core.telemetry import warnings
-from megarl.lab.scaling.outlook import words
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""How long a rollout may think, and what is put in when its time is up. Pure functions of tokens and text.
+"""How long a rollout may think, what is put in when its time is up, what length costs. Pure functions of tokens and text.
 
     thinking leg   at most `thinking_budget` tokens, ends by the end token alone (no stop strings)
       ended by itself ──────────────────────────────► done, "stop"
@@ -14,7 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megarl.core.base.contracts import Grade
 from megarl.core.base.types import Segment
+from megarl.core.recipe import Length
 
 
 def thinking_budget(seed: int, ticket: int, sample: int, bounds: tuple[int, int]) -> int:
@@ -57,3 +59,21 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
         )
         for run in runs
     )
+
+
+def overlong_penalty(tokens: int, longest: int, cache: int) -> float:
+    """What a right answer of so many tokens loses, between -1 and 0.
+
+        clip((L_max - |y|) / L_cache - 1, -1, 0)        0 up to L_max - L_cache tokens, -1 at L_max, a straight line between
+
+    DAPO (arXiv 2503.14476), as ScaleRL's baselines have it (arXiv 2510.13786): for correct traces only. L_max is `longest`, the
+    longest completion there can be (`Length.completion_tokens`); L_cache is `cache`, `length.overlong_tokens`.
+    """
+    return min(0.0, max(-1.0, (longest - tokens) / cache - 1))
+
+
+def reward(grade: Grade, tokens: int, length: Length) -> float:
+    """The grade's reward, less the penalty if the recipe has it and the answer is right."""
+    if length.control != "overlong_penalty" or not grade.correct:
+        return grade.reward
+    return grade.reward + overlong_penalty(tokens, length.completion_tokens, length.overlong_tokens)

@@ -8,7 +8,7 @@ Without a GPU also:
                 and RoPE layers attend beyond their chunk
     experts     the router's weight on the input of an expert is not implemented, and choosing experts asks for a compiler
 
-How the server holds the tensors: megarl/core/weights/served.py.
+How the server holds the tensors: megarl/core/server/served.py.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.models import llama4
 from torch import Tensor
 
-from megarl.core.weights.served import rotary_order
+from megarl.core.server.served import rotary_order
 
 
 class Llama4ForCausalLM(llama4.Llama4ForCausalLM):

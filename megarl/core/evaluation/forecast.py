@@ -1,0 +1,34 @@
+"""The forecast in a row of eval.jsonl, in words. Whoever starts the controller gives it the function that makes one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Forecast = Callable[[Sequence[Row], Sequence[Row], int, str], Row]
+"""From the rows of eval.jsonl so far, those of metrics.jsonl, run.steps and the column that is forecast to the forecast's own
+columns; empty while there is none."""
+PASS_RATE = "pass_rate"
+FURTHER_HOURS = {"gpu": 1000.0, "core": 1.0}
+"""Compute whose gain a forecast tells, by its unit."""
+
+
+def enough(row: Row) -> str:
+    """Why the run may as well stop, in words, of a row of eval.jsonl that says so."""
+    gain, noise = f"{_of(row)}{row['predicted_next_gain']:.4f}", f"{row['evaluation_noise']:.4f}"
+    return f"the next tenth of the budget is predicted to bring {gain}, less than the noise of an evaluation ({noise})"
+
+
+def words(row: Row) -> str:
+    """The outlook in a row of eval.jsonl, for people; empty where it has none."""
+    if "predicted_final" not in row:
+        return ""
+    low, high, unit = row["predicted_final_low"], row["predicted_final_high"], row["compute_unit"]
+    gain = f"{row['predicted_gain']:+.3f} in {FURTHER_HOURS[unit]:,.0f} {'GPU' if unit == 'gpu' else 'core'} h"
+    ceiling = f"ceiling {row['predicted_asymptote']:.3f}"
+    return f"{_of(row)}{row['predicted_final']:.3f} ({low:.3f}–{high:.3f}) at the end · {ceiling} · {gain}"
+
+
+def _of(row: Row) -> str:
+    """Whose pass rate is forecast, where there are several."""
+    of = row.get("predicted_score", PASS_RATE).removeprefix(PASS_RATE).removeprefix("/")
+    return f"{of} " if of else ""

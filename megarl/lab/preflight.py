@@ -1,0 +1,213 @@
+"""What `megarl train` and `megarl sft` are given, read whole before anything starts; each fault is one `MegarlError` that says
+what to do.
+
+    model.path, reference.path, critic.path ──► config.json, tokenizer, weights ─┐
+    data.tasks ──► prompts as the model sees them, with answers ─────────────────┼─► fingerprints (run/checks.py)
+    evaluation.suites ──► questions, which a resumed run may change
+
+Files of up to WHOLE bytes count with all their bytes; of larger ones (shards of weights) the size and BLOCKS blocks, spread
+evenly from the first byte to the last, so that a checkpoint of a terabyte is known within seconds.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from megarl.core.base import architecture
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import parameters
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.base.types import Prompt, encode
+from megarl.core.recipe import Recipe
+from megarl.core.recipe.combinations import LOSSES
+from megarl.core.telemetry import wandb_writer
+from megarl.run import checks, devices
+from megarl.run.checks import Fingerprints
+from megarl.tasks.data import sources
+from megarl.tasks.data.chat import load_chat
+from megarl.tasks.data.prompts import load_tasks
+
+WHOLE = 64 << 20
+BLOCKS, BLOCK = 16, 1 << 20
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def check_inputs(recipe: Recipe) -> Fingerprints:
+    """What the recipe names exists and can be read. What it is known by."""
+    if not _is_model(recipe.model.path):
+        raise MegarlError(_no_model(recipe))
+    _check_files("model.path", recipe.model.path)
+    for key, used, path in (
+        ("reference.path", recipe.reference.coefficient > 0, recipe.reference.path),
+        ("critic.path", recipe.has_critic, recipe.critic.path),
+    ):
+        if used and path and not _is_model(path):
+            raise MegarlError(
+                f"{key}: {path!r} is not a Hugging Face model directory (no config.json in it); leave it empty for model.path"
+            )
+        if used and path:
+            _check_files(key, path, tokenizer=False)
+    if not recipe.data.tasks:
+        raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
+    _check_sources(recipe)
+    _check_graders(recipe)
+    if recipe.loss.kind not in LOSSES:
+        check_own_loss(recipe)
+    wandb_writer.check(recipe)
+    return read_inputs(recipe)
+
+
+def check_all(recipe: Recipe) -> str:
+    """All that `megarl train` checks, without starting anything or writing; what it would start. Other nodes of a Slurm job
+    are not asked."""
+    fingerprints = check_inputs(recipe)
+    return checks.check_start(recipe, fingerprints)
+
+
+def check_sft(recipe: Recipe) -> str:
+    """What `megarl sft` reads exists, and its ranks fit; what it would start."""
+    if not _is_model(recipe.sft.init):
+        raise MegarlError(f"sft.init: {recipe.sft.init!r} is not a Hugging Face model directory (no config.json in it)")
+    _check_files("sft.init", recipe.sft.init)
+    wrong = sources.problem(recipe.sft.data)
+    if wrong:
+        raise MegarlError(f"sft.data: {wrong}; give rows of prompt and completion, or of messages")
+    for source in recipe.data.decontaminate:
+        if wrong := sources.problem(source):
+            raise MegarlError(f"data.decontaminate: {wrong}")
+    if not recipe.sft.output:
+        raise MegarlError("sft.output: say where the trained model is to be written")
+    ranks, here = recipe.resources.learner_ranks, len(devices.gpus())
+    if 0 < here < ranks:
+        raise MegarlError(
+            f"resources.learner_ranks: {ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs; set "
+            f"resources.learner_ranks={here}"
+        )
+    if not here:
+        checks.check_cpu(recipe, recipe.sft.init, {"learner ranks": ranks}, len(os.sched_getaffinity(0)))
+    return f"{ranks} rank{'s' * (ranks != 1)}, {min(here, ranks)} GPU{'s' * (min(here, ranks) != 1)}"
+
+
+def _check_files(key: str, path: str, tokenizer: bool = True) -> None:
+    """A model's weights are there and whole, and its tokenizer can be loaded."""
+    try:
+        parameters(Path(path))
+        if tokenizer:
+            load_tokenizer(path)
+    except MegarlError as error:
+        raise MegarlError(f"{key}: {error}") from None
+
+
+def _check_sources(recipe: Recipe) -> None:
+    """Files of prompts are there, and the model has the template that a task wants around them."""
+    named = [(f"data.tasks.{name}.train", task.train) for name, task in recipe.data.tasks.items()]
+    named += [
+        (f"data.tasks.{name}.heldout", task.heldout)
+        for name, task in recipe.data.tasks.items()
+        if isinstance(task.heldout, str)
+    ]
+    named += [(f"evaluation.suites.{name}.data", suite.data) for name, suite in recipe.evaluation.suites.items()]
+    for key, source in [*named, *(("data.decontaminate", source) for source in recipe.data.decontaminate)]:
+        wrong = sources.problem(source)
+        if wrong:
+            made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
+            raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
+    asked = [*recipe.data.tasks.values(), *recipe.evaluation.sampled.values()]
+    if any(rows.template == "chat" for rows in asked):
+        load_chat(recipe.model.path)
+
+
+def _check_graders(recipe: Recipe) -> None:
+    """Sandbox, functions and keys are there; the controller, which needs them, starts with this environment."""
+    from megarl.tasks.graders.grader import check_graders  # it brings aiohttp
+
+    check_graders(recipe.data, recipe.evaluation.sampled)
+
+
+def check_own_loss(recipe: Recipe) -> None:
+    """It can be imported and is a loss; looked at in another process, for it brings torch, and importing may do anything."""
+    from megarl.tasks.graders.functions import IMPORT_LIMIT_S, environment  # it brings aiohttp
+
+    code = (
+        "import sys; from megarl.core.recipe import Loss; from megarl.core.algorithm.losses.own import own; "
+        "own(Loss.model_validate_json(sys.argv[1], strict=False))"
+    )
+    words = [sys.executable, "-c", code, recipe.loss.model_dump_json()]
+    try:
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise MegarlError(f"loss.kind: {recipe.loss.kind} was not imported within {IMPORT_LIMIT_S:g} s") from None
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise MegarlError(said.removeprefix("megarl.core.base.errors.MegarlError: "))
+
+
+def read_inputs(recipe: Recipe) -> Fingerprints:
+    """Of all that decides what the run's steps are. MegarlError for what cannot be read."""
+    architecture.read(recipe.model.path)
+    tokenizer = load_tokenizer(recipe.model.path)
+    found = {"model.path: tokenizer": _of_files(Path(recipe.model.path) / name for name in TOKENIZER)}
+    models = {"model.path": recipe.model.path}
+    if recipe.reference.coefficient and recipe.reference.path:
+        models["reference.path"] = recipe.reference.path
+    if recipe.has_critic and recipe.critic.path:
+        models["critic.path"] = recipe.critic.path
+    for key, path in models.items():
+        folder = Path(path)
+        found[f"{key}: config.json"] = _of_files([folder / "config.json"])
+        found[f"{key}: weights"] = _of_files(
+            [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.safetensors.index.json"))]
+        )
+    for name, prompts in load_tasks(recipe, tokenizer).items():
+        found[f"data.tasks.{name}.train: prompts"] = _of_prompts(prompts.train)
+        found[f"data.tasks.{name}.heldout: prompts"] = _of_prompts(prompts.heldout)
+    if recipe.evaluation.suites:
+        from megarl.lab.evaluation import suites  # it brings scipy
+
+        for name, suite in recipe.evaluation.suites.items():
+            suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
+    return found
+
+
+def _of_files(paths: Iterable[Path]) -> str:
+    """Of those that exist: names, sizes and contents, of large ones a sample."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                found.update(f"{path.name}\0{size}\0".encode())
+                if size <= WHOLE:
+                    found.update(file.read())
+                    continue
+                for n in range(BLOCKS):
+                    file.seek(n * (size - BLOCK) // (BLOCKS - 1))
+                    found.update(file.read(BLOCK))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None
+    return found.hexdigest()
+
+
+def _of_prompts(prompts: Iterable[Prompt]) -> str:
+    """Of all that is known of each, in their order."""
+    found = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        found.update(encode(prompt))
+    return found.hexdigest()
+
+
+def _is_model(path: str) -> bool:
+    return bool(path) and os.path.isfile(Path(path) / "config.json")
+
+
+def _no_model(recipe: Recipe) -> str:
+    path = recipe.model.path
+    text = f"model.path: {path!r} is not a Hugging Face model directory (no config.json in it)"
+    if path and path == recipe.sft.output:
+        return f"{text}; it is what the warm start writes: run `megarl sft` with this recipe first (`make quickstart` does)"
+    return f"{text}; download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one you have"

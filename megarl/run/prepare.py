@@ -1,0 +1,108 @@
+"""What the roles read before anything else: RUN/recipe.yaml, RUN/endpoints.json, and for Prometheus RUN/prometheus/:
+
+    targets.json     file_sd: the addresses of controller, learner and servers, with labels `run`, `role` and `server`
+    key              what they want to hear (mode 0600), new at each start
+    prometheus.yml   a configuration that uses both: `prometheus --config.file=RUN/prometheus/prometheus.yml`
+
+Prometheus reads the first two anew by itself, so a run that goes on with other ports is followed.
+"""
+
+import json
+import secrets
+import shutil
+import uuid
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, write_atomically
+from megarl.core.recipe import Recipe, dump
+from megarl.run import devices
+from megarl.run.checks import Fingerprints, stored_fingerprints
+from megarl.run.placement import Place
+from megarl.run.restart import Role
+
+CONFIGURATION = """\
+scrape_configs:
+  - job_name: megarl
+    scrape_interval: 5s
+    authorization: {credentials_file: key}
+    file_sd_configs: [{files: [targets.json]}]
+"""
+
+
+def prepare(
+    recipe: Recipe, rundir: RunDir, placed: Mapping[Role, Place], fingerprints: Fingerprints, resumed: bool
+) -> Endpoints:
+    """What the roles read before anything else. The recipe says `resume: auto`: a role that starts again goes on."""
+    rundir.create()
+    if not resumed:  # of a start that came to nothing, perhaps with another batch
+        for file in rundir.rollouts.glob("[0-9]*.journal"):
+            file.unlink()
+    for file in (rundir.stop_file, rundir.failure_file, rundir.status, rundir.summary):
+        file.unlink(missing_ok=True)
+    again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
+    write_atomically(rundir.fingerprints, stored_fingerprints(fingerprints))
+    write_atomically(rundir.recipe, dump(again).encode())
+    endpoints = endpoints_of(recipe, placed)
+    rundir.write_endpoints(endpoints)
+    write_targets(recipe, rundir, endpoints)
+    return endpoints
+
+
+def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
+    """Addresses on the nodes where the roles listen, with ports that were free there; new keys."""
+    free = {node.name: iter(node.ports) for of in placed.values() for node in of.nodes}
+
+    def address(role: Role, fixed: int | None = None) -> tuple[str, int]:
+        node = placed[role].nodes[0]
+        return node.address, next(free[node.name]) if fixed is None else fixed
+
+    def metrics(role: Role, after: int) -> str:
+        port = recipe.monitor.prometheus_port
+        return (
+            "{}:{}".format(*address(role, None if port is None else port + after)) if recipe.monitor.prometheus else ""
+        )
+
+    first = recipe.serving.port
+    servers = [
+        address(Role("server", i), None if first is None else first + i) for i in range(recipe.resources.servers)
+    ]
+    rendezvous_host, rendezvous_port = address(Role("learner"))
+    return Endpoints(
+        session=uuid.uuid4().hex,
+        controller="tcp://{}:{}".format(*address(Role("controller"))),
+        servers=tuple(f"http://{host}:{port}" for host, port in servers),
+        api_key=secrets.token_hex(16),
+        admin_key=secrets.token_hex(16),
+        link=LinkKeys.new(),
+        rendezvous_host=rendezvous_host,
+        rendezvous_port=rendezvous_port,
+        learner_nodes=len(placed[Role("learner")].nodes),
+        gpus=devices.needed(recipe) if placed[Role("learner")].gpus else 0,
+        controller_metrics=metrics(Role("controller"), 0),
+        learner_metrics=metrics(Role("learner"), 1),
+        metrics_key=secrets.token_hex(16) if recipe.monitor.prometheus else "",
+    )
+
+
+def write_targets(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
+    """RUN/prometheus/; those of an earlier life are taken away if nobody answers in this one."""
+    if not recipe.monitor.prometheus:
+        shutil.rmtree(rundir.prometheus, ignore_errors=True)
+        return
+    found = [
+        _target(recipe, endpoints.controller_metrics, role="controller"),
+        _target(recipe, endpoints.learner_metrics, role="learner"),
+        *(
+            _target(recipe, urlsplit(url).netloc, role="server", server=str(n))
+            for n, url in enumerate(endpoints.servers)
+        ),
+    ]
+    rundir.prometheus.mkdir(exist_ok=True)
+    write_atomically(rundir.prometheus / "key", endpoints.metrics_key.encode(), mode=0o600)
+    write_atomically(rundir.prometheus / "targets.json", json.dumps(found, indent=1).encode())
+    write_atomically(rundir.prometheus / "prometheus.yml", CONFIGURATION.encode())
+
+
+def _target(recipe: Recipe, address: str, **labels: str) -> dict[str, object]:
+    return {"targets": [address], "labels": {"run": recipe.run.name} | labels}
