@@ -26,6 +26,7 @@ from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Completion, Job, Sampler, Void
 from megarl.core.server.client import Generation, ServerLost, Span
 from megarl.core.server.membership import Membership
+from megarl.tasks.environments.registry import TaskEnvironments
 from tests.unit.environments import scripted
 from tests.unit.environments.scripted import CALL, Near, Script
 
@@ -142,7 +143,7 @@ def play(recipe: Recipe, servers: Servers, script: Script) -> Completion | None:
     async def run() -> Completion:
         places = Places(servers.members, 4)
         clients = {n: servers.client(n) for n in range(3)}
-        sampler = Sampler(recipe, Letters(), clients, places, Nobody())  # type: ignore[arg-type]
+        sampler = Sampler(recipe, Letters(), clients, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type]
         job = Job(
             PROMPT, (1, 0, 0), lambda server, version: version >= DUE - LAG, "", recipe.length.thinking_tokens[1], 1.0, 1.0,
             placed.append, ROUTED,
@@ -285,7 +286,9 @@ def say(
     members.published(0, 3, "a", "")
 
     async def run() -> Completion:
-        sampler = Sampler(recipe, Letters(), {0: server}, Places(members, 1), Nobody())  # type: ignore[arg-type,dict-item]
+        sampler = Sampler(
+            recipe, Letters(), {0: server}, Places(members, 1), Nobody(), TaskEnvironments(recipe, Letters())
+        )  # type: ignore[arg-type,dict-item]
         return await sampler.complete(Job(PROMPT, (1, 0, 0), lambda *_: True, "", chosen["thinking"], 1.0, 1.0))
 
     return asyncio.run(run()), server
@@ -358,7 +361,9 @@ def test_one_that_fails_ends_the_rollout_as_a_grader_that_is_down_does() -> None
 
     async def run() -> None:
         places = Places(members, 1)
-        sampler = Sampler(recipe, Letters(), {0: OneTurnEach([[4, END]])}, places, Nobody())  # type: ignore[arg-type,dict-item]
+        sampler = Sampler(
+            recipe, Letters(), {0: OneTurnEach([[4, END]])}, places, Nobody(), TaskEnvironments(recipe, Letters())
+        )  # type: ignore[arg-type,dict-item]
         prompt = Prompt(id="", tokens=PROMPT.tokens, answer="", task="step")
         with pytest.raises(GraderDown, match=r"data\.tasks\.step: environment .*: step failed: KeyError"):
             await sampler.complete(Job(prompt, (1, 0, 0), lambda *_: True, "", 20, 1.0, 1.0))

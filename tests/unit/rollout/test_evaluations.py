@@ -16,7 +16,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt, int32
 from megarl.core.controller import evaluations as module
 from megarl.core.controller.compute import ComputeClock, Spent
-from megarl.core.controller.evaluations import TRIES, Evaluations, questions_of, row
+from megarl.core.controller.evaluations import TRIES, Evaluations, row
 from megarl.core.evaluation.answers import SuiteDir, read_answers
 from megarl.core.evaluation.metrics import Outcome
 from megarl.core.evaluation.score import Sampled, choose
@@ -27,6 +27,8 @@ from megarl.core.recipe import Recipe, Suite, from_tree
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Completion
 from megarl.core.server.membership import Membership
+from megarl.lab.evaluation.suites import questions_of
+from megarl.lab.scaling.outlook import forecast
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 
 MADE = character_tokenizer()
@@ -126,7 +128,7 @@ async def scored(recipe: Recipe, down: int, stops: list[str] | None = None, vers
     failures: list[str] = []
     ledger, answers = Ledger(journal), Answers(down)
     evaluations = Evaluations(
-        recipe, rundir, journal.state, questions(recipe, 4), TOKENIZER, members,
+        recipe, rundir, journal.state, questions(recipe, 4), forecast, TOKENIZER, members,
         Places(members, 1), answers, answers, ledger,  # type: ignore[arg-type]
         ComputeClock(journal.state, recipe.resources), lambda: None, failures.append,
         (stops if stops is not None else []).append, "",
@@ -261,7 +263,7 @@ def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
         members.published(n, 0, "a", "")
     ledger, answers = Ledger(journal), Answers(0)
     evaluations = Evaluations(
-        recipe, rundir, journal.state, questions(recipe, 9), TOKENIZER, members, Places(members, 1), answers, answers,  # type: ignore[arg-type]
+        recipe, rundir, journal.state, questions(recipe, 9), forecast, TOKENIZER, members, Places(members, 1), answers, answers,  # type: ignore[arg-type]
         ledger, ComputeClock(journal.state, recipe.resources), lambda: None, [].append, [].append, "",
     )  # fmt: skip
 

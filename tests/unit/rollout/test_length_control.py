@@ -16,6 +16,7 @@ from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Completion, Job, Sampler
 from megarl.core.server.client import Generation, Span
 from megarl.core.server.membership import Membership
+from megarl.tasks.environments.registry import TaskEnvironments
 
 END, CLOSE = 0, 1
 PHRASE = [8, 8, CLOSE]
@@ -63,7 +64,7 @@ def complete(control: str) -> tuple[Completion, list[int]]:
 
     async def run() -> Completion:
         places = Places(members, 1)
-        sampler = Sampler(recipe, Letters(), {0: server}, places, Nobody())  # type: ignore[arg-type,dict-item]
+        sampler = Sampler(recipe, Letters(), {0: server}, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
         prompt = Prompt(id="", tokens=int32([7, 7]), answer="")
         job = Job(prompt, (1, 0, 0), lambda *_: True, "", recipe.length.thinking_tokens[1], 1.0, 1.0)
         return await sampler.complete(job)

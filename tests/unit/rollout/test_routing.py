@@ -15,6 +15,7 @@ from megarl.core.base.types import Prompt, Rollout, Segment, decode, encode
 from megarl.core.recipe import from_tree
 from megarl.core.sampling.sampler import Job, Sampler, routed_layers
 from megarl.core.server.client import Generation, ServerLost, Span
+from megarl.tasks.environments.registry import TaskEnvironments
 
 LLAMA4 = {"num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
 QWEN3 = {"num_hidden_layers": 3, "num_experts": 300, "num_experts_per_tok": 2}
@@ -106,7 +107,7 @@ class OnePlace:
 def test_every_token_but_the_last_has_a_row_over_losses_and_legs() -> None:
     server, places = OneExpertATime(), OnePlace()
     recipe = from_tree({"length": {"answer_tokens": 4}})
-    sampler = Sampler(recipe, Words(), {0: server}, places, Nobody())  # type: ignore[arg-type, dict-item]
+    sampler = Sampler(recipe, Words(), {0: server}, places, Nobody(), TaskEnvironments(recipe, Words()))  # type: ignore[arg-type, dict-item]
     routed = RoutedLayers.of(LLAMA4)
     prompt = Prompt(id="", tokens=np.arange(6, dtype=np.int32), answer="")
     job = Job(prompt, (0, 0, 0), lambda *_: True, "", 5, 1.0, 1.0, routed=routed)

@@ -26,6 +26,7 @@ from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
 from megarl.core.server.client import Generation, ServerLost, Span
 from megarl.core.server.membership import Membership
+from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.grader import TaskGraders
 
 END, CLOSE, B = 0, 1, 4
@@ -118,7 +119,7 @@ async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
     asked, places, settled = server(), Places(members, 16), 0
-    sampler = Sampler(recipe, Letters(), {0: asked}, places, Nobody())  # type: ignore[arg-type,dict-item]
+    sampler = Sampler(recipe, Letters(), {0: asked}, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
     graders = TaskGraders(recipe.data, "</think>", str, 1, 1.0)
     ledger, done = Ledger(journal), asyncio.Event()
 

@@ -20,7 +20,7 @@ from megarl.lab import preflight
 from megarl.run import checks, devices
 from megarl.run.nodes import here
 from megarl.run.placement import place
-from megarl.run.train import endpoints_of, prepare
+from megarl.run.prepare import endpoints_of, prepare
 
 Tree = dict[str, Any]
 
