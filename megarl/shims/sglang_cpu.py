@@ -11,6 +11,7 @@
 5. Memory can be released. SGLang then waits for torch's device, which is CUDA for the CUDA build even where there is none.
 """
 
+from megarl.shims import sglang_cpu_attention
 import importlib.machinery
 import multiprocessing
 import sys
@@ -65,7 +66,7 @@ def batch_attention() -> None:
     if not torch.cuda.is_available():
         from megarl.shims import sglang_cpu_attention
 
-        sglang_cpu_attention.install()
+        sglang_cpu_attention.install_attention()
 
 
 def wait_for_the_cpu() -> None:

@@ -17,14 +17,14 @@ from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 
-NAME = "torch_native"
+ATTENTION = "torch_native"
 FILL = 0.8
 """A request shorter than this share of its bucket's longest opens a new bucket: padding against calls."""
 
 
-def install() -> None:
+def install_attention() -> None:
     """Make this the backend that SGLang calls `torch_native`."""
-    attention_registry.ATTENTION_BACKENDS[NAME] = BatchedDecode
+    attention_registry.ATTENTION_BACKENDS[ATTENTION] = BatchedDecode
 
 
 @dataclass(frozen=True)

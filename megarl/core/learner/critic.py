@@ -6,6 +6,7 @@
 It has the policy's layout, a precision (critic.dtype) and an optimiser of its own, and no say in what is published.
 """
 
+from megarl.core.algorithm.losses import value
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,8 +56,8 @@ class Critic:
         def loss(micro: MicroBatch, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return value.value_loss(values, micro.value, micro.value_target, self.settings.value_clip)
 
-        found = self.network.forward_backward(sequences, selected_values, loss, value.METRICS)
-        kept = ("tokens_trained", "sequences", "microbatches", *value.METRICS)
+        found = self.network.forward_backward(sequences, selected_values, loss, value.VALUE_METRICS)
+        kept = ("tokens_trained", "sequences", "microbatches", *value.VALUE_METRICS)
         return {"value_loss": found["loss"]} | {name: found[name] for name in kept} | gae.value_statistics(sequences)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from megarl.core.base.errors import MegarlError
 
 POLL_S = 0.1
-HEALTH_LIMIT_S = 5.0
+
 
 
 def is_healthy(url: str) -> bool:

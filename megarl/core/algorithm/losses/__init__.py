@@ -8,6 +8,9 @@ what all say of the importance ratio. own.py takes one of the user's. value.py i
 cross_entropy.py the warm start's.
 """
 
+from megarl.core.algorithm.losses import cross_entropy
+from megarl.core.algorithm.losses import correction
+from megarl.core.algorithm.losses import reference_kl
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -37,19 +40,19 @@ def policy_loss(section: LossSection, reference: Reference | None = None) -> Los
     if section.correction != "none":
         has_ratio = section.kind != "reinforce"
         function = correction.corrected(loss.function, section.correction, section.correction_cap, has_ratio)
-        loss = replace(loss, function=function, metrics=(*loss.metrics, *correction.METRICS))
+        loss = replace(loss, function=function, metrics=(*loss.metrics, *correction.CORRECTION_METRICS))
     if section.entropy_bonus:
         loss = replace(loss, function=with_entropy_bonus(loss.function, section.entropy_bonus))
     if reference is not None and reference.coefficient:
         coefficient = reference.coefficient if reference.where == "loss" else 0.0
         function = reference_kl.with_reference_kl(loss.function, reference.estimator, coefficient)
-        loss = replace(loss, function=function, metrics=(*loss.metrics, *reference_kl.METRICS))
+        loss = replace(loss, function=function, metrics=(*loss.metrics, *reference_kl.REFERENCE_METRICS))
     return loss
 
 
 def supervised_loss() -> Loss:
     """Cross-entropy, for the warm start."""
-    return Loss(cross_entropy.cross_entropy, cross_entropy.METRICS, finish=dict)
+    return Loss(cross_entropy.cross_entropy, cross_entropy.SUPERVISED_METRICS, finish=dict)
 
 
 _LOSSES: dict[str, Callable[[LossSection], Loss]] = {

@@ -7,12 +7,13 @@ may come from several weight versions. Clipping bounds a token's weight and neve
 clipped token still learns. MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5); ScaleRL (arXiv 2510.13786) with lower = 0.
 """
 
+from megarl.core.algorithm.losses import ratios
 from torch import Tensor
 
 from megarl.core.algorithm.losses import ratios
 from megarl.core.algorithm.losses.tokens import TokenLoss, Tokens
 
-METRICS = (*ratios.METRICS, "capped_share")
+METRICS = (*ratios.RATIO_METRICS, "capped_share")
 
 
 def cispo(cap: float, lower: float = 0.0) -> TokenLoss:

@@ -7,13 +7,14 @@ eq. 7) and GRPO (arXiv 2402.03300, eq. 3): low = high = 0.2. DAPO (arXiv 2503.14
 that unlikely tokens can grow: 0.2 and 0.28; ScaleRL's DAPO baseline has 0.2 and 0.26.
 """
 
+from megarl.core.algorithm.losses import ratios
 import torch
 from torch import Tensor
 
 from megarl.core.algorithm.losses import ratios
 from megarl.core.algorithm.losses.tokens import TokenLoss, Tokens
 
-METRICS = (*ratios.METRICS, "clipped_share")
+METRICS = (*ratios.RATIO_METRICS, "clipped_share")
 
 
 def clip(low: float, high: float) -> TokenLoss:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.core.algorithm.losses.tokens import TokenLoss, Tokens
 
-METRICS = ("corrected_share",)
+CORRECTION_METRICS = ("corrected_share",)
 
 Correction = Literal["truncate", "mask"]
 

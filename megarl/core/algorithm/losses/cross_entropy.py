@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megarl.core.algorithm.losses.tokens import Tokens
 
-METRICS = ("token_nll",)
+SUPERVISED_METRICS = ("token_nll",)
 
 
 def cross_entropy(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

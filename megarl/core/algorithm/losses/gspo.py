@@ -8,13 +8,14 @@ weight, the sum of the token losses has the value and gradient of the sequence's
 without gradient pass between the ranks that share a sequence. Bounds are those of a mean: 3e-4 and 4e-4 in the paper.
 """
 
+from megarl.core.algorithm.losses import ratios
 from torch import Tensor
 
 from megarl.core.algorithm.losses import ratios
 from megarl.core.algorithm.losses.clip import surrogate
 from megarl.core.algorithm.losses.tokens import TokenLoss, Tokens
 
-METRICS = (*ratios.METRICS, "clipped_share", "sequence_ratio_max")
+METRICS = (*ratios.RATIO_METRICS, "clipped_share", "sequence_ratio_max")
 
 
 def gspo(low: float, high: float) -> TokenLoss:

@@ -6,6 +6,7 @@ It is tried on a made-up micro-batch when it is loaded: what it returns is known
 names of its metrics, for ranks that do not compute the loss reduce them too. Metrics of the importance ratio are added.
 """
 
+from megarl.core.algorithm.losses import ratios
 import importlib
 import os
 import sys
@@ -37,7 +38,7 @@ def own(section: Loss) -> tuple[TokenLoss, tuple[str, ...]]:
         losses, metrics = function(tokens, section)
         return losses, ratios.ratio_metrics(tokens.logp.detach() - tokens.behaviour) | metrics
 
-    return loss, (*ratios.METRICS, *names)
+    return loss, (*ratios.RATIO_METRICS, *names)
 
 
 def made_up() -> Tokens:
@@ -89,7 +90,7 @@ def _metrics(kind: str, found: object, tried: Tokens) -> tuple[str, ...]:
     for name, values in metrics.items():
         if not isinstance(values, Tensor) or values.shape != (n,) or values.requires_grad:
             raise _refused(kind, f"returns a metric {name!r} that is no tensor [n] without gradient; use .detach()")
-        if name in NAMES or name in ratios.METRICS:
+        if name in NAMES or name in ratios.RATIO_METRICS:
             raise _refused(kind, f"returns a metric {name!r}, a name that is taken; choose another")
     return tuple(metrics)
 

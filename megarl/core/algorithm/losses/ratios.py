@@ -7,7 +7,7 @@ outweighs all others (Kong 1992).
 
 from torch import Tensor
 
-METRICS = (
+RATIO_METRICS = (
     "ratio_mean", "ratio_max", "ratio_square", "kl_k3", "trained_logprob_diff", "trained_logprob_diff_max",
 )  # fmt: skip
 

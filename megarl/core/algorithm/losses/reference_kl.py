@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megarl.core.algorithm.losses.tokens import TokenLoss, Tokens
 
-METRICS = ("kl_reference", "kl_reference_max")
+REFERENCE_METRICS = ("kl_reference", "kl_reference_max")
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -47,6 +47,6 @@ def with_reference_kl(loss: TokenLoss, estimator: Estimator, coefficient: float)
         kl = estimate(tokens.logp, reference, estimator)
         if coefficient:
             losses = losses + coefficient * kl
-        return losses, metrics | dict.fromkeys(METRICS, kl.detach())
+        return losses, metrics | dict.fromkeys(REFERENCE_METRICS, kl.detach())
 
     return of_tokens

@@ -6,12 +6,13 @@ Williams 1992. With `batch.centring: leave_one_out` the advantage is that of RLO
 policy only; `loss.correction` weighs tokens of older weights.
 """
 
+from megarl.core.algorithm.losses import ratios
 from torch import Tensor
 
 from megarl.core.algorithm.losses import ratios
 from megarl.core.algorithm.losses.tokens import Tokens
 
-METRICS = ratios.METRICS
+METRICS = ratios.RATIO_METRICS
 
 
 def reinforce(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

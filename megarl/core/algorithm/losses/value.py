@@ -11,13 +11,13 @@ at another norm.
 import torch
 from torch import Tensor
 
-METRICS = ("value_clipped_share",)
+VALUE_METRICS = ("value_clipped_share",)
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss [n] and metrics [n] of `values` [n] with gradient; clip: eps, or None for no clip."""
     free = (values - returns).square()
     if clip is None:
-        return free / 2, dict.fromkeys(METRICS, torch.zeros_like(free.detach()))
+        return free / 2, dict.fromkeys(VALUE_METRICS, torch.zeros_like(free.detach()))
     bounded = (torch.clamp(values, old - clip, old + clip) - returns).square()
     return torch.maximum(free, bounded) / 2, {"value_clipped_share": (bounded > free).detach().float()}
