@@ -123,8 +123,8 @@ def draw(place: Path) -> int:
     """The same, and what the controller holds to draw from them: ids, difficulties, the order of an epoch; all drawn once."""
     from megarl.core.base.admission import Admission
     from megarl.core.base.contracts import TaskPrompts
-    from megarl.core.controller.drawing import mixture_of
-    from megarl.core.journal.state import State
+    from megarl.core.controller.draw import mixture_of
+    from megarl.core.journal.records import State
     from megarl.core.recipe import from_tree
 
     prompts = loaded(place)

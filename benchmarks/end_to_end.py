@@ -33,8 +33,7 @@ from megarl.core import recipe as recipes
 from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient
-from megarl.core.server.health import wait_ready
+from megarl.core.server.client import ServerClient, wait_ready
 from megarl.tasks.data.prompts import load_tasks
 
 ROOT = Path(__file__).parents[1]

@@ -31,11 +31,9 @@ from benchmarks.server import start
 from megarl.core import recipe as recipes
 from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient
-from megarl.core.server.health import wait_ready
-from megarl.lab.planning.measured import lengths_of
+from megarl.core.server.client import ServerClient, wait_ready
 from megarl.lab.planning.simulate import Costs, Scenario, simulate, summary
-from megarl.lab.planning.workload import Lengths, Workload
+from megarl.lab.planning.workload import Lengths, Workload, lengths_of
 
 FIXED = [
     "learner.optimizer.lr=1e-12", "batch.positive_threshold=null", "evaluation.every=100000", "evaluation.prompts=1",

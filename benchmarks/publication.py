@@ -36,12 +36,11 @@ from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
-from megarl.core.server.admin import Fleet, Server
-from megarl.core.server.health import wait_ready
-from megarl.core.weights.buckets import Bucket, buckets
+from megarl.core.server.client import Fleet, Server, wait_ready
 from megarl.core.weights.checksum import SentChecksums
 from megarl.core.weights.process_group import ProcessGroupTransport, form_group
 from megarl.core.weights.publisher import Publisher
+from megarl.core.weights.transport import Bucket, buckets
 
 LIMIT = timedelta(seconds=120)
 

@@ -28,8 +28,7 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, encode
 from megarl.core.journal.journal import Admitted, Finished, Journal
 from megarl.core.sampling.places import Places
-from megarl.core.server.admin import Fleet, Server
-from megarl.core.server.client import ServerClient
+from megarl.core.server.client import Fleet, Server, ServerClient
 from megarl.core.server.membership import Membership
 
 REPEATS = 3

@@ -27,12 +27,10 @@ import psutil
 
 from megarl.core import recipe as recipes
 from megarl.core.base.hf_files import read_config
-from megarl.core.base.ports import free_ports
-from megarl.core.base.process import die_with_parent
+from megarl.core.base.process import die_with_parent, free_ports
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient
-from megarl.core.server.health import wait_ready
+from megarl.core.server.client import ServerClient, wait_ready
 
 CONCURRENCY = (1, 8, 32, 128)
 PROMPT_TOKENS = 16

@@ -28,7 +28,7 @@ from checkpoints_tools.stored import Dtype, checked, stored
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import Family, checkpoint, family_of
 from megarl.core.models.build import DTYPES
-from megarl.core.models.checksums import checksums
+from megarl.core.models.checkpoint import checksums
 from megarl.core.models.hf import INDEX, copy_description
 
 FILE_BYTES = 4 << 30

@@ -38,8 +38,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from checkpoints_tools.partial import Partial
 from checkpoints_tools.region import Region
 from megarl.core.base.errors import MegarlError
-from megarl.core.models.checkpoint import CRITIC
-from megarl.core.models.unpickling import METADATA, safely
+from megarl.core.models.checkpoint import CRITIC, METADATA, safely
 
 COMMON = "common_state/shard_0_1"  # where megatron puts what is no tensor; it must be there
 OPTIMIZER = "optimizer."

@@ -14,7 +14,7 @@ from checkpoints_tools.shards import DISTCP, Shards
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config
 from megarl.core.models import Family, checkpoint, family_of
-from megarl.core.models.checksums import check
+from megarl.core.models.checkpoint import check
 from megarl.core.models.hf import check_names
 
 Dtype = Literal["bf16", "fp16", "fp32"]

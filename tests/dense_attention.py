@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megarl.core.models.segments import segments
+from megarl.core.models.attention import segments
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, boundaries: Sequence[int], chunk: int | None = None) -> Tensor:

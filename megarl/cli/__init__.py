@@ -162,7 +162,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.plan is None:
         recipe = _load(options)
     else:
-        from megarl.lab.planning.planned import planned
+        from megarl.lab.planning.command import planned
 
         recipe = planned(options.recipe, options.overrides, options.plan)
     if options.dry_run:
@@ -288,7 +288,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from megarl.lab.trace.trace import main as trace
+    from megarl.lab.report.trace import main as trace
 
     return trace(options.run, options.steps, options.output)
 

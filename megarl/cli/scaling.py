@@ -209,8 +209,7 @@ def _draw(
     options: argparse.Namespace, runs: dict[str, list["Curve"]], comparison: "Comparison", efficiency: dict[str, "Fit"]
 ) -> None:
     """All pictures; the efficiency plot of the fits that are given for it."""
-    from megarl.lab.scaling.html import write_page
-    from megarl.lab.scaling.plot import plot_efficiency, plot_fits
+    from megarl.lab.scaling.plot import plot_efficiency, plot_fits, write_page
     from megarl.lab.scaling.published import law_named
 
     base: Path = options.output

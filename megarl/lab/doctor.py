@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.ports import free_ports
+from megarl.core.base.process import free_ports
 from megarl.run.devices import gpus
 from megarl.tasks.graders.sandbox import Sandbox
 

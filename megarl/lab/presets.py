@@ -18,7 +18,7 @@ from rich.table import Table
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import parameters
-from megarl.core.recipe.files import load
+from megarl.core.recipe.loading import load
 
 
 @dataclass(frozen=True)

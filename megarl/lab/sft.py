@@ -24,17 +24,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.losses import supervised_loss
-from megarl.core.base.collective import gathered
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.lock import lock
-from megarl.core.base.ports import free_ports
-from megarl.core.base.process import outlive_screen
+from megarl.core.base.process import Wish, free_ports, lock, outlive_screen, wishes
+from megarl.core.base.ranks import gathered
 from megarl.core.base.rundir import complete, write_atomically
 from megarl.core.base.tokenizer import load_tokenizer
-from megarl.core.base.wishes import Wish, wishes
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.checkpoint import Checkpoints
-from megarl.core.learner.ranks import become_torchrun, is_rank
+from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf, parallel
 from megarl.core.recipe import Recipe

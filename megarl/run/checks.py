@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import parameters, read_json
-from megarl.core.base.ports import check_free
+from megarl.core.base.process import check_free
 from megarl.core.base.rundir import RunDir
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, differences, load

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
-from megarl.core.telemetry.tail import Tail
+from megarl.core.telemetry.metrics import Tail
 from megarl.run.observe import last_lines
 
 LOOK_S = 0.5

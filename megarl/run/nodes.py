@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.ports import free_ports
+from megarl.core.base.process import free_ports
 from megarl.run import devices
 
 LOOPBACK = "127.0.0.1"

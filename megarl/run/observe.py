@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from megarl.core.base.rundir import RunDir, by_step, scores
-from megarl.core.telemetry.tail import Tail
+from megarl.core.telemetry.metrics import Tail
 from megarl.run.restart import Role
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")

@@ -15,10 +15,8 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from megarl.core.base.lock import lock
-from megarl.core.base.process import adopt_orphans, outlive_screen
+from megarl.core.base.process import Wish, adopt_orphans, lock, outlive_screen, wishes
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl
-from megarl.core.base.wishes import Wish, wishes
 from megarl.core.evaluation.forecast import enough
 from megarl.core.recipe import Recipe
 from megarl.run import checks
@@ -28,9 +26,8 @@ from megarl.run.observe import Observer, last_problem, log_of
 from megarl.run.placement import Place, described, place
 from megarl.run.prepare import prepare
 from megarl.run.restart import Done, Drop, Elsewhere, GiveUp, Nothing, Restart, RestartPolicy, Role
-from megarl.run.screen import Screen
 from megarl.run.srun import chosen
-from megarl.run.view import Frame, RoleView
+from megarl.run.view import Frame, RoleView, Screen
 from megarl.run.watch import Watch
 
 TICK_S = 0.1

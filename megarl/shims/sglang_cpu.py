@@ -11,7 +11,6 @@
 5. Memory can be released. SGLang then waits for torch's device, which is CUDA for the CUDA build even where there is none.
 """
 
-from megarl.shims import sglang_cpu_attention
 import importlib.machinery
 import multiprocessing
 import sys

@@ -24,10 +24,9 @@ from megarl.core.base.process import shared_memory_mark
 from megarl.core.base.rundir import RunDir, latest_rows, read_jsonl
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.base.types import Batch, Group
-from megarl.core.controller.drawing import mixture_of
+from megarl.core.controller.draw import mixture_of
 from megarl.core.journal.journal import JournalReader
-from megarl.core.journal.records import Admitted, Finished, PublishedVersion, Removed
-from megarl.core.journal.state import State
+from megarl.core.journal.records import Admitted, Finished, PublishedVersion, Removed, State
 from megarl.core.recipe import Recipe
 from tests.prompts import load_prompts
 

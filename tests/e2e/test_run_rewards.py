@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.ports import free_ports
+from megarl.core.base.process import free_ports
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.base.types import Group, Rollout
 from megarl.tasks.graders.sandbox import Sandbox

@@ -21,8 +21,7 @@ import zmq
 
 from megarl.core import recipe as recipes
 from megarl.core.base.messages import Ack, Next, Reply, Request, Stop, Stopped, Train, Wait, from_frames, to_frames
-from megarl.core.base.ports import free_ports
-from megarl.core.base.process import die_with_parent
+from megarl.core.base.process import die_with_parent, free_ports
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, complete, latest_rows, read_jsonl, step_of
 from megarl.core.base.types import Batch
 from megarl.core.telemetry.spans import read

@@ -15,8 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.core.base.ports import free_ports
-from megarl.core.base.process import die_with_parent
+from megarl.core.base.process import die_with_parent, free_ports
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,13 +18,10 @@ import torch
 
 from megarl.core import recipe as recipes
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.ports import free_ports
-from megarl.core.base.process import die_with_parent
+from megarl.core.base.process import die_with_parent, free_ports
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.recipe import Recipe
-from megarl.core.server.admin import Server
-from megarl.core.server.client import ServerClient
-from megarl.core.server.health import wait_ready
+from megarl.core.server.client import Server, ServerClient, wait_ready
 from tests.processes import ForkedServer
 from tests.tiny import tiny_llama
 

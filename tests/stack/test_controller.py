@@ -37,8 +37,7 @@ from megarl.core.base.messages import (
     Train,
     Wait,
 )
-from megarl.core.base.ports import free_ports
-from megarl.core.base.process import die_with_parent
+from megarl.core.base.process import die_with_parent, free_ports
 from megarl.core.base.rundir import RunDir, read_jsonl
 from megarl.core.base.types import Group, encode
 from megarl.core.journal.journal import JournalReader

@@ -12,8 +12,8 @@ import torch
 from megarl.core.base.messages import Publish, Published
 from megarl.core.models.family import Family, Weight
 from megarl.core.weights import process_group
-from megarl.core.weights.buckets import buckets
 from megarl.core.weights.publisher import Publisher
+from megarl.core.weights.transport import buckets
 from tests.stack.conftest import Stack, stack_recipe
 from tests.tiny_scores import difference
 
@@ -108,7 +108,7 @@ def test_weights_that_a_server_did_not_take_are_noticed(
 
 
 async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(stack: Stack, learner: Any) -> None:
-    from megarl.core.server.admin import Server
+    from megarl.core.server.client import Server
 
     server = Server(stack.server.address, 30, stack.endpoints.api_key, stack.endpoints.admin_key, 20)
     server.pause("in_place")

@@ -24,7 +24,7 @@ import zmq
 
 from megarl.core.base.messages import Next, to_frames
 from megarl.core.base.rundir import LinkKeys
-from megarl.core.server import gate
+from megarl.core.server import proxy
 from tests.e2e import runs
 from tests.e2e.runs import LiveRun, check_nothing_left
 
@@ -144,7 +144,7 @@ def ask(live: LiveRun, method: str, path: str, key: str = "", body: bytes = b"{}
 
 
 def paths_of_a_server() -> list[str]:
-    """Of every call that SGLang has, and of megarl/core/server/answers.py."""
+    """Of every call that SGLang has, and of megarl/core/server/proxy.py."""
     (package,) = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
     source = (Path(package) / "srt/entrypoints/http_server.py").read_text()
     return sorted({"/whereabouts", *re.findall(r'@app\.\w+\(\s*"(/[^"]*)"', source)})
@@ -153,7 +153,7 @@ def paths_of_a_server() -> list[str]:
 def test_nothing_is_answered_without_a_key_but_that_it_is_ready(live: LiveRun) -> None:
     paths = paths_of_a_server()
     assert len(paths) > 60
-    assert {path for _, path in gate.USER | gate.ADMIN} <= set(paths)
+    assert {path for _, path in proxy.USER | proxy.ADMIN} <= set(paths)
     calls = [(method, path) for path in paths for method in ("GET", "POST", "PUT", "OPTIONS")]
     calls += [
         ("GET", path) for path in ("/docs", "/openapi.json", "/metrics/x", "/health/../model_info", "//model_info")
@@ -164,7 +164,7 @@ def test_nothing_is_answered_without_a_key_but_that_it_is_ready(live: LiveRun) -
 
 def test_the_user_key_opens_no_other_call(live: LiveRun) -> None:
     key = live.rundir.endpoints().api_key
-    paths = [path for path in paths_of_a_server() if ("POST", path) not in gate.USER and path != "/health"]
+    paths = [path for path in paths_of_a_server() if ("POST", path) not in proxy.USER and path != "/health"]
     assert {path for path in paths if ask(live, "POST", path, key) not in (401, 404)} == set()
     assert ask(live, "GET", "/model_info", key) == 200
     assert ask(live, "GET", "/metrics", key) == 401

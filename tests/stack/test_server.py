@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.server.admin import Server
-from megarl.core.server.client import ServerClient, ServerLost, ServerRefused
+from megarl.core.server.client import Server, ServerClient, ServerLost, ServerRefused
 from tests.stack.conftest import Stack
 from tests.tiny_scores import scores
 

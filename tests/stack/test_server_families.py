@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.core.sampling.sampler import routed_layers
-from megarl.core.server.admin import Server
+from megarl.core.server.client import Server
 from tests.stack.conftest import POSITIONS, Stack, running, two_models
 from tests.stack.publish_world import publish_from
 from tests.tiny import tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe

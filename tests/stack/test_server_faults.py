@@ -16,8 +16,7 @@ import pytest
 
 from megarl.core.base.messages import Publish, Published
 from megarl.core.base.rundir import Endpoints
-from megarl.core.server.admin import Server
-from megarl.core.server.client import ServerLost
+from megarl.core.server.client import Server, ServerLost
 from megarl.core.weights.publisher import Publisher
 from tests.stack.conftest import POSITIONS, Network, Running, client_of, stack_recipe, start_servers, two_models
 from tests.tiny import tiny_llama

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import from_tree
-from megarl.core.recipe.combinations import ENVIRONMENTS
+from megarl.core.recipe.rules import ENVIRONMENTS
 from megarl.tasks.environments.registry import BUILT_IN
 
 Tree = dict[str, Any]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megarl.core import recipe as recipes
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
-from megarl.core.server import gate
+from megarl.core.server import proxy
 
 ENDPOINTS = Endpoints(
     session="s",
@@ -52,7 +52,7 @@ def test_yaml_makes_no_objects(value: str, tmp_path: Path) -> None:
 
 # Who may ask a server for what.
 
-CALLS = sorted(gate.OPEN | gate.USER | gate.ADMIN | gate.METRICS)
+CALLS = sorted(proxy.OPEN | proxy.USER | proxy.ADMIN | proxy.METRICS)
 KEYS = {
     "none": b"",
     "user": b"Bearer user",
@@ -66,16 +66,16 @@ KEYS = {
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: " ".join(call))
 def test_each_call_wants_its_own_key(call: tuple[str, str], key: str) -> None:
-    wanted = {"user": gate.USER, "admin": gate.ADMIN, "metrics": gate.METRICS}
-    may = call in gate.OPEN or call in wanted.get(key, ())
+    wanted = {"user": proxy.USER, "admin": proxy.ADMIN, "metrics": proxy.METRICS}
+    may = call in proxy.OPEN or call in wanted.get(key, ())
     for handles in (False, True):
-        assert gate.status(*call, KEYS[key], ENDPOINTS, handles) == (200 if may else 401)
+        assert proxy.status(*call, KEYS[key], ENDPOINTS, handles) == (200 if may else 401)
 
 
 def test_without_metrics_nobody_may_ask_for_them() -> None:
     without = msgspec.structs.replace(ENDPOINTS, metrics_key="")
     assert {
-        gate.status("GET", "/metrics", key, without, handles=True) for key in (b"", b"Bearer ", *KEYS.values())
+        proxy.status("GET", "/metrics", key, without, handles=True) for key in (b"", b"Bearer ", *KEYS.values())
     } == {404}
 
 
@@ -86,7 +86,7 @@ def test_without_metrics_nobody_may_ask_for_them() -> None:
 def test_what_is_not_named_is_closed_to_every_key(method: str, path: str) -> None:
     if (method, path) in CALLS:
         return
-    assert {gate.status(method, path, key, ENDPOINTS, handles=False) for key in KEYS.values()} == {404}
+    assert {proxy.status(method, path, key, ENDPOINTS, handles=False) for key in KEYS.values()} == {404}
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -100,21 +100,21 @@ def test_handles_are_taken_from_this_machine_where_a_learner_shares_it(
     """And with the admin key. To all others the call that unpickles is not there."""
     said = []
 
-    async def sglang(scope: gate.Message, receive: gate.Receive, send: gate.Send) -> None:
+    async def sglang(scope: proxy.Message, receive: proxy.Receive, send: proxy.Send) -> None:
         said.append(200)
 
-    async def send(message: gate.Message) -> None:
+    async def send(message: proxy.Message) -> None:
         said.extend([message["status"]] if "status" in message else [])
 
-    async def receive() -> gate.Message:
+    async def receive() -> proxy.Message:
         raise AssertionError
 
-    (call,) = gate.LOCAL
+    (call,) = proxy.LOCAL
     scope = {
         "type": "http", "method": call[0], "path": call[1], "headers": [(b"authorization", KEYS[key])],
         "client": (client, 50000), "server": (server, 30000),
     }  # fmt: skip
-    guard = gate.Gate(sglang, ENDPOINTS, handles=shares, vocabulary=10)
+    guard = proxy.Gate(sglang, ENDPOINTS, handles=shares, vocabulary=10)
     asyncio.run(guard(scope, receive, send))
     assert said == [404 if not shares or client != server else 200 if key == "admin" else 401]
     assert guard.refused == (said != [200])
@@ -125,20 +125,20 @@ def test_sglang_freezes_its_garbage_collector_once(client: str, answers: list[in
     """By the call that SGLang itself makes at the end of its start, without a key; not from another machine."""
     said: list[int] = []
 
-    async def sglang(scope: gate.Message, receive: gate.Receive, send: gate.Send) -> None:
+    async def sglang(scope: proxy.Message, receive: proxy.Receive, send: proxy.Send) -> None:
         said.append(200)
 
-    async def send(message: gate.Message) -> None:
+    async def send(message: proxy.Message) -> None:
         said.extend([message["status"]] if "status" in message else [])
 
-    async def receive() -> gate.Message:
+    async def receive() -> proxy.Message:
         raise AssertionError
 
     scope = {
         "type": "http", "method": "POST", "path": "/freeze_gc", "headers": [],
         "client": (client, 50000), "server": ("10.0.0.1", 30000),
     }  # fmt: skip
-    guard = gate.Gate(sglang, ENDPOINTS, handles=False, vocabulary=10)
+    guard = proxy.Gate(sglang, ENDPOINTS, handles=False, vocabulary=10)
     for _ in answers:
         asyncio.run(guard(scope, receive, send))
     assert said == answers
@@ -174,22 +174,22 @@ def test_ids_outside_the_vocabulary_never_reach_the_engine(body: bytes, parts: i
     pieces = [{"type": "http.request", "body": part, "more_body": n + 1 < parts} for n, part in enumerate(cut)]
     said: list[int] = []
 
-    async def sglang(scope: gate.Message, receive: gate.Receive, send: gate.Send) -> None:
+    async def sglang(scope: proxy.Message, receive: proxy.Receive, send: proxy.Send) -> None:
         assert (await receive())["body"] == body
         assert (await receive())["type"] == "http.disconnect"
         said.append(200)
 
-    async def send(message: gate.Message) -> None:
+    async def send(message: proxy.Message) -> None:
         said.extend([message["status"]] if "status" in message else [])
 
-    async def receive() -> gate.Message:
+    async def receive() -> proxy.Message:
         return pieces.pop(0) if pieces else {"type": "http.disconnect"}
 
     scope = {
         "type": "http", "method": "POST", "path": "/generate", "headers": [(b"authorization", KEYS["user"])],
         "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
     }  # fmt: skip
-    asyncio.run(gate.Gate(sglang, ENDPOINTS, handles=False, vocabulary=10)(scope, receive, send))
+    asyncio.run(proxy.Gate(sglang, ENDPOINTS, handles=False, vocabulary=10)(scope, receive, send))
     assert said == [BODIES[body]]
 
 

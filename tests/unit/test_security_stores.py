@@ -11,14 +11,14 @@ import pytest
 import torch.distributed as dist
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.stores import bound_store
+from megarl.core.base.ranks import bound_store
 
 LIMIT = timedelta(seconds=20)
 
 GROUP = """
 import os, psutil, torch.distributed as dist
 from megarl import stores
-from megarl.core.base.ports import free_ports
+from megarl.core.base.process import free_ports
 stores.bind_all()
 port, = free_ports(1, "127.0.0.3")
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.3:{port}", rank=0, world_size=1)

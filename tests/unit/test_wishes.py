@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.core.base.wishes import SIGNALS, wishes
+from megarl.core.base.process import SIGNALS, wishes
 
 
 @pytest.fixture(autouse=True)

@@ -114,7 +114,7 @@ class Shape:
         return self.active_parameters - self.embedding_parameters - self.head_parameters
 
     def divisible(self) -> Mapping[str, int]:
-        """What layouts must divide, by megatron's names (megarl/core/recipe/combinations.py)."""
+        """What layouts must divide, by megatron's names (megarl/core/recipe/rules.py)."""
         sizes = {
             "num_attention_heads": self.heads,
             "num_query_groups": self.groups,

@@ -1,13 +1,33 @@
-"""What every process does with itself: die with its parent, log to its file, name itself, go on without a screen."""
+"""What every process does with itself: die with its parent, log to its file, name itself, go on without a screen.
+
+One process at a time in a directory.
+
+Ports of this machine: free ones, and whether one can be listened on.
+
+Signals that ask a command to save and end: counted instead of ending us.
+
+Slurm sends the same signal to all processes of a job at times, and the batch script passes on what it gets: a repetition within
+`ONE_WISH_S` is the same wish. Not so Ctrl-C, which a person presses.
+"""
 
 import ctypes
+import fcntl
 import io
 import logging
 import os
+import random
 import signal
+import socket
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import writing
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -111,3 +131,98 @@ def start_logging(role: str) -> None:
         format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+
+
+@contextmanager
+def lock(folder: Path, command: str, key: str) -> Iterator[None]:
+    """Be the only `command` that works there; the kernel lets go of it when we die. key: what names another folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise MegarlError(f"{key}: cannot write in {folder}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 100).decode()
+            raise MegarlError(
+                f"{folder}: another `{command}` (process {owner}) works there; end it, or give another {key}"
+            ) from None
+        except OSError as error:
+            raise MegarlError(
+                f"{folder}: cannot be locked: {error.strerror}; the file system has to have flock (Lustre: mount -o flock)"
+            ) from None
+        with writing(folder / ".lock"):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, str(os.getpid()).encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+LOWEST_PORT, PORTS_WANTED = 10_000, 5_000
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """That many different ports of `host`, an address of this machine, that nobody listens on now.
+
+    They lie below those that the kernel gives to outgoing connections, so that none takes one before it is used, and are
+    drawn at random, so that runs which look at the same moment find others.
+    """
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    last = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(LOWEST_PORT, last), last - LOWEST_PORT):
+        if len(found) == count:
+            return found
+        with socket.socket() as s, suppress(OSError):
+            s.bind((host, port))
+            found.append(port)
+    raise MegarlError(f"{host}: of the ports {LOWEST_PORT} to {last} only {len(found)} are free; {count} are needed")
+
+
+def check_free(key: str, host: str, port: int) -> None:
+    """MegarlError if `host`, an address of this machine, cannot be listened on at `port`. key: where the user chose it."""
+    with socket.socket() as s:
+        # Connections of the last life in TIME_WAIT do not matter.
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError as error:
+            raise MegarlError(f"{key}: cannot listen on {host}:{port}: {error.strerror}; choose another") from None
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""SIGUSR1 is what the batch scripts ask Slurm for ahead of a job's end (`#SBATCH --signal`)."""
+ONE_WISH_S = 5.0
+
+
+class Wish:
+    """How often we were asked to end, and by what first."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.signal = 0
+        self._last = -ONE_WISH_S
+
+    def heard(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT or now - self._last > ONE_WISH_S:
+            self.count += 1
+            self.signal = self.signal or number
+        self._last = now
+
+
+@contextmanager
+def wishes() -> Iterator[Wish]:
+    """Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal are counted; not a closed terminal under `nohup`."""
+    wish = Wish()
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, wish.heard) for number in numbers}
+    try:
+        yield wish
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -32,27 +32,22 @@ from megarl.core.base.messages import Next, Publish, Published, Refused, Reply, 
 from megarl.core.base.rundir import Endpoints, RunDir, complete, step_of, write_atomically
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Batch
-from megarl.core.controller.compute import ComputeClock, session_of
-from megarl.core.controller.conversation import Conversation, End
+from megarl.core.controller.conversation import Conversation, End, Link
 from megarl.core.controller.decision import Decision, Standing, TrainStep, decide
 from megarl.core.controller.evaluations import Evaluations
-from megarl.core.controller.link import Link
+from megarl.core.controller.metrics import ComputeClock, Meter, session_of, task_statistics
 from megarl.core.controller.parity import Parity
-from megarl.core.controller.publications import Publications
-from megarl.core.controller.servers import Servers
-from megarl.core.controller.status import Meter
-from megarl.core.controller.task_metrics import task_statistics
+from megarl.core.controller.servers import Publications, Servers
 from megarl.core.controller.tickets import Tickets
 from megarl.core.evaluation.forecast import Forecast
 from megarl.core.evaluation.score import Questions
 from megarl.core.journal.journal import Journal
-from megarl.core.journal.ledger import Ledger
-from megarl.core.journal.state import State
+from megarl.core.journal.records import State
+from megarl.core.journal.writer import Ledger
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
-from megarl.core.telemetry.families import of_controller
-from megarl.core.telemetry.prometheus import Exporter
+from megarl.core.telemetry.prometheus import Exporter, of_controller
 from megarl.core.telemetry.spans import Spans
 
 log = logging.getLogger(__name__)

@@ -18,12 +18,10 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.contracts import GraderDown, Graders, TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout
-from megarl.core.controller.curriculum import Draw
-from megarl.core.controller.drawing import draw_metrics, mixture_of
+from megarl.core.controller.draw import Draw, draw_metrics, mixture_of
 from megarl.core.controller.parity import Parity
-from megarl.core.journal.ledger import Ledger
-from megarl.core.journal.records import Admitted, Finished, Removed
-from megarl.core.journal.state import State
+from megarl.core.journal.records import Admitted, Finished, Removed, State
+from megarl.core.journal.writer import Ledger
 from megarl.core.recipe import Length, Recipe
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Places

@@ -1,15 +1,32 @@
-"""What the answers to a suite come to: rates, lengths, what more answers a prompt would bring, and how sure all that is."""
+"""What the answers to a suite come to: rates, lengths, what more answers a prompt would bring, and how sure all that is.
 
+What k answers to a prompt are worth, estimated from n of them; and how sure a mean over prompts is. Pure functions.
+
+    right or wrong ─► pass_at_k       one of k is right: the oracle's choice
+    votes          ─► maj_at_k        the most frequent answer of k is right
+    rewards        ─► best_at_k       the answer of k with the highest reward is right
+
+All three are exact expectations over the k-subsets of the n answers, so unbiased for k <= n; ties are shared.
+
+What goes beside the answers: with which settings they were made, and what they come to.
+"""
+
+import importlib.metadata
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+import platform
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from msgspec import UNSET
+from scipy.special import stdtrit
 
-from megarl.core.evaluation.answers import Answer, read_answers
-from megarl.core.evaluation.estimators import best_at_k, maj_at_k, over_prompts, pass_at_k, powers_up_to
+import megarl
+from megarl.core.evaluation.answers import Answer, Result, read_answers
+from megarl.core.recipe import Recipe, Rows
 
 
 class Outcome(NamedTuple):
@@ -123,3 +140,138 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 def _interval(name: str, values: Sequence[float], answers: int) -> dict[str, float]:
     mean, low, high = over_prompts(values, answers)
     return {name: mean, f"{name}_low": low, f"{name}_high": high}
+
+
+Z = 1.959963984540054
+"""Of 95 %, two-sided."""
+
+
+class Interval(NamedTuple):
+    """A mean and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def pass_at_k(right: int, of: int, k: int) -> float:
+    """Chance that k of the answers have a right one among them: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, section 2.1)."""
+    return 1.0 - math.comb(of - right, k) / math.comb(of, k)
+
+
+def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
+    """Chance that the most frequent vote of k answers is right (self-consistency, arXiv 2203.11171). "" is no vote.
+
+    votes, correct: [n]. Where votes tie each is chosen alike; where none of the k votes, the choice is wrong. A vote of which
+    only some answers were found right counts as right to that share.
+    """
+    found: defaultdict[str, list[bool]] = defaultdict(list)
+    for vote, ok in zip(votes, correct, strict=True):
+        found[vote].append(ok)
+    silent = len(found.pop("", []))
+    sizes = {vote: len(oks) for vote, oks in found.items()}
+    total = 0.0
+    for vote, oks in found.items():
+        if any(oks):
+            others = tuple(sorted(size for other, size in sizes.items() if other != vote))
+            total += sum(oks) / len(oks) * _wins(len(oks), others, silent, k)
+    return total
+
+
+def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> float:
+    """Chance that the answer of highest reward among k is right. rewards, correct: [n]; ties are shared."""
+    n, below, total = len(rewards), 0, 0.0
+    tied = Counter(rewards)
+    right: Mapping[float, int] = Counter(reward for reward, ok in zip(rewards, correct, strict=True) if ok)
+    for reward in sorted(tied):
+        upto = below + tied[reward]
+        highest_here = (math.comb(upto, k) - math.comb(below, k)) / math.comb(n, k)
+        total += highest_here * right.get(reward, 0) / tied[reward]
+        below = upto
+    return total
+
+
+def over_prompts(values: Sequence[float], answers: int) -> Interval:
+    """Mean of a value in [0, 1] that each prompt has, with Wilson's score interval for the effective number of answers.
+
+    Prompts are what was drawn at random; the answers of one are a cluster. With s^2 the variance of the values over the n
+    prompts, the mean p has the variance of p (1-p) n / s^2 independent answers. That is the effective number, less the factor
+    (t of all answers / t of the prompts)^2 for s^2 is known from n prompts only (Korn and Graubard 1998; with Wilson's interval
+    as in Franco et al. 2019). One answer a prompt: it is n, and this is Wilson's interval itself. It stays within [0, 1], and
+    is not empty where all prompts agree. It is at most `answers`, all there are, and n where p is 0 or 1.
+    """
+    n = len(values)
+    p = math.fsum(values) / n
+    bound, spread = p * (1 - p), math.fsum((value - p) ** 2 for value in values) / n
+    if spread > 0:
+        effective = min(bound * n / spread * (_t(answers - 1) / _t(n - 1)) ** 2, answers)
+    else:
+        effective = answers if bound > 0 else n
+    centre = (p + Z * Z / (2 * effective)) / (1 + Z * Z / effective)
+    half = Z / (1 + Z * Z / effective) * math.sqrt(bound / effective + (Z / (2 * effective)) ** 2)
+    return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
+
+
+def _t(freedom: int) -> float:
+    """Student's quantile of 95 %, two-sided."""
+    return float(stdtrit(max(freedom, 1), 0.975))
+
+
+def powers_up_to(n: int) -> list[int]:
+    """1, 2, 4, … and n."""
+    return sorted({1 << b for b in range(n.bit_length()) if 1 << b <= n} | {n})
+
+
+@lru_cache(maxsize=1 << 16)
+def _wins(mine: int, others: tuple[int, ...], silent: int, k: int) -> float:
+    """Expected share in the first place, of a vote that `mine` of n answers have; the other votes have `others`, `silent` none.
+
+    By how many of the k answers have this vote (top): the ways in which no other has more, by how many of them have as many.
+    """
+    n = mine + sum(others) + silent
+    ways = 0.0
+    for top in range(1, min(mine, k) + 1):
+        # of the others: rest[size][ties] ways to take `size` answers, `ties` votes having `top` of them and none having more
+        rest: dict[tuple[int, int], int] = {(0, 0): 1}
+        for size in others:
+            grown: defaultdict[tuple[int, int], int] = defaultdict(int)
+            for (taken, ties), count in rest.items():
+                for more in range(min(size, top, k - top - taken) + 1):
+                    grown[taken + more, ties + (more == top)] += count * math.comb(size, more)
+            rest = grown
+        first = math.comb(mine, top)
+        ways += sum(
+            first * count * math.comb(silent, k - top - taken) / (ties + 1) for (taken, ties), count in rest.items()
+        )
+    return ways / math.comb(n, k)
+
+
+VERSIONS = ("sglang", "torch", "transformers", "math-verify")
+LENGTH = {"control", "prompt_tokens", "thinking_tokens", "answer_tokens", "end_of_thinking", "interruption"}
+
+
+def settings_of(recipe: Recipe, rows: Rows) -> dict[str, Any]:
+    """All of the recipe that an answer depends on. How many are asked for, of how many prompts, is not of it."""
+    suite = rows.model_dump(mode="json", exclude={"samples", "prompts", "train", "weight"})
+    return {
+        "suite": {key: value for key, value in suite.items() if (key, value) != ("heldout", None)},
+        "length": recipe.length.model_dump(mode="json", include=LENGTH),
+        "temperature": recipe.evaluation.temperature,
+        "top_p": recipe.evaluation.top_p,
+        "dtype": recipe.model.dtype,
+        "fp32_head": recipe.model.fp32_head,
+    }
+
+
+def result_of(suite: str, model: str, samples: int, settings: dict[str, Any], outcomes: Sequence[Outcome]) -> Result:
+    """As of now."""
+    versions = {name: importlib.metadata.version(name) for name in VERSIONS}
+    return Result(
+        suite=suite,
+        model=model,
+        samples=samples,
+        settings=settings,
+        metrics=summarise(outcomes),
+        time=time.time(),
+        versions={"megarl": megarl.__version__, "python": platform.python_version()} | versions,
+    )

@@ -23,10 +23,9 @@ from pathlib import Path
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group
-from megarl.core.journal import frames
-from megarl.core.journal.group_index import GroupIndex
-from megarl.core.journal.records import Admitted, Finished, JournalRecord, Snapshot
-from megarl.core.journal.state import State
+from megarl.core.journal import file
+from megarl.core.journal.file import GroupIndex
+from megarl.core.journal.records import Admitted, Finished, JournalRecord, Snapshot, State
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +56,15 @@ class JournalReader:
     def replay(self) -> Iterator[JournalRecord]:
         """All records there are, oldest first, with the snapshots at the heads of files."""
         for number in self.files():
-            for entry, payload in frames.scan(self._file(number)):
-                yield frames.record_of(self._file(number), entry, payload)
+            for entry, payload in file.scan(self._file(number)):
+                yield file.record_of(self._file(number), entry, payload)
 
     def fold(self) -> State:
         """The state after all records: the last snapshot and what follows it."""
         files = self.files()
         if not files:
             raise MegarlError(f"{self.path}: no journal here; give the directory of a run that has started")
-        return frames.fold(self._file(files[-1]))[0]
+        return file.fold(self._file(files[-1]))[0]
 
     def groups(self, tickets: Iterable[int]) -> tuple[Group, ...]:
         """The finished groups of these tickets, in this order, read from disk."""
@@ -79,7 +78,7 @@ class JournalReader:
         for number in reversed(self.files()):
             offset = self._groups_of(number).offset(ticket)
             if offset is not None:
-                record = frames.read(self._file(number), offset)
+                record = file.read(self._file(number), offset)
                 assert isinstance(record, Finished)
                 return record.group
         there = self.files()
@@ -98,7 +97,7 @@ class JournalReader:
         if number in self._searched:
             return self._searched[number]
         found = GroupIndex()
-        for entry, _ in frames.scan(self._file(number), payloads=False):
+        for entry, _ in file.scan(self._file(number), payloads=False):
             if entry.ticket >= 0:
                 found.add(entry.ticket, entry.offset)
         if number != self.files()[-1]:
@@ -117,7 +116,7 @@ class Journal(JournalReader):
         self._lock, self._rotate_bytes = lock, rotate_bytes
         self._number = self.files()[-1]
         self._fd: int | None = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)
-        self.state, self._searched[self._number], self._size = frames.fold(self._file(self._number))
+        self.state, self._searched[self._number], self._size = file.fold(self._file(self._number))
         self._cut_off_tail()
 
     @staticmethod
@@ -133,7 +132,7 @@ class Journal(JournalReader):
         try:
             if not any(path.glob("*.journal")):
                 admission = Admission(prompts_per_batch, max_lag, phase_steps)
-                frames.create(path / f"{0:06}.journal", State(admission).snapshot())
+                file.create(path / f"{0:06}.journal", State(admission).snapshot())
             journal = Journal(path, lock, rotate_bytes)
         except BaseException:
             os.close(lock)
@@ -160,10 +159,10 @@ class Journal(JournalReader):
         if self._fd is None:
             raise MegarlError(f"{self.path}: the journal is closed")
         try:
-            data, entries = frames.packed(records, self._size)
+            data, entries = file.packed(records, self._size)
             for record in records:
                 self.state.apply(record)
-            frames.write(self._fd, self._file(self._number), self._size, data)
+            file.write(self._fd, self._file(self._number), self._size, data)
         except BaseException:
             self.close()
             raise
@@ -194,7 +193,7 @@ class Journal(JournalReader):
     def _rotate(self) -> None:
         """Go on in a new file that begins with the state."""
         assert self._fd is not None
-        frames.create(self._file(self._number + 1), self.state.snapshot())
+        file.create(self._file(self._number + 1), self.state.snapshot())
         os.close(self._fd)
         self._number += 1
         self._fd = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)

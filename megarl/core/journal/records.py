@@ -1,7 +1,19 @@
-"""What the journal records: one type for each thing that a controller must not forget."""
+"""What the journal records: one type for each thing that a controller must not forget.
 
+The state of the controller as the fold of the journal's records.
+
+    State() ── apply(Session) ── apply(Admitted) ── apply(Finished) ── … ──►  State
+                                                        └─ snapshot() ─► Snapshot ─► State.restored()
+
+`apply` is the only way a state changes, so the state before a crash and the one rebuilt after it are the same.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
 import numpy as np
 
+from megarl.core.base.admission import Admission
 from megarl.core.base.types import Group, Record
 
 
@@ -115,3 +127,142 @@ class Snapshot(Record, frozen=True, tag="snapshot"):
 
 
 JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Evaluated | Snapshot
+
+
+@dataclass
+class State:
+    """All that the controller must not forget.
+
+    unfinished: the admissions of unfinished tickets, oldest first: what a restarted controller generates again.
+    tasks: where the draws of each task stand.
+    published_version: the highest ever, -1 before the first.
+    evaluations: by version.
+    generated_tokens: sampled for finished and removed tickets.
+    finished, void, removed: tickets; the void ones are finished too.
+    startup_hours, evaluation_hours: compute of all lives that went into these (megarl/core/controller/metrics.py).
+    session_published: whether weights have been published in this life of the supervisor.
+    """
+
+    admission: Admission
+    unfinished: dict[int, Admitted] = field(default_factory=dict)
+    tasks: dict[str, TaskHistory] = field(default_factory=dict)
+    published_version: int = -1
+    evaluations: dict[int, Evaluated] = field(default_factory=dict)
+    session: Session | None = None
+    earlier_hours: float = 0.0
+    last_time: float = 0.0
+    generated_tokens: int = 0
+    finished: int = 0
+    void: int = 0
+    removed: int = 0
+    startup_hours: float = 0.0
+    evaluation_hours: float = 0.0
+    session_published: bool = False
+
+    def compute_hours(self, now: float) -> float:
+        """Devices held × wall time up to `now`: all earlier sessions up to their last record, and this one."""
+        if self.session is None:
+            return 0.0
+        return self.earlier_hours + self.session.devices * max(0.0, now - self.session.time) / 3600
+
+    def apply(self, record: JournalRecord) -> None:
+        """The next record of the journal. ValueError, and no change, if it contradicts those before it."""
+        match record:
+            case Admitted():
+                if record.ticket != self.admission.next_ticket:
+                    raise ValueError(f"ticket {record.ticket} is admitted where {self.admission.next_ticket} is next")
+                self.admission.admit()
+                before = self.tasks.get(record.task)
+                pass_rates = {} if before is None or record.reset else before.pass_rates
+                drawn = 1 if before is None else before.drawn + 1
+                self.tasks[record.task] = TaskHistory(drawn=drawn, last=record, pass_rates=pass_rates)
+                self.unfinished[record.ticket] = record
+            case Finished(group=group):
+                self.admission.finish(group.ticket)
+                admitted = self.unfinished.pop(group.ticket)
+                self.finished += 1
+                self.void += bool(group.void)
+                self.generated_tokens += sum(r.trained_tokens for r in group.rollouts)
+                if not group.void:
+                    self.tasks[admitted.task].pass_rates[admitted.prompt_id] = group.pass_rate
+                self.last_time = max(self.last_time, record.time)
+            case Removed():
+                self.admission.remove(record.ticket)
+                admitted = self.unfinished.pop(record.ticket)
+                self.removed += 1
+                self.generated_tokens += record.generated_tokens
+                if record.pass_rate is not None:
+                    self.tasks[admitted.task].pass_rates[admitted.prompt_id] = record.pass_rate
+            case PublishedVersion():
+                self.published_version = max(self.published_version, record.version)
+                self.last_time = max(self.last_time, record.time)
+                self.startup_hours = max(self.startup_hours, record.startup_hours)
+                self.evaluation_hours = max(self.evaluation_hours, record.evaluation_hours)
+                self.session_published = True
+            case Evaluated():
+                self.evaluations[record.version] = record
+                self.last_time = max(self.last_time, record.time)
+                self.evaluation_hours = max(self.evaluation_hours, record.evaluation_hours)
+            case Session():
+                if self.session is None or record.session != self.session.session:
+                    self.earlier_hours = self.compute_hours(self.last_time)
+                    self.session, self.last_time, self.session_published = record, record.time, False
+            case Snapshot():
+                pass  # the fold of what was applied already
+
+    def snapshot(self) -> Snapshot:
+        """This state as a record."""
+        a = self.admission
+        return Snapshot(
+            prompts_per_batch=a.prompts_per_batch,
+            max_lag=a.max_lag,
+            phase_steps=a.phase_steps,
+            next_ticket=a.next_ticket,
+            forgotten=a.forgotten,
+            queue=np.array(a.queue, dtype=np.int32),
+            unfinished=tuple(self.unfinished.values()),
+            tasks=self.tasks,
+            published_version=self.published_version,
+            evaluations=tuple(self.evaluations.values()),
+            session=self.session,
+            earlier_hours=self.earlier_hours,
+            last_time=self.last_time,
+            generated_tokens=self.generated_tokens,
+            finished=self.finished,
+            void=self.void,
+            removed=self.removed,
+            startup_hours=self.startup_hours,
+            evaluation_hours=self.evaluation_hours,
+            session_published=self.session_published,
+        )
+
+    @staticmethod
+    def restored(s: Snapshot) -> "State":
+        """The state `s` was taken of."""
+        unfinished = {a.ticket: a for a in s.unfinished}
+        admission = Admission(
+            s.prompts_per_batch,
+            s.max_lag,
+            s.phase_steps,
+            next_ticket=s.next_ticket,
+            forgotten=s.forgotten,
+            queue=s.queue.tolist(),
+            unfinished=unfinished,
+        )
+        return State(
+            admission,
+            unfinished=unfinished,
+            tasks={t: msgspec.structs.replace(h, pass_rates=dict(h.pass_rates)) for t, h in s.tasks.items()},
+            published_version=s.published_version,
+            evaluations={e.version: e for e in s.evaluations},
+            session=s.session,
+            earlier_hours=s.earlier_hours,
+            last_time=s.last_time,
+            generated_tokens=s.generated_tokens,
+            finished=s.finished,
+            void=s.void,
+            removed=s.removed,
+            startup_hours=s.startup_hours,
+            evaluation_hours=s.evaluation_hours,
+            session_published=s.session_published,
+        )

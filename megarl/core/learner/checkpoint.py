@@ -27,10 +27,10 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCaller,
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from megarl.core.algorithm.advantages import Moments
-from megarl.core.base.collective import from_rank_0
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import step_folder
-from megarl.core.learner.out_of_memory import out_of_memory_in_checkpoint_named
+from megarl.core.learner.guards import out_of_memory_in_checkpoint_named
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import checkpoint

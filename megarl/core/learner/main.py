@@ -4,42 +4,52 @@
 
 The learner decides nothing; between commands it only looks whether someone wants it to stop (RUN/stop, SIGTERM) and whether a
 checkpoint has reached the disk. Every step leaves one row in RUN/metrics.jsonl.
+
+Is the step that a learner trains first the one that an earlier life has recorded in RUN/metrics.jsonl?
+
+A learner that comes back begins with a batch that was trained before, with weights that should be those of that time. Both
+rows have the mean, over the same tokens, of |learner's log-prob less behaviour log-prob|. By the triangle inequality two such
+means differ by no more than the mean |difference| of the two learners' log-probs. Of that rounding explains, at any layout, no
+more than it explains between server and learner: the limit of parity. What differs by more is another model.
+
+The first step alone tells: a learning rate that was changed makes the steps behind it other ones, and may.
 """
 
 import logging
+import math
 import os
 import signal
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megarl.core.base.collective import from_rank_0
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
 from megarl.core.base.process import NODE, log_to, start_logging
+from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import RunDir, append_jsonl, by_step, read_jsonl, write_atomically
 from megarl.core.base.types import decode, encode
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.clock import StepClock
+from megarl.core.learner.guards import OutOfMemory
 from megarl.core.learner.link import Interrupted, Link
-from megarl.core.learner.out_of_memory import OutOfMemory
-from megarl.core.learner.ranks import become_torchrun, is_rank
-from megarl.core.learner.recorded import contradiction
+from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
 from megarl.core.recipe import Recipe
-from megarl.core.server.admin import Server
+from megarl.core.server.client import Server
 from megarl.core.telemetry.metrics import MetricsWriter
 from megarl.core.telemetry.profiler import Profiler
 from megarl.core.telemetry.spans import Spans
 from megarl.core.telemetry.warnings import flags
 from megarl.core.weights.offload import Lending
-from megarl.core.weights.parity import LIMITS
+from megarl.core.weights.parity import LIMITS, Limits
 from megarl.core.weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -289,3 +299,20 @@ class Learner:
     def _on_signal(self, number: int, _frame: Any) -> None:
         self.signalled = f"signal {signal.Signals(number).name}"
         self.rundir.stop(number)
+
+
+MEASURED = "trained_logprob_diff"
+
+
+def contradiction(recorded: Mapping[str, Any], now: Mapping[str, Any], limits: Limits) -> str:
+    """How far the step is from its recorded row; empty if rounding explains it, or one of them has nothing to compare."""
+    before, after = recorded.get(MEASURED), now.get(MEASURED)
+    if not isinstance(before, float) or not isinstance(after, float) or not math.isfinite(before):
+        return ""
+    if abs(after - before) <= limits.mean:
+        return ""
+    return (
+        f"{MEASURED} is {after:.3g} and was {before:.3g} when the step was trained before; rounding explains a difference of "
+        f"{limits.mean:g}. The weights are not those that the run had: put back what was changed since (model, checkpoints, "
+        "code), or give another run.name"
+    )

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from megarl.core.algorithm.batch import TrainSequence, unrewarded
 from megarl.core.algorithm.packing import sizes_to_try
-from megarl.core.base.collective import from_rank_0
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import write_atomically
-from megarl.core.learner.out_of_memory import OutOfMemory
+from megarl.core.learner.guards import OutOfMemory
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 

@@ -5,6 +5,10 @@
 
 A `Network` is only asked; one that learns is a `TrainedNetwork` (trained.py). All methods are collective: every
 rank calls them with the same sequences.
+
+What training a sequence costs, in floating-point operations, for micro-batches of like cost (algorithm/packing.py).
+
+The planner has the same from a model's config.json alone (megarl/lab/planning/formulas.py); a test holds the two together.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +29,12 @@ from torch.nn import Module
 
 from megarl.core import models
 from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.algorithm.packing import Cost
 from megarl.core.base.errors import MegarlError
-from megarl.core.learner.cost import cost_of
-from megarl.core.learner.expert_load import ExpertLoad
+from megarl.core.learner.guards import out_of_memory_named
 from megarl.core.learner.head import selected_logprobs
 from megarl.core.learner.microbatch import Layout, MicroBatch, Plan, assemble, plan
-from megarl.core.learner.out_of_memory import out_of_memory_named
-from megarl.core.learner.replay import Replay
+from megarl.core.learner.moe import ExpertLoad, Replay
 from megarl.core.models import Family, build, hf
 from megarl.core.recipe import Recipe
 
@@ -190,4 +193,32 @@ def layout_of(recipe: Recipe) -> Layout:
         pipeline_parallel=model.pipeline_parallel,
         virtual_pipeline_parallel=model.virtual_pipeline_parallel,
         token_multiple=model.token_multiple,
+    )
+
+
+LAYER_PASSES, HEAD_PASSES = 3, 4
+"""Forward and backward, in forwards: backward is two, and the head makes its logits again (megarl/core/learner/head)."""
+
+
+def cost_of(family: Family) -> Cost:
+    """Of a sequence in all layers and the head: 2 operations for each parameter that a token is multiplied with, 4 for each
+    number of a query that meets a position (PaLM, arXiv 2204.02311, appendix B)."""
+    sizes = family.architecture
+    hidden, layers = sizes["hidden_size"], sizes["num_layers"]
+    query, key = (sizes[name] * sizes["kv_channels"] for name in ("num_attention_heads", "num_query_groups"))
+    matrices = layers * hidden * (2 * query + 2 * key)
+    sparse = 0
+    if family.experts:
+        sparse = sum(sizes["moe_layer_freq"])
+        inner = sizes["moe_router_topk"] * sizes["moe_ffn_hidden_size"]
+        inner += sizes.get("moe_shared_expert_intermediate_size", 0)
+        matrices += sparse * hidden * (3 * inner + family.experts)
+    matrices += (layers - sparse) * 3 * hidden * sizes["ffn_hidden_size"]
+    chunks = [layer.chunk for layer in family.attention if layer.chunk is not None]
+    pair = LAYER_PASSES * 4 * query
+    return Cost(
+        token=LAYER_PASSES * 2 * matrices + HEAD_PASSES * 2 * hidden * family.vocabulary,
+        pair=pair * (layers - len(chunks)),
+        local_pair=pair * len(chunks),
+        chunk=chunks[0] if chunks else 1,
     )

@@ -3,6 +3,8 @@
 Its store listens on --master-addr alone. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the ranks, which have sessions of
 their own: they save then, and torchrun goes on. When a rank dies it kills the others at once, which wait for that one and have
 nothing to save, and ranks die with it. It ends with the status of the rank that ended first; torchrun itself says 1 for all.
+
+The learner as several processes: becoming torchrun.
 """
 
 import os
@@ -16,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-from megarl.core.base import stores
+from megarl.core.base import ranks
 from megarl.core.base.process import SUPERVISOR
 
 FOR_RANKS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -25,7 +27,7 @@ OURS = "SIGQUIT"
 
 def run(arguments: list[str]) -> int:
     """The exit status; 128 and the signal that killed the rank which ended first."""
-    stores.bind_all()
+    ranks.bind_all()
     _kill_ranks()
     os.environ[SUPERVISOR] = str(os.getpid())  # of the ranks, which are `megarl` again
     for number in FOR_RANKS:
@@ -58,3 +60,17 @@ def _pass_on(number: int, _frame: object) -> None:
 
 if __name__ == "__main__":
     sys.exit(run(sys.argv[1:]))
+
+
+def is_rank() -> bool:
+    """Whether torchrun (or Slurm, with the same variables) started this process."""
+    return "RANK" in os.environ
+
+
+def become_torchrun(ranks: int, port: int, host: str = "127.0.0.1", nodes: int = 1) -> None:
+    """Replace this process by torchrun, which runs its command again as its node's share of `ranks` and ends all when one
+    dies. They meet at `host`, which is the first node; which one this is, Slurm says."""
+    torchrun = [sys.executable, "-m", "megarl.core.learner.torchrun", f"--nproc-per-node={ranks // nodes}"]
+    torchrun += [f"--nnodes={nodes}", f"--node-rank={os.environ.get('SLURM_PROCID', '0') if nodes > 1 else 0}"]
+    torchrun += [f"--master-addr={host}", f"--master-port={port}"]
+    os.execv(sys.executable, [*torchrun, "-m", "megarl", *sys.argv[1:]])

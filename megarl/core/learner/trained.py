@@ -18,12 +18,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from megarl.core.algorithm.batch import TrainSequence
-from megarl.core.learner.expert_load import ExpertLoad
+from megarl.core.learner.guards import NonFinite, out_of_memory_named
 from megarl.core.learner.microbatch import MicroBatch
+from megarl.core.learner.moe import ExpertLoad
 from megarl.core.learner.network import Head, Network
-from megarl.core.learner.nonfinite import NonFinite
 from megarl.core.learner.optimizer import with_optimizer
-from megarl.core.learner.out_of_memory import out_of_memory_named
 from megarl.core.models import Family
 from megarl.core.recipe import Optimizer, Recipe
 

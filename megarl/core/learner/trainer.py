@@ -34,15 +34,14 @@ from megarl.core.algorithm.batch import (
     with_advantages,
 )
 from megarl.core.algorithm.losses import Loss, policy_loss
-from megarl.core.algorithm.losses.tokens import Tokens
+from megarl.core.algorithm.losses.terms import Tokens
 from megarl.core.base.messages import Score, Scored
 from megarl.core.base.types import Batch
-from megarl.core.learner.critic import Critic
+from megarl.core.learner.critic_and_reference import Critic, Reference
 from megarl.core.learner.microbatch import MicroBatch
+from megarl.core.learner.moe import Replay
 from megarl.core.learner.network import Network, loaded_chunks
 from megarl.core.learner.optimizer import learning_rate
-from megarl.core.learner.reference import Reference
-from megarl.core.learner.replay import Replay
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.recipe import Optimizer, Recipe
 

@@ -1,8 +1,24 @@
 """This rank's part of a model: one GPTModel a virtual pipeline stage, of the right layout and precision, without weights.
 
 Parameters are not initialised: megarl.core.models.hf.load or megarl.core.models.checkpoint.load_model fills them.
+
+FP8 in the learner's layers, by Transformer Engine: the products of their linear maps, forward and backward.
+
+    blockwise    E4M3; a scale for 128 values of an activation or gradient and for 128 x 128 of a weight (arXiv 2412.19437)
+    tensorwise   E4M3, gradients E5M2; a scale for each tensor as it is now
+
+Weights stay bf16 and are made FP8 anew in each pass of the schedule, so what is published and stored is as without. Neither
+recipe remembers anything between steps (`delayed` scaling does), so log-probs asked for and trained have the same precision.
+Norms, attention, router, embedding and head are not touched.
+
+Which modules a layer is built of: megatron-core's, with ours where Transformer Engine is missing or does not suffice.
+
+on a GPU with Transformer Engine    its fused norms, its attention of packed rows, experts by grouped GEMM, FP8 (fp8.py)
+on one without it, and on a CPU     local_spec.py: our norm, torch's kernels for attention; experts one after the other
 """
 
+import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +26,20 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.models import fp8
+from megarl.core.models.attention import LayerAttention
 from megarl.core.models.family import Family, family_of
-from megarl.core.models.layer_spec import block_spec
+from megarl.core.models.local_spec import CausalAttention, RMSNorm
+from megarl.core.models.rope import Rope
+from megarl.core.models.te_attention import ChunkedTEAttention
 from megarl.core.recipe import Model
-from megarl.core.recipe.combinations import impossible_for
+from megarl.core.recipe.rules import impossible_for
 from megarl.shims import fp16_on_cpu
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -45,7 +67,7 @@ def build(
     family = family_of(hf_dir)
     if transformer_engine is None:
         transformer_engine = HAVE_TE and torch.cuda.is_available()
-    fp8.check(model, transformer_engine)
+    check(model, transformer_engine)
     if model.dtype == "fp16":
         fp16_on_cpu.install()
     config = transformer_config(model, family, transformer_engine, recompute)
@@ -82,7 +104,7 @@ def transformer_config(model: Model, family: Family, fused: bool, recompute: str
         moe_token_dispatcher_type="alltoall",  # asked of dense models too, with variable lengths
         bias_activation_fusion=fused,
         apply_rope_fusion=fused,
-        **fp8.settings(model),
+        **settings(model),
     )
 
 
@@ -128,3 +150,53 @@ def _chunk(
             if name.endswith(".mlp.router.weight"):
                 parameter.requires_grad = False
     return chunk
+
+
+FORMATS = {"blockwise": "e4m3", "tensorwise": "hybrid"}
+
+
+def settings(model: Model) -> dict[str, Any]:
+    """Arguments of TransformerConfig."""
+    return {} if model.fp8 == "none" else {"fp8": FORMATS[model.fp8], "fp8_recipe": model.fp8, "fp8_param": False}
+
+
+def check(model: Model, transformer_engine: bool) -> None:
+    """MegarlError where these layers cannot compute in it. transformer_engine: whether it makes them."""
+    if model.fp8 == "none":
+        return
+    if not transformer_engine:
+        missing = "no NVIDIA GPU here" if HAVE_TE else "it is not installed"
+        raise MegarlError(f"model.fp8: {model.fp8} needs Transformer Engine, and {missing}; set model.fp8=none")
+    engine: Any = importlib.import_module("transformer_engine.pytorch")
+    available = engine.is_fp8_block_scaling_available if model.fp8 == "blockwise" else engine.is_fp8_available
+    can, reason = available(return_reason=True)
+    if not can:
+        raise MegarlError(f"model.fp8: {model.fp8} cannot be computed on this GPU: {reason} Set model.fp8=none")
+
+
+def block_spec(
+    config: TransformerConfig, family: Family, transformer_engine: bool, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """This rank's layers of chunk `vp_stage`. Transformer Engine's attention leaves rotation to the model, ours does it."""
+    spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
+    if transformer_engine:
+        if set(family.attention) != {LayerAttention()}:
+            _set_attention(spec, functools.partial(ChunkedTEAttention, layers=family.attention))
+        return spec
+    rope = Rope(family.inverse_frequencies, family.architecture.get("rotary_interleaved", False))
+    _set_attention(spec, functools.partial(CausalAttention, rope=rope, layers=family.attention))
+    spec.layer_norm = RMSNorm
+    for layer in (spec.submodules for spec in spec.layer_specs):
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        # Names in checkpoints are Transformer Engine's, which fuses this norm with a projection, but not with experts.
+        if layer.mlp.func is MoELayer:
+            layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)  # layers share it
+        attention = layer.self_attention.submodules
+        if attention.q_layernorm is not IdentityOp:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def _set_attention(spec: TransformerBlockSubmodules, core_attention: Any) -> None:
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = core_attention

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.models.attention import LayerAttention
 from megarl.core.models.family import Family, Source, Weight
-from megarl.core.models.layer_attention import LayerAttention
 from megarl.core.models.rope import inverse_frequencies, rope_parameters
 
 Weights = dict[str, Weight]

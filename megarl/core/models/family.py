@@ -25,7 +25,7 @@ import torch
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config
 from megarl.core.models import families
-from megarl.core.models.layer_attention import LayerAttention
+from megarl.core.models.attention import LayerAttention
 
 
 def _only(views: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -20,10 +20,18 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.core.models.layer_attention import LayerAttention, l2_norm, positions_of, temperatures
-from megarl.core.models.packed_attention import Buckets, Flash, attention_of, causal
+from megarl.core.models.attention import (
+    Buckets,
+    Flash,
+    LayerAttention,
+    attention_of,
+    causal,
+    l2_norm,
+    positions_of,
+    segments,
+    temperatures,
+)
 from megarl.core.models.rope import Rope
-from megarl.core.models.segments import segments
 
 
 class RMSNorm(torch.nn.Module):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megarl.core.base import stores
+from megarl.core.base import ranks
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Model
 from megarl.shims.megatron_cpu import after_megatron_import
@@ -71,7 +71,7 @@ def _join(timeout_s: float) -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    stores.bind_all()
+    ranks.bind_all()
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         return

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.models.layer_attention import LayerAttention, l2_norm, positions_of, temperatures, within_chunks
+from megarl.core.models.attention import LayerAttention, l2_norm, positions_of, temperatures, within_chunks
 
 
 class ChunkedTEAttention(torch.nn.Module):

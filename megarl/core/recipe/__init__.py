@@ -11,13 +11,15 @@ Unknown keys, wrong types and impossible combinations end in one `MegarlError` t
 misspelt key, the nearest known one.
 """
 
-from megarl.core.recipe.data_section import Columns, Curriculum, Data, Reward, Rows, Service, Suite, Task
-from megarl.core.recipe.files import from_tree, load, load_suite
-from megarl.core.recipe.section import Section
-from megarl.core.recipe.sections import (
+from megarl.core.recipe.loading import SHIPPED, from_tree, load, load_suite, shipped, shipped_suites
+from megarl.core.recipe.text import describe, differences, dump, flat
+from megarl.core.recipe.tree import (
     BatchSection,
     Checkpoint,
+    Columns,
     Critic,
+    Curriculum,
+    Data,
     Evaluation,
     Journal,
     Learner,
@@ -32,16 +34,20 @@ from megarl.core.recipe.sections import (
     Recipe,
     Reference,
     Resources,
+    Reward,
+    Rows,
     Run,
     Sampling,
+    Section,
+    Service,
     Serving,
     Sft,
     Stage,
+    Suite,
+    Task,
     Wandb,
     Weights,
 )
-from megarl.core.recipe.shipped import SHIPPED, shipped, shipped_suites
-from megarl.core.recipe.text import describe, differences, dump, flat
 
 __all__ = [
     "SHIPPED", "BatchSection", "Checkpoint", "Columns", "Critic", "Curriculum", "Data", "Evaluation", "Journal", "Learner",

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from megarl.core.recipe.sections import Recipe
-from megarl.core.recipe.shipped import shipped_suites
+from megarl.core.recipe.loading import shipped_suites
+from megarl.core.recipe.tree import Recipe
 
 SUITES = ("evaluation", "suites")
 Origin = dict[tuple[str, ...], str]

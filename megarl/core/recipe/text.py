@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from megarl.core.recipe.sections import Recipe
+from megarl.core.recipe.tree import Recipe
 
 
 def dump(recipe: Recipe) -> str:

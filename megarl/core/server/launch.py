@@ -3,29 +3,33 @@
     recipe + RUN/endpoints.json ──► checks (one MegarlError) ──► environment() + engine_arguments() ──► SGLang, in this process
 
 Only token ids cross its boundary. Its keys come from RUN/endpoints.json, and only gate.py has them: SGLang logs its arguments.
+
+How much of a GPU a server takes that is not alone there.
+
+SGLang's mem_fraction_static is of the memory that is free when it starts, and what is in use then it never counts. So a server
+that starts again beside a learner would get less each time; here the share is always of the whole GPU.
 """
 
 import json
 import logging
 import os
+import subprocess
 import time
 import urllib.error
 import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
-from megarl.core.base import whereabouts
 from megarl.core.base.architecture import RoutedLayers
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config
-from megarl.core.base.ports import check_free
-from megarl.core.base.process import die_with_parent, start_logging
+from megarl.core.base.process import check_free, die_with_parent, start_logging
+from megarl.core.base.ranks import here
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import workers
-from megarl.core.server.answers import Answers
 from megarl.core.server.checks import TEXT_ONLY, check, language_config
-from megarl.core.server.gate import Gate
-from megarl.core.server.memory import free_and_total, static_fraction
+from megarl.core.server.proxy import Answers, Gate
 
 WATCHDOG_MARGIN_S = 120.0
 WARM_UP_TRIES, WARM_UP_LIMIT_S = 1200, 600.0
@@ -65,7 +69,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    app.add_middleware(Answers, place=whereabouts.here())
+    app.add_middleware(Answers, place=here())
     handles, vocabulary = recipe.weights.transport == "cuda_ipc", int(language_config(recipe)["vocab_size"])
     app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=vocabulary)  # the outer one
     try:
@@ -178,3 +182,34 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "log_level": "info",
         "log_level_http": "warning",
     }
+
+
+LIMIT_S = 30.0
+MIB_A_GIB = 1024
+
+
+def free_and_total() -> list[tuple[int, int]]:
+    """MiB of each GPU that this process sees. By nvidia-smi: to ask CUDA would take some of it."""
+    command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        command.append(f"--id={visible}")
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout.splitlines()
+        return [(int(free), int(total)) for free, total in (line.split(",") for line in lines)]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise MegarlError(
+            f"serving.memory_fraction: nvidia-smi does not say how much memory is free ({error}); is the driver installed?"
+        ) from None
+
+
+def static_fraction(share: float, memory: list[tuple[int, int]]) -> float:
+    """SGLang's mem_fraction_static for `share` of each whole GPU. memory: (free, total) of each."""
+    free, total = min(memory, key=lambda of: of[0] / of[1])
+    if share * total >= free:
+        raise MegarlError(
+            f"serving.memory_fraction: {share:g} of the GPU are {share * total / MIB_A_GIB:.1f} GiB, and only "
+            f"{free / MIB_A_GIB:.1f} of {total / MIB_A_GIB:.1f} GiB are free; lower it, or learner.microbatch_tokens if the "
+            "learner has taken the rest"
+        )
+    return share * total / free

@@ -16,9 +16,9 @@ def scheduler(*args: Any, **kwargs: Any) -> None:
     """The process that owns the model."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    from megarl.core.base import stores
+    from megarl.core.base import ranks
 
-    stores.bind_all()
+    ranks.bind_all()
     own_buffers()
     run_scheduler_process(*args, **kwargs)
 

@@ -6,18 +6,25 @@
                                                                    └─► prometheus.py: GET /metrics
 
 If a step appears twice, the last row counts: after a crash the replayed steps are written again.
+
+TensorBoard files of a run: RUN/tensorboard/.
+
+New rows of a JSONL file that another process appends to.
 """
 
 import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, parsed, read_jsonl, writing
 from megarl.core.recipe import Recipe
-from megarl.core.telemetry.board import Board
-from megarl.core.telemetry.families import LearnerMetrics
 from megarl.core.telemetry.names import tag
-from megarl.core.telemetry.prometheus import Exporter
-from megarl.core.telemetry.tail import Tail
+from megarl.core.telemetry.prometheus import Exporter, LearnerMetrics
 from megarl.core.telemetry.wandb_writer import WandbWriter
 
 
@@ -66,3 +73,52 @@ class MetricsWriter:
         scalars = {n: float(v) for n, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
         for writer in self._writers:
             writer.write(step, scalars)
+
+
+class Board:
+    """A writer of scalars."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._events = EventFileWriter(str(folder))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._add(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
+
+    def begin_again(self, step: int) -> None:
+        """Replay: TensorBoard drops what it has from here on."""
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(event_pb2.Event(wall_time=time.time(), step=step, session_log=start))
+
+    def close(self) -> None:
+        with writing(self._folder):
+            self._events.close()
+
+    def _add(self, event: event_pb2.Event) -> None:
+        with writing(self._folder):
+            self._events.add_event(event)
+
+
+class Tail:
+    """`new()` gives the whole lines written since the last call; an unfinished last line waits for its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def lines(self) -> list[str]:
+        """Whole lines since the last call, without their ends; bytes that are no UTF-8 are replaced."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return data[:end].decode(errors="replace").splitlines()
+
+    def new(self) -> list[dict[str, Any]]:
+        """Rows since the last call; a line a crash cut short is passed over."""
+        return [row for line in self.lines() if (row := parsed(line)) is not None]

@@ -1,17 +1,27 @@
-"""GET /metrics of a role, for Prometheus: what its latest metrics or status say (families.py), to whoever has the key."""
+"""GET /metrics of a role, for Prometheus: what its latest metrics or status say (families.py), to whoever has the key.
+
+Rows of metrics and the controller's status as families of Prometheus metrics. Pure but for the totals that it keeps.
+
+Names are those of metrics.jsonl behind `megarl_`; the task of `pass_rate_train/math` is a label. What only grows is a counter,
+which begins at 0 with its process: Prometheus' rate() knows that.
+"""
 
 import hmac
+import math
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.telemetry.names import NAMES
 
 Families = Callable[[], Iterable[Metric]]
 
@@ -76,3 +86,100 @@ class _Guarded:
 def _said(status: str, start_response: Any) -> list[bytes]:
     start_response(status, [("Content-Type", "text/plain")])
     return [status.encode()]
+
+
+Totals = Mapping[int, Mapping[str, float]]
+"""Of each server: tokens, busy_seconds."""
+PARTS = ("wait", "train", "publish", "checkpoint")
+
+
+class LearnerMetrics:
+    """Of the latest row, and totals of all rows that this process has written."""
+
+    def __init__(self) -> None:
+        self._row: Mapping[str, Any] = {}
+        self._steps = self._skipped = 0
+        self._tokens = self._trained = 0.0
+        self._seconds = dict.fromkeys((*PARTS, "other"), 0.0)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """The row of a step that is over."""
+        self._steps += 1
+        self._skipped += bool(row.get("skipped"))
+        self._tokens += row.get("generated_tokens", 0.0)
+        self._trained += row.get("tokens_trained", 0.0)
+        parts = {part: row.get(f"{part}_seconds", 0.0) for part in PARTS}
+        parts["other"] = max(0.0, row.get("step_seconds", 0.0) - sum(parts.values()))
+        self._seconds = {part: self._seconds[part] + spent for part, spent in parts.items()}
+        self._row = row
+
+    def families(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("megarl_steps", "steps of this process, replayed ones included", self._steps)
+        yield CounterMetricFamily("megarl_skipped_steps", "those whose loss or gradient was not finite", self._skipped)
+        yield CounterMetricFamily("megarl_generated_tokens", "tokens the policy sampled for the steps", self._tokens)
+        yield CounterMetricFamily("megarl_trained_tokens", "tokens in the loss", self._trained)
+        seconds = CounterMetricFamily("megarl_step_seconds", "wall time of the steps, by part", labels=["part"])
+        for part, spent in self._seconds.items():
+            seconds.add_metric([part], spent)
+        yield seconds
+        yield from gauges("megarl_", self._row, {"generated_tokens", "step_seconds", "skipped_steps", "time"})
+
+
+def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[Metric]:
+    """A gauge of each number: `name/label` has what follows as label `of` (a task, a suite, a reward)."""
+    found: dict[str, GaugeMetricFamily] = {}
+    for whole, value in row.items():
+        name, _, of = whole.partition("/")
+        if name in without or isinstance(value, bool | str) or not isinstance(value, int | float) or math.isnan(value):
+            continue
+        if name not in found:
+            clean = prefix + re.sub(r"[^a-zA-Z0-9_]", "_", name.replace("@", "_at_"))
+            found[name] = GaugeMetricFamily(clean, NAMES.get(name, ("", "of the latest row"))[1], labels=["of"])
+        found[name].add_metric([of], value)
+    yield from found.values()
+
+
+def of_controller(status: Mapping[str, Any], totals: Totals) -> Iterator[Metric]:
+    """status: as in RUN/status.json, empty before the first."""
+    if not status:
+        return
+    yield GaugeMetricFamily("megarl_controller_step", "the next step to train", status["step"])
+    yield GaugeMetricFamily("megarl_published_version", "the newest published weights", status["version"])
+    yield CounterMetricFamily(
+        "megarl_compute_seconds", "devices held x wall time of all lives", 3600 * status["compute_hours"]
+    )
+    yield from _of_servers(status["servers"], totals)
+    yield from _of_tickets(status["tickets"])
+    for name, about in (
+        ("malformed_requests", "messages with the right key that made no sense"),
+        ("refused_connections", "connections without the learner's key"),
+    ):
+        yield CounterMetricFamily(f"megarl_{name}", about, max(0, status[name]))
+    yield from gauges("megarl_eval_", status["eval"] or {}, {"time"})
+
+
+def _of_servers(servers: list[Mapping[str, Any]], totals: Totals) -> Iterator[Metric]:
+    state = GaugeMetricFamily("megarl_server_state", "1 for the state it is in", labels=["server", "state"])
+    version = GaugeMetricFamily("megarl_server_weight_version", "of its weights, -1 before", labels=["server"])
+    running = GaugeMetricFamily("megarl_server_running_requests", "requests on it now", labels=["server"])
+    tokens = CounterMetricFamily("megarl_server_tokens", "tokens it has sampled", labels=["server"])
+    busy = CounterMetricFamily("megarl_server_busy_seconds", "time with any request running", labels=["server"])
+    for server in servers:
+        number = str(server["id"])
+        state.add_metric([number, server["state"]], 1)
+        version.add_metric([number], server["version"])
+        running.add_metric([number], server["running"])
+        tokens.add_metric([number], totals[server["id"]]["tokens"])
+        busy.add_metric([number], totals[server["id"]]["busy_seconds"])
+    yield from (state, version, running, tokens, busy)
+
+
+def _of_tickets(tickets: Mapping[str, int]) -> Iterator[Metric]:
+    now = GaugeMetricFamily("megarl_tickets", "tickets now, by what they do", labels=["state"])
+    over = CounterMetricFamily("megarl_tickets_done", "tickets of all lives, by what became of them", labels=["result"])
+    for state in ("running", "waiting"):
+        now.add_metric([state], tickets[state])
+    for result in ("finished", "void", "removed"):
+        over.add_metric([result], tickets[result])
+    yield from (now, over)
+    yield GaugeMetricFamily("megarl_tickets_limit", "most tickets drawn and not trained", tickets["window_limit"])

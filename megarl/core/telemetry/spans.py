@@ -1,4 +1,4 @@
-"""Where a role's time goes, written while it goes: RUN/trace/ROLE.jsonl, read by megarl/lab/trace/trace.py.
+"""Where a role's time goes, written while it goes: RUN/trace/ROLE.jsonl, read by megarl/lab/report/trace.py.
 
     open(…), span(…), event(…) ─► queue ─► flush(): one write        nothing is counted in tokens, nothing waits for the disk
     ROLE.1.jsonl  the part before, when ROLE.jsonl has grown beyond LARGEST_BYTES: at most two parts are kept

@@ -22,15 +22,14 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.nn import Module
 
-from megarl.core.base import whereabouts
-from megarl.core.base.collective import gathered
+from megarl.core.base import ranks
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.ranks import gathered
 from megarl.core.models import hf
 from megarl.core.models.family import Family
-from megarl.core.server.admin import Fleet, Server
-from megarl.core.weights.buckets import Bucket, buckets, with_last
+from megarl.core.server.client import Fleet, Server
 from megarl.core.weights.checksum import SentChecksums
-from megarl.core.weights.transport import Sent, texts
+from megarl.core.weights.transport import Bucket, Sent, buckets, texts, with_last
 
 DEVICE = 6
 """Which of rebuild_cuda_tensor's arguments is the device. A number means nothing to a process that sees other GPUs, so SGLang
@@ -128,7 +127,7 @@ class _Handle:
 
 def _check_and_begin(server: Server) -> None:
     """MegarlError for a server that cannot read this rank's memory; SGLang would die of the first handle."""
-    mine, theirs = whereabouts.of_rank(), server.whereabouts()
+    mine, theirs = ranks.of_rank(), server.whereabouts()
     if mine.machine != theirs.machine or not set(mine.gpus) <= set(theirs.gpus):
         where = "machine" if mine.machine != theirs.machine else f"GPU ({', '.join(mine.gpus)})"
         raise server.error(

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.nn import Module
 
-from megarl.core.base.collective import from_rank_0
+from megarl.core.base.ranks import from_rank_0
 from megarl.core.models import hf
 from megarl.core.models.family import Family
-from megarl.core.server.admin import Fleet
+from megarl.core.server.client import Fleet
 from megarl.core.weights.transport import Sent, texts
 
 KEEP = 2

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megarl.core.base.collective import gathered
 from megarl.core.base.messages import ServerAddress
+from megarl.core.base.ranks import gathered
 from megarl.core.base.rundir import Endpoints
 from megarl.core.recipe import Recipe
-from megarl.core.server.admin import Fleet, Server
+from megarl.core.server.client import Fleet, Server
 
 log = logging.getLogger(__name__)
 

@@ -29,17 +29,14 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.nn import Module
 
-from megarl.core.base import whereabouts
-from megarl.core.base.collective import from_rank_0, gathered
+from megarl.core.base import ranks
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.stores import bound_store
-from megarl.core.base.whereabouts import Whereabouts
+from megarl.core.base.ranks import Whereabouts, bound_store, from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.family import Family
-from megarl.core.server.admin import Fleet, Server, ServerSaid, collect
-from megarl.core.weights.buckets import Bucket, buckets, with_last
+from megarl.core.server.client import Fleet, Server, ServerSaid, collect
 from megarl.core.weights.checksum import SentChecksums
-from megarl.core.weights.transport import Sent, texts
+from megarl.core.weights.transport import Bucket, Sent, buckets, texts, with_last
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +178,7 @@ class ProcessGroupTransport:
         world = 1 + sum(widths)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if backend == "nccl":
-            mine = whereabouts.of_rank()
+            mine = ranks.of_rank()
             turn.add(fleet.each(ids, lambda server: refuse_one_gpu(server, mine))[1])
             if turn.broken:
                 return

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.nn import Module
 
-from megarl.core.base.collective import from_rank_0
 from megarl.core.base.hf_files import read_config
 from megarl.core.base.messages import Publish, Published, ServerResult
+from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.models.family import Family
 from megarl.core.recipe import Recipe
-from megarl.core.server.admin import Fleet, Server
+from megarl.core.server.client import Fleet, Server
 from megarl.core.server.served import rotary_head_dim
 from megarl.core.weights.checksum import differing
 from megarl.core.weights.cuda_ipc import CudaIpcTransport

@@ -15,7 +15,7 @@ from msgspec import UNSET
 from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.metrics import Outcome
 from megarl.lab.evaluation.compare import METHOD, Comparison, cells
-from megarl.lab.report import pages
+from megarl.lab.report import pictures
 
 TEMPLATE = Path(__file__).with_name("comparison.html")
 LARGEST = 64_000_000
@@ -36,14 +36,14 @@ def write_comparison(comparison: Comparison, target: Path) -> int | None:
     if limit is not None and max(sizes) <= limit:
         limit = None
     prompts = "\n".join(
-        f'<script type="application/json" class="prompt">{pages.embedded(_prompt(comparison, name, limit))}</script>'
+        f'<script type="application/json" class="prompt">{pictures.embedded(_prompt(comparison, name, limit))}</script>'
         for name in comparison.prompts
     )
-    pages.write_page(
+    pictures.write_page(
         TEMPLATE,
         target,
         title=escape(f"{comparison.suite}: {comparison.a.name} and {comparison.b.name}"),
-        data=pages.embedded(_overview(comparison, limit)),
+        data=pictures.embedded(_overview(comparison, limit)),
         prompts=prompts,
     )
     return limit

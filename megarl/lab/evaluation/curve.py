@@ -17,8 +17,15 @@ from rich.table import Table
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import CHECKPOINT, RunDir, step_of
 from megarl.core.evaluation.answers import SuiteDir, suites_in
-from megarl.core.evaluation.estimators import Interval, over_prompts, powers_up_to
-from megarl.core.evaluation.metrics import Outcome, by_prompt, choices, read_outcomes
+from megarl.core.evaluation.metrics import (
+    Interval,
+    Outcome,
+    by_prompt,
+    choices,
+    over_prompts,
+    powers_up_to,
+    read_outcomes,
+)
 
 WORDS = {"pass": "oracle (pass@n)", "maj": "majority (maj@n)", "best": "by reward (best@n)"}
 STYLES = {"pass": ":", "maj": "-", "best": "--"}

@@ -25,13 +25,11 @@ from rich.console import Console
 
 from megarl.core.base.contracts import GraderDown
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.lock import lock
-from megarl.core.base.process import outlive_screen
+from megarl.core.base.process import lock, outlive_screen
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir
-from megarl.core.evaluation.metrics import read_outcomes
-from megarl.core.evaluation.results import result_of, settings_of
+from megarl.core.evaluation.metrics import read_outcomes, result_of, settings_of
 from megarl.core.evaluation.score import Asker, Questions, score
 from megarl.core.recipe import Recipe
 from megarl.lab.evaluation import suites

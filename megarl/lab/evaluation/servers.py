@@ -19,8 +19,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.recipe import Recipe, dump
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
-from megarl.core.server.client import ServerClient
-from megarl.core.server.health import wait_ready
+from megarl.core.server.client import ServerClient, wait_ready
 from megarl.core.server.membership import Membership
 from megarl.run.checks import check_cpu
 from megarl.run.launcher import LocalLauncher, LocalProcess, task

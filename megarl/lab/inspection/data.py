@@ -20,9 +20,8 @@ from rich.text import Text
 
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.tasks.data.prompts import BATCH, Render
-from megarl.tasks.data.rows import Row
+from megarl.tasks.data.rows import Row, digest
 from megarl.tasks.data.survey import Survey, chosen
-from megarl.tasks.data.text import digest
 from megarl.tasks.data.traces import templated
 
 BARS, BAR = 8, 32

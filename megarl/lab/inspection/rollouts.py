@@ -23,7 +23,7 @@ from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Group, Rollout
 from megarl.core.journal.journal import JournalReader
-from megarl.core.journal.state import State
+from megarl.core.journal.records import State
 
 VERSION_STYLES = ("cyan", "yellow", "magenta", "blue")
 """By version modulo their number, so a version looks the same everywhere. Red and green are verdicts."""

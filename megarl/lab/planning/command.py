@@ -1,10 +1,13 @@
 """`megarl plan RECIPE --gpus N --gpu h100`: layouts that fit, the best few, and why the others are refused.
 
 --simulate   the recipe as written and the best few through the simulator as well, and a picture of them
+
+`megarl train RECIPE --plan GPU`: this machine's GPUs divided among servers and learner as the best plan for them does.
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.core.base import architecture
@@ -14,6 +17,7 @@ from megarl.lab.planning import show
 from megarl.lab.planning.hardware import assumed, gpu_named
 from megarl.lab.planning.layouts import Found, Plan, Problem, as_written, search
 from megarl.lab.planning.workload import Lengths, Workload, lognormal, workload
+from megarl.run.devices import gpus
 
 BEST = 5
 SIMULATED = 3
@@ -66,7 +70,7 @@ def _work(recipe: Recipe, options: argparse.Namespace) -> Workload:
 
 
 def _measured(run: Path) -> Lengths:
-    from megarl.lab.planning.measured import lengths_of
+    from megarl.lab.planning.workload import lengths_of
 
     return lengths_of(run)
 
@@ -91,3 +95,26 @@ def _simulated(problem: Problem, chosen: dict[str, Plan], found: Found, options:
     by_spread = scenario.by_spread(problem, first, options.steps)
     figures.draw(results, found.plans, first_name, by_lag, by_spread, options.out)
     return show.Simulated({name: result.summary for name, result in results.items()}, first_name, by_lag, by_spread)
+
+
+ALONE = (
+    "resources.colocate=false weights.transport=process_group serving.memory_fraction=null serving.release_memory=false"
+)
+
+
+def planned(name: str, overrides: Sequence[str], gpu: str) -> Recipe:
+    """The recipe with the plan's counts and layout in the place of its own. gpu: a name of `megarl plan --gpu`.
+
+    MegarlError if there is nothing to divide, or nothing fits.
+    """
+    recipe, count = load(name, overrides), len(gpus())
+    if recipe.resources.colocate:
+        raise MegarlError(f"--plan: resources.colocate shares GPUs instead of dividing them; to divide them: {ALONE}")
+    if count < 2:
+        raise MegarlError(f"--plan: divides the GPUs of this machine, and it has {count}; leave --plan away")
+    plans = search(problem(recipe, count, gpu, None, work(recipe))).plans
+    if not plans:
+        raise MegarlError(f"--plan: no layout of {name} fits {count} {gpu}; `megarl plan` says why each is refused")
+    chosen = show.overrides(plans[0])
+    print("planned:", *chosen)
+    return load(name, [*overrides, *chosen])

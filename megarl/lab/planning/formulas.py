@@ -147,7 +147,7 @@ def forward_again(recompute: str, shape: Shape) -> float:
 
 
 def sequence_cost(shape: Shape) -> Cost:
-    """What the learner takes a sequence to cost (megarl/core/learner/cost.py), in FLOP."""
+    """What the learner takes a sequence to cost (megarl/core/learner/network.py), in FLOP."""
     pair = BACKWARD * 4 * shape.query
     return Cost(
         token=BACKWARD * layer_flop(shape) + HEAD_BACKWARD * head_flop(shape),

@@ -16,7 +16,7 @@ from functools import lru_cache
 from megarl.core.algorithm.packing import sizes_to_try
 from megarl.core.base.architecture import Shape
 from megarl.core.recipe import Recipe
-from megarl.core.recipe.combinations import impossible, impossible_for
+from megarl.core.recipe.rules import impossible, impossible_for
 from megarl.lab.planning import formulas, memory, speed
 from megarl.lab.planning.hardware import GB, Assumed, Gpu
 from megarl.lab.planning.memory import LearnerMemory, ServerMemory

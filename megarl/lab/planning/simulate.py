@@ -6,12 +6,21 @@
 
 What is modelled: lengths, seconds of a decode step, of training, of a publication. What is not: prefill, grading, the network
 between controller and servers, failures. All randomness is of one seed.
+
+An asyncio event loop whose clock jumps: what waits for seconds waits for none, in the right order.
+
+    run(coroutine)     asyncio.sleep, call_later, timeouts: by this clock, which starts at 0
+
+When nothing is ready to run, the clock is set to the next timer. So asyncio code (megarl/core/sampling/places.py) runs in a
+simulation as it is. Nothing may wait for a socket or a thread: a simulation that waits for nothing that can happen is an error.
 """
 
 import asyncio
+import selectors
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +28,10 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Next, Publish, ServerAddress, Stop
 from megarl.core.controller.decision import Standing, TrainStep, decide
-from megarl.core.evaluation.schedule import is_due
+from megarl.core.evaluation.score import is_due
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import Places
 from megarl.core.server.membership import Membership
-from megarl.lab.planning import virtual_time
 from megarl.lab.planning.server_model import SimulatedServer, StepSeconds
 from megarl.lab.planning.workload import Workload
 
@@ -82,7 +90,7 @@ class _Ticket:
 
 def simulate(scenario: Scenario) -> list[Step]:
     """Every step of it, in order."""
-    return virtual_time.run(_Simulation(scenario).run())
+    return run(_Simulation(scenario).run())
 
 
 class _End(Exception):
@@ -336,3 +344,36 @@ def summary(steps: Sequence[Step], servers: int, warm_up: int) -> Summary:
         lag_max=max(lags),
         lags={lag: lags[lag] / total for lag in sorted(lags)},
     )
+
+
+class Standstill(Exception):
+    """All tasks wait, and no timer is set."""
+
+
+class _Jump(selectors.SelectSelector):
+    """Waits for no file, and says that `timeout` seconds have passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise Standstill("every task waits for another")
+        self.now += max(timeout, 0.0)
+        return []
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jump = _Jump()
+        super().__init__(self._jump)
+
+    def time(self) -> float:
+        return self._jump.now
+
+
+def run[T](main: Coroutine[Any, Any, T]) -> T:
+    """Its result. Raises Standstill where real time would pass for ever."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(main)

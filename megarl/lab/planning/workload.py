@@ -2,15 +2,20 @@
 
 Lengths are log-normal by mean and spread, as reasoning traces roughly are, cut off at the recipe's longest; or drawn from those
 of a run that was measured. Rollouts of a prompt are drawn independently.
+
+Lengths of completions that a run's journal holds, for a plan of the next run.
 """
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir
+from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe
 
 
@@ -135,3 +140,19 @@ def lognormal(recipe: Recipe, mean: float | None, spread: float) -> LogNormal:
     if not 0 < spread <= 3:
         raise MegarlError(f"--spread: {spread:g} is not above 0 and at most 3 (deviation of the lengths' logarithm)")
     return LogNormal(mean, spread, longest)
+
+
+MOST_GROUPS = 500
+
+
+def lengths_of(run: Path) -> Measured:
+    """Of the latest groups, sampled tokens only."""
+    rundir = RunDir(run)
+    if not rundir.rollouts.is_dir():
+        raise MegarlError(f"--lengths: {run} has no journal ({rundir.rollouts}); give a run directory")
+    reader = JournalReader(rundir.rollouts)
+    groups = reader.groups(reader.finished()[-MOST_GROUPS:])
+    lengths = tuple(r.trained_tokens for g in groups for r in g.rollouts if r.trained_tokens)
+    if not lengths:
+        raise MegarlError(f"--lengths: the journal of {run} has no finished rollout yet")
+    return Measured(lengths)

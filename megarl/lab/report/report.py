@@ -13,7 +13,7 @@ from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Group, Rollout
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, dump, load
-from megarl.lab.report import charts, pages
+from megarl.lab.report import charts, pictures
 from megarl.run import summary
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -35,7 +35,7 @@ def write_report(rundir: RunDir) -> None:
     recipe = load(str(rundir.recipe))
     rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
     values = summary.summarise(recipe, rundir)
-    pages.write_page(
+    pictures.write_page(
         TEMPLATE,
         rundir.report,
         name=html.escape(recipe.run.name),

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
-from megarl.lab.scaling.doubts import WIDE_INTERVAL
 from megarl.lab.scaling.extrapolate import inverse as hours_of
-from megarl.lab.scaling.fit import Fit, fit
+from megarl.lab.scaling.fit import WIDE_INTERVAL, Fit, fit
 from megarl.lab.scaling.points import Curve, amount
 
 SAME_CEILING = 0.02

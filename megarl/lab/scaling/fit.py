@@ -12,24 +12,28 @@ An interval of a parameter holds the values whose best curve has an error of at 
 the profile likelihood of Gaussian noise of unknown size. A measured R_0 has the noise of the other evaluations: each end is
 moved by what R_0 ± t·noise would move the parameter, the two added as squares. `benchmarks/scaling_calibration.py` measures how
 often the intervals hold the truth.
+
+Which points are fitted. The law does not hold at first: ScaleRL leaves out the first 1,500 GPU-hours, about an epoch.
+
+A run whose first epoch is shorter, or on CPU cores, has the epoch left out instead: hours of another size of run mean little.
+
+What the points cannot support: said with every fit, and shown wherever its numbers are.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling import least_squares
-from megarl.lab.scaling.doubts import doubts
 from megarl.lab.scaling.forms import Form, form_named
 from megarl.lab.scaling.least_squares import A, Problem, U, W, descend
-from megarl.lab.scaling.points import Curve, Unit
+from megarl.lab.scaling.points import Curve, Unit, amount
 from megarl.lab.scaling.profile import Profile, student_t
-from megarl.lab.scaling.window import windowed
 
 Grid = Literal["paper", "free"]
 Interval = tuple[float, float]
@@ -226,3 +230,100 @@ def _refuse(
 
 def _finite(interval: Interval) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in interval]
+
+
+EARLY_HOURS = 1500.0
+"""GPU-hours that the paper leaves out."""
+ENOUGH = 8
+"""Points that must remain for the default window to leave any out."""
+
+
+def windowed(
+    curves: Sequence[Curve], start: float | None, end: float | None
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Hours and scores of all curves inside the window, [points] by rising hours, and what is to be said about it."""
+    if len({curve.unit for curve in curves}) > 1:
+        raise MegarlError("core-hours and GPU-hours cannot be fitted together")
+    if start is not None and end is not None and start >= end:
+        raise MegarlError(f"the window is empty: from {start:g} until {end:g} hours")
+    remarks: list[str] = []
+    kept = []
+    for curve in curves:
+        low = start if start is not None else _default(curve, end, remarks)
+        inside = (curve.hours >= low) & (curve.hours <= (math.inf if end is None else end))
+        kept.append((curve.hours[inside], curve.pass_rate[inside]))
+    hours, scores = (np.concatenate(part) for part in zip(*kept, strict=True))
+    order = np.argsort(hours, kind="stable")
+    return hours[order], scores[order], list(dict.fromkeys(remarks))
+
+
+def _default(curve: Curve, end: float | None, remarks: list[str]) -> float:
+    """Hours before which points are left out."""
+    epoch = math.inf if curve.first_epoch is None else curve.first_epoch
+    early = min(epoch, EARLY_HOURS) if curve.unit == "gpu" else 0.0 if curve.first_epoch is None else epoch
+    rest = curve.hours[curve.hours <= (math.inf if end is None else end)]
+    if (rest >= early).sum() >= ENOUGH or not (rest < early).any():
+        return early if math.isfinite(early) else 0.0
+    what = "the first epoch" if early == epoch else f"the first {EARLY_HOURS:,.0f} GPU-hours"
+    remarks.append(
+        f"{what} could not be left out ({(rest >= early).sum()} of {len(rest)} points are later): early points, where the law "
+        "does not hold yet, are in the fit"
+    )
+    return 0.0
+
+
+if TYPE_CHECKING:
+    pass
+
+FEW_POINTS = 8
+WIDE_INTERVAL = 0.05
+STREAKS = 2.6
+"""Deviations of the residuals' autocorrelation that noise alone passes once in a hundred fits."""
+
+
+def doubts(fit: "Fit") -> list[str]:
+    """One sentence each."""
+    low, high = fit.problem.a_bounds
+    a_low, a_high = fit.A_interval
+    found = []
+    if fit.r0_from == "estimate":
+        found.append(f"R_0 = {fit.R_0:.3f} is an estimate: no score before training is known (--r0 gives one)")
+    if fit.form != "power" and fit.window[1] < fit.C_mid:
+        found.append(
+            f"the window ends at {amount(fit.window[1], fit.unit)}, before C_mid = {amount(fit.C_mid)}: "
+            "the half of the curve that shows the ceiling has not been seen"
+        )
+    if fit.n < FEW_POINTS:
+        found.append(f"only {fit.n} points; {FEW_POINTS} are few already")
+    if low < high and min(fit.A - low, high - fit.A) < 1e-6:
+        found.append(f"A = {fit.A:.3f} is at the edge of its range {low:g} … {high:g}: the points do not determine it")
+    if (fall := _fall(fit.pass_rate)) > 0:
+        found.append(
+            f"scores are not monotone: the last ones are {fall:.3f} below earlier ones, and the law can only rise"
+        )
+    if low < high and a_high - a_low > WIDE_INTERVAL:
+        found.append(f"A is only known to lie in {a_low:.3f} … {a_high:.3f}, wider than {WIDE_INTERVAL}")
+    if _in_streaks(fit):
+        found.append("residuals come in streaks: the form does not follow the points, and the intervals are too narrow")
+    return found
+
+
+def _fall(scores: np.ndarray) -> float:
+    """By how much the mean of the last quarter is below the best quarter, if noise does not explain it (3 deviations); else 0.
+
+    Noise is taken from differences of neighbours, whose variance is twice its own.
+    """
+    width = max(2, len(scores) // 4)
+    means = np.convolve(scores, np.ones(width) / width, mode="valid")
+    noise = math.sqrt(float((np.diff(scores) ** 2).mean()) / 2)
+    fall = float(means.max() - means[-1])
+    return fall if fall > 3 * noise * math.sqrt(2 / width) else 0.0
+
+
+def _in_streaks(fit: "Fit") -> bool:
+    """Whether neighbouring residuals agree more than independent ones would."""
+    residual = fit.pass_rate - fit(fit.hours)
+    if fit.n < FEW_POINTS or fit.sse < 1e-12:
+        return False
+    together = float((residual[1:] * residual[:-1]).sum()) / float((residual**2).sum())
+    return together * math.sqrt(fit.n) > STREAKS

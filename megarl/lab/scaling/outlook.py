@@ -14,9 +14,8 @@ import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.forecast import FURTHER_HOURS, PASS_RATE, Row
-from megarl.lab.scaling.doubts import FEW_POINTS, WIDE_INTERVAL
 from megarl.lab.scaling.extrapolate import predict
-from megarl.lab.scaling.fit import Fit, fit
+from megarl.lab.scaling.fit import FEW_POINTS, WIDE_INTERVAL, Fit, fit
 from megarl.lab.scaling.points import Columns, curve_of_run
 
 NEXT = 0.1

@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from megarl.core.base.process import SUPERVISOR, outlive_screen
+from megarl.core.base.process import SUPERVISOR, Wish, outlive_screen, wishes
 from megarl.core.base.rundir import latest_rows
-from megarl.core.base.wishes import Wish, wishes
 from megarl.lab.study.plan import Study, Task
 from megarl.run.view import sparkline
 

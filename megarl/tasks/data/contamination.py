@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megarl.core.base.errors import MegarlError
+from megarl.tasks.data.rows import collapsed, words
 from megarl.tasks.data.sources import Unreadable, stream
-from megarl.tasks.data.text import collapsed, words
 
 NGRAM, SHORTEST, COMMON = 13, 8, 10
 QUESTIONS = ("prompt", "problem", "question", "question_content", "text")

@@ -1,4 +1,11 @@
-"""Prompt sets of a recipe's tasks: rows of a source to Prompt records, checked before anything is started on them.
+"""Prompts on disk: what a run holds of a prompt while it is not drawn is where it lies.
+
+    append(prompt) ─► a file without a name, in $TMPDIR, gone with this process          8 bytes a prompt in memory
+    prompts[n]     ◄─ read and decoded, some microseconds
+
+Tokens of a million prompts are gigabytes, and answers that are unit tests reach a megabyte each.
+
+Prompt sets of a recipe's tasks: rows of a source to Prompt records, checked before anything is started on them.
 
     source (sources.py) ─► mapping (mappings.py) ─► survey (survey.py) ─► template (chat.py) ─► token ids, at most so many
                                                                                               └─► on disk (stored.py)
@@ -12,26 +19,71 @@ left out, counted and named, for no published set is without.
 """
 
 import logging
+import os
+import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import batched
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError, listed
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.base.types import Prompt
+from megarl.core.base.types import Prompt, decode, encode
 from megarl.core.recipe import Recipe, Rows, Task
 from megarl.tasks.data.chat import Message, load_chat
 from megarl.tasks.data.contamination import Overlap, overlap_with
 from megarl.tasks.data.mappings import mapping_of, own
-from megarl.tasks.data.rows import Row, UnfitError
-from megarl.tasks.data.stored import Stored
+from megarl.tasks.data.rows import Row, UnfitError, fingerprint
 from megarl.tasks.data.survey import FAULTS, NONE, Reader, Survey, chosen, survey_of
-from megarl.tasks.data.text import fingerprint
 from megarl.tasks.graders.code import read_tests
+
+
+@contextmanager
+def _room() -> Iterator[None]:
+    """MegarlError where the disk has none."""
+    try:
+        yield
+    except OSError as error:
+        raise MegarlError(
+            f"{tempfile.gettempdir()}: prompts cannot be kept there: {error.strerror}; set TMPDIR to a larger disk"
+        ) from None
+
+
+class Stored(Sequence[Prompt]):
+    """Prompts in the order in which they were appended."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as this is)
+        self._ends = array("Q", [0])
+
+    def append(self, prompt: Prompt) -> None:
+        """MegarlError if the disk is full."""
+        data = encode(prompt)
+        with _room():
+            self._file.write(data)
+        self._ends.append(self._ends[-1] + len(data))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, n: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Prompt]: ...
+    def __getitem__(self, n: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(n, slice):
+            return [self[i] for i in range(*n.indices(len(self)))]
+        if not -len(self) <= n < len(self):
+            raise IndexError(n)
+        begin, end = self._ends[n % len(self)], self._ends[n % len(self) + 1]
+        with _room():
+            self._file.flush()
+        return decode(os.pread(self._file.fileno(), end - begin, begin), Prompt)
+
 
 log = logging.getLogger(__name__)
 

@@ -1,16 +1,17 @@
 """A row of a prompt set, and how it is read from a row of another schema: by columns.
 
 A dot goes into a column of columns: `reward_model.ground_truth`.
+
+When two texts are the same, and the words of a text: one normal form for duplicates, splits and decontamination.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-
-from megarl.tasks.data.text import fingerprint
 
 LARGEST_ANSWER = 1 << 20
 """Characters. Unit tests of code reach hundreds of megabytes a problem."""
@@ -99,3 +100,28 @@ def whole_of(value: Any) -> int:
 
 def shown(value: Any) -> str:
     return repr(value)[:60]
+
+
+EAST_ASIAN = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+"""Kana, Han, Hangul: written without blanks, so each character is a word."""
+_WORD = re.compile(rf"[{EAST_ASIAN}]|[^\W_{EAST_ASIAN}]+")
+
+
+def collapsed(text: str) -> str:
+    """With single blanks. Texts that are equal so are the same prompt; case and signs count, as in `27+5` and `27-5`."""
+    return " ".join(text.split())
+
+
+def fingerprint(text: str) -> int:
+    """64 bits of a hash of the collapsed text. Of a million texts two different ones agree once in 4e7 sets."""
+    return digest(collapsed(text))
+
+
+def digest(text: str) -> int:
+    """64 bits of a hash of exactly this text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
+
+
+def words(text: str) -> list[str]:
+    """Runs of letters and digits, in lower case. Everything between them only divides."""
+    return _WORD.findall(text.casefold())

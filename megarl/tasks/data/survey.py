@@ -21,9 +21,8 @@ import numpy as np
 
 from megarl.core.base.errors import SHOWN, MegarlError, listed
 from megarl.tasks.data.contamination import Hit, Overlap
-from megarl.tasks.data.rows import LARGEST_ANSWER, Row, UnfitError
+from megarl.tasks.data.rows import LARGEST_ANSWER, Row, UnfitError, digest, fingerprint
 from megarl.tasks.data.sources import Unreadable, stream
-from megarl.tasks.data.text import digest, fingerprint
 
 log = logging.getLogger(__name__)
 

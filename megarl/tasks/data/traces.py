@@ -34,10 +34,9 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import int32
 from megarl.tasks.data.chat import ChatTemplate, Message, load_chat
 from megarl.tasks.data.contamination import overlap_with
-from megarl.tasks.data.rows import Row, UnfitError
+from megarl.tasks.data.rows import Row, UnfitError, fingerprint
 from megarl.tasks.data.sources import Unreadable, stream
 from megarl.tasks.data.survey import UNFIT, Survey, chosen, survey_of
-from megarl.tasks.data.text import fingerprint
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.core.base.contracts import DONE, Environment, Observation
 from megarl.core.base.errors import MegarlError
-from megarl.tasks.environments.protocol import Setting
+from megarl.tasks.environments.framing import Setting
 
 OPEN, CLOSE, UNKNOWN = "[", "]", "?"
 LONGEST = 200

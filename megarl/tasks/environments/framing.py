@@ -1,11 +1,27 @@
 """How the text of a reply stands between two turns: as a tool's message of the chat template, or in raw markers.
 
-    … 6*7 ```<|im_end|>  \\n<|im_start|>tool\\n  42  <|im_end|>\\n<|im_start|>assistant\\n  The answer …
+    … 6*7 ```<|im_end|>  \n<|im_start|>tool\n  42  <|im_end|>\n<|im_start|>assistant\n  The answer …
     └ sampled ─────────┘ └ before ──────────┘ text └ after ───────────────────────────┘ └ sampled
 
 Only the reply is made into tokens here; the policy's own stay as they were sampled. What a tool prints is text, whatever it
 looks like: `<|im_end|>` in it does not become that token.
+
+What an environment is. One instance is made for each rollout, in a process that has all those of its class.
+
+    class Echo(Environment):
+        def __init__(self, setting: Setting) -> None:
+            self._setting = setting
+
+        async def step(self, tokens):                     # of the turn, as they were sampled, its end token included
+            if "=" not in self._setting.said(tokens):     # its text, without its thinking
+                return DONE
+            return Observation(tokens[:-1][: self._setting.reply_tokens])
+
+`data.tasks.NAME.environment: package.module:Echo` plays it. It must not block that process (asyncio.to_thread for
+what does).
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,6 +29,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import int32
 from megarl.tasks.data.chat import load_chat
+from megarl.tasks.graders.sandbox import Sandbox
 
 RAW = ("\n```output\n", "\n```\n")
 CUT = "\n…\n"
@@ -55,3 +72,22 @@ class Framing:
                 )
             self._parts = parts
         return self._parts
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an environment is made with. task: its name; reply_tokens: most tokens of an observation.
+
+    framing: from a text to the tokens of an observation, in the policy's chat template; sandbox: runs programs.
+    """
+
+    task: str
+    tokenizer: Tokenizer
+    framing: Framing
+    sandbox: Sandbox
+    end_of_thinking: str
+    reply_tokens: int
+
+    def said(self, tokens: np.ndarray) -> str:
+        """The text of a turn without its thinking, if that is closed."""
+        return self.tokenizer.decode(tokens).rpartition(self.end_of_thinking)[2]

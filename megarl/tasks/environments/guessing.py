@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.core.base.contracts import DONE, Environment, Observation, Verdict
 from megarl.core.base.types import Prompt
-from megarl.tasks.environments.protocol import Setting
+from megarl.tasks.environments.framing import Setting
 from megarl.tasks.graders.answer import judged
 
 NUMBER = re.compile(r"-?\d{1,30}")

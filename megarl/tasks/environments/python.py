@@ -14,7 +14,7 @@ import re
 import numpy as np
 
 from megarl.core.base.contracts import DONE, Environment, Observation
-from megarl.tasks.environments.protocol import Setting
+from megarl.tasks.environments.framing import Setting
 from megarl.tasks.graders.sandbox import Limits, Ran
 
 LIMITS = Limits(seconds=10, output=1 << 16)

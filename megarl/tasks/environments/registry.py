@@ -1,10 +1,160 @@
-"""The environments of a recipe: what plays the episodes of each task or suite that has any."""
+"""One environment in one episode: whatever it does, the episode goes on or ends within limits that are named.
 
+async with bounded.played(prompt):      reset … close
+    observation = await bounded.step(turn)
+bounded.told()                          what the rollout's record keeps
+
+An episode outlives the process that plays it, if another one has brought that down: the next process is told the same turns,
+and must answer them in the same way.
+
+The environments of a recipe: what plays the episodes of each task or suite that has any.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from megarl.core.base.contracts import EnvironmentDown, GraderDown, Observation, Verdict
 from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import Episode, Prompt
 from megarl.core.recipe import Recipe, Rows
-from megarl.tasks.environments.bounded import Bounded
-from megarl.tasks.environments.host import Host
-from megarl.tasks.environments.worker import BUILT_IN, Episodes, Part, Setup
+from megarl.tasks.environments.host import Died, Host, Process
+from megarl.tasks.environments.worker import (
+    BUILT_IN,
+    Begin,
+    Begun,
+    End,
+    Ended,
+    Episodes,
+    Failed,
+    Judge,
+    Judged,
+    Observed,
+    Part,
+    Reply,
+    Request,
+    Setup,
+    Step,
+)
+
+log = logging.getLogger(__name__)
+LIVES = 3
+"""Processes that an episode may be played in, one after the other."""
+
+
+class Bounded:
+    """turns, turn_tokens: as in the recipe. stop_tokens: once it is played. What is awaited raises EnvironmentDown if the
+    environment fails, is late, or says what cannot be."""
+
+    def __init__(self, host: Host, key: str, task: Rows, vocabulary: int) -> None:
+        self._host, self._key, self._task, self._vocabulary = host, key, task, vocabulary
+        self.turns, self.turn_tokens = task.turns, task.turn_tokens
+        self.stop_tokens: tuple[int, ...] = ()
+        self._episode = next(host.numbers)
+        self._prompt: Prompt | None = None
+        self._process: Process | None = None
+        self._past: list[tuple[np.ndarray, Observed]] = []
+        self._calls, self._errors, self._seconds = 0, 0, 0.0
+
+    @asynccontextmanager
+    async def played(self, prompt: Prompt) -> AsyncIterator[None]:
+        """From its reset to its close, which is only logged if it fails."""
+        self._prompt = prompt
+        try:
+            await self._surely(lambda: asyncio.sleep(0))
+            yield
+        finally:
+            try:
+                if self._process is not None and not self._process.over:
+                    await self._answered(Ended, lambda call: End(call=call, episode=self._episode))
+            except (GraderDown, Died) as error:
+                log.warning("%s", error)
+
+    async def step(self, tokens: np.ndarray) -> Observation:
+        """Its answer to a turn [n]."""
+        began = time.monotonic()
+        said = await self._surely(lambda: self._observed(tokens))
+        self._past.append((tokens, said))
+        self._seconds += time.monotonic() - began
+        reply = Observation(said.tokens, said.done, said.error)
+        if reply.done:
+            return reply
+        self._calls += 1
+        self._errors += reply.error
+        if len(reply.tokens) > self._task.reply_tokens:
+            raise self._down(f"replied {len(reply.tokens)} tokens, more than reply_tokens={self._task.reply_tokens}")
+        self._check_tokens(reply.tokens.tolist(), "replied")
+        return reply
+
+    async def reward(self) -> Verdict | None:
+        said = await self._surely(lambda: self._answered(Judged, lambda call: Judge(call=call, episode=self._episode)))
+        if said.verdict is not None and not math.isfinite(said.verdict.score):
+            raise self._down(f"gave the reward {said.verdict.score}")
+        return said.verdict
+
+    def told(self, turns: int, limited: bool) -> Episode:
+        """The record of an episode of so many turns. limited: a limit of turns ended it."""
+        return Episode(turns=turns, calls=self._calls, errors=self._errors, seconds=self._seconds, limited=limited)
+
+    async def _surely[T](self, act: Callable[[], Awaitable[T]]) -> T:
+        """What comes of it with the process that plays the episode, or with the next one."""
+        why = ""
+        for _ in range(LIVES):
+            try:
+                if self._process is None or self._process.over:
+                    await self._begin()
+                return await act()
+            except Died as died:
+                why = str(died)
+                if died.culprit == self._episode:
+                    raise self._down(why) from None
+        raise self._down(f"{why}; the last of {LIVES} processes, and whose fault it was is not known")
+
+    async def _begin(self) -> None:
+        """In the process that lives now. One that was played before comes to where it was."""
+        assert self._prompt is not None
+        prompt, again = self._prompt, self._process is not None
+        self._process = await self._host.process()
+        begun = await self._answered(Begun, lambda call: Begin(call=call, episode=self._episode, prompt=prompt))
+        self._check_tokens(begun.stop_tokens, "stops at")
+        self.stop_tokens = begun.stop_tokens
+        for tokens, before in self._past:
+            if _differ(await self._observed(tokens), before):
+                raise self._down("was begun anew, for its process had ended, and answered the same turns differently")
+        if again:
+            log.info("%s goes on in another process after %d turns", self._where(), len(self._past))
+
+    async def _observed(self, tokens: np.ndarray) -> Observed:
+        return await self._answered(Observed, lambda call: Step(call=call, episode=self._episode, tokens=tokens))
+
+    async def _answered[T: Reply](self, kind: type[T], asked: Callable[[int], Request]) -> T:
+        assert self._process is not None
+        reply = await self._process.ask(asked(next(self._host.numbers)), self._task.reply_timeout_s)
+        if isinstance(reply, Failed):
+            raise self._down(reply.error, ": ")
+        if not isinstance(reply, kind):
+            raise self._down(f"answered with {type(reply).__name__}, not {kind.__name__}")
+        return reply
+
+    def _check_tokens(self, tokens: list[int] | tuple[int, ...], what: str) -> None:
+        for token in tokens:
+            if not 0 <= token < self._vocabulary:
+                raise self._down(f"{what} token {token}, which is not in the vocabulary of {self._vocabulary}")
+
+    def _down(self, why: str, between: str = " ") -> EnvironmentDown:
+        return EnvironmentDown(f"{self._where()}{between}{why}")
+
+    def _where(self) -> str:
+        return f"{self._key}: environment {self._task.environment}"
+
+
+def _differ(said: Observed, before: Observed) -> bool:
+    return (said.done, said.error) != (before.done, before.error) or not np.array_equal(said.tokens, before.tokens)
 
 
 class TaskEnvironments:

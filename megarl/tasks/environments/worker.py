@@ -29,9 +29,8 @@ from megarl.core.base.process import die_with_parent, start_logging
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Prompt, Record, decode, encode
 from megarl.tasks.environments.calculator import Calculator
-from megarl.tasks.environments.framing import Framing
+from megarl.tasks.environments.framing import Framing, Setting
 from megarl.tasks.environments.guessing import Guessing
-from megarl.tasks.environments.protocol import Setting
 from megarl.tasks.environments.python import LIMITS, Python
 from megarl.tasks.graders.sandbox import Sandbox, places
 

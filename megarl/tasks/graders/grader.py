@@ -15,7 +15,7 @@ import numpy as np
 from megarl.core.base.contracts import RIGHT, WRONG, Grade, Verdict, answer_of
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Data, Recipe, Rows, Suite
-from megarl.core.recipe.combinations import GRADERS
+from megarl.core.recipe.rules import GRADERS
 from megarl.tasks.graders.answer import Submission, graded, judged
 from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.functions import check_importable

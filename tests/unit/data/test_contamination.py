@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
 from megarl.tasks.data.contamination import COMMON, NGRAM, SHORTEST, Hit, Overlap, overlap_with
-from megarl.tasks.data.text import words
+from megarl.tasks.data.rows import words
 
 LETTERS = st.lists(st.sampled_from("abc"), max_size=30)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Prompt, encode, int32
-from megarl.tasks.data.stored import Stored
+from megarl.tasks.data.prompts import Stored
 from tests.full_disk import files_no_larger_than
 
 PROMPTS = st.builds(

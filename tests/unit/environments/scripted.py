@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.core.base.contracts import DONE, Environment, Observation, Verdict
 from megarl.core.base.types import Prompt, decode, encode, int32
-from megarl.tasks.environments.protocol import Setting
+from megarl.tasks.environments.framing import Setting
 from megarl.tasks.environments.worker import Episodes, Reply, Request, Setup
 
 CALL = 9

@@ -19,8 +19,7 @@ from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Prompt, int32
 from megarl.core.recipe import from_tree
 from megarl.tasks.environments import host
-from megarl.tasks.environments.bounded import Bounded
-from megarl.tasks.environments.registry import TaskEnvironments
+from megarl.tasks.environments.registry import Bounded, TaskEnvironments
 from tests.unit.environments.scripted import Near
 from tests.unit.environments.texts import byte_tokenizer
 
@@ -135,7 +134,7 @@ def test_whatever_one_episode_does_the_others_are_played_to_their_end(
 ) -> None:
     """All in one process, which some of them end: two others, one of them in the middle of it all, see nothing of that."""
     monkeypatch.setattr(host, "MARGIN_S", 0.5)
-    monkeypatch.setattr("megarl.tasks.environments.bounded.LIVES", 99)
+    monkeypatch.setattr("megarl.tasks.environments.registry.LIVES", 99)
     found = environments(tmp_path, "game", "Hostile")
     programs = {TURN + line: words for line, words in HOSTILE.items()}
     programs |= {f"score = {score}": words for score, words in WORTHLESS.items()}

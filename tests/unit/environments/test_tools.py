@@ -17,9 +17,8 @@ from megarl.core.base.types import Prompt, int32
 from megarl.core.recipe import from_tree
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 from megarl.tasks.environments.calculator import LONGEST, Calculator, calculated
-from megarl.tasks.environments.framing import Framing
+from megarl.tasks.environments.framing import Framing, Setting
 from megarl.tasks.environments.guessing import Guessing
-from megarl.tasks.environments.protocol import Setting
 from megarl.tasks.environments.python import LIMITS, Python
 from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.sandbox import Sandbox

@@ -20,7 +20,7 @@ from megarl.core.base.architecture import RoutedLayers
 from megarl.core.base.contracts import GraderDown, Verdict
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, float32, int32
-from megarl.core.controller.task_metrics import task_statistics
+from megarl.core.controller.metrics import task_statistics
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Completion, Job, Sampler, Void

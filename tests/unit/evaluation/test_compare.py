@@ -11,10 +11,9 @@ import pytest
 from megarl.cli import main as cli
 from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir
-from megarl.lab.evaluation.compare import Quantity, compare, main, read_side
+from megarl.lab.evaluation.compare import Quantity, compare, main, paired_difference, read_side
 from megarl.lab.evaluation.comparison_page import SHORTEST, shortened, write_comparison
-from megarl.lab.evaluation.paired import paired_difference
-from megarl.lab.report import pages
+from megarl.lab.report import pictures
 from tests.pages import Resources, asks_the_network
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=http://x onerror=alert(2)> \u2028 \U0001f600 & é"
@@ -201,7 +200,7 @@ def test_the_page_shows_hostile_text_and_asks_no_network(tmp_path: Path) -> None
 
 def test_half_a_surrogate_pair_does_not_keep_a_page_from_being_written(tmp_path: Path) -> None:
     (tmp_path / "template.html").write_text("<script>$data</script>")
-    pages.write_page(tmp_path / "template.html", tmp_path / "page.html", data=pages.embedded("a\ud800b"))
+    pictures.write_page(tmp_path / "template.html", tmp_path / "page.html", data=pictures.embedded("a\ud800b"))
     assert (tmp_path / "page.html").read_text() == '<script>"a?b"</script>'
 
 

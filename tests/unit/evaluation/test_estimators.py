@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from megarl.core.evaluation.estimators import best_at_k, maj_at_k, over_prompts, pass_at_k, powers_up_to
+from megarl.core.evaluation.metrics import best_at_k, maj_at_k, over_prompts, pass_at_k, powers_up_to
 
 ANSWERS = st.lists(st.tuples(st.sampled_from(["", "a", "b", "c", "d"]), st.booleans()), min_size=1, max_size=7)
 

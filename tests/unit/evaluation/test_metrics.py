@@ -12,8 +12,7 @@ import pytest
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Segment, float32, int32
 from megarl.core.evaluation.answers import Answer, SuiteDir, suites_in
-from megarl.core.evaluation.estimators import maj_at_k, pass_at_k
-from megarl.core.evaluation.metrics import Outcome, summarise
+from megarl.core.evaluation.metrics import Outcome, maj_at_k, pass_at_k, summarise
 from megarl.core.evaluation.score import _entropy
 from megarl.core.evaluation.votes import Votes, extracted
 from megarl.core.recipe import from_tree

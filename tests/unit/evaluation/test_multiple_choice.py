@@ -26,8 +26,17 @@ from megarl.core.sampling.places import Places
 from megarl.core.server.client import Prefill, ServerLost, ServerRefused
 from megarl.core.server.membership import Membership
 from megarl.lab.evaluation import suites
-from megarl.lab.evaluation.loglikelihood import Continuation, joined
-from megarl.lab.evaluation.multiple_choice import SETS, Choices, Question, answered, arc, hellaswag, load_questions
+from megarl.lab.evaluation.multiple_choice import (
+    SETS,
+    Choices,
+    Continuation,
+    Question,
+    answered,
+    arc,
+    hellaswag,
+    joined,
+    load_questions,
+)
 from megarl.tasks.data.rows import UnfitError
 
 ARC = {

@@ -11,7 +11,7 @@ from megarl.core.algorithm.batch import batch_statistics
 from megarl.core.base.contracts import Grade, GraderDown, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, decode, encode, int32
-from megarl.core.controller.task_metrics import task_statistics
+from megarl.core.controller.metrics import task_statistics
 from megarl.core.recipe import from_tree
 from megarl.tasks.graders.answer import graded, judged
 from megarl.tasks.graders.grader import TaskGraders

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.core.base import architecture
-from megarl.core.learner.cost import HEAD_PASSES, LAYER_PASSES, cost_of
+from megarl.core.learner.network import HEAD_PASSES, LAYER_PASSES, cost_of
 from megarl.core.models import family_of
 from megarl.lab.planning import formulas
 from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen3, tiny_qwen3_moe

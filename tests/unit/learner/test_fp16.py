@@ -15,7 +15,7 @@ import torch
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.losses import supervised_loss
-from megarl.core.learner import loss_scale
+from megarl.core.learner import optimizer
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
@@ -38,11 +38,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_of(path: Path, dtype: str = "fp16", **sections: dict[str, Any]) -> recipes.Recipe:
-    optimizer = {"optimizer": {"lr": 1e-3, "warmup_steps": 0}}
+    adamw = {"optimizer": {"lr": 1e-3, "warmup_steps": 0}}
     tree = {
         "model": {"path": str(path), "dtype": dtype, **sections.pop("model", {})},
-        "learner": {"microbatch_tokens": 64, **optimizer, **sections.pop("learner", {})},
-        "critic": optimizer | sections.pop("critic", {}),
+        "learner": {"microbatch_tokens": 64, **adamw, **sections.pop("learner", {})},
+        "critic": adamw | sections.pop("critic", {}),
     }
     return recipes.from_tree(tree | sections)
 
@@ -87,7 +87,7 @@ def main_weights(trainer: Trainer) -> torch.Tensor:
     return torch.cat([p.detach().float().flatten() for p in trainer.policy.optimizer.get_parameters()])
 
 
-def scale_of(trainer: Trainer) -> loss_scale.LossScale:
+def scale_of(trainer: Trainer) -> optimizer.LossScale:
     assert trainer.policy.loss_scale is not None
     return trainer.policy.loss_scale
 
@@ -140,13 +140,13 @@ def test_logprobs_and_gradients_are_transformers(tmp_path: Path, make: Callable[
 def test_a_step_is_that_of_fp32(model: Path) -> None:
     """Same fp16 weights, same batch: loss, norm, and how far AdamW moves its FP32 weights."""
     # Adam makes whole steps of the rounding of tiny gradients; eps keeps that below what is looked for.
-    optimizer = {"lr": 1e-3, "warmup_steps": 0, "eps": 1e-3}
-    trainers = [trainer_of(model, dtype, learner={"optimizer": optimizer}) for dtype in ("fp16", "fp32")]
+    adamw = {"lr": 1e-3, "warmup_steps": 0, "eps": 1e-3}
+    trainers = [trainer_of(model, dtype, learner={"optimizer": adamw}) for dtype in ("fp16", "fp32")]
     before = main_weights(trainers[1])
     half, full = (trainer.train_step(batch()) for trainer in trainers)
     assert half["loss"] == pytest.approx(full["loss"], abs=2e-3)
     assert half["grad_norm"] == pytest.approx(full["grad_norm"], rel=5e-3)
-    assert (half["scaler_skipped"], half["loss_scale"]) == (0, loss_scale.INITIAL)
+    assert (half["scaler_skipped"], half["loss_scale"]) == (0, optimizer.INITIAL)
     assert "loss_scale" not in full
     assert "scaler_skipped" not in full
     moved = [main_weights(trainer) - before for trainer in trainers]
@@ -190,7 +190,7 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale(model: Path) -> Non
 
 def test_an_overflow_at_the_least_scale_is_a_broken_step(model: Path) -> None:
     trainer = trainer_of(model)
-    scale_of(trainer).restore({"scale": loss_scale.LEAST, "growth": 0, "hysteresis": 0})
+    scale_of(trainer).restore({"scale": optimizer.LEAST, "growth": 0, "hysteresis": 0})
     rows = [trainer.train_step(batch(advantage=1e9)) for _ in range(3)]
     assert [row["skipped"] for row in rows] == [1, 1, 1]
     assert trainer.skipped_in_row == 3
@@ -280,7 +280,7 @@ def test_an_overflow_of_one_network_skips_both(model: Path, critic_dtype: str) -
     assert (other is None) == (critic_dtype == "fp32")
     assert ("critic_loss_scale" in row) == (critic_dtype == "fp16")
     if other is not None:
-        assert other.plain_state() == {"scale": loss_scale.INITIAL, "growth": 1, "hysteresis": 2}
+        assert other.plain_state() == {"scale": optimizer.INITIAL, "growth": 1, "hysteresis": 2}
 
 
 def test_resumed_with_the_scale_bit_for_bit(model: Path, tmp_path: Path) -> None:

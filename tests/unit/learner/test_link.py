@@ -8,7 +8,7 @@ import zmq
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Ack, Next, Request, Wait, from_frames, to_frames
-from megarl.core.base.ports import free_ports
+from megarl.core.base.process import free_ports
 from megarl.core.base.rundir import LinkKeys
 from megarl.core.learner.link import Interrupted, Link
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.algorithm.losses import policy_loss, supervised_loss
-from megarl.core.algorithm.losses.tokens import Tokens
+from megarl.core.algorithm.losses.terms import Tokens
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Loss
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megarl.core.learner.recorded import contradiction
+from megarl.core.learner.main import contradiction
 from megarl.core.weights.parity import LIMITS
 
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.algorithm.losses import policy_loss
-from megarl.core.algorithm.losses.reference_kl import Estimator, estimate
-from megarl.core.algorithm.losses.tokens import Tokens
+from megarl.core.algorithm.losses.terms import Estimator, Tokens, estimate
 from megarl.core.recipe import Loss, Reference
 
 Floats = np.ndarray

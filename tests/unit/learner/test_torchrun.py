@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.core.base.ports import free_ports
+from megarl.core.base.process import free_ports
 
 RANK = """
 import os, signal, sys, time

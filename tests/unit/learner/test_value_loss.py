@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.algorithm.losses.value import value_loss
+from megarl.core.algorithm.losses.terms import value_loss
 
 CLIP = 0.2
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.core.models import build, family_of, hf
-from megarl.core.models.packed_attention import Buckets, Flash, attention_of, causal
+from megarl.core.models.attention import Buckets, Flash, attention_of, causal
 from megarl.core.recipe import Model
 from tests.dense_attention import exact, largest_difference, on_ranks, row, values_and_gradients
 from tests.tiny import tiny_llama, tiny_qwen3

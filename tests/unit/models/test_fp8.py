@@ -13,9 +13,9 @@ from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.errors import MegarlError
 from megarl.core.learner.microbatch import Layout, assemble, plan
 from megarl.core.learner.network import layout_of
-from megarl.core.models import build, family_of, fp8
+from megarl.core.models import build, family_of
 from megarl.core.recipe import Model
-from megarl.core.recipe.combinations import impossible_for
+from megarl.core.recipe.rules import impossible_for
 from tests.tiny import tiny_llama, tiny_qwen3_moe
 
 WIDE: dict[str, Any] = {
@@ -47,12 +47,12 @@ def test_refused_on_a_gpu_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.is_fp8_available = lambda return_reason: (True, "")
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
-    fp8.check(Model(), transformer_engine=False)
-    fp8.check(Model(fp8="tensorwise"), transformer_engine=True)
+    build.check(Model(), transformer_engine=False)
+    build.check(Model(fp8="tensorwise"), transformer_engine=True)
     with pytest.raises(
         MegarlError, match=r"model\.fp8: blockwise cannot be computed on this GPU: it is older than Hopper"
     ):
-        fp8.check(Model(fp8="blockwise"), transformer_engine=True)
+        build.check(Model(fp8="blockwise"), transformer_engine=True)
 
 
 @pytest.mark.parametrize(

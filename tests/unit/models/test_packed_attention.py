@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen as varlen_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.core.models import build, family_of, hf, packed_attention
-from megarl.core.models.packed_attention import Buckets, Flash, attention_of, flash, flash_takes
-from megarl.core.models.segments import segments
+from megarl.core.models import attention, build, family_of, hf
+from megarl.core.models.attention import Buckets, Flash, attention_of, flash, flash_takes, segments
 from megarl.core.recipe import Model
 from tests.dense_attention import exact, largest_difference, on_ranks, row, values_and_gradients
 from tests.tiny import tiny_llama, tiny_llama4
@@ -60,8 +59,8 @@ def test_equals_a_dense_mask(
     boundaries = [0, *itertools.accumulate(lengths)]
     tensors = row(boundaries, heads=4, groups=2 if grouped else 4, head_dim=8, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_attention, "flash_takes", lambda _: kernel is Flash)
-        patch.setattr(packed_attention, "flash", varlen)
+        patch.setattr(attention, "flash_takes", lambda _: kernel is Flash)
+        patch.setattr(attention, "flash", varlen)
         ranks = [attention_of(boundaries, chunk, cp_size, rank, tensors[0]) for rank in range(cp_size)]
         assert {type(r) for r in ranks} == {kernel}
         found = values_and_gradients(on_ranks(ranks, boundaries), tensors)
@@ -125,7 +124,7 @@ def test_a_model_makes_nothing_of_the_square(one_rank: None, tmp_path: Path, tin
 
 def test_torch_takes_what_its_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """varlen_attn itself, on tensors without contents: names, shapes, and a backward pass."""
-    monkeypatch.setattr(packed_attention, "flash_takes", lambda _: True)
+    monkeypatch.setattr(attention, "flash_takes", lambda _: True)
     told = attention_of([0, 8, 24], None, 2, 1, torch.zeros(0))
     assert isinstance(told, Flash)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -153,9 +152,9 @@ def test_torch_is_told_of_grouped_queries_where_it_asks(monkeypatch: pytest.Monk
 
     for function in (older, newer):
         monkeypatch.setattr(varlen_module, "varlen_attn", function)
-        packed_attention._varlen_attn.cache_clear()
+        attention._varlen_attn.cache_clear()
         assert flash(q, k, k, window_size=(-1, 0)) is q
-    packed_attention._varlen_attn.cache_clear()
+    attention._varlen_attn.cache_clear()
     assert told == [groups != 4]
 
 

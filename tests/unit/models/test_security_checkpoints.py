@@ -15,9 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from checkpoints_tools.__main__ import main
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
-from megarl.core.models.checkpoint import Meta
-from megarl.core.models.checksums import checksums
-from megarl.core.models.unpickling import FORCE, METADATA
+from megarl.core.models.checkpoint import FORCE, METADATA, Meta, checksums
 from megarl.core.recipe import from_tree
 from tests.tiny import tiny_llama
 

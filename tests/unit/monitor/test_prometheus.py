@@ -12,11 +12,10 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.ports import free_ports
+from megarl.core.base.process import free_ports
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows
 from megarl.core.recipe import Recipe, from_tree
-from megarl.core.telemetry.families import LearnerMetrics, of_controller
-from megarl.core.telemetry.prometheus import Exporter
+from megarl.core.telemetry.prometheus import Exporter, LearnerMetrics, of_controller
 from megarl.run.prepare import write_targets
 
 CONVENTION = re.compile(r"megarl_[a-z0-9_]+")

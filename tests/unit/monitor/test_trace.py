@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from megarl import cli
 from megarl.core.base.rundir import RunDir, append_jsonl
 from megarl.core.telemetry.spans import Span, Spans
-from megarl.lab.trace.lanes import changes, nested, packed, union
-from megarl.lab.trace.trace import trace_of
+from megarl.lab.report.trace import changes, nested, packed, trace_of, union
 from tests import trace_format
 
 # Times are eighths of a second, so that sums of them are exact.

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from megarl import cli
 from megarl.core.base import architecture
 from megarl.core.recipe import load
-from megarl.core.recipe.combinations import impossible, impossible_for
+from megarl.core.recipe.rules import impossible, impossible_for
 from megarl.lab.planning import formulas, scenario, show, speed
 from megarl.lab.planning.hardware import Assumed, assumed, gpu_named
 from megarl.lab.planning.layouts import Plan, Problem, as_written, search

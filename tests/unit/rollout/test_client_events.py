@@ -9,7 +9,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.base.ports import free_ports
+from megarl.core.base.process import free_ports
 from megarl.core.server.client import ServerClient, ServerLost, ServerRefused, events
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.controller.compute import ComputeClock, Spent
+from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import PublishedVersion, Session
 from megarl.core.recipe import Resources

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.controller.curriculum import Curriculum, Draw, Pace
+from megarl.core.controller.draw import Curriculum, Draw, Pace
 
 IDS = [f"p{n}" for n in range(12)]
 DIFFICULTY = {p: int(p[1:]) // 2 for p in IDS}

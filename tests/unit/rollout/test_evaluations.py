@@ -15,14 +15,14 @@ from megarl.core.base.rundir import RunDir, append_jsonl, read_jsonl
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt, int32
 from megarl.core.controller import evaluations as module
-from megarl.core.controller.compute import ComputeClock, Spent
 from megarl.core.controller.evaluations import TRIES, Evaluations, row
+from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.evaluation.answers import SuiteDir, read_answers
 from megarl.core.evaluation.metrics import Outcome
 from megarl.core.evaluation.score import Sampled, choose
 from megarl.core.journal.journal import Journal
-from megarl.core.journal.ledger import Ledger
 from megarl.core.journal.records import Session
+from megarl.core.journal.writer import Ledger
 from megarl.core.recipe import Recipe, Suite, from_tree
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Completion

@@ -5,7 +5,7 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.journal.group_index import GroupIndex
+from megarl.core.journal.file import GroupIndex
 
 
 @given(st.lists(st.integers(0, 60), unique=True), st.integers(0, 60))

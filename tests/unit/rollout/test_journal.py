@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout, Segment, encode, float32, int32
-from megarl.core.journal import frames
 from megarl.core.journal import journal as journal_module
+from megarl.core.journal.file import scan
 from megarl.core.journal.journal import Journal, JournalReader
 from megarl.core.journal.records import (
     Admitted,
@@ -27,8 +27,8 @@ from megarl.core.journal.records import (
     Removed,
     Session,
     Snapshot,
+    State,
 )
-from megarl.core.journal.state import State
 
 
 def finished(ticket: int, correct: bool = True, tokens: int = 5, void: str = "", time: float = 0.0) -> Finished:
@@ -210,7 +210,7 @@ def test_cut_anywhere_it_opens_with_the_whole_records_before_the_cut(tmp_path_fa
     records = written(path, 6)
     file = last_file(path)
     ends, size = [], file.stat().st_size
-    for entry, _ in frames.scan(file):
+    for entry, _ in scan(file):
         ends.append(entry.end)
     assert ends[-1] == size
     cut = data.draw(st.integers(ends[0], size))
@@ -248,7 +248,7 @@ def test_damage_in_the_middle_is_an_error_with_its_place(tmp_path_factory, data)
     path = tmp_path_factory.mktemp("journal")
     written(path, 6)
     file = last_file(path)
-    entries = [entry for entry, _ in frames.scan(file)]
+    entries = [entry for entry, _ in scan(file)]
     damaged = data.draw(st.integers(1, len(entries) - 2))
     at = data.draw(st.integers(entries[damaged].offset, entries[damaged].end - 1))
     content = bytearray(file.read_bytes())
@@ -273,12 +273,12 @@ def test_a_record_that_comes_twice_is_refused_or_changes_nothing(tmp_path_factor
     before = journal.state
     journal.close()
     file = last_file(path)
-    content, found = file.read_bytes(), list(frames.scan(file))
+    content, found = file.read_bytes(), list(scan(file))
     n = data.draw(st.integers(1, len(found) - 1))
     at = found[data.draw(st.integers(n, len(found) - 1))][0].end
     entry, payload = found[n]
     file.write_bytes(content[:at] + content[entry.offset : entry.end] + content[at:])
-    if isinstance(frames.record_of(file, entry, payload), Admitted | Finished | Removed):
+    if isinstance(file.record_of(file, entry, payload), Admitted | Finished | Removed):
         with pytest.raises(MegarlError, match=f"offset {at}: contradicts the records before it"):
             Journal.open(path, 2, 1)
     else:
@@ -304,7 +304,7 @@ def test_damage_in_an_old_file_is_found_when_it_is_read(tmp_path: Path):
     written(tmp_path, 40, rotate_bytes=2000)
     reader = JournalReader(tmp_path)
     file = tmp_path / "000000.journal"
-    entry = next(entry for entry, _ in frames.scan(file) if entry.ticket == 0)
+    entry = next(entry for entry, _ in scan(file) if entry.ticket == 0)
     content = bytearray(file.read_bytes())
     content[entry.end - 1] ^= 1
     file.write_bytes(content)

@@ -5,8 +5,8 @@ import threading
 from pathlib import Path
 
 from megarl.core.journal.journal import Journal, JournalReader
-from megarl.core.journal.ledger import Ledger
 from megarl.core.journal.records import Admitted
+from megarl.core.journal.writer import Ledger
 
 
 def admitted(ticket: int) -> Admitted:

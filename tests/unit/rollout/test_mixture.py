@@ -11,11 +11,8 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout, decode, encode, int32
-from megarl.core.controller.curriculum import Curriculum, Draw
-from megarl.core.controller.drawing import draw_metrics, mixture_of
-from megarl.core.controller.mixture import Mixture, next_task
-from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, Snapshot
-from megarl.core.journal.state import State
+from megarl.core.controller.draw import Curriculum, Draw, Mixture, draw_metrics, mixture_of, next_task
+from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, Snapshot, State
 from megarl.core.recipe import Recipe, from_tree
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcde"), st.sampled_from([0.1, 0.3, 1.0, 1.5, 2.0, 7.0]), min_size=1)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import LARGEST_REQUEST, Ack, Next, Request, Stopped, from_frames, to_frames
-from megarl.core.base.ports import free_ports
+from megarl.core.base.process import free_ports
 from megarl.core.base.rundir import LinkKeys
-from megarl.core.controller.link import Link
+from megarl.core.controller.conversation import Link
 from megarl.core.learner.link import Link as LearnerLink
 
 LIMIT_S = 20.0

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.core.algorithm.batch import batch_statistics
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
-from megarl.core.controller.task_metrics import OF_EACH_TASK, task_statistics
+from megarl.core.controller.metrics import OF_EACH_TASK, task_statistics
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.telemetry.names import tag
 

@@ -13,13 +13,12 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Prompt, float32, int32
-from megarl.core.controller.drawing import mixture_of
+from megarl.core.controller.draw import mixture_of
 from megarl.core.controller.parity import Parity
 from megarl.core.controller.tickets import Tickets
 from megarl.core.journal.journal import Journal, JournalReader
-from megarl.core.journal.ledger import Ledger
-from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed
-from megarl.core.journal.state import State
+from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, State
+from megarl.core.journal.writer import Ledger
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.sampling.length_control import thinking_budget
 from megarl.core.sampling.places import Places

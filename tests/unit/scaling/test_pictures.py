@@ -9,8 +9,7 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.fit import fit
-from megarl.lab.scaling.html import write_page
-from megarl.lab.scaling.plot import Series, plot_efficiency, plot_fits
+from megarl.lab.scaling.plot import Series, plot_efficiency, plot_fits, write_page
 from megarl.lab.scaling.points import Curve
 from megarl.lab.scaling.published import law_named
 from tests.pages import Resources, asks_the_network

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.whereabouts import Whereabouts
-from megarl.core.server.answers import Answers
-from megarl.core.server.memory import free_and_total, static_fraction
+from megarl.core.base.ranks import Whereabouts
+from megarl.core.server.launch import free_and_total, static_fraction
+from megarl.core.server.proxy import Answers
 
 PLACE = Whereabouts("this", ("GPU-0",))
 

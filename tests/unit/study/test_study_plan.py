@@ -7,8 +7,8 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import load
+from megarl.lab.study.main import side_by_side
 from megarl.lab.study.plan import Study, opened, prepare
-from megarl.lab.study.variants import side_by_side
 
 
 def made(path: Path, seeds: tuple[int, ...] = (0, 1), overrides: tuple[str, ...] = ()) -> Study:

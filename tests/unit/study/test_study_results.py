@@ -10,8 +10,8 @@ from rich.console import Console
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import append_jsonl
 from megarl.lab.study import results
+from megarl.lab.study.main import side_by_side
 from megarl.lab.study.plan import Study, prepare
-from megarl.lab.study.variants import side_by_side
 
 TRUTH = {"quickstart": (0.9, 2.0, 0.02), "grpo-tiny": (0.7, 2.0, 0.04)}  # A, B, C_mid
 R_0 = 0.4

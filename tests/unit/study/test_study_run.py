@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from megarl.lab.study import run as running
+from megarl.lab.study.main import side_by_side
 from megarl.lab.study.plan import Study, prepare
-from megarl.lab.study.variants import side_by_side
 
 FAKE_TRAIN = """
 import json, os, pathlib, signal, sys, time

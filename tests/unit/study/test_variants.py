@@ -4,7 +4,7 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import differences, load
-from megarl.lab.study.variants import leave_one_out, side_by_side
+from megarl.lab.study.main import leave_one_out, side_by_side
 
 
 def test_each_variant_changes_one_part() -> None:

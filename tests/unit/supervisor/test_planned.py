@@ -9,8 +9,8 @@ from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import load
 from megarl.lab.planning import command
+from megarl.lab.planning.command import ALONE, planned
 from megarl.lab.planning.layouts import search
-from megarl.lab.planning.planned import ALONE, planned
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import torch
 
-from megarl.core.weights.buckets import Bucket, buckets, with_last
+from megarl.core.weights.transport import Bucket, buckets, with_last
 
 
 def taken_apart(bucket: Bucket) -> dict[str, torch.Tensor]:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.base import whereabouts
+from megarl.core.base import ranks
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.whereabouts import Whereabouts
-from megarl.core.server.admin import Server
+from megarl.core.base.ranks import Whereabouts
+from megarl.core.server.client import Server
 from megarl.core.weights import cuda_ipc
-from megarl.core.weights.buckets import buckets
 from megarl.core.weights.process_group import refuse_one_gpu
+from megarl.core.weights.transport import buckets
 
 SGLANG_ALLOWS = {
     "torch": {"Tensor", "Size", "uint8", "float32", "bfloat16"},
@@ -73,7 +73,7 @@ HERE = Whereabouts("this", ("GPU-0",))
     ],
 )
 def test_a_server_elsewhere_is_handed_nothing(place: Whereabouts, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whereabouts, "of_rank", lambda: HERE)
+    monkeypatch.setattr(ranks, "of_rank", lambda: HERE)
     server = Elsewhere(place)
     with pytest.raises(MegarlError, match=rf"version 7 to server 3 .*{said}; set resources.colocate=true, or"):
         cuda_ipc._check_and_begin(server)
@@ -82,7 +82,7 @@ def test_a_server_elsewhere_is_handed_nothing(place: Whereabouts, said: str, mon
 
 def test_one_with_the_learners_gpu_among_its_own_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for mine, theirs in ((("GPU-0",), ("GPU-1", "GPU-0")), ((), ())):
-        monkeypatch.setattr(whereabouts, "of_rank", lambda mine=mine: Whereabouts("this", mine))
+        monkeypatch.setattr(ranks, "of_rank", lambda mine=mine: Whereabouts("this", mine))
         server = Elsewhere(Whereabouts("this", theirs))
         cuda_ipc._check_and_begin(server)
         assert server.began
@@ -95,4 +95,4 @@ def test_nccl_on_one_gpu_is_refused_and_the_right_transport_named() -> None:
 
 
 def test_this_process_is_on_this_machine() -> None:
-    assert whereabouts.here() == whereabouts.of_rank() or torch.cuda.device_count() > 1
+    assert ranks.here() == ranks.of_rank() or torch.cuda.device_count() > 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.core.weights import cuda_ipc
-from megarl.core.weights.buckets import buckets
+from megarl.core.weights.transport import buckets
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,16 +8,12 @@ what all say of the importance ratio. own.py takes one of the user's. value.py i
 cross_entropy.py the warm start's.
 """
 
-from megarl.core.algorithm.losses import cross_entropy
-from megarl.core.algorithm.losses import correction
-from megarl.core.algorithm.losses import reference_kl
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megarl.core.algorithm.losses import cispo, clip, correction, cross_entropy, gspo, ratios, reference_kl, reinforce
-from megarl.core.algorithm.losses.entropy_bonus import with_entropy_bonus
+from megarl.core.algorithm.losses import cispo, clip, gspo, reinforce, terms
 from megarl.core.algorithm.losses.own import own
-from megarl.core.algorithm.losses.tokens import TokenLoss
+from megarl.core.algorithm.losses.terms import TokenLoss, with_entropy_bonus
 from megarl.core.recipe import Loss as LossSection
 from megarl.core.recipe import Reference
 
@@ -31,7 +27,7 @@ class Loss:
 
     function: TokenLoss
     metrics: tuple[str, ...]
-    finish: Callable[[dict[str, float]], dict[str, float]] = ratios.with_effective_sample_size
+    finish: Callable[[dict[str, float]], dict[str, float]] = terms.with_effective_sample_size
 
 
 def policy_loss(section: LossSection, reference: Reference | None = None) -> Loss:
@@ -39,20 +35,20 @@ def policy_loss(section: LossSection, reference: Reference | None = None) -> Los
     loss = _LOSSES[section.kind](section) if section.kind in _LOSSES else Loss(*own(section))
     if section.correction != "none":
         has_ratio = section.kind != "reinforce"
-        function = correction.corrected(loss.function, section.correction, section.correction_cap, has_ratio)
-        loss = replace(loss, function=function, metrics=(*loss.metrics, *correction.CORRECTION_METRICS))
+        function = terms.corrected(loss.function, section.correction, section.correction_cap, has_ratio)
+        loss = replace(loss, function=function, metrics=(*loss.metrics, *terms.CORRECTION_METRICS))
     if section.entropy_bonus:
         loss = replace(loss, function=with_entropy_bonus(loss.function, section.entropy_bonus))
     if reference is not None and reference.coefficient:
         coefficient = reference.coefficient if reference.where == "loss" else 0.0
-        function = reference_kl.with_reference_kl(loss.function, reference.estimator, coefficient)
-        loss = replace(loss, function=function, metrics=(*loss.metrics, *reference_kl.REFERENCE_METRICS))
+        function = terms.with_reference_kl(loss.function, reference.estimator, coefficient)
+        loss = replace(loss, function=function, metrics=(*loss.metrics, *terms.REFERENCE_METRICS))
     return loss
 
 
 def supervised_loss() -> Loss:
     """Cross-entropy, for the warm start."""
-    return Loss(cross_entropy.cross_entropy, cross_entropy.SUPERVISED_METRICS, finish=dict)
+    return Loss(terms.cross_entropy, terms.SUPERVISED_METRICS, finish=dict)
 
 
 _LOSSES: dict[str, Callable[[LossSection], Loss]] = {

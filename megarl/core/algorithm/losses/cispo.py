@@ -7,13 +7,12 @@ may come from several weight versions. Clipping bounds a token's weight and neve
 clipped token still learns. MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5); ScaleRL (arXiv 2510.13786) with lower = 0.
 """
 
-from megarl.core.algorithm.losses import ratios
 from torch import Tensor
 
-from megarl.core.algorithm.losses import ratios
-from megarl.core.algorithm.losses.tokens import TokenLoss, Tokens
+from megarl.core.algorithm.losses import terms
+from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
 
-METRICS = (*ratios.RATIO_METRICS, "capped_share")
+METRICS = (*terms.RATIO_METRICS, "capped_share")
 
 
 def cispo(cap: float, lower: float = 0.0) -> TokenLoss:
@@ -22,7 +21,7 @@ def cispo(cap: float, lower: float = 0.0) -> TokenLoss:
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = tokens.logp.detach() - tokens.behaviour
         ratio = log_ratio.exp()
-        metrics = ratios.ratio_metrics(log_ratio) | {"capped_share": (ratio >= cap).float()}
+        metrics = terms.ratio_metrics(log_ratio) | {"capped_share": (ratio >= cap).float()}
         return -ratio.clamp(lower, cap) * tokens.advantage * tokens.logp, metrics
 
     return loss

@@ -7,14 +7,13 @@ eq. 7) and GRPO (arXiv 2402.03300, eq. 3): low = high = 0.2. DAPO (arXiv 2503.14
 that unlikely tokens can grow: 0.2 and 0.28; ScaleRL's DAPO baseline has 0.2 and 0.26.
 """
 
-from megarl.core.algorithm.losses import ratios
 import torch
 from torch import Tensor
 
-from megarl.core.algorithm.losses import ratios
-from megarl.core.algorithm.losses.tokens import TokenLoss, Tokens
+from megarl.core.algorithm.losses import terms
+from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
 
-METRICS = (*ratios.RATIO_METRICS, "clipped_share")
+METRICS = (*terms.RATIO_METRICS, "clipped_share")
 
 
 def clip(low: float, high: float) -> TokenLoss:
@@ -22,7 +21,7 @@ def clip(low: float, high: float) -> TokenLoss:
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = tokens.logp - tokens.behaviour
-        metrics = ratios.ratio_metrics(log_ratio.detach())
+        metrics = terms.ratio_metrics(log_ratio.detach())
         losses, clipped = surrogate(log_ratio.exp(), tokens.advantage, low, high)
         return losses, metrics | {"clipped_share": clipped}
 

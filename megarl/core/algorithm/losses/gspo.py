@@ -8,14 +8,13 @@ weight, the sum of the token losses has the value and gradient of the sequence's
 without gradient pass between the ranks that share a sequence. Bounds are those of a mean: 3e-4 and 4e-4 in the paper.
 """
 
-from megarl.core.algorithm.losses import ratios
 from torch import Tensor
 
-from megarl.core.algorithm.losses import ratios
+from megarl.core.algorithm.losses import terms
 from megarl.core.algorithm.losses.clip import surrogate
-from megarl.core.algorithm.losses.tokens import TokenLoss, Tokens
+from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
 
-METRICS = (*ratios.RATIO_METRICS, "clipped_share", "sequence_ratio_max")
+METRICS = (*terms.RATIO_METRICS, "clipped_share", "sequence_ratio_max")
 
 
 def gspo(low: float, high: float) -> TokenLoss:
@@ -27,6 +26,6 @@ def gspo(low: float, high: float) -> TokenLoss:
         ratio = of_sequence * (tokens.logp - tokens.logp.detach()).exp()
         losses, clipped = surrogate(ratio, tokens.advantage, low, high)
         metrics = {"clipped_share": clipped, "sequence_ratio_max": of_sequence}
-        return losses, ratios.ratio_metrics(log_ratio) | metrics
+        return losses, terms.ratio_metrics(log_ratio) | metrics
 
     return loss

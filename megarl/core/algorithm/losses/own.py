@@ -6,7 +6,6 @@ It is tried on a made-up micro-batch when it is loaded: what it returns is known
 names of its metrics, for ranks that do not compute the loss reduce them too. Metrics of the importance ratio are added.
 """
 
-from megarl.core.algorithm.losses import ratios
 import importlib
 import os
 import sys
@@ -15,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.core.algorithm.losses import ratios
-from megarl.core.algorithm.losses.tokens import TokenLoss, Tokens
+from megarl.core.algorithm.losses import terms
+from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Loss
 from megarl.core.telemetry.names import NAMES
@@ -36,9 +35,9 @@ def own(section: Loss) -> tuple[TokenLoss, tuple[str, ...]]:
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         losses, metrics = function(tokens, section)
-        return losses, ratios.ratio_metrics(tokens.logp.detach() - tokens.behaviour) | metrics
+        return losses, terms.ratio_metrics(tokens.logp.detach() - tokens.behaviour) | metrics
 
-    return loss, (*ratios.RATIO_METRICS, *names)
+    return loss, (*terms.RATIO_METRICS, *names)
 
 
 def made_up() -> Tokens:
@@ -90,7 +89,7 @@ def _metrics(kind: str, found: object, tried: Tokens) -> tuple[str, ...]:
     for name, values in metrics.items():
         if not isinstance(values, Tensor) or values.shape != (n,) or values.requires_grad:
             raise _refused(kind, f"returns a metric {name!r} that is no tensor [n] without gradient; use .detach()")
-        if name in NAMES or name in ratios.RATIO_METRICS:
+        if name in NAMES or name in terms.RATIO_METRICS:
             raise _refused(kind, f"returns a metric {name!r}, a name that is taken; choose another")
     return tuple(metrics)
 

@@ -6,15 +6,14 @@ Williams 1992. With `batch.centring: leave_one_out` the advantage is that of RLO
 policy only; `loss.correction` weighs tokens of older weights.
 """
 
-from megarl.core.algorithm.losses import ratios
 from torch import Tensor
 
-from megarl.core.algorithm.losses import ratios
-from megarl.core.algorithm.losses.tokens import Tokens
+from megarl.core.algorithm.losses import terms
+from megarl.core.algorithm.losses.terms import Tokens
 
-METRICS = ratios.RATIO_METRICS
+METRICS = terms.RATIO_METRICS
 
 
 def reinforce(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log pi(y)."""
-    return -tokens.advantage * tokens.logp, ratios.ratio_metrics(tokens.logp.detach() - tokens.behaviour)
+    return -tokens.advantage * tokens.logp, terms.ratio_metrics(tokens.logp.detach() - tokens.behaviour)

@@ -13,7 +13,12 @@ weight, which stay in the model's. Against float64 a log-prob of bf16 states the
 rounded to bf16 err by 0.03 to 0.06. Backward, d is rounded to the weight's type, which tensor cores take, and summed in FP32;
 both gradients are of that type anyhow as soon as they leave (hidden's) or were until now (the weight's). With fp16 the loss,
 and so d, has been multiplied by the loss scale before: small gradients survive the rounding, and one beyond 65,504 becomes
-infinite, which the norm of the gradients shows (megarl/core/learner/loss_scale.py).
+infinite, which the norm of the gradients shows (megarl/core/learner/optimizer.py).
+
+Matrix products with FP32 results.
+
+A product of two bf16 numbers is exact in FP32. So a tensor core that takes bf16 and sums in FP32 gives the FP32 product of the
+same numbers, up to the order of the sum, at the speed of bf16. SGLang's FP32 head on a GPU is the same product.
 """
 
 from collections.abc import Iterator
@@ -26,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.core.learner.head import passes
-from megarl.core.learner.head.products import add_product, product
 
 CHUNK = (4096, 8192)
 """Rows (tokens) and columns (of the vocabulary) of a chunk: 128 MiB of FP32, in products large enough for a GPU."""
@@ -152,3 +156,22 @@ def _passes_on(device: torch.device) -> ModuleType:
     from megarl.core.learner.head import kernels  # Triton looks for a GPU's driver, and takes a second
 
     return kernels
+
+
+def product(a: Tensor, b: Tensor, precision: torch.dtype) -> Tensor:
+    """a [m, k] times b [k, n], of one type, to `precision`: float32, or the type of both, to which the sums are rounded."""
+    if a.dtype == precision:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=precision)
+    return a.to(precision) @ b.to(precision)
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """into [m, n] float32 += a [m, k] times b [k, n], of one type."""
+    if a.dtype == into.dtype:
+        into.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
+    else:
+        into.addmm_(a.to(into.dtype), b.to(into.dtype))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megarl.core.models import decoder
+from megarl.core.models.attention import LayerAttention
 from megarl.core.models.family import Family, Source, Weight
-from megarl.core.models.layer_attention import LayerAttention
 from megarl.core.models.rope import inverse_frequencies
 
 VISION = ("vision_model.", "multi_modal_projector.")

@@ -8,9 +8,9 @@ from typing import Any
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import decoder
+from megarl.core.models.attention import LayerAttention
 from megarl.core.models.families import qwen3
 from megarl.core.models.family import Family
-from megarl.core.models.layer_attention import LayerAttention
 from megarl.core.models.rope import inverse_frequencies
 
 

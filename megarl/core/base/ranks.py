@@ -1,0 +1,102 @@
+"""Small values that all ranks of the learner are to agree on. Every function is collective.
+
+torch's rendezvous stores and process groups, listening on one network and on no other.
+
+    tcp://10.0.0.5:29500 ──► bound_store ──► a socket that listens on 10.0.0.5:29500 ──► TCPStore
+    GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface; who starts the roles on several nodes names it
+
+They ask nobody for a key, and by themselves a store listens on every address of the machine, a group where its name leads.
+
+On which machine and which GPUs a process is: who may be handed memory there, and with whom NCCL can form no group.
+"""
+
+import importlib
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+
+from megarl.core.base.errors import MegarlError
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's value, on all ranks."""
+    if dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every rank's value, on all ranks."""
+    if dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+BACKLOG = 2048
+"""Ranks that connect at the same moment."""
+
+
+def bound_store(
+    host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *more: Any, **named: Any
+) -> TCPStore:
+    """A TCPStore with torch's arguments; the master of port 0 takes a free one. MegarlError if it cannot listen there."""
+    if is_master:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise MegarlError(f"the ranks cannot meet at {host_name}:{port}: {error.strerror}") from None
+        port = listener.getsockname()[1]
+        named["master_listen_fd"] = listener.detach()
+    return TCPStore(host_name, port, world_size, is_master, *more, **named)
+
+
+def bind_all() -> None:
+    """From here on torch makes its own stores so, for tcp://, env:// and torchrun's ranks; groups without a network have
+    loopback."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    for module in (importlib.import_module("torch.distributed.rendezvous"), static_tcp_rendezvous):
+        vars(module)["TCPStore"] = bound_store  # the first is hidden behind a function of its name
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Whereabouts(msgspec.Struct, frozen=True):
+    """machine: the boot of its kernel. gpus: UUIDs of its GPUs, none without one."""
+
+    machine: str
+    gpus: tuple[str, ...] = ()
+
+
+def here() -> Whereabouts:
+    """Of this process, with all GPUs that it sees."""
+    import torch
+
+    return Whereabouts(BOOT_ID.read_text().strip(), tuple(map(_uuid, range(torch.cuda.device_count()))))
+
+
+def of_rank() -> Whereabouts:
+    """Of this process, with the GPU that it computes on."""
+    import torch
+
+    mine = (_uuid(torch.cuda.current_device()),) if torch.cuda.is_available() else ()
+    return Whereabouts(BOOT_ID.read_text().strip(), mine)
+
+
+def _uuid(device: int) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)

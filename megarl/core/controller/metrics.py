@@ -1,0 +1,194 @@
+"""How busy the servers are: since the last step for the metrics, in the last second for the live view.
+
+What the row of metrics says about each task of a batch, when there are several: `pass_rate_train/math`; and what about
+turns, when any task has an environment.
+
+Compute so far: devices held × wall time, over all lives of the supervisor. A new life goes on from the journal.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.core.algorithm.batch import batch_statistics
+from megarl.core.base.rundir import RunDir
+from megarl.core.base.types import Batch
+from megarl.core.journal.records import Session, State
+from megarl.core.recipe import Recipe, Resources
+from megarl.core.sampling.places import Places
+
+
+@dataclass
+class _Mark:
+    """Totals at a moment."""
+
+    time: float
+    tokens: dict[int, int]
+    busy: dict[int, float]
+    places: dict[int, float]
+
+
+class Meter:
+    """Differences between marks of the totals in `places`."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._step = self._second = self._mark()
+
+    def step(self) -> dict[str, float]:
+        """Metrics of the time since the last call."""
+        now, then = self._mark(), self._step
+        self._step = now
+        seconds = max(now.time - then.time, 1e-9)
+        servers = len(now.tokens)
+        return {
+            "rollout_tokens_per_second": (sum(now.tokens.values()) - sum(then.tokens.values())) / seconds,
+            "server_busy_share": (sum(now.busy.values()) - sum(then.busy.values())) / seconds / servers,
+            "server_running_mean": (sum(now.places.values()) - sum(then.places.values())) / seconds / servers,
+        }
+
+    def totals(self) -> dict[int, dict[str, float]]:
+        """Of each server, since the controller's start."""
+        now = self._mark()
+        return {s: {"tokens": now.tokens[s], "busy_seconds": now.busy[s]} for s in now.tokens}
+
+    def second(self) -> dict[int, dict[str, float]]:
+        """Of each server, in the time since the last call."""
+        now, then = self._mark(), self._second
+        self._second = now
+        seconds = max(now.time - then.time, 1e-9)
+        return {
+            server: {
+                "running": self._places.use[server].running,
+                "tokens_per_second": (now.tokens[server] - then.tokens[server]) / seconds,
+                "busy_share": (now.busy[server] - then.busy[server]) / seconds,
+            }
+            for server in now.tokens
+        }
+
+    def _mark(self) -> _Mark:
+        uses = self._places.use
+        for use in uses.values():
+            use.change(0)  # brings the seconds up to now
+        return _Mark(
+            time.monotonic(),
+            {s: u.tokens for s, u in uses.items()},
+            {s: u.busy_seconds for s, u in uses.items()},
+            {s: u.place_seconds for s, u in uses.items()},
+        )
+
+
+OF_EACH_TASK = (
+    "pass_rate_train",
+    "reward_mean",
+    "zero_variance_share",
+    "groups_in_loss",
+    "void_groups",
+    "truncation_rate",
+    "interruption_rate",
+    "format_error_rate",
+    "grader_timeout_rate",
+    "grader_error_rate",
+    "completion_tokens_mean",
+    "completion_tokens_right_mean",
+    "completion_tokens_wrong_mean",
+    "generated_tokens",
+)
+
+
+def task_statistics(batch: Batch, recipe: Recipe) -> dict[str, float]:
+    """Of each task's groups in the batch; rates are not-a-number for a task that has none there."""
+    played = [name for name, task in recipe.data.tasks.items() if task.environment]
+    found = turn_statistics(batch) if played else {}
+    if len(recipe.data.tasks) == 1:
+        return found
+    for task in recipe.data.tasks:
+        of_task = Batch(step=batch.step, groups=tuple(g for g in batch.groups if g.prompt.task == task))
+        statistics = batch_statistics(of_task)
+        rewards = [name for name in statistics if name.startswith("reward/")]
+        found |= {f"{name}/{task}": statistics[name] for name in (*OF_EACH_TASK, *rewards)}
+        if task in played:
+            found |= {f"{name}/{task}": value for name, value in turn_statistics(of_task).items()}
+    return found
+
+
+def turn_statistics(batch: Batch) -> dict[str, float]:
+    """Of the rollouts that had an environment; not-a-number where none had, or none called it."""
+    episodes = [r.episode for g in batch.groups for r in g.rollouts if r.episode is not None]
+    calls = sum(e.calls for e in episodes)
+    return {
+        "turns_mean": float(np.mean([e.turns for e in episodes])) if episodes else float("nan"),
+        "turn_limit_rate": float(np.mean([e.limited for e in episodes])) if episodes else float("nan"),
+        "tool_error_rate": sum(e.errors for e in episodes) / calls if calls else float("nan"),
+        "tool_seconds": sum(e.seconds for e in episodes) / calls if calls else float("nan"),
+    }
+
+
+def session_of(rundir: RunDir) -> Session:
+    """The present life of the supervisor: it began when it wrote the endpoints."""
+    endpoints = rundir.endpoints()
+    return Session(
+        session=endpoints.session,
+        time=rundir.endpoints_file.stat().st_mtime,
+        devices=endpoints.gpus or os.cpu_count() or 1,
+        compute_unit="gpu" if endpoints.gpus else "core",
+    )
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Device hours so far: all, and what of them went into starting up and into evaluations.
+
+    startup: of each life of the supervisor, up to the first publication of weights; a replay is part of it. evaluation: of the
+    servers held for scores; what others waited for them meanwhile is not counted.
+    """
+
+    total: float
+    startup: float
+    evaluation: float
+
+    def row(self) -> dict[str, float]:
+        """As rows have it, the total aside."""
+        rest = self.total - self.startup - self.evaluation
+        return {"startup_hours": self.startup, "evaluation_hours": self.evaluation, "training_hours": rest}
+
+
+class ComputeClock:
+    """`hours()` at any moment of this life, and what they were `spent()` on."""
+
+    def __init__(self, state: State, resources: Resources) -> None:
+        assert state.session is not None
+        self._startup, self._published = state.startup_hours, state.session_published
+        self._evaluation, self._held, self._held_since = state.evaluation_hours, 0, 0.0
+        self._earlier_hours = state.earlier_hours
+        self._seconds_before = max(0.0, time.time() - state.session.time)
+        self._began = time.monotonic()  # from here on a wall clock that is set costs nothing
+        self.devices, self.unit = state.session.devices, state.session.compute_unit
+        cores = 1 if self.unit == "gpu" else resources.threads
+        self._server_devices = resources.server_tensor_parallel * cores
+
+    def hours(self) -> float:
+        seconds = self._seconds_before + time.monotonic() - self._began
+        return self._earlier_hours + self.devices * seconds / 3600
+
+    def hold(self, servers: int) -> None:
+        """So many servers more (or fewer, below 0) score from now on."""
+        self._evaluation, self._held_since = self._evaluation_hours(), time.monotonic()
+        self._held += servers
+
+    def published(self) -> None:
+        """Weights are on servers; the first time in a life of the supervisor that ends its start-up."""
+        if not self._published:
+            self._published = True
+            self._startup += self.hours() - self._earlier_hours
+
+    def spent(self) -> Spent:
+        total = self.hours()
+        starting = 0.0 if self._published else total - self._earlier_hours
+        return Spent(total, self._startup + starting, self._evaluation_hours())
+
+    def _evaluation_hours(self) -> float:
+        devices = min(self._held * self._server_devices, self.devices)
+        return self._evaluation + devices * (time.monotonic() - self._held_since) / 3600

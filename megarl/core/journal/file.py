@@ -1,0 +1,207 @@
+"""Where the groups of one file of the journal lie.
+
+A controller keeps this of all groups that may be asked for again, hundreds of thousands in a long run: 16 bytes each, in
+two arrays that are sorted by ticket. Tickets finish about in the order of their numbers, so a new one goes in near the end.
+
+A file of the journal: how records lie in it, how they are written and read back.
+
+    header | snapshot | record | record | …          a record: mark, length, ticket of a group, checksums; msgpack of it
+
+After a crash only the last record can be incomplete; damage anywhere else is an error. With the ticket in their headers
+files are searched for groups without reading the groups.
+"""
+
+import os
+import struct
+import zlib
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import write_atomically, writing
+from megarl.core.base.types import SCHEMA_VERSION, decode, encode
+from megarl.core.journal.records import Finished, JournalRecord, Snapshot, State
+
+
+class GroupIndex:
+    """The offset of each group's record, by ticket."""
+
+    def __init__(self) -> None:
+        self._tickets, self._offsets = array("q"), array("q")
+
+    def add(self, ticket: int, offset: int) -> None:
+        """A group that was not there before."""
+        at = bisect_left(self._tickets, ticket)
+        self._tickets.insert(at, ticket)
+        self._offsets.insert(at, offset)
+
+    def offset(self, ticket: int) -> int | None:
+        """Of its record in the file; None if its group is not there."""
+        at = bisect_left(self._tickets, ticket)
+        if at == len(self._tickets) or self._tickets[at] != ticket:
+            return None
+        return self._offsets[at]
+
+    def newest(self) -> int:
+        """The largest ticket; -1 if there is none."""
+        return self._tickets[-1] if self._tickets else -1
+
+    def as_written(self) -> list[int]:
+        """All tickets, in the order in which their groups were finished."""
+        return [ticket for _, ticket in sorted(zip(self._offsets, self._tickets, strict=True))]
+
+
+FILE_HEADER = struct.Struct("<8sI")  # magic, schema version
+MAGIC = b"megarlRJ"
+RECORD_HEADER = struct.Struct("<4sIqII")
+# mark, payload bytes, ticket or -1, CRC-32 of the payload, CRC-32 of the header up to here
+MARK = b"\xa5RJ\x5a"
+
+
+class Entry(NamedTuple):
+    """Where a record lies in its file: header offset, payload length, ticket if it is a finished group (else -1)."""
+
+    offset: int
+    length: int
+    ticket: int
+    checksum: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + RECORD_HEADER.size + self.length
+
+
+def create(path: Path, snapshot: Snapshot) -> None:
+    """A new file that begins with a snapshot. It is there whole or not at all."""
+    data, _ = packed((snapshot,), FILE_HEADER.size)
+    write_atomically(path, FILE_HEADER.pack(MAGIC, SCHEMA_VERSION) + data)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def write(fd: int, path: Path, size: int, data: bytes) -> None:
+    """Append to a file of `size` bytes and wait until it is on disk; on failure the file is as it was."""
+    with writing(path):
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            os.fsync(fd)
+        except OSError:
+            os.ftruncate(fd, size)
+            raise
+
+
+def packed(records: Iterable[JournalRecord], offset: int) -> tuple[bytes, list[Entry]]:
+    """Bytes of the records as they will lie from `offset` on, and where."""
+    parts, entries = [], []
+    for record in records:
+        payload = encode(record)
+        ticket = record.group.ticket if isinstance(record, Finished) else -1
+        checksum = zlib.crc32(payload)
+        head = RECORD_HEADER.pack(MARK, len(payload), ticket, checksum, 0)[:-4]
+        parts += [head, zlib.crc32(head).to_bytes(4, "little"), payload]
+        entries.append(Entry(offset, len(payload), ticket, checksum))
+        offset = entries[-1].end
+    return b"".join(parts), entries
+
+
+def _entry(header: bytes, offset: int) -> Entry | None:
+    """The record that this header at `offset` announces, or None if it is not a whole and sound one."""
+    if len(header) < RECORD_HEADER.size:
+        return None
+    mark, length, ticket, checksum, header_checksum = RECORD_HEADER.unpack(header)
+    if mark != MARK or zlib.crc32(header[:-4]) != header_checksum:
+        return None
+    return Entry(offset, length, ticket, checksum)
+
+
+def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
+    """The sound records of a file up to its end or a torn last one; without `payloads` they are passed over (b"").
+
+    MegarlError if sound records follow on a damaged one, or the file is not a journal of this version.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        _check_header(path, file.read(FILE_HEADER.size))
+        while (offset := file.tell()) < size:
+            entry = _entry(file.read(RECORD_HEADER.size), offset)
+            payload = b""
+            sound = entry is not None and entry.end <= size
+            if entry is not None and sound and payloads:
+                payload = file.read(entry.length)
+                sound = zlib.crc32(payload) == entry.checksum
+            if entry is None or not sound:
+                file.seek(offset + 1)
+                _check_tail(path, offset, file.read())
+                return
+            file.seek(entry.end)
+            yield entry, payload
+
+
+def _check_header(path: Path, header: bytes) -> None:
+    if len(header) < FILE_HEADER.size or FILE_HEADER.unpack(header)[0] != MAGIC:
+        raise MegarlError(f"{path}: not a rollout journal (offset 0); move it away or restore it")
+    version = FILE_HEADER.unpack(header)[1]
+    if version != SCHEMA_VERSION:
+        raise MegarlError(
+            f"{path}: written in schema version {version}, this megarl reads {SCHEMA_VERSION}; "
+            "go on with the version that began the run"
+        )
+
+
+def _check_tail(path: Path, offset: int, after: bytes) -> None:
+    """A crash leaves nothing sound behind an incomplete record: if there is, the file was damaged otherwise."""
+    at = after.find(MARK)
+    while at >= 0:
+        if _entry(after[at : at + RECORD_HEADER.size], 0) is not None:
+            raise MegarlError(
+                f"{path}: damaged at offset {offset} (checksum), with sound records after it; "
+                "restore the file from a backup"
+            )
+        at = after.find(MARK, at + 1)
+
+
+def record_of(path: Path, entry: Entry, payload: bytes) -> JournalRecord:
+    try:
+        return decode(payload, JournalRecord)
+    except msgspec.MsgspecError as error:
+        raise MegarlError(f"{path}: offset {entry.offset}: not a record this megarl knows: {error}") from None
+
+
+def read(path: Path, offset: int) -> JournalRecord:
+    """The record at `offset`. MegarlError if it is not sound."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        entry = _entry(file.read(RECORD_HEADER.size), offset)
+        payload = file.read(entry.length) if entry else b""
+    if entry is None or zlib.crc32(payload) != entry.checksum:
+        raise MegarlError(f"{path}: damaged at offset {offset} (checksum); restore the file from a backup")
+    return record_of(path, entry, payload)
+
+
+def fold(path: Path) -> tuple[State, GroupIndex, int]:
+    """The state after a file, where its groups are, and where its sound records end."""
+    records = scan(path)
+    head = next(records, None)
+    snapshot = record_of(path, *head) if head else None
+    if head is None or not isinstance(snapshot, Snapshot):
+        raise MegarlError(
+            f"{path}: damaged at offset {FILE_HEADER.size}: no snapshot there; restore the file from a backup"
+        )
+    state, groups, end = State.restored(snapshot), GroupIndex(), head[0].end
+    for entry, payload in records:
+        try:
+            state.apply(record_of(path, entry, payload))
+        except ValueError as error:
+            raise MegarlError(f"{path}: offset {entry.offset}: contradicts the records before it: {error}") from None
+        if entry.ticket >= 0:
+            groups.add(entry.ticket, entry.offset)
+        end = entry.end
+    return state, groups, end

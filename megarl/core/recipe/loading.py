@@ -1,0 +1,254 @@
+"""The recipes and suites that come with megarl, by name.
+
+From YAML files and overrides to a `Recipe`: base files merged below, overrides above, the place of every key remembered.
+
+A file may be anything: what is no text, no YAML, too large or too deep is one error with its place. Aliases (`*name`) are
+refused, for a few lines of them can mean more than fits in memory; `base` shares what recipes have in common.
+"""
+
+import contextlib
+import difflib
+import os
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from pydantic import ValidationError
+
+from megarl.core.base.errors import MegarlError, listed
+from megarl.core.recipe.problems import explain, kind_of, shortened
+from megarl.core.recipe.tree import Recipe
+
+SHIPPED = Path(__file__).parents[2] / "recipes"
+
+
+def shipped() -> dict[str, Path]:
+    """Recipes: the quickstart and its relatives, those of GPUs, at last the baselines that ScaleRL is compared with."""
+    return {p.stem: p for p in sorted(SHIPPED.glob("*.yaml"), key=_order)}
+
+
+def _order(recipe: Path) -> tuple[int, str]:
+    groups = ("quickstart", "scalerl-", "qwen")
+    return next((n for n, start in enumerate(groups) if recipe.stem.startswith(start)), len(groups)), recipe.stem
+
+
+def shipped_suites() -> dict[str, Path]:
+    """Suites, for `evaluation.suites`."""
+    return {p.stem: p for p in sorted((SHIPPED / "suites").glob("*.yaml"))}
+
+
+LARGEST = 1 << 20
+"""Bytes of a recipe file. PyYAML reads a megabyte in a few seconds."""
+DEEPEST = 32
+"""Mappings and lists within each other. A recipe has seven."""
+
+
+def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of that name or file, with dotted overrides (`model.tensor_parallel=2`) applied."""
+    path = _find(name_or_path)
+    tree, origin = _read(path, ())
+    return _overridden(tree, overrides, origin, str(path))
+
+
+def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe built in Python (tests, tools)."""
+    return _overridden(tree, overrides, {}, "recipe")
+
+
+def load_suite(path: Path) -> dict[str, Any]:
+    """A suite of the user's, from a YAML file of its keys: checked, as a tree for `evaluation.suites`."""
+    tree, origin = _read(path, ())
+    within = ("evaluation", "suites", path.stem)
+    places = {within: f"{path}:1"} | {(*within, *key): place for key, place in origin.items()}
+    _validated({"evaluation": {"suites": {path.stem: tree}}}, places, str(path))
+    return tree
+
+
+def _overridden(
+    tree: dict[str, Any], overrides: Sequence[str], origin: dict[tuple[str, ...], str], source: str
+) -> Recipe:
+    for override in overrides:
+        _apply(tree, override, origin)
+    return _validated(_with_suites(tree), origin, source)
+
+
+def _find(name_or_path: str) -> Path:
+    if name_or_path in shipped():
+        return shipped()[name_or_path]
+    if os.path.isfile(name_or_path):  # also of a name that no file could have
+        return Path(name_or_path)
+    close = difflib.get_close_matches(name_or_path, shipped(), 1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise MegarlError(
+        f"no recipe {shortened(name_or_path)!r}: neither a file nor a shipped recipe ({', '.join(shipped())}){hint}"
+    )
+
+
+def _read(path: Path, derived: tuple[Path, ...]) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
+    """The tree of a recipe file over that of its `base`, and `file:line` of each key. derived: the files that led here."""
+    try:
+        tree, node = _parsed(_text(path))
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise MegarlError(f"{path}:{line}: not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise MegarlError(f"{path}: not YAML: {_first_line(error)}") from None
+    if tree is None:
+        raise MegarlError(f"{path}: nothing is in it; write a recipe, or put back the one that was there")
+    if not isinstance(tree, dict):
+        raise MegarlError(f"{path}:1: a recipe is a mapping of sections; this is a {type(tree).__name__}")
+    origin = _lines(node, path)
+    if "base" not in tree:
+        return tree, origin
+    try:
+        base = _find(str(tree.pop("base")))
+    except MegarlError as error:
+        raise MegarlError(f"{origin['base',]}: base: {error}") from None
+    if base in (path, *derived):
+        raise MegarlError(f"{origin['base',]}: base: {base} is derived from this recipe")
+    under, lines = _read(base, (path, *derived))
+    return _merged(under, tree), lines | origin
+
+
+def _text(path: Path) -> str:
+    """What is in a recipe file. MegarlError if it cannot be read, is too large or no UTF-8."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise MegarlError(f"{path}: larger than {LARGEST} bytes; this is no recipe")
+        return data.decode()
+    except OSError as error:
+        raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise MegarlError(f"{path}:{line}: not UTF-8 text (byte {data[error.start]:#04x}); save it as UTF-8") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without aliases, of bounded depth."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            self._refuse(f"the alias *{event.anchor} stands for something else; write it out, or put it into a `base`")
+        if self.depth >= DEEPEST:
+            self._refuse(f"more than {DEEPEST} mappings and lists within each other")
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
+
+
+def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
+    """The one document in a text, as values and as nodes with places. YAMLError for whatever keeps it from being one."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return (None if node is None else loader.construct_document(node)), node
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # PyYAML makes a date, or what a tag says, of whatever is there
+        raise yaml.YAMLError(f"a value cannot be read: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Sections key by key; any other value of `over` replaces the one below."""
+    out = dict(under)
+    for key, value in over.items():
+        below = out.get(key)
+        out[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return out
+
+
+def _with_suites(tree: dict[str, Any]) -> dict[str, Any]:
+    """Suites of a shipped one's name have its keys below their own; `null` takes one of the base recipe away."""
+    evaluation = tree.get("evaluation")
+    suites = evaluation.get("suites") if isinstance(evaluation, dict) else None
+    if not isinstance(evaluation, dict) or not isinstance(suites, dict):
+        return tree
+    known = shipped_suites()
+    filled = {
+        name: _merged(yaml.safe_load(known[name].read_text()), given)
+        if name in known and isinstance(given, dict)
+        else given
+        for name, given in suites.items()
+        if given is not None
+    }
+    return tree | {"evaluation": evaluation | {"suites": filled}}
+
+
+def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
+    """`file:line` of each key; a repeated key is an error."""
+    found: dict[tuple[str, ...], str] = {}
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            where = (*prefix, str(key.value))
+            if where in found:
+                raise MegarlError(f"{path}:{key.start_mark.line + 1}: {'.'.join(where)} is given twice")
+            found[where] = f"{path}:{key.start_mark.line + 1}"
+            found.update(_lines(value, path, where))
+    return found
+
+
+def _apply(tree: dict[str, Any], override: str, origin: dict[tuple[str, ...], str]) -> None:
+    key, equals, value = override.partition("=")
+    said = f"override {shortened(override)!r}"
+    if not equals or not key:
+        raise MegarlError(f"{said}: write key=value, such as model.tensor_parallel=2")
+    *parents, last = key.split(".")
+    if len(parents) > DEEPEST:
+        raise MegarlError(f"{said}: more than {DEEPEST} sections within each other")
+    here = tree
+    for parent in parents:
+        here = here.setdefault(parent, {})
+        if not isinstance(here, dict):
+            raise MegarlError(f"{said}: {parent} is a value, not a section")
+    kind: Any = Recipe
+    for part in (*parents, last):
+        kind = kind_of(kind, part)
+    try:
+        here[last], _ = _parsed(value) if value or not _takes_empty(kind) else ("", None)
+    except yaml.YAMLError:
+        raise MegarlError(f"{said}: the value is not YAML") from None
+    origin[(*parents, last)] = said
+
+
+def _takes_empty(kind: Any) -> bool:
+    """Whether the value may be an empty text: `key=` then means that, and no value elsewhere."""
+    return kind is str or "" in typing.get_args(kind)
+
+
+def _validated(tree: dict[str, Any], origin: dict[tuple[str, ...], str], source: str) -> Recipe:
+    try:
+        return Recipe.model_validate(_with_tuples(tree, Recipe))
+    except ValidationError as error:
+        first, *rest = [shortened(explain(e, origin, source)) for e in error.errors()]
+        raise MegarlError(listed(first, rest)) from None
+
+
+def _with_tuples(tree: Any, kind: Any) -> Any:
+    """YAML has no tuples and writes 1 for 1.0: turn lists into tuples where the tree wants one, ints into floats likewise
+    (pydantic's strict mode takes an int for a float by itself), and `1e-6`, which YAML 1.1 reads as a string, into a float."""
+    if isinstance(tree, dict):
+        return {key: _with_tuples(value, kind_of(kind, key)) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return tuple(_with_tuples(value, kind_of(kind, n)) for n, value in enumerate(tree))
+    if isinstance(tree, str) and kind in (float, float | None):
+        with contextlib.suppress(ValueError):
+            return float(tree)
+    return tree

@@ -1,0 +1,590 @@
+"""What every part of a recipe is.
+
+Of the typed tree of a recipe, what prompts, rewards and evaluation suites are and where they come from.
+
+The typed tree of a recipe. Defaults are ScaleRL's (arXiv 2510.13786); "not stated": the paper has no number for it.
+"""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from megarl.core.recipe import rules
+
+
+class Section(BaseModel):
+    """A part of the recipe: strict types, finite numbers, no unknown keys, no changes after loading."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class Curriculum(Section):
+    """Easy prompts first, by their `difficulty`. Not part of ScaleRL."""
+
+    kind: Literal["none", "linear", "exponential"] = Field(
+        "none", description="how the share of prompts drawn from grows"
+    )
+    start: float = Field(0.2, gt=0, le=1, description="share of the easiest prompts that the first epoch has")
+    steps: int = Field(1000, ge=1, description="batches drawn until all prompts are in")
+
+
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+"""It is part of the names of metrics."""
+
+
+class Service(Section):
+    """A reward service by HTTP."""
+
+    url: str = Field(pattern=r"^https?://[^@\s]+$", description="requests are POSTed to it")
+    api_key_env: str = Field("", description="environment variable that holds its key")
+    api_key_file: str = Field("", description="or a file that holds it")
+    timeout_s: float = Field(60.0, gt=0, description="of a request")
+    retries: int = Field(4, ge=0, description="of a request that failed")
+    batch: int = Field(32, ge=1, description="completions a request")
+
+
+class Reward(Section):
+    """What is added to the reward of a task's grader."""
+
+    grader: str = Field(description="as of a task")
+    weight: float = Field(description="its score is multiplied by this, which may be negative")
+
+
+MappingName = Literal[
+    "", "polaris", "deepscaler", "dapo-math-17k", "deepcoder", "gsm8k", "math",
+    "livecodebench", "humaneval", "mbpp",
+]  # fmt: skip
+
+
+class Columns(Section):
+    """Columns of a task's rows; a dot goes into a column of columns. Empty: what the mapping says."""
+
+    prompt: str = ""
+    answer: str = ""
+    difficulty: str = Field("", description="whole numbers, or text with one in it; smaller is easier")
+    id: str = Field("", description="of rows that have none anywhere it is a hash of the prompt")
+
+
+class Rows(Section):
+    """Rows of a data set, what the model sees of them, and how its answers are graded."""
+
+    mapping: MappingName = Field(
+        "", description="published set whose columns they have; empty: id, prompt, answer, difficulty"
+    )
+    columns: Columns = Columns()
+    template: Literal["raw", "chat"] = Field(
+        "raw", description="raw: the model sees the prompt as it is; chat: in the model's chat template"
+    )
+    system: str = Field("", description="system message before it, with template: chat")
+    grader: str = Field(
+        "math",
+        description="math, exact, code, format, a name of data.services, or package.module:function: says what is right",
+    )
+    rewards: dict[TaskName, Reward] = Field(
+        {}, description="by name: each adds weight x score to the reward; none affects correctness"
+    )
+    environment: str = Field(
+        "",
+        description="python, calculator, guessing, or package.module:Class: what answers the policy's turns; empty: one turn",
+    )
+    turns: int = Field(8, ge=1, description="of environment: most turns of an episode, the last one included")
+    turn_tokens: int = Field(4096, ge=1, description="of environment: most tokens sampled in a turn")
+    reply_tokens: int = Field(512, ge=1, description="of environment: most tokens of a reply; they count in `length`")
+    reply_timeout_s: float = Field(
+        600.0, gt=0, description="of environment: most seconds for a reply, the wait for a free sandbox included"
+    )
+
+    @property
+    def graders(self) -> tuple[str, ...]:
+        """That of the task, then those of further rewards."""
+        return (self.grader, *(reward.grader for reward in self.rewards.values()))
+
+
+class Task(Rows):
+    """Prompts of one kind, trained on."""
+
+    train: str = Field(description="JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
+    heldout: str | int = Field(
+        description="the same, never trained on; or a number of rows of `train`, chosen by hash and taken out of it"
+    )
+    weight: float = Field(1.0, gt=0, description="share of the prompts drawn, in proportion to the other tasks'")
+
+    @field_validator("heldout", mode="before")
+    @classmethod
+    def a_source_or_a_number(cls, heldout: Any) -> Any:
+        if isinstance(heldout, str) or (type(heldout) is int and heldout > 0):
+            return heldout
+        raise ValueError(
+            f"should be a file or hub:… of prompts, or how many rows of train to hold out, got {heldout!r}"
+        )
+
+
+class Suite(Rows):
+    """A set that models are scored on. Shipped ones (megarl/recipes/suites) are known by name; keys given here go first."""
+
+    choices: Literal["", "arc", "hellaswag"] = Field(
+        "", description="multiple choice with rows of this set's columns, by log-likelihood; empty: answers are sampled"
+    )
+    data: str = Field(description="JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
+    prompt: str = Field("{prompt}", description="what the model is asked; {prompt} stands for the row's")
+    samples: int = Field(1, ge=1, description="answers a prompt: mean@samples, pass@k and maj@k up to it")
+    prompts: int | None = Field(None, ge=1, description="at most so many, chosen by hash; null: all")
+    heldout: int | None = Field(
+        None,
+        ge=1,
+        description="only the rows of `data` that a task with this number for `heldout` holds out; null: all",
+    )
+
+
+class Data(Section):
+    tasks: dict[TaskName, Task] = Field({}, description="by name; null takes one of the base recipe away")
+    on_exhausted: Literal["stop", "reset"] = Field(
+        "reset",
+        description="when fewer prompts of a task are left than a batch has: draw no more of it, or begin again",
+    )
+    curriculum: Curriculum = Curriculum()
+    services: dict[TaskName, Service] = Field({}, description="reward services, by the name that a grader has")
+    sandbox: Literal["bubblewrap", "rlimits"] = Field(
+        "bubblewrap",
+        description="of grader: code; rlimits: no namespaces; on old kernels programs read, write and delete what you can",
+    )
+    decontaminate: tuple[str, ...] = Field(
+        (), description="sources of evaluation sets: prompts with 13 words in a row of theirs are not trained on"
+    )
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def without_those_taken_away(cls, tasks: Any) -> Any:
+        return {name: task for name, task in tasks.items() if task is not None} if isinstance(tasks, dict) else tasks
+
+    @property
+    def shares(self) -> dict[str, Fraction]:
+        """Of the prompts drawn, by task: exact, a weight of 0.1 being a tenth."""
+        weights = {name: Fraction(repr(task.weight)) for name, task in self.tasks.items()}
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+
+class Run(Section):
+    name: str = Field(
+        "run",
+        pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$",
+        max_length=200,
+        description="run directory is dir/name",
+    )
+    dir: str = "runs"
+    seed: int = Field(0, ge=0)
+    steps: int = Field(400, ge=1, description="optimiser steps")
+    resume: Literal["never", "auto"] = "never"
+    launcher: Literal["auto", "local", "srun"] = Field(
+        "auto",
+        description="processes of this machine, or steps of a Slurm job; auto: steps if it has several nodes or a container",
+    )
+    interface: str = Field(
+        "",
+        description="network interface all roles listen on, such as ib0; slurm: by which it reaches the nodes; empty: loopback",
+    )
+    stop_at_asymptote: bool = Field(
+        False, description="end when the next tenth of the budget is predicted to bring less than an evaluation's noise"
+    )
+
+    @property
+    def path(self) -> Path:
+        return Path(self.dir) / self.name
+
+
+class Moe(Section):
+    """How experts are trained. Fixed, because other choices harm RL: no token is dropped, no bias moves tokens between experts,
+    routing is computed in float32."""
+
+    load_balancing: Literal["none", "aux_loss"] = Field("none", description="aux_loss: that of the Switch Transformer")
+    aux_loss_coefficient: float = Field(1e-3, gt=0, description="of load_balancing: aux_loss")
+    freeze_router: bool = False
+    routing_replay: bool = Field(False, description="the learner takes the experts that the server chose")
+
+
+class Model(Section):
+    path: str = Field("", description="Hugging Face directory both sides start from")
+    dtype: Literal["bf16", "fp16", "fp32"] = Field(
+        "bf16", description="weights and activations on both sides; fp16: the learner scales its losses"
+    )
+    fp32_head: Literal["both", "learner", "server", "none"] = Field(
+        "both", description="which side computes the LM head in FP32; with dtype fp32 both always do"
+    )
+    fp8: Literal["none", "blockwise", "tensorwise"] = Field(
+        "none", description="scales of the learner's FP8 products, by Transformer Engine; weights and servers stay bf16"
+    )
+    tensor_parallel: int = Field(1, ge=1)
+    sequence_parallel: bool = False
+    pipeline_parallel: int = Field(1, ge=1)
+    virtual_pipeline_parallel: int = Field(1, ge=1, description="model chunks a pipeline rank holds")
+    overlap_p2p: bool = False
+    context_parallel: int = Field(1, ge=1)
+    expert_parallel: int = Field(1, ge=1)
+    expert_tensor_parallel: int = Field(1, ge=1)
+    moe: Moe = Moe()
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens must divide by that a rank's layers take at once."""
+        return 1 if self.fp8 == "none" else rules.FP8_MULTIPLE
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+
+class Resources(Section):
+    learner_ranks: int = Field(1, ge=1, description="TP x PP x CP x DP")
+    servers: int = Field(1, ge=1)
+    server_tensor_parallel: int = Field(1, ge=1, description="GPUs a server")
+    colocate: bool = Field(False, description="servers and learner ranks share GPUs of one machine, a rank on each")
+    threads: int = Field(1, ge=1, description="CPU threads of a learner rank or a server")
+    large_on_cpu: bool = Field(
+        False,
+        description="without a GPU start also more than 8 threads a core, or a bf16 or fp16 model of over 1e9 parameters",
+    )
+
+
+class Stage(Section):
+    """A shorter budget at the beginning of a run."""
+
+    until_step: int = Field(ge=1, description="for prompts drawn for steps before this one")
+    thinking_tokens: tuple[int, int]
+
+
+class Length(Section):
+    control: Literal["interruption", "overlong_penalty", "none"] = Field(
+        "interruption", description="the others sample thinking and answer in one, up to the sum of both limits"
+    )
+    prompt_tokens: int = Field(2048, ge=1)
+    thinking_tokens: tuple[int, int] = Field((10_000, 12_000), description="budget, drawn anew for each rollout")
+    stages: tuple[Stage, ...] = Field((), description="shorter budgets before it, [{until_step, thinking_tokens}, …]")
+    answer_tokens: int = Field(2048, ge=1)
+    end_of_thinking: str = Field(
+        "</think>", description="the answer stands behind it; empty: the model has no thinking trace"
+    )
+    interruption: str = Field(
+        "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>",
+        description="appended when the thinking budget runs out; masked from the loss",
+    )
+    overlong_tokens: int = Field(
+        2048,
+        ge=1,
+        description="of overlong_penalty: a right answer loses up to 1 over the last so many tokens (L_cache)",
+    )
+
+    def at(self, step: int) -> "Length":
+        """As it is for a prompt that is drawn for this step: with the budget of its stage, and no others."""
+        stage = next((s for s in self.stages if step < s.until_step), None)
+        budget = self.thinking_tokens if stage is None else stage.thinking_tokens
+        return self.model_copy(update={"thinking_tokens": budget, "stages": ()})
+
+    @property
+    def completion_tokens(self) -> int:
+        """Longest completion, interruption phrase not counted."""
+        return self.thinking_tokens[1] + self.answer_tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest sequence, interruption phrase not counted."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+class Sampling(Section):
+    generations: int = Field(16, ge=2, description="rollouts of a prompt")
+    temperature: float = Field(1.0, gt=0, description="not stated")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="not stated; training takes no other, evaluation.top_p is its own"
+    )
+
+
+class Pipeline(Section):
+    kind: Literal["pipeline-rl", "ppo-off-policy"] = Field(
+        "pipeline-rl",
+        description="ppo-off-policy: k x batch.prompts prompts are generated with one version, then trained in k steps",
+    )
+    k: int = Field(8, ge=0, description="largest lag of a trained token, in steps; of ppo-off-policy: steps of a phase")
+
+    @property
+    def phase_steps(self) -> int:
+        """Steps between two publications: those of a phase. k = 0 and k = 1 of ppo-off-policy are the same, synchronous."""
+        return max(self.k, 1) if self.kind == "ppo-off-policy" else 1
+
+    @property
+    def max_lag(self) -> int:
+        """By how many steps the phase that is generated may be ahead of the servers' weights."""
+        return 0 if self.kind == "ppo-off-policy" else self.k
+
+    @property
+    def lag_limit(self) -> int:
+        """Largest lag of a trained token, in steps."""
+        return self.max_lag + self.phase_steps - 1
+
+    @property
+    def window_steps(self) -> int:
+        """How many steps' prompts may be drawn and not trained."""
+        return self.max_lag + self.phase_steps
+
+
+class BatchSection(Section):
+    prompts: int = Field(48, ge=1)
+    zero_variance: Literal["drop", "refill", "keep"] = Field(
+        "drop",
+        description="groups whose answers are graded alike: left out; replaced by another prompt's; in the loss and its means",
+    )
+    positive_threshold: float | None = Field(0.9, gt=0, le=1, description="no-positive-resampling; null: off")
+    centring: Literal["group", "leave_one_out", "none", "critic"] = Field(
+        "group",
+        description="what is taken from a reward: mean of the group, of the group's others, nothing; critic: by GAE from each "
+        "token what a value model expected (see `critic`)",
+    )
+    advantage: Literal["batch", "group", "running", "none"] = Field(
+        "batch", description="deviation the centred reward is divided by; running: of all batches so far"
+    )
+    running_decay: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="of advantage: running: what a batch weighs of the next one; 1: nothing is forgotten",
+    )
+    aggregation: Literal["prompt", "sample", "token", "constant"] = Field(
+        "prompt", description="constant: over rollouts x longest completion (Dr. GRPO)"
+    )
+
+
+class Loss(Section):
+    kind: str = Field(
+        "cispo",
+        description="cispo, clip (PPO, GRPO, DAPO), gspo, reinforce, or package.module:function of your own "
+        "(docs/add-a-loss.md)",
+    )
+    cap: float = Field(
+        4.0, gt=0, description="cispo: upper bound of the importance ratio: 4, 5 and 8 were tried, choice not stated"
+    )
+    lower: float = Field(0.0, ge=0, description="cispo: lower bound of the importance ratio")
+    clip_low: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="clip: a token's ratio is clipped at 1 - this; gspo: a sequence's, for which 3e-4 is usual",
+    )
+    clip_high: float = Field(0.2, ge=0, description="the same upwards, at 1 + this; gspo: 4e-4 is usual")
+    correction: Literal["none", "truncate", "mask"] = Field(
+        "none", description="clip, gspo (mask only), reinforce: bound on the weight of a token of another policy"
+    )
+    correction_cap: float = Field(2.0, gt=0, description="largest importance ratio that `correction` leaves as it is")
+    entropy_bonus: float = Field(0.0, ge=0, description="coefficient of the entropy in the loss; ScaleRL has none")
+
+
+class Reference(Section):
+    """KL penalty that keeps the policy near a frozen model. ScaleRL and DAPO have none."""
+
+    coefficient: float = Field(0.0, ge=0, description="0: none, and no second model is held")
+    estimator: Literal["k1", "k2", "k3"] = Field("k1", description="of a token's KL; k3 is GRPO's")
+    where: Literal["reward", "loss"] = Field(
+        "reward",
+        description="reward: lowered by the sum over the rollout's tokens; loss: added to each token's (not k1)",
+    )
+    path: str = Field("", description="Hugging Face directory of the reference; empty: model.path, the policy's start")
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""Of AdamW: what an average of gradients keeps of itself in a step. At 1 it would never take one in."""
+
+
+class Optimizer(Section):
+    lr: float = Field(5e-7, gt=0)
+    warmup_steps: int = Field(100, ge=0, description="linear")
+    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="from the warm-up's end on")
+    final_lr_ratio: float = Field(0.0, ge=0, le=1, description="cosine, linear: share of lr at the end of the steps")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="not stated")
+    eps: float = Field(1e-15, gt=0)
+    weight_decay: float = Field(0.01, ge=0, description="of matrices; norms and biases are not decayed")
+    grad_clip: float = Field(1.0, gt=0, description="not stated")
+
+
+class Learner(Section):
+    microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        16_384,
+        description="tokens of a packed micro-batch on a data-parallel rank; auto: as many as a GPU holds, by trying",
+    )
+    packing: bool = True
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="what the backward pass computes again instead of keeping it: nothing, MLPs and experts, whole layers",
+    )
+    optimizer_offload: float = Field(
+        0.0, ge=0, le=1, description="share of the policy's AdamW that lies in the host's memory; its cores update it"
+    )
+    epochs: int = Field(1, ge=1, description="updates by each batch, one after the other in its step; ScaleRL has one")
+    optimizer: Optimizer = Optimizer()
+
+
+class Critic(Section):
+    """The value model of `batch.centring: critic`, at the policy's layout. Not part of ScaleRL."""
+
+    path: str = Field("", description="Hugging Face directory it starts from, with a new head; empty: model.path")
+    dtype: Literal["bf16", "fp16", "fp32"] = Field(
+        "fp32", description="of its weights and activations, whatever the policy's (model.dtype)"
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="discount of a token; 1 in Open-Reasoner-Zero (arXiv 2503.24290)")
+    lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda; 1 in Open-Reasoner-Zero, 0.95 in games and robots")
+    value_clip: float | None = Field(0.2, gt=0, description="most that a value may learn to move in a step; null: off")
+    warmup_steps: int = Field(0, ge=0, description="first steps of the run, in which it alone is trained")
+    optimizer: Optimizer = Optimizer(lr=5e-6)
+
+
+class Weights(Section):
+    transport: Literal["process_group", "cuda_ipc", "disk"] = Field(
+        "process_group", description="cuda_ipc: with resources.colocate, servers read the learner's memory"
+    )
+    bucket_mb: int = Field(512, ge=1)
+    pause: Literal["in_place", "retract"] = "in_place"
+    parity_rollouts: int = Field(
+        4, ge=1, le=64, description="rollouts of each batch that servers and learner both score after a publication"
+    )
+    timeout_s: float = Field(600, gt=0)
+
+
+class Serving(Section):
+    port: int | None = Field(None, ge=1, le=65_535, description="of server 0, the next ones count up; null: free ports")
+    kv_tokens: int | None = Field(None, ge=1, description="null: what fits in memory (GPU only)")
+    memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of a GPU's memory for weights and KV; null: SGLang's rule, nearly all of it",
+    )
+    release_memory: bool = Field(
+        False, description="with resources.colocate: the learner has the KV's memory while it trains a step"
+    )
+    max_running_requests: int = Field(256, ge=1)
+    stream_interval: int = Field(
+        64, ge=1, description="tokens between streamed chunks: what a lost server costs a request at most"
+    )
+    start_timeout_s: float = Field(1200, gt=0)
+    request_timeout_s: float = Field(3600, gt=0)
+    max_retries: int = Field(5, ge=1, description="failures of one ticket before it becomes void")
+
+
+class Evaluation(Section):
+    every: int = Field(100, ge=1, description="steps; also at step 0 and after the last")
+    prompts: int = Field(1000, ge=1, description="of each task")
+    samples: int = Field(16, ge=1, description="mean@samples")
+    servers: int = Field(1, ge=1, description="held at the scored version meanwhile, as far as there are so many")
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    forecast: str = Field(
+        "",
+        description="task or suite whose pass rate is fitted and forecast; empty: that of the one task, of several none",
+    )
+    suites: dict[TaskName, Suite] = Field(
+        {}, description="further sets that are scored, by name; `aime24: {}` is a shipped one"
+    )
+
+    @property
+    def sampled(self) -> dict[str, Suite]:
+        """Those whose answers are sampled and graded."""
+        return {name: suite for name, suite in self.suites.items() if not suite.choices}
+
+
+class Checkpoint(Section):
+    every: int = Field(100, ge=1, description="steps")
+    keep: int = Field(2, ge=1)
+
+
+class Wandb(Section):
+    """Weights & Biases beside TensorBoard. Its key is WANDB_API_KEY of the environment."""
+
+    project: str = Field("", description="empty: nothing is written for it")
+    entity: str = Field("", description="user or team; empty: the key's own")
+    mode: Literal["online", "offline"] = Field("online", description="offline: RUN/wandb alone, for `wandb sync`")
+
+
+class Profile(Section):
+    """Steps that torch's profiler watches, on every rank of the learner."""
+
+    start: int = Field(1, ge=0, description="the first of them")
+    steps: int = Field(0, ge=0, description="how many; 0: none")
+    memory: bool = Field(False, description="with a GPU also a record of its memory")
+
+
+class Monitor(Section):
+    prometheus: bool = Field(False, description="controller, learner and servers answer GET /metrics")
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65_534, description="the controller's, the learner's is the next one; null: free ports"
+    )
+    wandb: Wandb = Wandb()
+    profile: Profile = Profile()
+
+
+class Journal(Section):
+    keep: Literal["all", "checkpoints"] = Field("all", description="checkpoints: drop what no kept checkpoint replays")
+
+
+class Sft(Section):
+    data: str = Field("", description="rows of prompt and completion, or of messages: a file or hub:… as for a task")
+    init: str = Field("", description="Hugging Face directory to start from")
+    output: str = Field("", description="Hugging Face directory to write")
+    steps: int = Field(1000, ge=1)
+    batch_tokens: int = Field(2_000_000, ge=1)
+    max_length: int = Field(12_288, ge=1)
+    checkpoint_every: int = Field(250, ge=1, description="steps; with the one at a signal, kept until the end")
+    optimizer: Optimizer = Optimizer(lr=3e-5)
+
+
+class Recipe(Section):
+    """Everything a run is. `description` is what `megarl recipes` shows."""
+
+    description: str = ""
+    run: Run = Run()
+    model: Model = Model()
+    resources: Resources = Resources()
+    data: Data = Data()
+    length: Length = Length()
+    sampling: Sampling = Sampling()
+    pipeline: Pipeline = Pipeline()
+    batch: BatchSection = BatchSection()
+    loss: Loss = Loss()
+    reference: Reference = Reference()
+    learner: Learner = Learner()
+    critic: Critic = Critic()
+    weights: Weights = Weights()
+    serving: Serving = Serving()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    journal: Journal = Journal()
+    monitor: Monitor = Monitor()
+    sft: Sft = Sft()
+
+    @property
+    def data_parallel(self) -> int:
+        return self.resources.learner_ranks // self.model.model_parallel_size
+
+    @property
+    def has_critic(self) -> bool:
+        return self.batch.centring == "critic"
+
+    @property
+    def forecast_column(self) -> str:
+        """Of eval.jsonl: the pass rate that is fitted and forecast. Empty if there are several tasks and none is named."""
+        named = self.evaluation.forecast
+        if len(self.data.tasks) == 1 and (not named or named in self.data.tasks):
+            return "pass_rate"
+        return f"pass_rate/{named}" if named else ""
+
+    @property
+    def critic_model(self) -> Model:
+        """The critic's: the policy's layout, in its own precision. FP8 products need bf16 weights."""
+        dtype = self.critic.dtype
+        return self.model.model_copy(update={"dtype": dtype, "fp8": self.model.fp8 if dtype == "bf16" else "none"})
+
+    @model_validator(mode="after")
+    def possible(self) -> "Recipe":
+        """Combinations that cannot work, or that megatron-core computes wrongly without a word."""
+        for problem in rules.impossible(self):
+            raise ValueError(problem)
+        return self

@@ -1,0 +1,224 @@
+"""Who may ask an SGLang server for what. Everything that comes over HTTP passes here; SGLang itself is given no keys.
+
+    GET  /health                                      anybody: is it ready?
+    POST /generate, GET /model_info                   the user key
+    GET  /metrics                                     the metrics key, if the recipe wants them (monitor.prometheus)
+    calls that pause, continue or replace weights     the admin key
+    POST /update_weights_from_tensor                  the admin key, from this machine, with weights.transport: cuda_ipc
+    POST /freeze_gc                                   this machine, once: SGLang asks itself at the end of its start
+    all else                                          nobody
+
+Of /generate the token ids are looked at: one that is not in the vocabulary ends SGLang's scheduler, and whoever asked would ask
+the next server the same.
+
+SGLang's own check lets anybody make it generate (/health_generate) and open a websocket, tells its keys to whoever may ask for
+its arguments, and its other calls unpickle what they are sent or write files. The one that unpickles and is let through takes
+handles to memory of this machine, which nobody elsewhere could have.
+
+What a server answers in SGLang's place.
+
+GET  /whereabouts                                           its machine and GPUs
+GET  /health                                                yes, while it is paused
+POST /release_memory_occupation, /resume_memory_occupation  nothing to do, where it was done already
+
+SGLang's /health generates a token, which a paused server does not: one that waits for its learner would be given up for lost.
+And SGLang dies when memory is released or resumed that already is; a learner that comes back after a crash does not know how
+the one before it left a server, so here both may be said at any time.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from megarl.core.base.ranks import Whereabouts
+from megarl.core.base.rundir import Endpoints
+
+log = logging.getLogger(__name__)
+
+OPEN = frozenset({("GET", "/health")})
+USER = frozenset({("POST", "/generate"), ("GET", "/model_info")})
+METRICS = frozenset({("GET", "/metrics")})
+ADMIN = frozenset(
+    ("POST", path)
+    for path in (
+        "/pause_generation",
+        "/continue_generation",
+        "/abort_request",
+        "/flush_cache",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/update_weights_from_distributed",
+        "/update_weights_from_disk",
+        "/weights_checker",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+    )
+) | {("GET", "/whereabouts")}
+LOCAL = frozenset({("POST", "/update_weights_from_tensor")})
+FREEZE = ("POST", "/freeze_gc")
+"""Takes what the start made out of the garbage collector's sight. SGLang sends no key, for it has none."""
+
+type Message = MutableMapping[str, Any]
+type Receive = Callable[[], Awaitable[Message]]
+type Send = Callable[[Message], Awaitable[None]]
+type App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+def status(method: str, path: str, authorization: bytes, endpoints: Endpoints, handles: bool) -> int:
+    """200: let it through; 401: another key is needed; 404: nobody may ask this. handles: may be taken from who asks."""
+    call = (method, path)
+    if call in OPEN:
+        return 200
+    local = LOCAL if handles else frozenset()
+    keys = ((USER, endpoints.api_key), (ADMIN | local, endpoints.admin_key), (METRICS, endpoints.metrics_key))
+    for calls, key in keys:
+        if call in calls and key:
+            return 200 if secrets.compare_digest(authorization, f"Bearer {key}".encode()) else 401
+    return 404
+
+
+type Ids = list[int | list[int] | None] | None
+
+
+class Sampling(msgspec.Struct):
+    """What of `sampling_params` names tokens."""
+
+    stop_token_ids: Ids = None
+    logit_bias: dict[str, float] | None = None
+
+
+class Generate(msgspec.Struct):
+    """What of a request to generate names tokens; the rest of it is SGLang's."""
+
+    input_ids: Ids = None
+    token_ids_logprob: Ids = None
+    sampling_params: Sampling | list[Sampling] | None = None
+
+
+def nonsense(body: bytes, vocabulary: int) -> str:
+    """What is wrong with the token ids of a request to generate; empty if nothing is."""
+    try:
+        asked = msgspec.json.decode(body, type=Generate)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return str(error)
+    sampling = asked.sampling_params or []
+    named = [("input_ids", asked.input_ids), ("token_ids_logprob", asked.token_ids_logprob)]
+    for each in sampling if isinstance(sampling, list) else [sampling]:
+        biased = [int(text[:20]) if text.isdecimal() else -1 for text in each.logit_bias or ()]
+        named += [("stop_token_ids", each.stop_token_ids), ("logit_bias", [*biased])]
+    for name, ids in named:
+        lists: list[Any] = [each or () for each in ids or () if not isinstance(each, int)]
+        if lists and len(lists) != len(ids or ()):
+            return f"{name} has both tokens and lists of tokens"
+        rows = lists or [ids or ()]
+        for extreme in (of(row) for row in rows for of in (min, max) if row):
+            if not 0 <= extreme < vocabulary:
+                return f"{name} has {extreme}, which is not in the vocabulary of {vocabulary}"
+    return ""
+
+
+async def _whole(receive: Receive) -> tuple[bytes, Receive]:
+    """The body of a request, and what gives it once more."""
+    parts, more = list[bytes](), True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            break  # the client has gone; the app would learn it next
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    body, given = b"".join(parts), False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return body, again
+
+
+class Gate:
+    """ASGI middleware around SGLang's app. refused: requests that it did not let through, which the server's log counts."""
+
+    def __init__(self, app: App, endpoints: Endpoints, handles: bool, vocabulary: int) -> None:
+        """handles: whether the learner of this machine hands over its memory. vocabulary: the model's number of tokens."""
+        self._app, self._endpoints, self._handles, self._vocabulary = app, endpoints, handles, vocabulary
+        self.refused = 0
+        self._frozen = False
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            self._refuse("a websocket", scope)
+            return await send({"type": "websocket.close", "code": 1008})
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        # Who asks at an address of this machine from that same address is on it.
+        local = scope["client"][0] == scope["server"][0]
+        code = status(scope["method"], scope["path"], authorization, self._endpoints, self._handles and local)
+        if local and not self._frozen and (scope["method"], scope["path"]) == FREEZE:
+            self._frozen, code = True, 200
+        said = "Unauthorized" if code == 401 else "Not Found"
+        if code == 200 and scope["path"] == "/generate":
+            body, receive = await _whole(receive)
+            if said := nonsense(body, self._vocabulary):
+                code = 400
+        if code == 200:
+            return await self._app(scope, receive, send)
+        self._refuse(f"{scope['method']} {scope['path']!r:.100}: {code}{': ' + said if code == 400 else ''}", scope)
+        await send({"type": "http.response.start", "status": code, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": msgspec.json.encode({"error": said})})
+
+    def _refuse(self, what: str, scope: Message) -> None:
+        self.refused += 1
+        if self.refused & (self.refused - 1) == 0:  # somebody who tries on and on must not fill the log
+            log.warning(
+                "requests refused so far: %d, this one from %s: %s", self.refused, (scope.get("client") or "?")[0], what
+            )
+
+
+PAUSED = {"/pause_generation": True, "/continue_generation": False}
+RELEASED = {"/release_memory_occupation": True, "/resume_memory_occupation": False}
+
+
+class Answers:
+    """ASGI middleware around SGLang's app."""
+
+    def __init__(self, app: App, place: Whereabouts) -> None:
+        self._app, self._place = app, msgspec.json.encode(place)
+        self._paused = self._released = False
+        self._one_at_a_time = asyncio.Lock()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path == "/whereabouts":
+            return await _answer(send, self._place)
+        if path == "/health" and self._paused:
+            return await _answer(send, b"null")
+        if path in PAUSED:
+            self._paused = PAUSED[path]
+        if path not in RELEASED:
+            return await self._app(scope, receive, send)
+        async with self._one_at_a_time:
+            wanted = RELEASED[path]
+            if wanted == self._released:
+                return await _answer(send, b"null")
+
+            async def watch(message: Message) -> None:
+                if message["type"] == "http.response.start" and message["status"] == 200:
+                    self._released = wanted
+                await send(message)
+
+            await self._app(scope, receive, watch)
+
+
+async def _answer(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,340 @@
+"""Spans on lanes: what is at the same time lies side by side, what is part of something within it. Pure.
+
+Groups in a trace: from the ticket, over generation and grading, to the batch that trains it. Pure.
+
+A trace in Trace Event Format, the JSON that Perfetto and chrome://tracing read: object form, times in whole microseconds.
+
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("Trace Event Format", Google). Of its
+events these are used: X complete, i instant, C counter, s and f flow, M metadata.
+
+`megarl trace RUN`: the last steps of a run as one picture for ui.perfetto.dev or chrome://tracing, also while it runs.
+
+    RUN/trace/*.jsonl (spans.py) ──► the window of these steps ──► lanes.py, groups.py ──► chrome.py ──► trace.json.gz
+    RUN/metrics.jsonl (lag)      ────────────────────────────────────────────────────────────┘
+
+A process is a role. The learner's step has its phases within it. A server is busy while any request runs on it, and paused
+while a publication holds it; requests and gradings get as many lanes as there are at once. A group goes from its ticket to the
+batch that trains it, from where an arrow leads to the step. Counters are worked out from the spans.
+"""
+
+import gzip
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir, latest_rows
+from megarl.core.telemetry.spans import TICKETS, Event, Span, Value, read
+
+Unit = Sequence[Span]
+"""Spans that stay on one lane: the first has the others within it."""
+
+
+def nested(spans: Iterable[Span]) -> list[Unit]:
+    """Units of spans that lie within each other."""
+    units: list[list[Span]] = []
+    for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
+        if units and span.end <= units[-1][0].end:
+            units[-1].append(span)
+        else:
+            units.append([span])
+    return list(units)
+
+
+def packed(units: Iterable[Unit]) -> list[list[Span]]:
+    """As few lanes as there are units at once; those of a lane are apart."""
+    lanes: list[list[Span]] = []
+    free_from: list[float] = []
+    for unit in sorted(units, key=lambda u: (u[0].begin, -u[0].end)):
+        lane = next((n for n, free in enumerate(free_from) if free <= unit[0].begin), len(lanes))
+        if lane == len(lanes):
+            lanes.append([])
+            free_from.append(0.0)
+        lanes[lane] += unit
+        free_from[lane] = unit[0].end
+    return lanes
+
+
+def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Times, in order and apart, at which there is any of them."""
+    found: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda s: s.begin):
+        if found and span.begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], span.end))
+        else:
+            found.append((span.begin, span.end))
+    return found
+
+
+def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
+    """(time, how many there are from then on), at each time at which that changes."""
+    steps: dict[float, int] = defaultdict(int)
+    for begin, end in spans:
+        steps[begin] += 1
+        steps[end] -= 1
+    count, found = 0, []
+    for at, by in sorted(steps.items()):
+        count += by
+        if by:
+            found.append((at, count))
+    return found
+
+
+@dataclass(frozen=True)
+class Group:
+    """begin: its ticket was given. generated: all its rollouts were graded, taken: the batch of `step` was sent; None: not yet.
+
+    removed: it gave up its slot (zero variance under `refill`) and is never taken. now: what is not over ends there.
+    """
+
+    ticket: int
+    begin: float
+    now: float
+    generated: float | None
+    taken: float | None
+    step: int
+    removed: bool
+    args: dict[str, Value]
+
+    @property
+    def end(self) -> float:
+        over = self.generated if self.removed else self.taken
+        return self.now if over is None else over
+
+    def unit(self) -> Unit:
+        """The whole, and its two parts within it."""
+        generated = self.end if self.generated is None else self.generated
+        open_ = self.taken is None and not self.removed
+        parts = [
+            Span(TICKETS, f"ticket {self.ticket}", self.begin, self.end, self.args, cut=open_),
+            Span(TICKETS, "generated", self.begin, generated, cut=self.generated is None),
+        ]
+        if generated < self.end:
+            waits = "waits" if self.taken is None else f"waits for step {self.step}"
+            parts.append(Span(TICKETS, waits, generated, self.end, cut=open_))
+        return parts
+
+
+def groups_of(spans: Sequence[Span], events: Iterable[Event]) -> list[Group]:
+    """By ticket. One that a crash of the controller cut short goes on in its next life."""
+    lives: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.on == TICKETS:
+            lives[_int(span.args["ticket"])].append(span)
+    taken: dict[int, Event] = {}
+    for event in events:
+        for ticket in _ints(event.args.get("tickets")):
+            taken.setdefault(ticket, event)
+    now = max((span.end for span in spans), default=0.0)
+    return [_group(ticket, of, taken.get(ticket), now) for ticket, of in sorted(lives.items())]
+
+
+def _group(ticket: int, lives: Sequence[Span], taken: Event | None, now: float) -> Group:
+    begin, last = min(span.begin for span in lives), max(lives, key=lambda span: span.end)
+    return Group(
+        ticket=ticket,
+        begin=begin,
+        now=now,
+        generated=None if last.cut else last.end,
+        taken=None if taken is None else max(taken.at, last.end),
+        step=-1 if taken is None else _int(taken.args["step"]),
+        removed=bool(last.args.get("removed")),
+        args=last.args,
+    )
+
+
+def _int(value: Value) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def _ints(value: Value | None) -> list[int]:
+    return value if isinstance(value, list) else []
+
+
+TraceEvent = dict[str, Any]
+
+
+class ChromeTrace:
+    """Processes and threads are given by name, times in seconds; `base` is the time that becomes 0."""
+
+    def __init__(self, base: float) -> None:
+        self._base = base
+        self._processes: dict[str, int] = {}
+        self._threads: dict[tuple[str, str], int] = {}
+        self._events: list[TraceEvent] = []
+        self._flows = 0
+
+    def complete(self, on: str, name: str, begin: float, end: float, args: dict[str, Value]) -> None:
+        """A span on `process/thread`. Those of a thread must be within each other or apart."""
+        start = self._us(begin)
+        self._add("X", on, name, start, dur=self._us(end) - start, args=args)
+
+    def instant(self, on: str, name: str, at: float, args: dict[str, Value]) -> None:
+        self._add("i", on, name, self._us(at), s="t", args=args)
+
+    def counter(self, process: str, name: str, at: float, values: dict[str, float]) -> None:
+        """From then on; several values are drawn on top of each other."""
+        event = {"ph": "C", "name": name, "pid": self._pid(process), "tid": 0, "ts": self._us(at), "args": values}
+        self._events.append(event)
+
+    def arrow(self, name: str, start: tuple[str, float], end: tuple[str, float]) -> None:
+        """From the span on (process/thread, time) to another: each time must lie within its span."""
+        self._flows += 1
+        self._add("s", start[0], name, self._us(start[1]), cat="group", id=self._flows)
+        self._add("f", end[0], name, self._us(end[1]), cat="group", id=self._flows, bp="e")
+
+    def tree(self, **other: Any) -> dict[str, Any]:
+        """The whole trace, metadata first, then by time; `other`: what it is about."""
+        order = sorted(self._events, key=lambda e: (e["ts"], -e.get("dur", 0)))
+        return {"displayTimeUnit": "ms", "otherData": other, "traceEvents": [*self._metadata(), *order]}
+
+    def _metadata(self) -> list[TraceEvent]:
+        found = []
+        for process, pid in self._processes.items():
+            found += [
+                _named("process_name", pid, 0, name=process),
+                _named("process_sort_index", pid, 0, sort_index=pid),
+            ]
+        for (process, thread), tid in self._threads.items():
+            pid = self._processes[process]
+            found += [
+                _named("thread_name", pid, tid, name=thread),
+                _named("thread_sort_index", pid, tid, sort_index=tid),
+            ]
+        return found
+
+    def _add(self, ph: str, on: str, name: str, ts: int, **more: Any) -> None:
+        process, _, thread = on.partition("/")
+        pid = self._pid(process)
+        tid = self._threads.setdefault((process, thread), len(self._threads) + 1)
+        self._events.append({"ph": ph, "name": name, "pid": pid, "tid": tid, "ts": ts} | more)
+
+    def _pid(self, process: str) -> int:
+        return self._processes.setdefault(process, len(self._processes) + 1)
+
+    def _us(self, seconds: float) -> int:
+        return round((seconds - self._base) * 1e6)
+
+
+def _named(what: str, pid: int, tid: int, **args: str | int) -> TraceEvent:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+LEARNER, REQUESTS, BUSY = "learner/rank 0", "/requests", "/busy"
+MARGIN_S = 1e-6
+"""Arrows begin and end that far within their spans."""
+
+
+def main(run: Path, steps: int, output: Path | None) -> int:
+    """Write the trace, and say where it lies."""
+    rundir = RunDir.opened(run)
+    trace = trace_of(rundir, steps)
+    path = output or rundir.path / "trace.json.gz"
+    data = json.dumps(trace, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        path.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
+    except OSError as error:
+        raise MegarlError(f"{path}: cannot be written: {error.strerror}; name another file by --output") from None
+    shown = trace["otherData"]["steps"]
+    what = f"steps {shown[0]} to {shown[-1]}" if shown else "no step is complete yet"
+    print(f"{path}: {what}, {len(trace['traceEvents'])} events; open it at https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def trace_of(rundir: RunDir, steps: int) -> dict[str, Any]:
+    """The trace from the begin of the last `steps` complete steps on; `otherData` has their numbers, and the Unix time of 0."""
+    spans, events = read(rundir.trace)
+    if not spans:
+        raise MegarlError(f"{rundir.trace}: nothing is recorded there yet; try again when the run samples")
+    done = [s for s in spans if s.on == LEARNER and s.name == f"step {s.args.get('step')}"][-steps:]
+    since = done[0].begin if done else spans[0].begin
+    places = _places(spans)
+    all_groups = groups_of(spans, events)
+    seen = [group for group in all_groups if group.end > since]
+    first = min([*(s.begin for of in places.values() for s in of if s.end > since), *(g.begin for g in seen)])
+    trace = ChromeTrace(first)
+    for place in sorted(places, key=_order):
+        shown = [span for span in places[place] if span.end > since]
+        _draw(trace, place, nested(shown) if place == LEARNER else [[span] for span in shown])
+    _draw_groups(trace, seen, places[LEARNER])
+    _count(trace, places, all_groups, since)
+    _draw_lag(trace, done, {row["step"]: row for row in latest_rows(rundir.metrics)})
+    for event in events:
+        if event.at > since:
+            trace.instant(event.on, event.name, event.at, event.args)
+    return trace.tree(run=str(rundir.path), steps=[s.args["step"] for s in done], begin=first)
+
+
+def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    """Spans but those of groups by where they are drawn, and when each server was busy."""
+    places: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.on != TICKETS:
+            places[span.on].append(span)
+    for place in [p for p in places if p.endswith(REQUESTS)]:
+        busy = place.removesuffix(REQUESTS) + BUSY
+        places[busy] = [Span(busy, "busy", begin, end) for begin, end in union(places[place])]
+    return places
+
+
+def _order(place: str) -> tuple[int, int, str]:
+    """The learner first, then servers by number, then the controller."""
+    role, _, number = place.partition("/")[0].partition(" ")
+    return {"learner": 0, "server": 1}.get(role, 2), int(number or 0), place
+
+
+def _draw(trace: ChromeTrace, place: str, units: Sequence[Unit]) -> dict[int, str]:
+    """On as many lanes as it takes; the lane of each unit's first span, by its id()."""
+    lanes = packed(units)
+    where = {}
+    for number, lane in enumerate(lanes, 1):
+        on = place if len(lanes) == 1 else f"{place} {number}"
+        for span in lane:
+            trace.complete(on, span.name, span.begin, span.end, span.args | ({"unfinished": True} if span.cut else {}))
+            where[id(span)] = on
+    return where
+
+
+def _draw_groups(trace: ChromeTrace, seen: Sequence[Group], learner: Sequence[Span]) -> None:
+    """With an arrow from each that was taken to the training of its step."""
+    units = [group.unit() for group in seen]
+    where = _draw(trace, TICKETS, units)
+    training = [span for span in learner if span.name == "train"]
+    for group, unit in zip(seen, units, strict=True):
+        step = next((s for s in training if s.args["step"] == group.step and s.end > group.end), None)
+        if group.taken is not None and step is not None:
+            into = min(step.begin + MARGIN_S, step.end)  # it may have begun just now
+            trace.arrow(f"step {group.step}", (where[id(unit[0])], group.end - MARGIN_S), (LEARNER, into))
+
+
+def _count(trace: ChromeTrace, places: Mapping[str, Sequence[Span]], all_groups: Sequence[Group], since: float) -> None:
+    """Requests on each server, and tickets by what they wait for."""
+    for place in sorted(p for p in places if p.endswith(REQUESTS)):
+        for at, count in _from(since, changes((s.begin, s.end) for s in places[place])):
+            trace.counter(place.removesuffix(REQUESTS), "running requests", at, {"requests": count})
+    generating = changes((g.begin, g.now if g.generated is None else g.generated) for g in all_groups)
+    waiting = changes((g.generated, g.end) for g in all_groups if g.generated is not None)
+    for name, counts in (("tickets being generated", generating), ("tickets waiting for their step", waiting)):
+        for at, count in _from(since, counts):
+            trace.counter("groups", name, at, {"tickets": count})
+
+
+def _from(since: float, counts: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+    """What is the count then, and its changes after that."""
+    before = [count for at, count in counts if at <= since]
+    yield since, before[-1] if before else 0
+    yield from ((at, count) for at, count in counts if at > since)
+
+
+def _draw_lag(trace: ChromeTrace, done: Sequence[Span], rows: Mapping[int, Mapping[str, Any]]) -> None:
+    """At the end of each step: how old its tokens were."""
+    for span in done:
+        row = rows.get(int(str(span.args["step"])), {})
+        for name in ("lag_mean", "lag_max"):
+            if math.isfinite(row.get(name, math.nan)):
+                trace.counter("learner", name, span.end, {"steps": row[name]})
