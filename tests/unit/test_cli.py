@@ -13,7 +13,7 @@ import yaml
 
 from megarl import cli
 from megarl.core.base.rundir import RunDir
-from megarl.core.recipe import Recipe, dump, load, loading
+from megarl.core.recipe import Recipe, dump, load, shipped
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes"]) == 0
     listed = capsys.readouterr().out
     names = [line.split()[0] for line in listed.splitlines()[1:] if not line.startswith(" ")]
-    assert names == list(loading())
+    assert names == list(shipped())
     assert names[0] == "quickstart"
     assert names[-1].endswith("-tiny"), "a baseline"
 
@@ -74,7 +74,7 @@ def test_the_list_of_recipes_fits_a_narrow_terminal(
     assert cli.main(["recipes"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert max(map(len, rows)) <= 80
-    assert len(rows) <= 3 * len(loading()) + 1
+    assert len(rows) <= 3 * len(shipped()) + 1
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +92,7 @@ def test_percent_signs_in_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert "95 % intervals" in " ".join(shown.split())
 
 
-@pytest.mark.parametrize("name", sorted(loading()))
+@pytest.mark.parametrize("name", sorted(shipped()))
 def test_shown_recipe_is_yaml_of_the_same_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes", "show", name, "run.seed=5"]) == 0
     text = capsys.readouterr().out

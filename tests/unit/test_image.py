@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.core.recipe import loading
+from megarl.core.recipe import shipped
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "Dockerfile"
@@ -72,7 +72,7 @@ def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
         return done.stdout
 
     listed = megarl("recipes")
-    assert [name for name in loading() if name not in listed] == []
+    assert [name for name in shipped() if name not in listed] == []
     assert "&& megarl doctor" in DOCKERFILE.read_text()
     assert "megatron-core" in megarl("doctor")
     made = {path.relative_to(root) for path in root.glob("megarl/**/*") if path.suffix in (".yaml", ".html", ".json")}

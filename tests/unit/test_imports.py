@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import megarl
@@ -28,9 +29,9 @@ def modules() -> dict[str, ast.Module]:
     return {".".join(path.parts).removesuffix(".__init__"): ast.parse(file.read_text()) for path, file in files.items()}
 
 
-def imported(tree: ast.Module, known: set[str]) -> Iterator[str]:
-    """The modules of megarl that this one imports, in functions too."""
-    for node in ast.walk(tree):
+def imported(tree: ast.Module, known: set[str], at_import: bool = False) -> Iterator[str]:
+    """The modules of megarl that this one imports: when it is imported itself, or in functions too."""
+    for node in tree.body if at_import else ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megarl"):
             base = (node.module or "").removeprefix("megarl").removeprefix(".")
             for alias in node.names:
@@ -56,3 +57,16 @@ def test_arrows_go_one_way() -> None:
         and other
     )
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_circles() -> None:
+    """Of what a module imports when it is imported; in a function it may import what imports it."""
+    trees = modules()
+    graph = {
+        module: set(imported(tree, set(trees), at_import=True)) & set(trees) - {module}
+        for module, tree in trees.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" → ".join(error.args[1])) from None

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.recipe import Recipe, describe, dump, from_tree, load, loading
+from megarl.core.recipe import Recipe, describe, dump, from_tree, load, shipped
 
 Tree = dict[str, Any]
 
@@ -227,7 +227,7 @@ def test_unknown_name() -> None:
         load("scalerl8b")
 
 
-@pytest.mark.parametrize("name", sorted(loading()))
+@pytest.mark.parametrize("name", sorted(shipped()))
 def test_shipped_recipes(name: str) -> None:
     recipe = load(name)
     assert recipe.description

@@ -2,13 +2,13 @@
 
 import pytest
 
-from megarl.core.recipe import Recipe, load, loading
+from megarl.core.recipe import Recipe, load, shipped
 from megarl.tasks.data import arithmetic, products
 
 DEFAULT = Recipe()
 
 
-@pytest.mark.parametrize("name", loading())
+@pytest.mark.parametrize("name", shipped())
 def test_it_loads_describes_itself_and_is_named_after_its_file(name):
     recipe = load(name)
     assert 20 < len(recipe.description) < 110
@@ -16,7 +16,7 @@ def test_it_loads_describes_itself_and_is_named_after_its_file(name):
     assert recipe.sft.output == (recipe.model.path if recipe.sft.init else "")
 
 
-@pytest.mark.parametrize("name", [name for name in loading() if name.startswith(("scalerl-", "quickstart"))])
+@pytest.mark.parametrize("name", [name for name in shipped() if name.startswith(("scalerl-", "quickstart"))])
 def test_the_structure_is_scalerls(name):
     recipe = load(name)
     assert recipe.pipeline.k == 8

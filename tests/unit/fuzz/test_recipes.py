@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.recipe import Recipe, describe, dump, load, loading
+from megarl.core.recipe import Recipe, describe, dump, load, shipped
 from megarl.core.recipe.text import flat
 from tests.unit.fuzz.hostile import changed, values
 
 LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters
-TEXTS = [path.read_bytes() for path in loading().values()]
+TEXTS = [path.read_bytes() for path in shipped().values()]
 KEYS = sorted(flat(Recipe().model_dump(mode="json")))
 DEEPER = [
     "data.tasks.a", "data.tasks.a.train", "data.tasks.a.rewards.x", "data.services.s", "evaluation.suites.aime24",
