@@ -1,26 +1,16 @@
-"""megarl: reinforcement learning for language models with Megatron-Core learners and SGLang servers.
+"""Reinforcement learning with Megatron-Core and SGLang.
 
-megarl/
-  cli.py         every subcommand, thin            recipe/        the typed recipe; recipes/*.yaml by name
-  commands.py    how one is declared               ports.py       free ones, and whether one is
-  types.py       prompt, segment, rollout, group   messages.py    what learner and controller say to each other
-  rundir.py      the run directory's form          process.py     what a role process does with itself
-  admission.py   tickets and the lag rule, pure    batch.py       groups -> sequences of a step, their weights, pure
-  advantages.py  from rewards, pure                packing.py     sequences -> micro-batches, pure
-  gae.py         those of tokens, by a critic      collective.py  what ranks agree on
-  stores.py      process groups on one network     whereabouts.py which machine and GPUs a process has
-  wishes.py      signals that ask for the end      errors.py      the one kind of error that users see
-  pages.py       HTML of one file                  pictures.py    colours and settings of all pictures
-  lock.py        one process at a time in a dir    fp16_on_cpu.py  products of fp16 numbers, on a CPU
-  hf_files.py    what a Hugging Face directory says
-  supervisor/    `megarl train`: start, watch, restart, live view
-  rollout/       `megarl rollout`: the controller  serving/       `megarl serve`: one SGLang server
-  learner/       `megarl learn`, `megarl sft`      weights/       publication of weights to the servers
-  models/        one file a family                 grading/       rewards
-  scaling/       `megarl scaling`: fit, predict    study/         `megarl study`: variants compared
-  evaluation/    held-out pass rate                data/          prompt sets, tokenizers, the quickstart's task
-  monitor/       metrics, summary, report          doctor.py      what this machine can run
-  planning/      `megarl plan`: layouts, simulator environments/  turns with tools
+    core/    what a run is made of: read it in an afternoon (docs/reading.md)
+    shims/   patches of megatron-core, SGLang and torch, each with the version it is for
+    tasks/   data, graders and environments: what core/base/contracts.py asks for
+    run/     the supervisor: starts, watches and restarts the roles
+    lab/     around a run: evaluation, planning, scaling laws, studies, reports, the warm start
+    cli/     the command line, which gives tasks and forecasts to the roles
+    recipes/ the recipes and evaluation suites that come with megarl
+
+    environments.py, scaling.py   what users' code imports
+
+Imports go one way; tests/unit/test_imports.py holds them to it.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,9 @@
-"""The command line: every subcommand, thin. Each imports its part when it runs, so that `megarl --help` answers at once."""
+"""The command line: every subcommand, thin. Each imports its part when it runs, so that `megarl --help` answers at once.
+
+roles.py       the roles with the tasks and the forecast that they are given
+commands.py    how subcommands are declared
+data.py, evaluation.py, planning.py, scaling.py, supervisor.py   subcommands of each part
+"""
 
 import argparse
 import os

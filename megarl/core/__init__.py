@@ -1,0 +1,12 @@
+"""What a run is made of. Each line imports those above it, never tasks, run, lab or cli.
+
+base/        types, messages, admission, run directory, processes, contracts with tasks
+recipe/      one YAML file, one typed tree
+telemetry/   metrics, spans, warnings, and who is shown them
+algorithm/   a batch: filters, advantages, losses, packing          models/    Megatron-Core's GPT, Hugging Face weights
+journal/     what a controller must not forget
+server/      SGLang: started, guarded, asked
+weights/     publication to the servers, and parity                 sampling/  one rollout over many requests
+learner/     one training step of all ranks                         evaluation/  answers, and what they come to
+controller/  decides what everybody does next
+"""

@@ -1,8 +1,7 @@
-"""The live view: what `Observer` and the supervisor know, as a rich renderable, and as one plain line for logs.
+"""The live view: what `Observer` and the supervisor know, as a rich renderable, and as one plain line for logs; `Screen` puts
+them where frames go, a live picture in a terminal, else plain lines.
 
 Pure: `render` and `line` make text of a `Frame`; nothing is read or remembered here.
-
-Where frames go: a live picture in a terminal, else plain lines.
 """
 
 import math

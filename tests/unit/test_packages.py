@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for top in ("megarl", "checkpoints_tools") for path in (ROOT / top).rglob("__init__.py"))
-FAMILIES = ROOT / "megarl" / "models" / "families"
+FAMILIES = ROOT / "megarl" / "core" / "models" / "families"
 """One file a family: it says so instead of listing them."""
 
 

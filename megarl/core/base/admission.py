@@ -14,7 +14,7 @@ consumption the step s = D(g) <= P(g) + p - 1 <= v + k + p - 1 for every token. 
 eligible on the newest version, hence at most (k + p) B tickets are ahead of the learner.
 
     PipelineRL-k           p = 1, max_lag = k: weights are published after every step, while generation goes on
-    PPO-off-policy-p       p steps, max_lag = 0: weights are published when a phase begins (rollout/decision.py), so every
+    PPO-off-policy-p       p steps, max_lag = 0: weights are published when a phase begins (controller/decision.py), so every
                            token of the phase has the version P(g) and a lag of p - 1 at most
 
 No clock, no I/O: the state is a function of the sequence of admit, finish and remove, and so of the journal.

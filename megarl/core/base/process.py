@@ -1,10 +1,5 @@
-"""What every process does with itself: die with its parent, log to its file, name itself, go on without a screen.
-
-One process at a time in a directory.
-
-Ports of this machine: free ones, and whether one can be listened on.
-
-Signals that ask a command to save and end: counted instead of ending us.
+"""What a process needs of its machine: to die with its parent, log to its file and go on without a screen; one process at a
+time in a directory; free ports; signals that ask a command to save and end, counted instead of ending it.
 
 Slurm sends the same signal to all processes of a job at times, and the batch script passes on what it gets: a repetition within
 `ONE_WISH_S` is the same wish. Not so Ctrl-C, which a person presses.

@@ -1,4 +1,5 @@
-"""Small values that all ranks of the learner are to agree on. Every function is collective.
+"""What ranks of the learner share: small values that all agree on, stores and groups that listen on one network, and on
+which machine and GPUs a process is.
 
 torch's rendezvous stores and process groups, listening on one network and on no other.
 
@@ -6,8 +7,6 @@ torch's rendezvous stores and process groups, listening on one network and on no
     GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface; who starts the roles on several nodes names it
 
 They ask nobody for a key, and by themselves a store listens on every address of the machine, a group where its name leads.
-
-On which machine and which GPUs a process is: who may be handed memory there, and with whom NCCL can form no group.
 """
 
 import importlib

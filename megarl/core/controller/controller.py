@@ -2,12 +2,11 @@
 
     learner ── Next, Published, Stopped ──► conversation ─► decision.decide ──► Train | Publish | Wait | Stop
                                                               ▲  looks at
-                servers.py      who is up, with whose weights ┤
-                publications.py which version is where ───────┤
+                servers.py      who is up, with which version ┤
                 parity.py       do both sides compute the same ┤
                 tickets.py      admitted, sampled, graded ────┤     every change wakes the one who waits for it
                 evaluations.py  held-out score, server pinned ┘
-                ledger.py       the journal: all of it can be rebuilt from there
+                journal/        the journal: all of it can be rebuilt from there
 
 A `Next` that would be answered by `Wait` is held for a second, and answered at once when something changes.
 """

@@ -1,12 +1,10 @@
-"""The controller's end of the conversation with the learner: a ZeroMQ ROUTER that takes requests and sends replies.
+"""The conversation with the learner: a ZeroMQ ROUTER that takes requests and sends replies.
 
     anybody's connection ──► CURVE: does it have the learner's key? ──no──► closed, refused() + 1
     learner's REQ socket ──► [peer, "", schema, body] ──► receive() ─► (peer, Request)      else: dropped, `malformed` + 1
                          ◄── [peer, "", schema, body] ◄── reply(peer, Reply)
 
 What comes from another key, or from none, is never read. What is too long ends its connection.
-
-The conversation with the learner: who it is, what it has asked, when it is answered.
 
     learner ── Next ──────────────► held, at most HOLD_S ── decide, again whenever something has changed ──► the reply
             ── Published, Scored, Stopped ► taken in, acknowledged

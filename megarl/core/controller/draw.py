@@ -1,5 +1,6 @@
-"""Which prompt of a task is drawn next. Pure: a function of the seed, the last draw, how many there were, and the latest
-pass rate of each prompt.
+"""Which task the next prompt is of, and which prompt of that task. Pure.
+
+`Curriculum`, the prompt: a function of the seed, the last draw, how many there were, and the latest pass rate of each prompt.
 
 Each epoch goes once through its pool in its own shuffled order (a hash of seed, epoch and prompt id: the order of the
 file does not matter). No-positive-resampling (ScaleRL, arXiv 2510.13786): a prompt whose latest group had a pass rate of
@@ -11,7 +12,7 @@ task has in a batch, none is drawn while that is so (`stop`), or all pass rates 
 
 (pacing functions of Hacohen and Weinshall, arXiv 1904.03626.) A pool of less than a batch to draw from grows until it has one.
 
-Which task the next prompt is of, and then which prompt. Pure: the task is a function of how many were drawn of each.
+`Mixture`, the task: a function of how many were drawn of each.
 
 With shares w (of 1), n draws of a task so far and t of all, its next draw is open as soon as n < (t + 1) w and due at
 draw ceil((n + 1) / w): of the tasks that are open the one that is due first is drawn. Then for every task and every t
@@ -20,8 +21,6 @@ draw ceil((n + 1) / w): of the tasks that are open the one that is due first is 
 
 (the quota method: Balinski and Young 1975; Baruah et al. 1996 for the deadlines.) Counted are prompts drawn, so tickets
 that are removed or void count too. A task without prompts left is passed over: the others share its draws by their weights.
-
-The draw of a run: its recipe's tasks as a mixture, where the journal left it; and what the metrics say about it.
 """
 
 import hashlib

@@ -1,10 +1,8 @@
-"""How busy the servers are: since the last step for the metrics, in the last second for the live view.
+"""What the controller measures: how busy the servers are, what a batch says of each task, and compute.
 
-What the row of metrics says about each task of a batch, when there are several: `pass_rate_train/math`; and what about
-turns, when any task has an environment.
-
-Compute so far: devices held × wall time, over all lives of the supervisor. A new life goes on from the journal.
-"""
+`Meter`: since the last step for the metrics, in the last second for the live view. `task_statistics`: for each task of a batch,
+when there are several (`pass_rate_train/math`), and about turns, when any task has an environment. `ComputeClock`: devices held
+x wall time, over all lives of the supervisor; a new life goes on from the journal. """
 
 import os
 import time

@@ -1,12 +1,10 @@
-"""The servers of a run: their clients, their states, and the watch over them.
+"""The servers of a run: their clients, their states, the watch over them, and which version each has.
 
     GET /health each 2 s ─► seen | lost ─┐
     a request fails ───────► lost ────────┼─► Membership ─► changed()
     the learner publishes ────────────────┘
 
 A server that comes back, or is met for the first time, first drops all requests it still runs: nobody waits for them.
-
-What the learner's report of a publication means: servers are clean, or have failed; a record of the journal.
 """
 
 import asyncio

@@ -1,14 +1,12 @@
 """What the answers to a suite come to: rates, lengths, what more answers a prompt would bring, and how sure all that is.
 
-What k answers to a prompt are worth, estimated from n of them; and how sure a mean over prompts is. Pure functions.
+Estimators are pure functions of n answers to a prompt:
 
     right or wrong ─► pass_at_k       one of k is right: the oracle's choice
     votes          ─► maj_at_k        the most frequent answer of k is right
     rewards        ─► best_at_k       the answer of k with the highest reward is right
 
 All three are exact expectations over the k-subsets of the n answers, so unbiased for k <= n; ties are shared.
-
-What goes beside the answers: with which settings they were made, and what they come to.
 """
 
 import importlib.metadata

@@ -7,8 +7,6 @@
 
 The rules of interruption are those of training, with the longest thinking budget for all, also while training is at an
 earlier stage of `length.stages`: scores of all versions can be compared.
-
-When a version is to be scored: 0, whenever a multiple of `every` has been reached, and after the last step.
 """
 
 import asyncio

@@ -1,14 +1,12 @@
-"""Where the groups of one file of the journal lie.
-
-A controller keeps this of all groups that may be asked for again, hundreds of thousands in a long run: 16 bytes each, in
-two arrays that are sorted by ticket. Tickets finish about in the order of their numbers, so a new one goes in near the end.
-
-A file of the journal: how records lie in it, how they are written and read back.
+"""A file of the journal: how records lie in it, how they are written and read back, and where its groups are.
 
     header | snapshot | record | record | …          a record: mark, length, ticket of a group, checksums; msgpack of it
 
 After a crash only the last record can be incomplete; damage anywhere else is an error. With the ticket in their headers
 files are searched for groups without reading the groups.
+
+`GroupIndex` says where the groups of a file lie: 16 bytes each, in two arrays sorted by ticket, for there are hundreds of
+thousands in a long run. Tickets finish about in the order of their numbers, so a new one goes in near the end.
 """
 
 import os

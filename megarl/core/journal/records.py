@@ -1,6 +1,5 @@
-"""What the journal records: one type for each thing that a controller must not forget.
-
-The state of the controller as the fold of the journal's records.
+"""What the journal records, one type for each thing that a controller must not forget; and the controller's state, which is the
+fold of these records.
 
     State() ── apply(Session) ── apply(Admitted) ── apply(Finished) ── … ──►  State
                                                         └─ snapshot() ─► Snapshot ─► State.restored()

@@ -1,4 +1,6 @@
-"""The critic: a network of its own that learns what reward to expect at each token, and so what each token was worth.
+"""Two networks beside the policy, which are not published: the critic and the frozen reference.
+
+The critic: a network of its own that learns what reward to expect at each token, and so what each token was worth.
 
     sequences ──► values of trained tokens (forward only, once a step) ──► algorithm/gae.py ──┬─► advantages: the policy
                                                                                           └─► returns: forward_backward
@@ -7,7 +9,7 @@ It has the policy's layout, a precision (critic.dtype) and an optimiser of its o
 
 The frozen reference of the KL penalty: a second model on the learner's ranks, asked once a batch, never trained or saved.
 
-    sequences in the loss ──► log-probs of trained tokens ──┬─► in the loss, against the learner's (losses/reference_kl.py)
+    sequences in the loss ──► log-probs of trained tokens ──┬─► in the loss, against the learner's (losses/terms.py)
                                                             └─► in the reward, against the recorded ones (`kl_penalty`)
 
 It is at the policy's layout and precision, without gradients or optimiser, and gives log-probs at the temperature of sampling.

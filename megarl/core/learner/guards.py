@@ -1,6 +1,5 @@
-"""A GPU whose memory has run out, in the words of the recipe.
-
-Which rollouts of a step gave a loss that is not finite. Asked only when the step came to nothing.
+"""What can go wrong in a step, named: a GPU whose memory has run out, in the words of the recipe; and the rollouts whose loss
+is not finite, asked for only when the step came to nothing.
 
 loss of each micro-batch ─► seen(micro, losses)      a flag a trained token, left on the device: no step waits for it
 loss or gradient is NaN ──► offenders()              the flags of all ranks, as rows of RUN/bad-rollouts.jsonl

@@ -5,12 +5,11 @@
 The learner decides nothing; between commands it only looks whether someone wants it to stop (RUN/stop, SIGTERM) and whether a
 checkpoint has reached the disk. Every step leaves one row in RUN/metrics.jsonl.
 
-Is the step that a learner trains first the one that an earlier life has recorded in RUN/metrics.jsonl?
-
-A learner that comes back begins with a batch that was trained before, with weights that should be those of that time. Both
-rows have the mean, over the same tokens, of |learner's log-prob less behaviour log-prob|. By the triangle inequality two such
-means differ by no more than the mean |difference| of the two learners' log-probs. Of that rounding explains, at any layout, no
-more than it explains between server and learner: the limit of parity. What differs by more is another model.
+`contradiction` tells whether the step that a learner trains first is the one that an earlier life recorded there. A learner
+that comes back begins with a batch that was trained before, with weights that should be those of that time. Both rows have the
+mean, over the same tokens, of |learner's log-prob less behaviour log-prob|. By the triangle inequality two such means differ by
+no more than the mean |difference| of the two learners' log-probs. Of that rounding explains, at any layout, no more than it
+explains between server and learner: the limit of parity. What differs by more is another model.
 
 The first step alone tells: a learning rate that was changed makes the steps behind it other ones, and may.
 """

@@ -1,4 +1,6 @@
-"""Routing replay: the learner's routers take the experts that the server took (model.moe.routing_replay).
+"""Experts: routing replay, and how evenly tokens fall on them.
+
+Replay: the learner's routers take the experts that the server took (model.moe.routing_replay).
 
     MicroBatch.experts [tokens, layers with experts, experts a token]
         │ this rank's tokens (sequence parallelism), a column for each of this rank's layers
@@ -8,7 +10,7 @@
 The probabilities are still the learner's own, so gradients reach the router. Where nothing was recorded (the last token of a
 sequence, padding) the router chooses itself. For parity a router can also keep to its own choice and count where it differs.
 
-How evenly a step's tokens fall on the experts, and the loss that evens it out if the recipe asks for one.
+Load: counted in each step, with the loss that evens it out if the recipe asks for one.
 
     each micro-batch   padding ──► routers ──routing map──► tokens of each expert of each layer       (padding left out)
     after the step     summed over ranks ──► max / mean of each layer: 1 is even, the number of experts is all to one

@@ -6,10 +6,9 @@
 A `Network` is only asked; one that learns is a `TrainedNetwork` (trained.py). All methods are collective: every
 rank calls them with the same sequences.
 
-What training a sequence costs, in floating-point operations, for micro-batches of like cost (algorithm/packing.py).
-
-The planner has the same from a model's config.json alone (megarl/lab/planning/formulas.py); a test holds the two together.
-"""
+`cost_of` says what training a sequence costs, in floating-point operations, for micro-batches of like cost
+(algorithm/packing.py). The planner has the same from a model's config.json alone (lab/planning/formulas.py); a test holds the
+two together. """
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,12 +1,12 @@
-"""Dynamic loss scaling: the loss is multiplied by a number before the backward pass, and gradients are divided by it after.
+"""AdamW over data-parallel chunks, the learning rate of a step, and dynamic loss scaling for fp16.
+
+Loss scaling: the loss is multiplied by a number before the backward pass, and gradients are divided by it after.
 
     loss ──x scale──► backward in fp16 ──► FP32 gradients ──/ scale──► finite? ──yes──► clip, AdamW; after WINDOW: scale x 2
                                                                          └─────no───► no update; HYSTERESIS of them: scale / 2
 
 fp16 has five bits of exponent: what is smaller than 6e-8 becomes 0, what is larger than 65,504 becomes infinite. The scale
 moves the gradients of activations into between (arXiv 1710.03740, section 3.2). The rule is megatron's.
-
-AdamW over data-parallel chunks, and the learning rate of a step.
 """
 
 import math

@@ -1,10 +1,9 @@
-"""torchrun as megarl wants it: `python -m megarl.core.learner.torchrun` with torchrun's arguments.
+"""The learner as several processes: torchrun as megarl wants it, `python -m megarl.core.learner.torchrun` with torchrun's
+arguments.
 
 Its store listens on --master-addr alone. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the ranks, which have sessions of
 their own: they save then, and torchrun goes on. When a rank dies it kills the others at once, which wait for that one and have
 nothing to save, and ranks die with it. It ends with the status of the rank that ended first; torchrun itself says 1 for all.
-
-The learner as several processes: becoming torchrun.
 """
 
 import os

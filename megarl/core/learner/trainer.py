@@ -5,7 +5,7 @@
                     └─► epochs: policy and critic: forward, backward ──► all gradients finite? ──► AdamW of each
                                                      │                     └── no: the step ends, is skipped and counted
                                                      └── fp16, and a scaled gradient overflowed: no AdamW in this epoch, a lower
-                                                         scale for the next (loss_scale.py), counted apart
+                                                         scale for the next (optimizer.py), counted apart
 
 An epoch trains on the whole batch; what the server recorded stays every epoch's behaviour policy (PPO, arXiv 1707.06347,
 algorithm 1). Metrics of a step are its last epoch's, in which the policy is farthest from the one that sampled. All methods are

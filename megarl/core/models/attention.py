@@ -1,12 +1,13 @@
-"""Which queries of this rank meet which keys of a packed row. Kernels are told this, in place of a mask.
+"""Causal attention of a packed row: which queries of this rank meet which keys, and the kernels that are told so in place of a
+mask.
 
     the row     |0 ──────── a sequence ──────── n|0 ────── the next ────── m|
     a segment         start ───── at ━━━━ to           queries [at, to) and keys [start, to), each query up to itself
 
-A segment is a whole sequence, or the part of one in an attention chunk (layer_attention.py). Under context parallelism it is
+A segment is a whole sequence, or the part of one in an attention chunk. Under context parallelism it is
 one of the pieces this rank has, behind the keys before it: of a sequence's 2 CP pieces rank r has the r-th from either end.
 
-What a layer's attention does besides causal softmax attention, and the arithmetic of it. Llama 4 has all of it:
+What a layer's attention may do besides, `LayerAttention`; Llama 4 has all of it:
 
     three layers of four     rotate ─► L2 norm of q and k ─► attention within chunks of 8192 positions
     every fourth             no rotation ─► q times a temperature that grows with the position ─► attention to all before
@@ -14,12 +15,12 @@ What a layer's attention does besides causal softmax attention, and the arithmet
 Queries and keys are rotated at their true positions before they meet, so attention within chunks is plain causal attention
 over shorter sequences: the boundaries of a packed row are divided further at multiples of the chunk (`within_chunks`).
 
-Causal attention of a packed row, by kernels that hold neither a mask nor all scores of a sequence.
+The kernels hold neither a mask nor all scores of a sequence:
 
     q, k, v [tokens, heads, head_dim] ─┬─ Flash     bf16 on a GPU: torch's flash kernel, told where segments begin
                                        └─ Buckets   else: unpack ─► [segments, heads, longest, head_dim] ─► causal SDPA ─► pack
 
-What depends on the lengths alone is made once a micro-batch and serves all layers that see the same segments (segments.py).
+What depends on the lengths alone is made once a micro-batch and serves all layers that see the same segments (`segments`).
 Under context parallelism keys and values come gathered from all ranks, in their order.
 """
 

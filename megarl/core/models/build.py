@@ -2,7 +2,7 @@
 
 Parameters are not initialised: megarl.core.models.hf.load or megarl.core.models.checkpoint.load_model fills them.
 
-FP8 in the learner's layers, by Transformer Engine: the products of their linear maps, forward and backward.
+FP8 by Transformer Engine is for the products of linear maps, forward and backward:
 
     blockwise    E4M3; a scale for 128 values of an activation or gradient and for 128 x 128 of a weight (arXiv 2412.19437)
     tensorwise   E4M3, gradients E5M2; a scale for each tensor as it is now
@@ -11,9 +11,9 @@ Weights stay bf16 and are made FP8 anew in each pass of the schedule, so what is
 recipe remembers anything between steps (`delayed` scaling does), so log-probs asked for and trained have the same precision.
 Norms, attention, router, embedding and head are not touched.
 
-Which modules a layer is built of: megatron-core's, with ours where Transformer Engine is missing or does not suffice.
+A layer is built of megatron-core's modules, with ours where Transformer Engine is missing or does not suffice:
 
-on a GPU with Transformer Engine    its fused norms, its attention of packed rows, experts by grouped GEMM, FP8 (fp8.py)
+on a GPU with Transformer Engine    its fused norms, its attention of packed rows, experts by grouped GEMM, FP8
 on one without it, and on a CPU     local_spec.py: our norm, torch's kernels for attention; experts one after the other
 """
 

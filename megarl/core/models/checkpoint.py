@@ -11,12 +11,10 @@ The state is whatever sharded state dict the caller gives; `model_state` is the 
 A rank reads what it wrote once more for its checksums, in the thread that wrote it. Before anything of a checkpoint is used all
 its files are read against them, each by one of the ranks.
 
-Checksums of files, by which bytes that a disk or a copy has changed are found before they are used.
+The checksum is CRC-32, for it is the quickest there is: 6.0 GB/s on one core of an AMD EPYC, where blake2b makes 1.2. It is
+made against accidents; who changes a file on purpose can change its checksum too.
 
-CRC-32, for it is the quickest there is: 6.0 GB/s on one core of an AMD EPYC, where blake2b makes 1.2. It is made against
-accidents; who changes a file on purpose can change its checksum too.
-
-A checkpoint is read without running anything that is in it, wherever it came from.
+A checkpoint is read without running anything that is in it, wherever it came from:
 
 .metadata       a pickle that torch reads as it is: read here first, by an unpickler that knows only what belongs there
 *.distcp        torch archives; megatron lets torch unpickle objects of any class: within `safely` only plain ones

@@ -1,6 +1,6 @@
 """Norm, rotary embedding and attention of a transformer layer where Transformer Engine is not installed.
 
-    q, k, v [tokens, heads, head_dim]  ─ rotate by position ─►  packed_attention.py  ─►  [tokens, heads * head_dim]
+    q, k, v [tokens, heads, head_dim]  ─ rotate by position ─►  attention.py  ─►  [tokens, heads * head_dim]
 
 Unpacked input [positions, batch, heads, head_dim] goes to torch's causal SDPA as it is, in chunks where there are such. Under
 context parallelism a rank's queries meet the gathered keys and values.

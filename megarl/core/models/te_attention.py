@@ -1,4 +1,4 @@
-"""Attention by Transformer Engine's kernels, with what Llama 4 adds to it (layer_attention.py).
+"""Attention by Transformer Engine's kernels, with what Llama 4 adds to it (attention.py).
 
     megatron rotates q and k ─► L2 norm or temperature ─► TEDotProductAttention, told shorter sequences where chunked
 

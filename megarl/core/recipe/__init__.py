@@ -2,10 +2,9 @@
 
     load("quickstart", ["run.seed=3"])  ──►  Recipe      (name of a shipped recipe, or a path)
 
-    sections.py       the tree, its defaults and what each key means (data_section.py: those of `data`)
-    combinations.py   what cannot go together                      files.py     YAML, bases, overrides ──► Recipe
-    problems.py       one clear line for each thing that is wrong  text.py      Recipe ──► YAML
-    shipped.py        recipes and suites that come with megarl     presets.py   a recipe for a model of some size
+    tree.py     the tree, its defaults and what each key means      rules.py  what cannot go together
+    loading.py  YAML, bases, overrides ──► Recipe; one clear line for each thing that is wrong
+    text.py     Recipe ──► YAML
 
 Unknown keys, wrong types and impossible combinations end in one `MegarlError` that names the key, file, line and, for a
 misspelt key, the nearest known one.

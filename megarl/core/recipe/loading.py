@@ -1,8 +1,5 @@
-"""One line for each thing that is wrong in a recipe: where it stands, which key, what to do.
-
-The recipes and suites that come with megarl, by name.
-
-From YAML files and overrides to a `Recipe`: base files merged below, overrides above, the place of every key remembered.
+"""From YAML files and overrides to a `Recipe`: base files merged below, overrides above, the place of every key
+remembered, so that each thing that is wrong is one line: where it stands, which key, what to do.
 
 A file may be anything: what is no text, no YAML, too large or too deep is one error with its place. Aliases (`*name`) are
 refused, for a few lines of them can mean more than fits in memory; `base` shares what recipes have in common.

@@ -1,9 +1,4 @@
-"""What every part of a recipe is.
-
-Of the typed tree of a recipe, what prompts, rewards and evaluation suites are and where they come from.
-
-The typed tree of a recipe. Defaults are ScaleRL's (arXiv 2510.13786); "not stated": the paper has no number for it.
-"""
+"""The typed tree of a recipe. Defaults are ScaleRL's (arXiv 2510.13786); "not stated": the paper has no number for it."""
 
 from fractions import Fraction
 from pathlib import Path

@@ -1,6 +1,6 @@
 """One rollout from its prompt to its last token, over as many requests and servers as that takes.
 
-    turns ─► (interruption phrase) ─► answer leg                   interruption.py says which
+    turns ─► (interruption phrase) ─► answer leg                   length_control.py says which
       │      the answer leg has answer_tokens, or what is left of one budget if length.control is not interruption
       └ one turn; with an environment: leg ─► its reply, masked ─► leg ─► … until it says done, or a limit is met
         each leg: take a place ─► generate ─► done

@@ -1,12 +1,11 @@
-"""How an SGLang server is started and watched.
+"""SGLang servers: how one is started, guarded and asked.
 
-server.py      `megarl serve`: recipe -> SGLang's arguments -> its HTTP server, in this process
-checks.py      what SGLang would refuse late, or serve wrongly
-gate.py        who may ask it for what
-answers.py     what it answers in SGLang's place
-memory.py      how much it takes of a GPU that the learner shares
+launch.py      `megarl serve`: recipe -> SGLang's arguments -> its HTTP server, in this process
 workers.py     what the processes it spawns run
-cpu_engine.py  what SGLang needs on a machine without a GPU; cpu_attention.py: its decoding, batched
+proxy.py       who may ask it for what, and what is answered in SGLang's place
+client.py      every call to it: generation, scoring, weights, memory
+membership.py  which servers there are, and whose weights each holds: pure
+checks.py      what SGLang would refuse late, or serve wrongly
+served.py      how it holds Hugging Face tensors
 sglang_models/ models that SGLang takes from here instead of its own
-health.py      wait until a server answers
 """

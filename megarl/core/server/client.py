@@ -13,14 +13,12 @@ Behaviour log-probs are those of the distribution that was sampled from: SGLang 
 and with top_p < 1 its sampling support is asked for, whose log-probs are renormalised over what top_p left (of the 4096
 likeliest tokens). Greedy requests (temperature 0) record the log-prob at temperature 1.
 
-SGLang's calls that replace weights: one server, or all servers at once.
+`Server` has the calls that replace weights and free memory, and `Fleet` makes them of all servers at once:
 
     fleet.each("pause", lambda server: server.pause("in_place"))  ──►  results and errors, by server id
 
 Every call has a limit, and its error names the step, the server and the version. Calls go to all servers in parallel, so a
 dead server costs the others nothing but its limit.
-
-Wait until a server answers.
 """
 
 import http.client
@@ -63,7 +61,7 @@ class Span(NamedTuple):
 
 class Generation(NamedTuple):
     """A finished request. tokens [n] int32, the stop token included; logprobs [n] float32; spans cover 0 … n in order.
-    routing: if it was asked for, the chosen experts (megarl/core/sampling/routing.py), else ""."""
+    routing: if it was asked for, the chosen experts (RoutedLayers), else ""."""
 
     tokens: np.ndarray
     logprobs: np.ndarray

@@ -2,13 +2,11 @@
 
     recipe + RUN/endpoints.json ──► checks (one MegarlError) ──► environment() + engine_arguments() ──► SGLang, in this process
 
-Only token ids cross its boundary. Its keys come from RUN/endpoints.json, and only gate.py has them: SGLang logs its arguments.
+Only token ids cross its boundary. Its keys come from RUN/endpoints.json, and only proxy.py has them: SGLang logs its arguments.
 
-How much of a GPU a server takes that is not alone there.
-
-SGLang's mem_fraction_static is of the memory that is free when it starts, and what is in use then it never counts. So a server
-that starts again beside a learner would get less each time; here the share is always of the whole GPU.
-"""
+How much of a GPU a server takes that is not alone there: SGLang's mem_fraction_static is of the memory that is free when it
+starts, and what is in use then it never counts. So a server that starts again beside a learner would get less each time; here
+the share is always of the whole GPU. """
 
 import json
 import logging

@@ -15,11 +15,11 @@ SGLang's own check lets anybody make it generate (/health_generate) and open a w
 its arguments, and its other calls unpickle what they are sent or write files. The one that unpickles and is let through takes
 handles to memory of this machine, which nobody elsewhere could have.
 
-What a server answers in SGLang's place.
+`Answers` is what a server answers in SGLang's place:
 
-GET  /whereabouts                                           its machine and GPUs
-GET  /health                                                yes, while it is paused
-POST /release_memory_occupation, /resume_memory_occupation  nothing to do, where it was done already
+    GET  /whereabouts                                           its machine and GPUs
+    GET  /health                                                yes, while it is paused
+    POST /release_memory_occupation, /resume_memory_occupation  nothing to do, where it was done already
 
 SGLang's /health generates a token, which a paused server does not: one that waits for its learner would be given up for lost.
 And SGLang dies when memory is released or resumed that already is; a learner that comes back after a crash does not know how

@@ -1,15 +1,11 @@
 """The writer of metrics: one row a step into RUN/metrics.jsonl and to all who show it.
 
     controller's Train.stats ─┐                                    ┌─► metrics.jsonl
-    learner's train_step ─────┴─► one dict ─► MetricsWriter.row ───┼─► board.py: TensorBoard ┐
+    learner's train_step ─────┴─► one dict ─► MetricsWriter.row ───┼─► TensorBoard (Board)   ┐
     controller ─► eval.jsonl ────────────────► (mirrored) ─────────┼─► wandb_writer.py       ┘ tag(name): heading/name
                                                                    └─► prometheus.py: GET /metrics
 
 If a step appears twice, the last row counts: after a crash the replayed steps are written again.
-
-TensorBoard files of a run: RUN/tensorboard/.
-
-New rows of a JSONL file that another process appends to.
 """
 
 import math

@@ -1,10 +1,8 @@
-"""GET /metrics of a role, for Prometheus: what its latest metrics or status say (families.py), to whoever has the key.
+"""GET /metrics of a role, for Prometheus: what its latest metrics or status say to whoever has the key.
 
-Rows of metrics and the controller's status as families of Prometheus metrics. Pure but for the totals that it keeps.
-
-Names are those of metrics.jsonl behind `megarl_`; the task of `pass_rate_train/math` is a label. What only grows is a counter,
-which begins at 0 with its process: Prometheus' rate() knows that.
-"""
+Rows of metrics and the controller's status become families of Prometheus metrics. Names are those of metrics.jsonl behind
+`megarl_`; the task of `pass_rate_train/math` is a label. What only grows is a counter, which begins at 0 with its process:
+Prometheus' rate() knows that. """
 
 import hmac
 import math

@@ -1,14 +1,11 @@
 """Publication of weights to the servers.
 
 publisher.py      pause -> transport -> checksums -> continue; what failed on which server
-transport.py      what every transport is
+transport.py      what every transport is, and buckets: tensors in flat arrays of a set size
 process_group.py  transport: buckets broadcast from each pipeline stage to all servers (NCCL; gloo on CPU)
 cuda_ipc.py       transport: servers read the buckets in the memory of the GPU that they share with the learner
 disk.py           transport: a Hugging Face directory that each server loads
-lending.py        the servers' memory for the learner while it trains
-admin.py          SGLang's calls that replace weights, one server or all at once
-buckets.py        tensors -> buckets of a set size, one flat array each
-served.py         how a server holds Hugging Face tensors
+offload.py        servers free their memory for the learner while it trains
 checksum.py       what a server's checksums must be, from the tensors as they were sent
 parity.py         do servers and learner compute the same model? Differences of log-probs by cause, limits, verdicts
 """

@@ -7,7 +7,7 @@ All ranks take part in gathering, and those with a server cut what they gathered
 it has answered: until then the bucket is kept, and the next one is not handed over. Without a GPU the buckets lie in shared
 memory of the machine (/dev/shm) and all else is the same.
 
-SGLang unpickles a handle (by an allow-list of its own), so a server takes one from its own machine only (serving/gate.py).
+SGLang unpickles a handle (by an allow-list of its own), so a server takes one from its own machine only (server/proxy.py).
 """
 
 import base64

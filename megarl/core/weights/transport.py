@@ -1,6 +1,5 @@
-"""What every transport is.
-
-Tensors -> buckets: one flat array of bytes each, in the layout of SGLang's `flattened_bucket`, so one broadcast a bucket.
+"""What every transport is, and buckets: tensors in one flat array of bytes, in the layout of SGLang's `flattened_bucket`, so
+that a bucket is one broadcast.
 
 (name, tensor) … ──► Bucket(names, dtypes, shapes, flat) …          all but the last are about `limit` bytes
 """

@@ -3,11 +3,9 @@
 OUT_A/SUITE, OUT_B/SUITE ─[read_side]─► answers by prompt ─[compare]─► Comparison ─┬─► table on the screen
                                               prompts that both have, the same     └─► comparison_page.py
 
-How much better one model is than another on the same prompts, and how sure that is. Pure functions.
-
-Prompts are what was drawn at random, and a prompt that is hard for one model is hard for the other: what counts is how the
-difference varies from prompt to prompt, which is less than what the intervals of both scores say by themselves.
-"""
+How sure the difference is: prompts are what was drawn at random, and a prompt that is hard for one model is hard for the other:
+what counts is how the difference varies from prompt to prompt, which is less than what the intervals of both scores say by
+themselves. """
 
 import math
 import re

@@ -1,4 +1,5 @@
-"""How likely a model finds a continuation of a text: log p(continuation | context), computed by a server.
+"""Multiple choice by log-likelihood: ARC and HellaSwag, asked and counted as lm-evaluation-harness 0.4.13 does. A server
+computes log p(continuation | context):
 
     context "Question: … Answer:", continuation " Paris" ──► [joined] token ids, first of the continuation
                                                          ──► ServerClient.score ──► sum of its log-probs
@@ -6,8 +7,6 @@
 Texts become tokens as in lm-evaluation-harness 0.4.13 (`TemplateLM._encode_pair`), so that its numbers are ours: both are
 encoded as one text, framed as the tokenizer frames any (a Llama 3 has <|begin_of_text|> in front), blanks at the end of the
 context count to the continuation, and what comes behind as many tokens as the context has alone is the continuation.
-
-Multiple choice by log-likelihood: ARC and HellaSwag, asked and counted as lm-evaluation-harness 0.4.13 does.
 
     rows of a suite ─[load_questions]─► Question: context, choices, gold ─► Choices, asked by score.py
                     ─[ask]─► log p(" " + choice | context) of each, by a server ─[answered]─► Answer

@@ -1,0 +1,1 @@
+"""What there is, shown: rollouts.py those of a run's journal (`megarl rollouts show`), data.py rows of a data set."""

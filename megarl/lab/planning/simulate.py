@@ -2,18 +2,14 @@
 
     tickets   Admission.can_admit ─► admit ─► generations x (Places.take ─► SimulatedServer ─► give back) ─► finish | remove
     learner   decide(Next) ─► TrainStep: seconds of training this batch │ Publish: servers stand still, then parity │ Wait
-    scoring   pinned servers, as rollout/controller.py does it
+    scoring   pinned servers, as the controller does it
 
 What is modelled: lengths, seconds of a decode step, of training, of a publication. What is not: prefill, grading, the network
 between controller and servers, failures. All randomness is of one seed.
 
-An asyncio event loop whose clock jumps: what waits for seconds waits for none, in the right order.
-
-    run(coroutine)     asyncio.sleep, call_later, timeouts: by this clock, which starts at 0
-
-When nothing is ready to run, the clock is set to the next timer. So asyncio code (megarl/core/sampling/places.py) runs in a
-simulation as it is. Nothing may wait for a socket or a thread: a simulation that waits for nothing that can happen is an error.
-"""
+The asyncio event loop has a clock that jumps (`run`): asyncio.sleep, call_later and timeouts go by it. When nothing is ready to
+run, the clock is set to the next timer. So asyncio code (core/sampling/places.py) runs in a simulation as it is. Nothing may
+wait for a socket or a thread: a simulation that waits for nothing that can happen is an error. """
 
 import asyncio
 import selectors

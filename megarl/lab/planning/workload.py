@@ -2,8 +2,6 @@
 
 Lengths are log-normal by mean and spread, as reasoning traces roughly are, cut off at the recipe's longest; or drawn from those
 of a run that was measured. Rollouts of a prompt are drawn independently.
-
-Lengths of completions that a run's journal holds, for a plan of the next run.
 """
 
 import math

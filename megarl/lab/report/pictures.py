@@ -1,8 +1,7 @@
-"""HTML pages of one file, which open without a network: a template beside the module that fills it, data in its script.
+"""What pages and pictures share: HTML pages of one file, which open without a network, and the colours of all pictures.
 
-A template is `string.Template`'s: `$name` is filled, and a dollar sign of its script would be `$$` (there are none).
-
-Colours and matplotlib settings of all pictures; imports nothing, so that it costs nothing.
+A page is a template beside the module that fills it, data in its script. It is `string.Template`'s: `$name` is filled, and a
+dollar sign of its script would be `$$` (there are none). This module imports no matplotlib, so that it costs nothing.
 """
 
 import json

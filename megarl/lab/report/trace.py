@@ -1,21 +1,15 @@
-"""Spans on lanes: what is at the same time lies side by side, what is part of something within it. Pure.
+"""`megarl trace RUN`: the last steps of a run as one picture for ui.perfetto.dev or chrome://tracing, also while it runs.
 
-Groups in a trace: from the ticket, over generation and grading, to the batch that trains it. Pure.
-
-A trace in Trace Event Format, the JSON that Perfetto and chrome://tracing read: object form, times in whole microseconds.
-
-Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("Trace Event Format", Google). Of its
-events these are used: X complete, i instant, C counter, s and f flow, M metadata.
-
-`megarl trace RUN`: the last steps of a run as one picture for ui.perfetto.dev or chrome://tracing, also while it runs.
-
-    RUN/trace/*.jsonl (spans.py) ──► the window of these steps ──► lanes.py, groups.py ──► chrome.py ──► trace.json.gz
+    RUN/trace/*.jsonl (telemetry/spans.py) ─► the window of these steps ──► lanes, groups ─────► ChromeTrace ─► trace.json.gz
     RUN/metrics.jsonl (lag)      ────────────────────────────────────────────────────────────┘
 
 A process is a role. The learner's step has its phases within it. A server is busy while any request runs on it, and paused
 while a publication holds it; requests and gradings get as many lanes as there are at once. A group goes from its ticket to the
 batch that trains it, from where an arrow leads to the step. Counters are worked out from the spans.
-"""
+
+Spans lie on lanes: what is at the same time side by side, what is part of something within it. The file is in Trace Event
+Format, object form, times in whole microseconds; of its events these are used: X complete, i instant, C counter, s and f flow,
+M metadata. https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU """
 
 import gzip
 import json

@@ -2,12 +2,10 @@
 
     RUN/, CSV, JSONL ──► points.py ──► Curve ──► fit.py ──► Fit ──► extrapolate.py     score at H hours, hours to a score
                                                     │         ├───► compare.py         which run has the higher ceiling
-    published.yaml ──► published.py                 │         └───► plot.py, html.py   pictures of all of it
+    published.yaml ──► published.py                 │         └───► plot.py            pictures and a page of all of it
     (the fits of ScaleRL's paper)                   │
-                       window.py  which points  ────┤
-            forms.py, least_squares.py, profile.py  ┤  the curve, its minimum, how far each parameter can go
-                       doubts.py  warnings  ────────┘
+            forms.py, least_squares.py, profile.py  ┘  the curve, its minimum, how far each parameter can go
 
-`cli.py` is `megarl scaling`, `tables.py` what it prints; `outlook.py` is what a live run says of its rest. A command answers in
-about a second: matplotlib is imported by `plot.py` alone, scipy by nothing.
+`tables.py` is what `megarl scaling` prints; `outlook.py` is what a live run says of its rest. A command answers in about a
+second: matplotlib is imported by `plot.py` alone, scipy by nothing.
 """

@@ -1,6 +1,6 @@
 """ScaleRL's fit of a learning curve, and how sure its parameters are (arXiv 2510.13786, section 2 and appendix A).
 
-    Curves ──► window.py: without early points ──► profile.py: A, B, C_mid and their intervals ──► doubts.py ──► Fit
+    Curves ──► `windowed`: without early points ──► profile.py: A, B, C_mid and their intervals ──► `doubts` ──► Fit
 
 The paper tries A = 0.450, 0.455 … 0.800 and C_mid, and fits B for each pair; the smallest sum of squares wins. Here C_mid is
 continuous and so, unless `grid="paper"`, is A between 0 and 1. R_0 is the score before training and is not fitted if known.
@@ -13,11 +13,11 @@ the profile likelihood of Gaussian noise of unknown size. A measured R_0 has the
 moved by what R_0 ± t·noise would move the parameter, the two added as squares. `benchmarks/scaling_calibration.py` measures how
 often the intervals hold the truth.
 
-Which points are fitted. The law does not hold at first: ScaleRL leaves out the first 1,500 GPU-hours, about an epoch.
+Which points are fitted: the law does not hold at first: ScaleRL leaves out the first 1,500 GPU-hours, about an epoch.
 
 A run whose first epoch is shorter, or on CPU cores, has the epoch left out instead: hours of another size of run mean little.
 
-What the points cannot support: said with every fit, and shown wherever its numbers are.
+`doubts` says with every fit what its points cannot support.
 """
 
 import math

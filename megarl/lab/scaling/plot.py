@@ -2,7 +2,7 @@
 
 Left over the logarithm of compute, where ScaleRL's law is an S; right over compute itself, where one sees what an hour brings.
 
-The interactive picture: one HTML file with its data and script inside, which opens without a network (page.html).
+The interactive picture is one HTML file with its data and script inside, which opens without a network (page.html).
 """
 
 import io

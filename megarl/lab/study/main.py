@@ -1,7 +1,5 @@
 """`megarl study loo | compare | results`: from the command line to a finished study.
 
-What a study compares: recipes by name.
-
 Leave-one-out takes one part of ScaleRL at a time back to what was usual before it (arXiv 2510.13786, section 4 and its
 comparison of losses). A variant that the recipe is already, or that makes no difference to it, is left out.
 """

@@ -2,8 +2,6 @@
 
 RUN/eval.jsonl of each task ─► points/NAME.csv ─► fit (seeds of a variant pooled) ─► table.md, scaling and final .png .svg
 
-Pictures of a study.
-
 scaling: a panel a variant, its seeds and fit over those of the first variant, which all are compared with.
 final:   each variant's last pass rate, seed by seed, and its fitted asymptote with interval.
 """

@@ -1,14 +1,7 @@
-"""Prompts on disk: what a run holds of a prompt while it is not drawn is where it lies.
-
-    append(prompt) ─► a file without a name, in $TMPDIR, gone with this process          8 bytes a prompt in memory
-    prompts[n]     ◄─ read and decoded, some microseconds
-
-Tokens of a million prompts are gigabytes, and answers that are unit tests reach a megabyte each.
-
-Prompt sets of a recipe's tasks: rows of a source to Prompt records, checked before anything is started on them.
+"""Prompt sets of a recipe's tasks: rows of a source to Prompt records, checked before anything is started on them.
 
     source (sources.py) ─► mapping (mappings.py) ─► survey (survey.py) ─► template (chat.py) ─► token ids, at most so many
-                                                                                              └─► on disk (stored.py)
+                                                                                              └─► on disk (`Stored`)
 
 `template: raw`: the prompt is exactly what the model sees, markers of a chat template included. `chat`: it is the user's
 message, and the model's own template is put around it. A prompt that is too long is left out and counted, never cut.
@@ -16,6 +9,10 @@ A prompt is known by its task and id.
 
 Faults in the project's own rows are refused, for `megarl data prepare` writes none; rows of other schemas that have one are
 left out, counted and named, for no published set is without.
+
+What a run holds of a prompt while it is not drawn is where it lies (`Stored`): a file without a name in $TMPDIR, gone with this
+process, and 8 bytes a prompt in memory. Tokens of a million prompts are gigabytes, and answers that are unit tests reach a
+megabyte each.
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 A dot goes into a column of columns: `reward_model.ground_truth`.
 
-When two texts are the same, and the words of a text: one normal form for duplicates, splits and decontamination.
+One normal form of texts serves duplicates, splits and decontamination: when two are the same, and the words of one.
 """
 
 import hashlib

@@ -1,24 +1,10 @@
-"""How the text of a reply stands between two turns: as a tool's message of the chat template, or in raw markers.
+"""What an environment is made with (`Setting`), and how the text of a reply stands between two turns (`Framing`).
 
-    … 6*7 ```<|im_end|>  \n<|im_start|>tool\n  42  <|im_end|>\n<|im_start|>assistant\n  The answer …
+    … 6*7 ```<|im_end|>  \\n<|im_start|>tool\\n  42  <|im_end|>\\n<|im_start|>assistant\\n  The answer …
     └ sampled ─────────┘ └ before ──────────┘ text └ after ───────────────────────────┘ └ sampled
 
 Only the reply is made into tokens here; the policy's own stay as they were sampled. What a tool prints is text, whatever it
 looks like: `<|im_end|>` in it does not become that token.
-
-What an environment is. One instance is made for each rollout, in a process that has all those of its class.
-
-    class Echo(Environment):
-        def __init__(self, setting: Setting) -> None:
-            self._setting = setting
-
-        async def step(self, tokens):                     # of the turn, as they were sampled, its end token included
-            if "=" not in self._setting.said(tokens):     # its text, without its thinking
-                return DONE
-            return Observation(tokens[:-1][: self._setting.reply_tokens])
-
-`data.tasks.NAME.environment: package.module:Echo` plays it. It must not block that process (asyncio.to_thread for
-what does).
 """
 
 from dataclasses import dataclass

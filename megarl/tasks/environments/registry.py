@@ -1,4 +1,4 @@
-"""One environment in one episode: whatever it does, the episode goes on or ends within limits that are named.
+"""The environments of a recipe, by task; each plays an episode within limits that are named.
 
 async with bounded.played(prompt):      reset … close
     observation = await bounded.step(turn)
@@ -6,8 +6,6 @@ bounded.told()                          what the rollout's record keeps
 
 An episode outlives the process that plays it, if another one has brought that down: the next process is told the same turns,
 and must answer them in the same way.
-
-The environments of a recipe: what plays the episodes of each task or suite that has any.
 """
 
 import asyncio

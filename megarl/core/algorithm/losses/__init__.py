@@ -1,11 +1,10 @@
 """Policy losses, one a file. A loss is a pure function of what is known of each trained token.
 
-    Tokens (tokens.py) ──► cispo.py | clip.py | gspo.py | reinforce.py ──► correction.py ──► entropy_bonus.py
-                                               ──► reference_kl.py ──► per-token loss [n], metrics [n]
+    Tokens ──► cispo.py | clip.py | gspo.py | reinforce.py ──► terms.py: correction, entropy bonus, KL to a reference
+                                               ──► per-token loss [n], metrics [n]
 
-The trainer sums `weight * loss`; the weights (batch.py) are the aggregation, so no loss knows about it. ratios.py has
-what all say of the importance ratio. own.py takes one of the user's. value.py is the critic's,
-cross_entropy.py the warm start's.
+The trainer sums `weight * loss`; the weights (batch.py) are the aggregation, so no loss knows about it. terms.py has what they
+share: `Tokens`, the importance ratio, and the losses of the critic and the warm start. own.py takes one of the user's.
 """
 
 from collections.abc import Callable

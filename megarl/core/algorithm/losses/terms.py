@@ -1,14 +1,16 @@
-"""What a loss sees and gives: the trained tokens of one micro-batch.
+"""What losses share: `Tokens`, which a loss sees, and the terms that go with any of them.
 
 Tokens  ──►  per-token loss [n] with gradient, per-token metrics [n] without
 
-What every policy loss says of rho_t = pi(y_t) / mu(y_t), the importance ratio of each trained token.
+Ratios. Every policy loss says of rho_t = pi(y_t) / mu(y_t), the importance ratio of each trained token: k3 and the effective
+sample size.
 
 k3 = rho - 1 - log rho estimates KL(mu || pi) on tokens of mu (http://joschu.net/blog/kl-approx.html).
 The effective sample size, as a share of the tokens, is (sum rho)^2 / (n sum rho^2): 1 where all weigh the same, 1/n where one
 outweighs all others (Kong 1992).
 
-Truncated (TIS) and masked (MIS) importance sampling: a bound on the weight with which a token of another policy learns.
+Correction. Truncated (TIS) and masked (MIS) importance sampling: a bound on the weight with which a token of another policy
+learns.
 
     truncate   rho_t -> min(rho_t, cap)            mask   rho_t -> rho_t [rho_t <= cap]            rho_t = pi(y_t) / mu(y_t)
 
@@ -23,7 +25,7 @@ has no ratio, gets it: with `truncate` it is CISPO without a lower bound.
 Entropy bonus, against early determinism: loss_t - coefficient * H(pi(. | y_<t)).
 
 Williams and Peng 1991; PPO (arXiv 1707.06347, eq. 9). The entropy is that of the whole distribution, with its exact gradient
-(megarl/core/learner/head/), not an estimate from the sampled token.
+(core/learner/head/), not an estimate from the sampled token.
 
 KL to a frozen reference, estimated on each sampled token y of the policy's distribution.
 

@@ -4,7 +4,7 @@
                                                         ▼
     weight [V/tp, h] ──► chunk of FP32 logits [rows, columns] ──► four numbers a row ──► log-prob [n], entropy [n]
                               function.py: forward, and the same chunks again for the backward pass
-                              products.py: the matrix products     passes.py, kernels.py: what is done with a chunk
+                              passes.py, kernels.py: what is done with a chunk
 
 function.py is the only place that knows the whole; a chunk is the most that is ever held. passes.py (torch) is the reference
 and what a CPU runs, kernels.py (Triton) is the same on a GPU.

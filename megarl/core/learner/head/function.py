@@ -8,14 +8,12 @@ Nothing of size [n, V/tp] ever is: the backward pass computes each chunk anew, a
 three. Four numbers a row go over the wire: the maximum; then the sum of exponentials, the sum the entropy needs, and the
 label's logit.
 
-What "FP32 head" means here: logits are FP32 sums of exact products (products.py), whatever the type of hidden states and
+What "FP32 head" means here: logits are FP32 sums of exact products (`product`), whatever the type of hidden states and
 weight, which stay in the model's. Against float64 a log-prob of bf16 states then errs as FP32 arithmetic does, where logits
 rounded to bf16 err by 0.03 to 0.06. Backward, d is rounded to the weight's type, which tensor cores take, and summed in FP32;
 both gradients are of that type anyhow as soon as they leave (hidden's) or were until now (the weight's). With fp16 the loss,
 and so d, has been multiplied by the loss scale before: small gradients survive the rounding, and one beyond 65,504 becomes
 infinite, which the norm of the gradients shows (megarl/core/learner/optimizer.py).
-
-Matrix products with FP32 results.
 
 A product of two bf16 numbers is exact in FP32. So a tensor core that takes bf16 and sums in FP32 gives the FP32 product of the
 same numbers, up to the order of the sum, at the speed of bf16. SGLang's FP32 head on a GPU is the same product.

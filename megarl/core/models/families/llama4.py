@@ -1,4 +1,4 @@
-"""Llama 4, the language model: one expert of many by sigmoid and a shared one, attention of two kinds (layer_attention.py).
+"""Llama 4, the language model: one expert of many by sigmoid and a shared one, attention of two kinds (attention.py).
 
 The chosen expert's score multiplies its input, not its output. Rotation is interleaved. On disk the experts of a layer are
 stacked and transposed against Linear's: gate_up_proj [experts, hidden, 2 x inner], down_proj [experts, inner, hidden].

@@ -8,7 +8,7 @@ Without a GPU also:
                 and RoPE layers attend beyond their chunk
     experts     the router's weight on the input of an expert is not implemented, and choosing experts asks for a compiler
 
-How the server holds the tensors: megarl/core/server/served.py.
+How the server holds the tensors: ../served.py.
 """
 
 import dataclasses
