@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core.base import ranks
+from megarl.core.base import device
 from megarl.core.base.messages import Publish, Published
 from megarl.core.models.family import Family, Weight
 from megarl.core.server.client import Server
@@ -134,7 +134,7 @@ async def test_what_a_lost_learner_has_borrowed_comes_back_with_the_next_publica
 
 def test_a_server_elsewhere_is_handed_nothing(sharing: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     by = publisher(sharing, learner, "a")
-    monkeypatch.setattr(ranks, "of_rank", lambda: ranks.Whereabouts("another"))
+    monkeypatch.setattr(device, "of_rank", lambda: device.DeviceIdentity("another"))
     (result,) = publish(sharing, by, "a", 20).results
     assert "server 0" in result.error
     assert "not on the learner's machine" in result.error

@@ -17,9 +17,9 @@ LIMIT = timedelta(seconds=20)
 
 GROUP = """
 import os, psutil, torch.distributed as dist
-from megarl import stores
+from megarl.core.base import ranks
 from megarl.core.base.process import free_ports
-stores.bind_all()
+ranks.bind_all()
 port, = free_ports(1, "127.0.0.3")
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.3:{port}", rank=0, world_size=1)
 dist.new_group([0])

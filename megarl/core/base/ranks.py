@@ -1,5 +1,4 @@
-"""What ranks of the learner share: small values that all agree on, stores and groups that listen on one network, and on
-which machine and GPUs a process is.
+"""What ranks of the learner share: small values that all agree on, and stores and groups that listen on one network.
 
 torch's rendezvous stores and process groups, listening on one network and on no other.
 
@@ -12,10 +11,8 @@ They ask nobody for a key, and by themselves a store listens on every address of
 import importlib
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
@@ -68,34 +65,3 @@ def bind_all() -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     for module in (importlib.import_module("torch.distributed.rendezvous"), static_tcp_rendezvous):
         vars(module)["TCPStore"] = bound_store  # the first is hidden behind a function of its name
-
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-class Whereabouts(msgspec.Struct, frozen=True):
-    """machine: the boot of its kernel. gpus: UUIDs of its GPUs, none without one."""
-
-    machine: str
-    gpus: tuple[str, ...] = ()
-
-
-def here() -> Whereabouts:
-    """Of this process, with all GPUs that it sees."""
-    import torch
-
-    return Whereabouts(BOOT_ID.read_text().strip(), tuple(map(_uuid, range(torch.cuda.device_count()))))
-
-
-def of_rank() -> Whereabouts:
-    """Of this process, with the GPU that it computes on."""
-    import torch
-
-    mine = (_uuid(torch.cuda.current_device()),) if torch.cuda.is_available() else ()
-    return Whereabouts(BOOT_ID.read_text().strip(), mine)
-
-
-def _uuid(device: int) -> str:
-    import torch
-
-    return str(torch.cuda.get_device_properties(device).uuid)

@@ -91,6 +91,16 @@ def decide(asked: Next, now: Standing) -> Decision:
     return Wait(reason=f"batch {step}: {now.waiting_for or 'not complete'}; {_servers(members)}")
 
 
+def is_due(version: int, last_scored: int | None, every: int, final_version: int) -> bool:
+    """Whether these weights need a score, given the newest version that has one (None: none has).
+
+    If an evaluation is lost with its server, the next version is due instead: 100 lost, 101 scored, then 200.
+    """
+    if last_scored is None:
+        return True
+    return version > last_scored and (version // every > last_scored // every or version >= final_version)
+
+
 def _impossible(asked: Next, now: Standing) -> str:
     """Why a learner that asks this is not this run's; empty if it may be."""
     if asked.version != asked.step:

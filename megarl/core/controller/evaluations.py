@@ -17,11 +17,12 @@ from typing import Any
 from megarl.core.base.contracts import GraderDown, Graders
 from megarl.core.base.rundir import RunDir, append_jsonl, lacking, latest_rows, latest_scores, step_folder
 from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.controller.decision import is_due
 from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.evaluation.answers import Answer, SuiteDir
 from megarl.core.evaluation.forecast import Forecast, Row, enough
 from megarl.core.evaluation.metrics import Outcome, result_of, settings_of, summarise
-from megarl.core.evaluation.score import Asker, Questions, is_due, score
+from megarl.core.evaluation.score import Asker, Questions, score
 from megarl.core.journal.records import Evaluated, State
 from megarl.core.journal.writer import Ledger
 from megarl.core.recipe import Recipe

@@ -2,7 +2,7 @@
 
 `Meter`: since the last step for the metrics, in the last second for the live view. `task_statistics`: for each task of a batch,
 when there are several (`pass_rate_train/math`), and about turns, when any task has an environment. `ComputeClock`: devices held
-x wall time, over all lives of the supervisor; a new life goes on from the journal. """
+x wall time, over all lives of the supervisor; a new life goes on from the journal."""
 
 import os
 import time

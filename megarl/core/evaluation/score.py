@@ -171,13 +171,3 @@ def _entropy(done: Completion) -> float | None:
     """Mean of -log p over the tokens that were sampled."""
     logprobs = np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in done.segments if s.trained)])
     return float(-logprobs.mean(dtype=np.float64)) if len(logprobs) else None
-
-
-def is_due(version: int, last_scored: int | None, every: int, final_version: int) -> bool:
-    """Whether these weights need a score, given the newest version that has one (None: none has).
-
-    If an evaluation is lost with its server, the next version is due instead: 100 lost, 101 scored, then 200.
-    """
-    if last_scored is None:
-        return True
-    return version > last_scored and (version // every > last_scored // every or version >= final_version)

@@ -8,7 +8,7 @@ rank calls them with the same sequences.
 
 `cost_of` says what training a sequence costs, in floating-point operations, for micro-batches of like cost
 (algorithm/packing.py). The planner has the same from a model's config.json alone (lab/planning/formulas.py); a test holds the
-two together. """
+two together."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -37,9 +37,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.ranks import Whereabouts
 from megarl.core.base.types import float32, int32
 
 CONNECT_LIMIT_S = 10.0
@@ -449,10 +449,10 @@ class Server:
         }
         self._call("hand over", "/update_weights_from_tensor", body, self._limit_s)
 
-    def whereabouts(self) -> Whereabouts:
+    def whereabouts(self) -> DeviceIdentity:
         """Its machine and GPUs."""
         found = self._call("ask where it is", "/whereabouts", None, self._control_s)
-        return msgspec.convert(found, Whereabouts)
+        return msgspec.convert(found, DeviceIdentity)
 
     def release_memory(self) -> None:
         """Give up the memory of keys and values. Only while it is paused with its requests retracted. May be said twice."""

@@ -6,7 +6,7 @@ Only token ids cross its boundary. Its keys come from RUN/endpoints.json, and on
 
 How much of a GPU a server takes that is not alone there: SGLang's mem_fraction_static is of the memory that is free when it
 starts, and what is in use then it never counts. So a server that starts again beside a learner would get less each time; here
-the share is always of the whole GPU. """
+the share is always of the whole GPU."""
 
 import json
 import logging
@@ -19,10 +19,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.core.base.architecture import RoutedLayers
+from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config
 from megarl.core.base.process import check_free, die_with_parent, start_logging
-from megarl.core.base.ranks import here
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import workers

@@ -34,7 +34,7 @@ from typing import Any
 
 import msgspec
 
-from megarl.core.base.ranks import Whereabouts
+from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.rundir import Endpoints
 
 log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ RELEASED = {"/release_memory_occupation": True, "/resume_memory_occupation": Fal
 class Answers:
     """ASGI middleware around SGLang's app."""
 
-    def __init__(self, app: App, place: Whereabouts) -> None:
+    def __init__(self, app: App, place: DeviceIdentity) -> None:
         self._app, self._place = app, msgspec.json.encode(place)
         self._paused = self._released = False
         self._one_at_a_time = asyncio.Lock()

@@ -2,7 +2,7 @@
 
 Rows of metrics and the controller's status become families of Prometheus metrics. Names are those of metrics.jsonl behind
 `megarl_`; the task of `pass_rate_train/math` is a label. What only grows is a counter, which begins at 0 with its process:
-Prometheus' rate() knows that. """
+Prometheus' rate() knows that."""
 
 import hmac
 import math

@@ -3,7 +3,7 @@
 On a CPU it hashes each of the server's parameters with SHA-256. Some of those are several Hugging Face tensors one after the
 other (server/served.py): a running hash over the tensors in that order is the hash of the joined one. A tensor that comes
 before its turn (experts come as the ranks have them) waits for it. On a GPU the hash is another one, made there; then the
-servers are only compared with each other, and parity (parity.py) compares what they compute with the learner. """
+servers are only compared with each other, and parity (parity.py) compares what they compute with the learner."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.nn import Module
 
-from megarl.core.base import ranks
+from megarl.core.base import device
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import gathered
 from megarl.core.models import hf
@@ -127,7 +127,7 @@ class _Handle:
 
 def _check_and_begin(server: Server) -> None:
     """MegarlError for a server that cannot read this rank's memory; SGLang would die of the first handle."""
-    mine, theirs = ranks.of_rank(), server.whereabouts()
+    mine, theirs = device.of_rank(), server.whereabouts()
     if mine.machine != theirs.machine or not set(mine.gpus) <= set(theirs.gpus):
         where = "machine" if mine.machine != theirs.machine else f"GPU ({', '.join(mine.gpus)})"
         raise server.error(

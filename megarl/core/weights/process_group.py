@@ -29,9 +29,10 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.nn import Module
 
-from megarl.core.base import ranks
+from megarl.core.base import device
+from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.ranks import Whereabouts, bound_store, from_rank_0, gathered
+from megarl.core.base.ranks import bound_store, from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.family import Family
 from megarl.core.server.client import Fleet, Server, ServerSaid, collect
@@ -178,7 +179,7 @@ class ProcessGroupTransport:
         world = 1 + sum(widths)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if backend == "nccl":
-            mine = ranks.of_rank()
+            mine = device.of_rank()
             turn.add(fleet.each(ids, lambda server: refuse_one_gpu(server, mine))[1])
             if turn.broken:
                 return
@@ -237,7 +238,7 @@ class _Turn:
             self.broken = self.broken or str(error)
 
 
-def refuse_one_gpu(server: Server, mine: Whereabouts) -> None:
+def refuse_one_gpu(server: Server, mine: DeviceIdentity) -> None:
     """MegarlError for a server that is on the GPU `mine`: NCCL refuses two processes of a group on one device."""
     common = set(mine.gpus) & set(server.whereabouts().gpus)
     if common:

@@ -5,7 +5,7 @@ OUT_A/SUITE, OUT_B/SUITE ─[read_side]─► answers by prompt ─[compare]─�
 
 How sure the difference is: prompts are what was drawn at random, and a prompt that is hard for one model is hard for the other:
 what counts is how the difference varies from prompt to prompt, which is less than what the intervals of both scores say by
-themselves. """
+themselves."""
 
 import math
 import re

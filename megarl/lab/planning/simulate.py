@@ -9,7 +9,7 @@ between controller and servers, failures. All randomness is of one seed.
 
 The asyncio event loop has a clock that jumps (`run`): asyncio.sleep, call_later and timeouts go by it. When nothing is ready to
 run, the clock is set to the next timer. So asyncio code (core/sampling/places.py) runs in a simulation as it is. Nothing may
-wait for a socket or a thread: a simulation that waits for nothing that can happen is an error. """
+wait for a socket or a thread: a simulation that waits for nothing that can happen is an error."""
 
 import asyncio
 import selectors
@@ -23,8 +23,7 @@ import numpy as np
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Next, Publish, ServerAddress, Stop
-from megarl.core.controller.decision import Standing, TrainStep, decide
-from megarl.core.evaluation.score import is_due
+from megarl.core.controller.decision import Standing, TrainStep, decide, is_due
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import Places
 from megarl.core.server.membership import Membership

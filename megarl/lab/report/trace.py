@@ -9,7 +9,7 @@ batch that trains it, from where an arrow leads to the step. Counters are worked
 
 Spans lie on lanes: what is at the same time side by side, what is part of something within it. The file is in Trace Event
 Format, object form, times in whole microseconds; of its events these are used: X complete, i instant, C counter, s and f flow,
-M metadata. https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU """
+M metadata. https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU"""
 
 import gzip
 import json

@@ -3,8 +3,7 @@
 import pytest
 
 from megarl.core.base.messages import Next, Publish, Refused, ServerAddress, Stop, Wait
-from megarl.core.controller.decision import Standing, TrainStep, decide
-from megarl.core.evaluation.score import is_due
+from megarl.core.controller.decision import Standing, TrainStep, decide, is_due
 from megarl.core.server.membership import Membership
 
 ADDRESSES = [ServerAddress(id=n, url=f"http://127.0.0.1:{n}") for n in range(2)]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout, Segment, encode, float32, int32
 from megarl.core.journal import journal as journal_module
-from megarl.core.journal.file import scan
+from megarl.core.journal.file import record_of, scan
 from megarl.core.journal.journal import Journal, JournalReader
 from megarl.core.journal.records import (
     Admitted,
@@ -278,7 +278,7 @@ def test_a_record_that_comes_twice_is_refused_or_changes_nothing(tmp_path_factor
     at = found[data.draw(st.integers(n, len(found) - 1))][0].end
     entry, payload = found[n]
     file.write_bytes(content[:at] + content[entry.offset : entry.end] + content[at:])
-    if isinstance(file.record_of(file, entry, payload), Admitted | Finished | Removed):
+    if isinstance(record_of(file, entry, payload), Admitted | Finished | Removed):
         with pytest.raises(MegarlError, match=f"offset {at}: contradicts the records before it"):
             Journal.open(path, 2, 1)
     else:

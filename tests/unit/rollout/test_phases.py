@@ -71,6 +71,8 @@ class World:
         if self.publishing is not None:
             for server in self.publishing.servers:
                 error = "lost" if self.random.random() < failures else ""
+                if error:
+                    self.drop([server.id])  # the publisher aborts the requests of a server that has half of the weights
                 if self.membership.published(server.id, self.publishing.version, self.learner, error):
                     self.published = max(self.published, self.publishing.version)
                     self.versions.add(self.publishing.version)

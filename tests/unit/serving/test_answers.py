@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.ranks import Whereabouts
 from megarl.core.server.launch import free_and_total, static_fraction
 from megarl.core.server.proxy import Answers
 
-PLACE = Whereabouts("this", ("GPU-0",))
+PLACE = DeviceIdentity("this", ("GPU-0",))
 
 
 class Sglang:
@@ -43,7 +43,7 @@ def asked(app: Answers, method: str, path: str) -> tuple[int, bytes]:
 
 def test_it_says_where_it_is() -> None:
     status, body = asked(Answers(Sglang(), PLACE), "GET", "/whereabouts")
-    assert (status, msgspec.json.decode(body, type=Whereabouts)) == (200, PLACE)
+    assert (status, msgspec.json.decode(body, type=DeviceIdentity)) == (200, PLACE)
 
 
 def test_memory_is_released_and_resumed_once_however_often_it_is_said() -> None:

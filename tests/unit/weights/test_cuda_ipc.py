@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.base import ranks
+from megarl.core.base import device
+from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.ranks import Whereabouts
 from megarl.core.server.client import Server
 from megarl.core.weights import cuda_ipc
 from megarl.core.weights.process_group import refuse_one_gpu
@@ -35,11 +35,11 @@ class Unpickler(pickle.Unpickler):
 class Elsewhere(Server):
     """A server that says it is there, and is asked nothing more."""
 
-    def __init__(self, place: Whereabouts) -> None:
+    def __init__(self, place: DeviceIdentity) -> None:
         super().__init__(ServerAddress(id=3, url="http://127.0.0.1:1"), 7, "", "", 1)
         self._place, self.began = place, False
 
-    def whereabouts(self) -> Whereabouts:
+    def whereabouts(self) -> DeviceIdentity:
         return self._place
 
     def begin(self) -> None:
@@ -62,18 +62,20 @@ def test_a_handle_is_the_bucket_itself() -> None:
     assert torch.equal(flat, bucket.flat)
 
 
-HERE = Whereabouts("this", ("GPU-0",))
+HERE = DeviceIdentity("this", ("GPU-0",))
 
 
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        (Whereabouts("another", ("GPU-0",)), "not on the learner's machine"),
-        (Whereabouts("this", ("GPU-1",)), r"not on the learner's GPU \(GPU-0\)"),
+        (DeviceIdentity("another", ("GPU-0",)), "not on the learner's machine"),
+        (DeviceIdentity("this", ("GPU-1",)), r"not on the learner's GPU \(GPU-0\)"),
     ],
 )
-def test_a_server_elsewhere_is_handed_nothing(place: Whereabouts, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "of_rank", lambda: HERE)
+def test_a_server_elsewhere_is_handed_nothing(
+    place: DeviceIdentity, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "of_rank", lambda: HERE)
     server = Elsewhere(place)
     with pytest.raises(MegarlError, match=rf"version 7 to server 3 .*{said}; set resources.colocate=true, or"):
         cuda_ipc._check_and_begin(server)
@@ -82,17 +84,17 @@ def test_a_server_elsewhere_is_handed_nothing(place: Whereabouts, said: str, mon
 
 def test_one_with_the_learners_gpu_among_its_own_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for mine, theirs in ((("GPU-0",), ("GPU-1", "GPU-0")), ((), ())):
-        monkeypatch.setattr(ranks, "of_rank", lambda mine=mine: Whereabouts("this", mine))
-        server = Elsewhere(Whereabouts("this", theirs))
+        monkeypatch.setattr(device, "of_rank", lambda mine=mine: DeviceIdentity("this", mine))
+        server = Elsewhere(DeviceIdentity("this", theirs))
         cuda_ipc._check_and_begin(server)
         assert server.began
 
 
 def test_nccl_on_one_gpu_is_refused_and_the_right_transport_named() -> None:
-    refuse_one_gpu(Elsewhere(Whereabouts("this", ("GPU-1", "GPU-2"))), HERE)
+    refuse_one_gpu(Elsewhere(DeviceIdentity("this", ("GPU-1", "GPU-2"))), HERE)
     with pytest.raises(MegarlError, match=r"both on GPU GPU-0, and NCCL .* weights.transport=cuda_ipc"):
-        refuse_one_gpu(Elsewhere(Whereabouts("this", ("GPU-1", "GPU-0"))), HERE)
+        refuse_one_gpu(Elsewhere(DeviceIdentity("this", ("GPU-1", "GPU-0"))), HERE)
 
 
 def test_this_process_is_on_this_machine() -> None:
-    assert ranks.here() == ranks.of_rank() or torch.cuda.device_count() > 1
+    assert device.here() == device.of_rank() or torch.cuda.device_count() > 1
