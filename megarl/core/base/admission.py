@@ -54,8 +54,11 @@ class Admission:
 
     def can_admit(self, newest_version: int) -> bool:
         """Whether the next ticket would be eligible on the newest version; if not, the window is full."""
-        due = (self.forgotten + len(self.queue)) // self.prompts_per_batch
-        return self.phase_start(due) - newest_version <= self.max_lag
+        return self.phase_start(self.next_due()) - newest_version <= self.max_lag
+
+    def next_due(self) -> int:
+        """D(g) of the ticket that would be admitted next."""
+        return (self.forgotten + len(self.queue)) // self.prompts_per_batch
 
     def admit(self) -> int:
         """A new ticket, behind all others."""

@@ -32,17 +32,18 @@ from megarl.core.base.rundir import Endpoints, RunDir, complete, step_of, write_
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Batch
 from megarl.core.controller.conversation import Conversation, End, Link
-from megarl.core.controller.decision import Decision, Standing, TrainStep, decide
+from megarl.core.controller.decision import ControllerView, Decision, TrainStep, decide
+from megarl.core.controller.draw import mixture_of
 from megarl.core.controller.evaluations import Evaluations
 from megarl.core.controller.metrics import ComputeClock, Meter, session_of, task_statistics
 from megarl.core.controller.parity import Parity
+from megarl.core.controller.pipeline import Hooks, Pipeline
 from megarl.core.controller.servers import Publications, Servers
 from megarl.core.controller.tickets import Tickets
 from megarl.core.evaluation.forecast import Forecast
-from megarl.core.evaluation.score import Questions
+from megarl.core.evaluation.score import Asker, Questions
 from megarl.core.journal.journal import Journal
-from megarl.core.journal.records import State
-from megarl.core.journal.writer import Ledger
+from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
@@ -93,7 +94,6 @@ class Controller:
         forecast: Forecast,
         link: Link,
     ) -> None:
-        state: State = journal.state
         salt = uuid.uuid4().hex[:8]  # of this life: prefixes cached for an earlier one hold older weights
         self.recipe, self.rundir, self.link, self._salt = recipe, rundir, link, salt
         self.spans = Spans(rundir.trace / "controller.jsonl")
@@ -104,23 +104,29 @@ class Controller:
             recipe, tokenizer, self.servers.clients, self.places, self.servers, self.environments, self.spans
         )
         self.graders = tasks.graders()
-        self.ledger = Ledger(journal, self.spans)
+        self.records = JournalWriter(journal, self.spans)
         self.parity = Parity(
             recipe, tokenizer.end, layers_of(recipe.model.path), self.servers.clients, self.servers.membership,
             self._on_change, self._fail, salt,
         )  # fmt: skip
+        mixture = mixture_of(recipe, tasks.prompts, journal.state)
         self.tickets = Tickets(
-            recipe, state, tasks.prompts, self.servers.membership, self.places, self.sampler, self.graders, self.ledger,
-            self.parity, self._on_change, salt, self.spans,
-        )  # fmt: skip
-        self.compute = ComputeClock(state, recipe.resources)
+            recipe, tasks.prompts, mixture, self.sampler, self.graders, self.parity, salt, self.spans
+        )
+        self.pipeline = Pipeline(
+            recipe, self.records, self.places, self.tickets, self._on_change, recipe.run.steps, recipe.run.steps
+        )
+        self.compute = ComputeClock(journal.state, recipe.resources)
         self.meter = Meter(self.places)
-        self.publications = Publications(state, self.servers, self.ledger, self.compute, self._fail)
-        self.evaluations = Evaluations(
-            recipe, rundir, state, questions, forecast, tokenizer, self.servers.membership, self.places,
-            self.sampler, self.graders, self.ledger, self.compute, self._on_change, self._fail,
-            self._stop, salt, self.spans,
+        self.publications = Publications(self.servers, self.records, self.compute, self._fail)
+        asker = Asker(
+            recipe, tokenizer, self.servers.clients, self.places, self.sampler, self.graders, servers=frozenset(), salt=salt,
+            at_once=0,
         )  # fmt: skip
+        hooks = Hooks(self._on_change, self._fail, self._stop)
+        self.evaluations = Evaluations(
+            rundir, questions, forecast, asker, self.pipeline, self.records, self.compute, hooks, self.spans
+        )
         self.conversation = Conversation(link, self)
         self._exported: tuple[dict[str, Any], dict[int, dict[str, float]]] = {}, {}
         self._exporter = self._listening(rundir.endpoints())
@@ -136,10 +142,10 @@ class Controller:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                self._sampling = tasks.create_task(self.tickets.run(), name="tickets")
+                self._sampling = tasks.create_task(self.pipeline.run(), name="tickets")
                 for server in self.servers.clients:
                     tasks.create_task(self.servers.watch(server), name=f"watch {server}")
-                parts = (self.ledger.run(), self.conversation.listen(), self.conversation.answer())
+                parts = (self.records.run(), self.conversation.listen(), self.conversation.answer())
                 for coroutine in (*parts, self._tick(), self._drop_old()):
                     tasks.create_task(coroutine)
         except* End:
@@ -179,34 +185,22 @@ class Controller:
     def decide(self, asked: Next) -> Decision:
         """As things stand now."""
         self._evaluate_if_due(asked.version)
-        return decide(asked, self._standing(asked))
+        return decide(asked, self._view(asked))
 
-    def _standing(self, asked: Next) -> Standing:
-        settled, prompts = self.tickets.admitted - len(self.tickets.running), self.recipe.batch.prompts
-        now = Standing(
-            batches=self.tickets.batches(),
-            published_version=self.publications.version,
-            final_step=self._final_step(),
-            phase_steps=self.recipe.pipeline.phase_steps,
-            score_due=self.evaluations.is_due(asked.version, self._final_step())
-            or asked.version in self.evaluations.running,
-            membership=self.servers.membership,
+    def _view(self, asked: Next) -> ControllerView:
+        settled, prompts = self.pipeline.admitted - len(self.pipeline.running), self.recipe.batch.prompts
+        now = self.pipeline.view(asked.version)
+        return replace(
+            now,
             parity=self.parity.request(asked.version),
             stop=self.stop_reason,
             failure=self.failure,
+            waiting_for=f"{settled} tickets are finished, {now.phase_end(asked.step) * prompts} needed",
         )
-        needed = now.phase_end(asked.step) * prompts
-        return replace(now, waiting_for=f"{settled} tickets are finished, {needed} needed")
-
-    def _final_step(self) -> int:
-        """run.steps, or as many as the prompts gave batches for."""
-        if self.tickets.mixture.exhausted:
-            return min(self.recipe.run.steps, self.tickets.admitted // self.recipe.batch.prompts)
-        return self.recipe.run.steps
 
     def _evaluate_if_due(self, version: int) -> None:
-        if not self._ending() and self.evaluations.is_due(version, self._final_step()):
-            self.evaluations.begin(version, self.publications.spent, self._tasks)
+        if not self._ending():
+            self.evaluations.begin_if_due(version, self.publications.spent, self._tasks)
 
     async def carry_out(self, decision: Decision, asked: Next) -> Reply:
         """What has to happen before the learner is told, and what it is told."""
@@ -225,9 +219,9 @@ class Controller:
         return decision
 
     async def _train(self, decision: TrainStep) -> Train | Stop:
-        tickets = self.tickets.admission.batch(decision.step)
+        tickets = self.pipeline.admission.batch(decision.step)
         assert tickets is not None
-        batch = Batch(step=decision.step, groups=await self.ledger.groups(tickets))
+        batch = Batch(step=decision.step, groups=await self.records.groups(tickets))
         reasons = [g.void for g in batch.groups]
         if all(reasons):
             self._fail(f"nothing could be generated or graded for batch {decision.step}: {reasons[0]}")
@@ -243,7 +237,11 @@ class Controller:
             | spent.row()
             | task_statistics(batch, self.recipe)
             | self.meter.step()
-            | self.tickets.metrics(decision.step)
+            | self.tickets.metrics()
+            | {
+                "tickets_running": float(len(self.pipeline.running)),
+                "tickets_ahead": float(self.pipeline.ahead(decision.step)),
+            }
             | self.parity.metrics(),
             replay=decision.replay,
         )
@@ -278,7 +276,7 @@ class Controller:
         while self.recipe.journal.keep == "checkpoints":
             await asyncio.sleep(DROP_S)
             if kept := complete(self.rundir.checkpoints):
-                await self.ledger.drop_before(step_of(kept[0]))
+                await self.records.drop_before(step_of(kept[0]))
 
     def _leave_if_overdue(self) -> None:
         limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
@@ -318,7 +316,7 @@ class Controller:
         self.graders.close()
         self.environments.close()
         await self.servers.close()
-        await self.ledger.close()
+        await self.records.close()
         self.link.close()
         self.spans.flush()
         if self._exporter is not None:
@@ -337,20 +335,34 @@ class Controller:
         return {
             "time": time.time(),
             "step": self.step,
-            "version": self.publications.version,
+            "version": self.pipeline.state.published_version,
             "phase": self.phase,
             "servers": [
                 {"id": s, "state": m.state, "version": m.version, "pinned": m.pinned} | seconds[s] for s, m in servers
             ],
-            "tickets": self.tickets.status(self.step),
+            "tickets": self._tickets(),
             "compute_hours": self.compute.hours(),
             "compute_unit": self.compute.unit,
             "eval": self.evaluations.latest,
-            "evaluating": sorted(self.evaluations.running),
+            "evaluating": sorted(self.evaluations.tasks),
             "rollout_tokens_per_second": sum(use["tokens_per_second"] for use in seconds.values()),
             "parity": self.parity.warning,
             "malformed_requests": self.link.malformed,
             "refused_connections": self.link.refused(),
+        }
+
+    def _tickets(self) -> dict[str, int]:
+        """Tickets drawn and not trained before the present step, and of all lives by what became of them."""
+        pipeline, state = self.pipeline, self.pipeline.state
+        ahead = pipeline.ahead(self.step)
+        return {
+            "window": ahead,
+            "window_limit": self.recipe.pipeline.window_steps * self.recipe.batch.prompts,
+            "running": len(pipeline.running),
+            "waiting": max(0, ahead - len(pipeline.running)),
+            "finished": state.finished,
+            "void": state.void,
+            "removed": state.removed,
         }
 
 

@@ -31,7 +31,7 @@ class TrainStep:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ControllerView:
     """How things stand, for one question.
 
     batches: how many batches are complete, counted from the first without a gap.
@@ -62,7 +62,7 @@ class Standing:
 Decision = TrainStep | Publish | Score | Wait | Stop | Refused
 
 
-def decide(asked: Next, now: Standing) -> Decision:
+def decide(asked: Next, now: ControllerView) -> Decision:
     """The reply to `asked`."""
     step, members = asked.step, now.membership
     if now.failure:
@@ -101,7 +101,7 @@ def is_due(version: int, last_scored: int | None, every: int, final_version: int
     return version > last_scored and (version // every > last_scored // every or version >= final_version)
 
 
-def _impossible(asked: Next, now: Standing) -> str:
+def _impossible(asked: Next, now: ControllerView) -> str:
     """Why a learner that asks this is not this run's; empty if it may be."""
     if asked.version != asked.step:
         return f"the learner asks for step {asked.step} with version {asked.version}; version v is after v steps"

@@ -12,23 +12,19 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from megarl.core.base.contracts import GraderDown, Graders
+from megarl.core.base.contracts import GraderDown
 from megarl.core.base.rundir import RunDir, append_jsonl, lacking, latest_rows, latest_scores, step_folder
-from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.controller.decision import is_due
 from megarl.core.controller.metrics import ComputeClock, Spent
+from megarl.core.controller.pipeline import Hooks, Pipeline, Records
 from megarl.core.evaluation.answers import Answer, SuiteDir
 from megarl.core.evaluation.forecast import Forecast, Row, enough
 from megarl.core.evaluation.metrics import Outcome, result_of, settings_of, summarise
 from megarl.core.evaluation.score import Asker, Questions, score
-from megarl.core.journal.records import Evaluated, State
-from megarl.core.journal.writer import Ledger
+from megarl.core.journal.records import Evaluated
 from megarl.core.recipe import Recipe
-from megarl.core.sampling.places import Places
-from megarl.core.sampling.sampler import Sampler
-from megarl.core.server.membership import Membership
 from megarl.core.telemetry.spans import UNRECORDED, Spans
 
 log = logging.getLogger(__name__)
@@ -39,74 +35,54 @@ RETRY_S = 10.0
 
 
 class Evaluations:
-    """Of a run. `running`: servers and task of each version being scored; `latest`: the newest row, empty before the first."""
+    """The evaluations of a run. asker: whom each asks, its servers and salt aside; tasks: by version, those under way; `latest`:
+    the newest row, empty before the first."""
 
     def __init__(
         self,
-        recipe: Recipe,
         rundir: RunDir,
-        state: State,
         questions: Sequence[Questions[Any]],
         forecast: Forecast,
-        tokenizer: Tokenizer,
-        membership: Membership,
-        places: Places,
-        sampler: Sampler,
-        graders: Graders,
-        ledger: Ledger,
+        asker: Asker,
+        pipeline: Pipeline,
+        records: Records,
         compute: ComputeClock,
-        changed: Callable[[], None],
-        fail: Callable[[str], None],
-        stop: Callable[[str], None],
-        salt: str,
+        hooks: Hooks,
         spans: Spans = UNRECORDED,
     ) -> None:
-        self._recipe, self._rundir, self._salt, self._spans = recipe, rundir, salt, spans
-        self._membership, self._places, self._sampler, self._graders = membership, places, sampler, graders
-        self._ledger, self._compute, self._changed, self._fail = ledger, compute, changed, fail
-        self._stop = stop
-        self._questions, self._tokenizer, self._forecast = questions, tokenizer, forecast
-        self._scored = max(state.evaluations, default=None)
+        self._recipe, self._rundir, self._asker = asker.recipe, rundir, asker
+        self._questions, self._forecast = questions, forecast
+        self._pipeline, self._schedule, self._records = pipeline, pipeline.evaluations, records
+        self._compute, self._hooks, self._spans = compute, hooks, spans
         self._failures, self._not_before = 0, 0.0  # of the grader, in a row; time.monotonic()
-        self.running: dict[int, tuple[set[int], asyncio.Task[None]]] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
         self.latest: dict[str, object] = next(reversed(latest_scores(rundir.eval)), {})
 
-    def is_due(self, version: int, final_version: int) -> bool:
-        """Whether these weights need an evaluation, and are not being evaluated yet."""
-        known = [v for v in (self._scored, *self.running) if v is not None]
-        return is_due(version, max(known, default=None), self._recipe.evaluation.every, final_version)
-
-    def begin(self, version: int, spent: Callable[[int], Spent], tasks: asyncio.TaskGroup) -> None:
+    def begin_if_due(self, version: int, spent: Callable[[int], Spent], tasks: asyncio.TaskGroup) -> None:
         """Hold some of the servers that have these weights, if any, and score them. spent: until a version was published."""
-        held = [s for s, v in self._membership.clean().items() if v == version]
-        if not held or time.monotonic() < self._not_before:
+        if not self._schedule.is_due(version, self._pipeline.final_step) or time.monotonic() < self._not_before:
             return
-        servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._recipe.evaluation.servers])
-        for server in servers:
-            self._membership.pin(server)
-        self._compute.hold(len(servers))
-        log.info("version %d is evaluated on servers %s", version, sorted(servers))
-        self.running[version] = (servers, tasks.create_task(self._evaluate(version, servers, spent(version))))
+        if servers := self._schedule.begin(version):
+            self._compute.hold(len(servers))
+            log.info("version %d is evaluated on servers %s", version, sorted(servers))
+            self.tasks[version] = tasks.create_task(self._evaluate(version, servers, spent(version)))
 
     def cancel_lost(self) -> None:
         """Servers that have lost their weights score no more. One with none left ends: the next version is due."""
-        clean = self._membership.clean()
-        for version, (servers, task) in list(self.running.items()):
-            held = len(servers)
-            servers &= {s for s, v in clean.items() if v == version}
-            self._compute.hold(len(servers) - held)
-            if not servers:
-                task.cancel()
+        for version, (lost, left) in self._schedule.drop_lost().items():
+            self._compute.hold(-lost)
+            if not left:
+                self.tasks[version].cancel()
 
     def cancel(self) -> None:
         """End them all."""
-        for _, task in self.running.values():
+        for task in self.tasks.values():
             task.cancel()
 
     async def _evaluate(self, version: int, servers: set[int], spent: Spent) -> None:
         began, held = time.monotonic(), len(servers)
         self._spans.open("controller/evaluation", f"version {version}", began, servers=sorted(servers))
-        folder = step_folder(self._rundir.evaluations, version)
+        folder, done = step_folder(self._rundir.evaluations, version), False
         try:
             outcomes = await self._ask(version, servers)
             scores = await asyncio.to_thread(row, outcomes, self._recipe, version)
@@ -127,7 +103,7 @@ class Evaluations:
             new |= await asyncio.to_thread(self._with_forecast, new)
             await asyncio.to_thread(self._write_results, version, outcomes)
             append_jsonl(self._rundir.eval, new)
-            await self._ledger.write(
+            await self._records.write(
                 Evaluated(
                     version=version,
                     time=time.time(),
@@ -138,23 +114,22 @@ class Evaluations:
                     samples=int(scores["samples"]),
                 )
             )
-            self._scored, self.latest, self._failures = version, new, 0
+            self.latest, self._failures, done = new, 0, True
             log.info("version %d: held-out pass rate %.4f", version, scores["pass_rate"])
             if new.get("enough") and self._recipe.run.stop_at_asymptote:
-                self._stop(f"run.stop_at_asymptote: {enough(new)}")
+                self._hooks.stop(f"run.stop_at_asymptote: {enough(new)}")
         except* GraderDown as errors:
             self._grader_down(version, errors)
         finally:
-            if self._scored != version:
+            if not done:
                 shutil.rmtree(folder, ignore_errors=True)  # half an evaluation is none
             self._spans.span(
                 "controller/evaluation", f"version {version}", began, time.monotonic(), servers=sorted(servers)
             )
-            del self.running[version]
+            del self.tasks[version]
             self._compute.hold(-len(servers))
-            for server in servers:
-                self._membership.unpin(server)
-            self._changed()
+            self._schedule.end(version)
+            self._hooks.changed()
 
     async def _ask(self, version: int, servers: set[int]) -> dict[str, list[Outcome]]:
         """Every answer is written; of each what counts comes back, by task and suite."""
@@ -169,9 +144,9 @@ class Evaluations:
             places[answer.suite].add(answer)
             outcomes[answer.suite].append(Outcome.of(answer))
 
-        asker = Asker(
-            self._recipe, self._tokenizer, self._sampler.clients, self._places, self._sampler, self._graders, servers,
-            f"{self._salt}/evaluation/{version}", self._places.limit * len(servers),
+        asker = replace(
+            self._asker, servers=servers, salt=f"{self._asker.salt}/evaluation/{version}",
+            at_once=self._asker.places.limit * len(servers),
         )  # fmt: skip
         await score(self._questions, asker, keep)
         for of in self._questions:
@@ -202,7 +177,7 @@ class Evaluations:
         log.warning("%s (%d of %d tries)", reason, self._failures, TRIES)
         if self._failures >= TRIES:
             place = self._rundir.logs / "controller"
-            self._fail(f"{reason}; tried {TRIES} times, see {place}; then go on with run.resume=auto")
+            self._hooks.fail(f"{reason}; tried {TRIES} times, see {place}; then go on with run.resume=auto")
 
 
 def row(outcomes: Mapping[str, Sequence[Outcome]], recipe: Recipe, version: int) -> dict[str, float]:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from megarl.core.base.messages import Published, ServerAddress, ServerResult
 from megarl.core.base.rundir import Endpoints
 from megarl.core.controller.metrics import ComputeClock, Spent
-from megarl.core.journal.records import PublishedVersion, State
-from megarl.core.journal.writer import Ledger
+from megarl.core.journal.records import PublishedVersion
+from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient, ServerLost, ServerRefused
 from megarl.core.server.membership import Membership
@@ -109,19 +109,13 @@ PUBLISH_TRIES = 3
 
 
 class Publications:
-    """Of a run. `version`: the highest ever published; `fail` is told what ends the run."""
+    """What becomes of the publications of a run. `fail` is told what ends the run."""
 
     def __init__(
-        self,
-        state: State,
-        servers: Servers,
-        ledger: Ledger,
-        compute: ComputeClock,
-        fail: Callable[[str], None],
+        self, servers: Servers, records: JournalWriter, compute: ComputeClock, fail: Callable[[str], None]
     ) -> None:
-        self._servers, self._ledger, self._compute, self._fail = servers, ledger, compute, fail
+        self._servers, self._records, self._compute, self._fail = servers, records, compute, fail
         self._spent: dict[int, Spent] = {}  # at the first publication of each version in this life
-        self.version = state.published_version
 
     def spent(self, version: int) -> Spent:
         """Compute when this version was first published in this life."""
@@ -131,10 +125,9 @@ class Publications:
         """New weights on the servers that worked; whether there are any."""
         clean = [r for r in result.results if self._is_clean(r, result)]
         if clean:
-            self.version = max(self.version, result.version)
             self._compute.published()
             spent = self._spent.setdefault(result.version, self._compute.spent())
-            self._ledger.write(
+            self._records.write(
                 PublishedVersion(
                     version=result.version,
                     time=time.time(),

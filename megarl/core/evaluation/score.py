@@ -159,7 +159,7 @@ def _job(prompt: Prompt, order: Order, asker: Asker) -> Job:
     return Job(
         prompt=prompt,
         order=order,
-        may_use=asker.may_use,
+        take=partial(asker.places.take, order, asker.may_use),
         salt=asker.salt,
         thinking_tokens=recipe.length.thinking_tokens[1],
         temperature=recipe.evaluation.temperature,

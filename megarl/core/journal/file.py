@@ -14,7 +14,7 @@ import struct
 import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,10 +74,14 @@ class Entry(NamedTuple):
         return self.offset + RECORD_HEADER.size + self.length
 
 
-def create(path: Path, snapshot: Snapshot) -> None:
-    """A new file that begins with a snapshot. It is there whole or not at all."""
-    data, _ = packed((snapshot,), FILE_HEADER.size)
-    write_atomically(path, FILE_HEADER.pack(MAGIC, SCHEMA_VERSION) + data)
+def head(snapshot: Snapshot) -> bytes:
+    """What a file begins with."""
+    return FILE_HEADER.pack(MAGIC, SCHEMA_VERSION) + packed(snapshot)
+
+
+def create(path: Path, head: bytes) -> None:
+    """A new file that begins with these bytes. It is there whole or not at all."""
+    write_atomically(path, head)
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
@@ -96,18 +100,12 @@ def write(fd: int, path: Path, size: int, data: bytes) -> None:
             raise
 
 
-def packed(records: Iterable[JournalRecord], offset: int) -> tuple[bytes, list[Entry]]:
-    """Bytes of the records as they will lie from `offset` on, and where."""
-    parts, entries = [], []
-    for record in records:
-        payload = encode(record)
-        ticket = record.group.ticket if isinstance(record, Finished) else -1
-        checksum = zlib.crc32(payload)
-        head = RECORD_HEADER.pack(MARK, len(payload), ticket, checksum, 0)[:-4]
-        parts += [head, zlib.crc32(head).to_bytes(4, "little"), payload]
-        entries.append(Entry(offset, len(payload), ticket, checksum))
-        offset = entries[-1].end
-    return b"".join(parts), entries
+def packed(record: JournalRecord) -> bytes:
+    """The record as it lies in a file."""
+    payload = encode(record)
+    ticket = record.group.ticket if isinstance(record, Finished) else -1
+    head = RECORD_HEADER.pack(MARK, len(payload), ticket, zlib.crc32(payload), 0)[:-4]
+    return b"".join((head, zlib.crc32(head).to_bytes(4, "little"), payload))
 
 
 def _entry(header: bytes, offset: int) -> Entry | None:

@@ -4,7 +4,8 @@
                  000001.journal     header | snapshot (of all before) | record | …      a new file every ROTATE_BYTES
                  lock               held by the one writer
 
-    controller ── append(*records) ──► state.apply(record), one write, one fsync     nothing else changes the state
+    controller ── applied(record) ──► state.apply(record), its bytes     on the event loop; nothing else changes the state
+                  put(bytes) ───────► one write, one fsync               in a thread (writer.py)
     learner is behind ── groups(tickets) ──► read back from disk; groups are not kept in memory
 
 A record is a header (mark, length, ticket of a group, checksums) and msgpack of a `JournalRecord`.
@@ -17,8 +18,9 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
@@ -33,6 +35,15 @@ ROTATE_BYTES = 256 << 20
 """Snapshots (1 to 3 MB in a long run) stay below a hundredth; a file is read within a second or two."""
 LOCK_TIMEOUT_S = 10.0
 """How long to wait for a writer that was killed to be gone."""
+
+
+class Applied(NamedTuple):
+    """Bytes of a record that is in the state. ticket: of a finished group, else -1; next_file: what the next file begins with,
+    if this record fills its file, else empty."""
+
+    data: bytes
+    ticket: int
+    next_file: bytes
 
 
 class JournalReader:
@@ -109,7 +120,10 @@ class JournalReader:
 
 
 class Journal(JournalReader):
-    """The one writer of a journal; not to be shared between threads. `state` is the fold of all its records."""
+    """The one writer of a journal. `state` is the fold of all records that were applied.
+
+    `applied` and `forget` belong to one thread, which reads `state`; `put`, `drop` and `groups` to one thread, too.
+    """
 
     def __init__(self, path: Path, lock: int, rotate_bytes: int) -> None:
         super().__init__(path)
@@ -117,6 +131,7 @@ class Journal(JournalReader):
         self._number = self.files()[-1]
         self._fd: int | None = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)
         self.state, self._searched[self._number], self._size = file.fold(self._file(self._number))
+        self._applied_size = self._size
         self._cut_off_tail()
 
     @staticmethod
@@ -132,7 +147,7 @@ class Journal(JournalReader):
         try:
             if not any(path.glob("*.journal")):
                 admission = Admission(prompts_per_batch, max_lag, phase_steps)
-                file.create(path / f"{0:06}.journal", State(admission).snapshot())
+                file.create(path / f"{0:06}.journal", file.head(State(admission).snapshot()))
             journal = Journal(path, lock, rotate_bytes)
         except BaseException:
             os.close(lock)
@@ -151,37 +166,65 @@ class Journal(JournalReader):
         return journal
 
     def append(self, *records: JournalRecord) -> None:
-        """These records, in order, on disk when it returns, and in `state`. One fsync for all of them.
-
-        ValueError for a record that contradicts the state: nothing is written. MegarlError if it cannot be written:
-        the file ends with the last complete append. After either the journal is closed.
-        """
-        if self._fd is None:
-            raise MegarlError(f"{self.path}: the journal is closed")
+        """Apply and put these records, in order: they are in `state`, and on disk when it returns."""
         try:
-            data, entries = file.packed(records, self._size)
-            for record in records:
-                self.state.apply(record)
-            file.write(self._fd, self._file(self._number), self._size, data)
+            self.put([self.applied(record) for record in records])
         except BaseException:
             self.close()
             raise
-        self._size += len(data)
-        for entry in entries:
-            if entry.ticket >= 0:
-                self._searched[self._number].add(entry.ticket, entry.offset)
-        if self._size > self._rotate_bytes:
-            self._rotate()
 
-    def drop_before(self, step: int) -> None:
-        """No batch before `step` will be asked for again: delete the files that have no group of a later one."""
+    def applied(self, record: JournalRecord) -> Applied:
+        """The record, in `state` from now on; to be given to `put` in the order of these calls.
+
+        ValueError, and no change, if it contradicts the state.
+        """
+        data = file.packed(record)
+        self.state.apply(record)
+        self._applied_size += len(data)
+        next_file = b""
+        if self._applied_size > self._rotate_bytes:
+            next_file = file.head(self.state.snapshot())
+            self._applied_size = len(next_file)
+        return Applied(data, record.group.ticket if isinstance(record, Finished) else -1, next_file)
+
+    def put(self, applied: Sequence[Applied]) -> None:
+        """On disk when it returns: one fsync for all of them in a file.
+
+        MegarlError if they cannot be written: the file ends with what was put before, and the journal is closed.
+        """
+        while applied:
+            count = next((n for n, one in enumerate(applied, 1) if one.next_file), len(applied))
+            self._write(applied[:count])
+            if applied[count - 1].next_file:
+                self._rotate(applied[count - 1].next_file)
+            applied = applied[count:]
+
+    def _write(self, applied: Sequence[Applied]) -> None:
+        if self._fd is None:
+            raise MegarlError(f"{self.path}: the journal is closed")
+        try:
+            file.write(self._fd, self._file(self._number), self._size, b"".join(one.data for one in applied))
+        except BaseException:
+            self.close()
+            raise
+        for one in applied:
+            if one.ticket >= 0:
+                self._searched[self._number].add(one.ticket, self._size)
+            self._size += len(one.data)
+
+    def forget(self, step: int) -> int:
+        """Batches before `step` are never asked for again; the first ticket that may be."""
         first_needed = self.state.admission.first_ticket(step)
         self.state.admission.forget(step)
+        return first_needed
+
+    def drop(self, first_needed: int) -> None:
+        """Delete the files that have no group of this ticket or a later one."""
         for number in self.files()[:-1]:
             if self._groups_of(number).newest() < first_needed:
                 self._file(number).unlink()
                 self._searched.pop(number, None)
-                log.info("%s: dropped, all its groups were trained before step %d", self._file(number), step)
+                log.info("%s: dropped, all its groups were trained", self._file(number))
 
     def close(self) -> None:
         """Let the next writer in. A second call does nothing."""
@@ -190,10 +233,10 @@ class Journal(JournalReader):
             os.close(self._lock)
             self._fd = None
 
-    def _rotate(self) -> None:
+    def _rotate(self, head: bytes) -> None:
         """Go on in a new file that begins with the state."""
         assert self._fd is not None
-        file.create(self._file(self._number + 1), self.state.snapshot())
+        file.create(self._file(self._number + 1), head)
         os.close(self._fd)
         self._number += 1
         self._fd = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)

@@ -1,6 +1,9 @@
 """Who may send a request to which server now. A server has a fixed number of places; the oldest claim goes first.
 
-    take(order, may_use) ─► waits ─► (server, its version) ─► request ─► give_back(server)
+    claim(order, may_use) ─► await claim.place() ─► (server, its version) ─► request ─► give_back(server)
+
+A group claims the first places of all its rollouts when its ticket is admitted (`GroupPlaces`), so what is free is known at
+once.
 
 A claim says by `may_use(server, version)` which servers suit it; that is asked again each time, at the moment a place is
 given, so a leg, a retry or the wait for a publication can never end on a server that has ceased to be eligible.
@@ -12,6 +15,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from megarl.core.base.admission import Admission
 from megarl.core.server.membership import Membership
 
 Order = tuple[int, int, int]
@@ -20,10 +24,28 @@ MayUse = Callable[[int, int], bool]
 
 
 @dataclass(eq=False)
-class _Claim:
+class Claim:
+    """A claim on a place, which counts from when it is made."""
+
     order: Order
     may_use: MayUse
     granted: "asyncio.Future[tuple[int, int]]"
+    places: "Places"
+
+    async def place(self) -> tuple[int, int]:
+        """(server, version of its weights), once there is a place. To be given back."""
+        try:
+            return await self.granted
+        except asyncio.CancelledError:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """It is not wanted any more; a place that it was given is given back."""
+        if self.granted.done() and not self.granted.cancelled():
+            self.places.give_back(self.granted.result()[0])
+        self.granted.cancel()
+        self.places.forget(self)
 
 
 @dataclass
@@ -53,24 +75,26 @@ class Places:
     """
 
     def __init__(self, membership: Membership, limit: int) -> None:
-        self._membership = membership
+        self.membership = membership
         self.limit = limit
         self.use = {server: Use() for server in membership.members}
-        self._claims: list[_Claim] = []
+        self._claims: list[Claim] = []
         self.changed = asyncio.Event()
+
+    def claim(self, order: Order, may_use: MayUse) -> Claim:
+        """A claim on a place, to be awaited or dropped; made within the running event loop."""
+        claim = Claim(order, may_use, asyncio.get_running_loop().create_future(), self)
+        insort(self._claims, claim, key=lambda c: c.order)
+        self.refresh()
+        return claim
 
     async def take(self, order: Order, may_use: MayUse) -> tuple[int, int]:
         """A place, as (server, version of its weights), once there is one. To be given back."""
-        claim = _Claim(order, may_use, asyncio.get_running_loop().create_future())
-        insort(self._claims, claim, key=lambda c: c.order)
-        self.refresh()
-        try:
-            return await claim.granted
-        except asyncio.CancelledError:
-            if claim.granted.done() and not claim.granted.cancelled():
-                self.give_back(claim.granted.result()[0])
-            self._claims = [c for c in self._claims if c is not claim]
-            raise
+        return await self.claim(order, may_use).place()
+
+    def forget(self, claim: Claim) -> None:
+        """Look for no place for it any more."""
+        self._claims = [c for c in self._claims if c is not claim]
 
     def give_back(self, server: int) -> None:
         self.use[server].change(-1)
@@ -79,7 +103,7 @@ class Places:
     def refresh(self) -> None:
         """Give out places; to be called whenever a server's state has changed."""
         self.changed.set()
-        clean = self._membership.clean()
+        clean = self.membership.clean()
         free = {s: self.limit - self.use[s].running for s in clean if self.use[s].running < self.limit}
         if not free or not self._claims:
             return
@@ -101,14 +125,52 @@ class Places:
 
     def free(self, version_suits: Callable[[int], bool]) -> int:
         """Places left on servers whose version suits, when all claims have been met; negative if those are more."""
-        clean = self._membership.clean()
+        clean = self.membership.clean()
         return sum(self.limit - self.use[s].running for s, v in clean.items() if version_suits(v)) - len(self._claims)
 
     def emptiest(self, version_suits: Callable[[int], bool]) -> int | None:
         """The server with most places free, of those whose version suits."""
-        suited = [s for s, v in self._membership.clean().items() if version_suits(v)]
+        suited = [s for s, v in self.membership.clean().items() if version_suits(v)]
         return min(suited, key=lambda s: self.use[s].running, default=None)
 
     @property
     def waiting(self) -> int:
         return len(self._claims)
+
+
+class GroupPlaces:
+    """The places of a ticket's rollouts: claims for the first requests of all, made on admission, then one for each later
+    request.
+
+    The group stays on one server while that is eligible (affinity): the prompt's keys and values are in its cache. server: that
+    one; began: its version at the group's first request; None before.
+    """
+
+    def __init__(
+        self, places: Places, membership: Membership, admission: Admission, ticket: int, rollouts: int
+    ) -> None:
+        self._places, self._admission, self._ticket = places, admission, ticket
+        self.server = places.emptiest(lambda version: admission.eligible(ticket, version))
+        self.began: int | None = None
+        self._claims = {n: places.claim((1, ticket, n), self._may_use) for n in range(rollouts)}
+
+    async def take(self, rollout: int) -> tuple[int, int]:
+        """A place for the next request of this rollout: (server, version of its weights). To be given back."""
+        claim = self._claims.pop(rollout, None) or self._places.claim((1, self._ticket, rollout), self._may_use)
+        server, version = await claim.place()
+        self.server = server
+        if self.began is None:
+            self.began = version
+        return server, version
+
+    def close(self) -> None:
+        """Drop the claims of rollouts that have not begun."""
+        while self._claims:
+            self._claims.popitem()[1].drop()
+
+    def _may_use(self, server: int, version: int) -> bool:
+        if server != self.server:
+            held = self._places.membership.clean_version(self.server)
+            if held is not None and self._admission.eligible(self._ticket, held):
+                return False
+        return self._admission.eligible(self._ticket, version)

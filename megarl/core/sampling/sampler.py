@@ -13,7 +13,7 @@ answer leg, with no environment any more; behind an end token nothing can follow
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Episode, Finish, Prompt, Segment
 from megarl.core.recipe import Recipe
 from megarl.core.sampling import length_control
-from megarl.core.sampling.places import MayUse, Order, Places
+from megarl.core.sampling.places import Order, Places
 from megarl.core.server.client import Generation, ServerClient, ServerLost, ServerRefused
 from megarl.core.telemetry.spans import UNRECORDED, Spans
 
@@ -39,17 +39,16 @@ class Void(Exception):
 class Job:
     """What to sample; its prompt's task says with which environment. `salt`: requests with the same one share cached prefixes.
 
-    thinking_tokens: limit of what stands before the answer leg.
-    """
+    take: gets a place for each request, as (server, version), which the sampler gives back. thinking_tokens: limit of what
+    stands before the answer leg."""
 
     prompt: Prompt
     order: Order
-    may_use: MayUse
+    take: Callable[[], Awaitable[tuple[int, int]]]
     salt: str
     thinking_tokens: int
     temperature: float
     top_p: float
-    placed: Callable[[int], None] = lambda server: None  # told where each request goes
     routed: RoutedLayers | None = None  # record the experts that the servers choose
 
 
@@ -199,10 +198,9 @@ class Sampler:
         """Add at most `limit` tokens; whether a stop token was among them."""
         name = "{} {}.{}".format(("evaluation", "ticket")[job.order[0]], *job.order[1:])
         while limit > 0:
-            server, version = await self._places.take(job.order, job.may_use)
+            server, version = await job.take()
             begin, segments = time.monotonic(), list[Segment]()
             self._spans.open(f"server {server}/requests", name, begin)
-            job.placed(server)
             life = self.watcher.life(server)
             try:
                 generation = await self._request(server, job, done, limit, stop_tokens)

@@ -1,8 +1,7 @@
-"""The pipeline in virtual time: megarl's own admission, places, membership and decisions over modelled servers and learner.
+"""The pipeline in virtual time: core/controller/pipeline.py and decision.py over modelled servers and a modelled learner.
 
-    tickets   Admission.can_admit ─► admit ─► generations x (Places.take ─► SimulatedServer ─► give back) ─► finish | remove
+    groups    generations x (GroupPlaces.take ─► SimulatedServer ─► give back)
     learner   decide(Next) ─► TrainStep: seconds of training this batch │ Publish: servers stand still, then parity │ Wait
-    scoring   pinned servers, as the controller does it
 
 What is modelled: lengths, seconds of a decode step, of training, of a publication. What is not: prefill, grading, the network
 between controller and servers, failures. All randomness is of one seed.
@@ -12,9 +11,10 @@ run, the clock is set to the next timer. So asyncio code (core/sampling/places.p
 wait for a socket or a thread: a simulation that waits for nothing that can happen is an error."""
 
 import asyncio
+import math
 import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +23,18 @@ import numpy as np
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Next, Publish, ServerAddress, Stop
-from megarl.core.controller.decision import Standing, TrainStep, decide, is_due
+from megarl.core.base.types import Group, Prompt, int32
+from megarl.core.controller.decision import TrainStep, decide
+from megarl.core.controller.pipeline import Pipeline, settled
+from megarl.core.journal.records import Admitted, Evaluated, Finished, JournalRecord, PublishedVersion, Removed, State
 from megarl.core.recipe import Recipe
-from megarl.core.sampling.places import Places
+from megarl.core.sampling.places import GroupPlaces, Places
 from megarl.core.server.membership import Membership
 from megarl.lab.planning.server_model import SimulatedServer, StepSeconds
 from megarl.lab.planning.workload import Workload
 
 LEARNER = "simulated"
+PROMPT = Prompt(id="", tokens=int32(()), answer="")
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,6 @@ class _Ticket:
     varied: bool
     lengths: list[int]
     versions: Counter[int] = field(default_factory=Counter)
-    home: int | None = None
 
 
 def simulate(scenario: Scenario) -> list[Step]:
@@ -92,23 +95,39 @@ class _End(Exception):
     """Leaves the task group: the last step is done, and tickets of later ones with it."""
 
 
+class _Unwritten:
+    """Records go into the state alone."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def write(self, record: JournalRecord) -> Awaitable[None]:
+        self.state.apply(record)
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        written.set_result(None)
+        return written
+
+
 class _Simulation:
-    """The parts of a run, wired as rollout/controller.py and rollout/tickets.py wire the real ones."""
+    """Modelled servers and a modelled learner around the pipeline; the source of its groups, too."""
 
     def __init__(self, scenario: Scenario) -> None:
         recipe = scenario.recipe
         self.scenario, self.recipe, self.work, self.costs = scenario, recipe, scenario.work, scenario.costs
         self.random = np.random.default_rng(scenario.seed)
-        pipeline = recipe.pipeline
-        self.admission = Admission(recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
         self.membership = Membership([ServerAddress(i, "") for i in range(recipe.resources.servers)])
         self.servers = [SimulatedServer(self.costs.step_seconds) for _ in self.membership.members]
         self.places = Places(self.membership, self.costs.limit)
         self.tickets: dict[int, _Ticket] = {}
         self.changed = asyncio.Event()
-        self.published_version, self.scored = -1, None if scenario.evaluate else scenario.steps
-        self.evaluations: dict[int, set[int]] = {}  # version -> servers
+        self.exhausted = False
         self.steps: list[Step] = []
+        pipeline = recipe.pipeline
+        state = State(Admission(recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps))
+        if not scenario.evaluate:
+            state.apply(_evaluated(scenario.steps))
+        self.records = _Unwritten(state)
+        self.pipeline = Pipeline(recipe, self.records, self.places, self, self._on_change, scenario.steps, math.inf)
 
     async def run(self) -> list[Step]:
         for server in self.membership.members:
@@ -116,53 +135,34 @@ class _Simulation:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self.tasks = tasks
-                tasks.create_task(self._admit())
+                tasks.create_task(self.pipeline.run())
                 await self._learn()
                 raise _End
         except* _End:
             pass
         return self.steps
 
-    # Tickets.
+    # The source of groups.
 
-    async def _admit(self) -> None:
-        while True:
-            await self.places.changed.wait()
-            self.places.changed.clear()
-            while self.places.free(self.admission.can_admit) > 0:
-                ticket = self.admission.admit()
-                self.tasks.create_task(self._ticket(ticket))
-                # One turn for the ticket to start its rollouts, one for those to claim their places.
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
+    def draw(self, ticket: int, due: int) -> Admitted:
+        return Admitted(ticket=ticket, task="", prompt_id="", epoch=0, due=due)
 
-    async def _ticket(self, number: int) -> None:
+    async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
         lengths = self.work.lengths.draw(self.random, self.work.generations)
         ticket = _Ticket(bool(self.random.random() < self.work.trained_share), lengths.tolist())
-        self.tickets[number] = ticket
-        ticket.home = self.places.emptiest(lambda version: self.admission.eligible(number, version))
+        self.tickets[admitted.ticket] = ticket
         async with asyncio.TaskGroup() as rollouts:
             for sample, length in enumerate(ticket.lengths):
-                rollouts.create_task(self._rollout(number, ticket, sample, length))
-        if self.recipe.batch.zero_variance == "refill" and not ticket.varied:
-            self.admission.remove(number)
-            del self.tickets[number]
-        else:
-            self.admission.finish(number)
-        self._on_change()
+                rollouts.create_task(self._rollout(ticket, places, sample, length))
+        record = settled(self.recipe, Group(ticket=admitted.ticket, prompt=PROMPT, rollouts=()), ticket.varied)
+        if isinstance(record, Removed):
+            del self.tickets[admitted.ticket]
+        return record
 
-    async def _rollout(self, number: int, ticket: _Ticket, sample: int, length: int) -> None:
-        def may_use(server: int, version: int) -> bool:
-            if server != ticket.home:
-                held = self.membership.clean_version(ticket.home)
-                if held is not None and self.admission.eligible(number, held):
-                    return False
-            return self.admission.eligible(number, version)
-
+    async def _rollout(self, ticket: _Ticket, places: GroupPlaces, sample: int, length: int) -> None:
         context = self.work.prompt_tokens
         for tokens in self._legs(length):
-            server, _ = await self.places.take((1, number, sample), may_use)
-            ticket.home = server
+            server, _ = await places.take(sample)
             ticket.versions.update(await self.servers[server].generate(context, tokens))
             context += tokens
             self.places.give_back(server)
@@ -184,7 +184,7 @@ class _Simulation:
         while True:
             self.changed.clear()
             self._evaluate_if_due(step)
-            decision = decide(Next(LEARNER, step, step), self._standing(step))
+            decision = decide(Next(LEARNER, step, step), self.pipeline.view(step))
             start = now()
             match decision:
                 case TrainStep():
@@ -202,20 +202,8 @@ class _Simulation:
                     await self.changed.wait()
                     spent["wait"] += now() - start
 
-    def _standing(self, step: int) -> Standing:
-        unfinished = next(iter(self.admission.unfinished()), None)
-        admitted = self.admission.forgotten + len(self.admission.queue)
-        return Standing(
-            batches=admitted // self.recipe.batch.prompts if unfinished is None else self.admission.due(unfinished),
-            published_version=self.published_version,
-            final_step=self.scenario.steps,
-            score_due=self._is_due(step) or step in self.evaluations,
-            membership=self.membership,
-            phase_steps=self.recipe.pipeline.phase_steps,
-        )
-
     def _batch(self, step: int) -> tuple[tuple[int, ...], float]:
-        tickets = self.admission.batch(step)
+        tickets = self.pipeline.admission.batch(step)
         assert tickets is not None
         kept = self.recipe.batch.zero_variance == "keep"
         chosen = [self.tickets[t] for t in tickets]
@@ -227,7 +215,7 @@ class _Simulation:
         for number in tickets:
             for version, count in self.tickets.pop(number).versions.items():
                 lags[step - version] += count
-        self.admission.forget(step + 1)
+        self.pipeline.admission.forget(step + 1)
         for server in self.servers:
             server.forget()
         self.steps.append(
@@ -255,22 +243,14 @@ class _Simulation:
         await asyncio.sleep(self.costs.parity)
         for i in ids:
             self.membership.published(i, command.version, LEARNER, "")
-        self.published_version = max(self.published_version, command.version)
+        self.pipeline.state.apply(PublishedVersion(version=command.version, time=0.0, compute_hours=0.0, servers=()))
         self._on_change()
 
     # Evaluation.
 
-    def _is_due(self, version: int) -> bool:
-        known = [v for v in (self.scored, *self.evaluations) if v is not None]
-        return is_due(version, max(known, default=None), self.recipe.evaluation.every, self.scenario.steps)
-
     def _evaluate_if_due(self, version: int) -> None:
-        held = [s for s, v in self.membership.clean().items() if v == version]
-        if held and self._is_due(version):
-            servers = set(sorted(held, key=lambda s: self.places.use[s].running)[: self.recipe.evaluation.servers])
-            for server in servers:
-                self.membership.pin(server)
-            self.evaluations[version] = servers
+        schedule = self.pipeline.evaluations
+        if schedule.is_due(version, self.scenario.steps) and (servers := schedule.begin(version)):
             self.tasks.create_task(self._evaluate(version, servers))
 
     async def _evaluate(self, version: int, servers: set[int]) -> None:
@@ -286,15 +266,17 @@ class _Simulation:
         async with asyncio.TaskGroup() as workers:
             for _ in range(min(self.places.limit * len(servers), count)):
                 workers.create_task(work())
-        self.scored = version
-        del self.evaluations[version]
-        for server in servers:
-            self.membership.unpin(server)
+        self.pipeline.state.apply(_evaluated(version))
+        self.pipeline.evaluations.end(version)
         self._on_change()
 
     def _on_change(self) -> None:
         self.places.refresh()
         self.changed.set()
+
+
+def _evaluated(version: int) -> Evaluated:
+    return Evaluated(version=version, time=0.0, compute_hours=0.0, pass_rate=0.0, n_prompts=0, samples=0)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +145,13 @@ def play(recipe: Recipe, servers: Servers, script: Script) -> Completion | None:
         places = Places(servers.members, 4)
         clients = {n: servers.client(n) for n in range(3)}
         sampler = Sampler(recipe, Letters(), clients, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type]
-        job = Job(
-            PROMPT, (1, 0, 0), lambda server, version: version >= DUE - LAG, "", recipe.length.thinking_tokens[1], 1.0, 1.0,
-            placed.append, ROUTED,
-        )  # fmt: skip
+
+        async def take() -> tuple[int, int]:
+            server, version = await places.take((1, 0, 0), lambda _, version: version >= DUE - LAG)
+            placed.append(server)
+            return server, version
+
+        job = Job(PROMPT, (1, 0, 0), take, "", recipe.length.thinking_tokens[1], 1.0, 1.0, ROUTED)
         done = await asyncio.wait_for(sampler.complete(job), 10)
         assert all(use.running == 0 for use in places.use.values())
         return done
@@ -289,7 +293,9 @@ def say(
         sampler = Sampler(
             recipe, Letters(), {0: server}, Places(members, 1), Nobody(), TaskEnvironments(recipe, Letters())
         )  # type: ignore[arg-type,dict-item]
-        return await sampler.complete(Job(PROMPT, (1, 0, 0), lambda *_: True, "", chosen["thinking"], 1.0, 1.0))
+        return await sampler.complete(
+            Job(PROMPT, (1, 0, 0), partial(places.take, (1, 0, 0), lambda *_: True), "", chosen["thinking"], 1.0, 1.0)
+        )
 
     return asyncio.run(run()), server
 
@@ -366,7 +372,9 @@ def test_one_that_fails_ends_the_rollout_as_a_grader_that_is_down_does() -> None
         )  # type: ignore[arg-type,dict-item]
         prompt = Prompt(id="", tokens=PROMPT.tokens, answer="", task="step")
         with pytest.raises(GraderDown, match=r"data\.tasks\.step: environment .*: step failed: KeyError"):
-            await sampler.complete(Job(prompt, (1, 0, 0), lambda *_: True, "", 20, 1.0, 1.0))
+            await sampler.complete(
+                Job(prompt, (1, 0, 0), partial(places.take, (1, 0, 0), lambda *_: True), "", 20, 1.0, 1.0)
+            )
         assert places.use[0].running == 0
 
     asyncio.run(run())

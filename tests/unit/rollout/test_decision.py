@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.core.base.messages import Next, Publish, Refused, ServerAddress, Stop, Wait
-from megarl.core.controller.decision import Standing, TrainStep, decide, is_due
+from megarl.core.controller.decision import ControllerView, TrainStep, decide, is_due
 from megarl.core.server.membership import Membership
 
 ADDRESSES = [ServerAddress(id=n, url=f"http://127.0.0.1:{n}") for n in range(2)]
@@ -24,7 +24,7 @@ def told(
     step: int, members: Membership, *, incarnation: str = "a", version: int | None = None, **standing: object
 ) -> object:
     usual: dict[str, object] = {"batches": 8, "published_version": 5, "final_step": 10, "score_due": False}
-    now = Standing(**(usual | standing), membership=members)  # type: ignore[arg-type]
+    now = ControllerView(**(usual | standing), membership=members)  # type: ignore[arg-type]
     return decide(Next(incarnation=incarnation, step=step, version=step if version is None else version), now)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from megarl.core.base.types import Prompt, int32
 from megarl.core.controller import evaluations as module
 from megarl.core.controller.evaluations import TRIES, Evaluations, row
 from megarl.core.controller.metrics import ComputeClock, Spent
+from megarl.core.controller.pipeline import EvaluationSchedule, Hooks, Pipeline
 from megarl.core.evaluation.answers import SuiteDir, read_answers
 from megarl.core.evaluation.metrics import Outcome
-from megarl.core.evaluation.score import Sampled, choose
+from megarl.core.evaluation.score import Asker, Sampled, choose
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Session
-from megarl.core.journal.writer import Ledger
+from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import Recipe, Suite, from_tree
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Completion
@@ -98,7 +99,7 @@ class Answers:
         self.allowed: list[set[int]] = []
 
     async def complete(self, job: Any) -> Completion:
-        self.allowed.append({s for s in range(5) if job.may_use(s, 0)})
+        self.allowed.append({s for s in range(5) if job.take.args[1](s, 0)})
         await asyncio.sleep(0)
         if self.cancelled > 0:
             self.cancelled -= 1
@@ -115,6 +116,26 @@ class Answers:
         return Grade(1.0, True, True)
 
 
+class NoTickets:
+    """A source of which nothing is asked."""
+
+    exhausted = False
+
+
+def evaluations_of(
+    recipe: Recipe, journal: Journal, members: Membership, answers: Answers, count: int, fail: Callable, stop: Callable
+) -> tuple[Evaluations, JournalWriter, EvaluationSchedule]:
+    """Of a run of ten steps, whose tasks hold out `count` prompts each."""
+    records, places = JournalWriter(journal), Places(members, 1)
+    pipeline = Pipeline(recipe, records, places, NoTickets(), lambda: None, 10, 10)  # type: ignore[arg-type]
+    asker = Asker(recipe, TOKENIZER, {}, places, answers, answers, frozenset(), "", 0)  # type: ignore[arg-type]
+    made = Evaluations(
+        RunDir(recipe.run.path), questions(recipe, count), forecast, asker, pipeline, records,
+        ComputeClock(journal.state, recipe.resources), Hooks(lambda: None, fail, stop),
+    )  # fmt: skip
+    return made, records, pipeline.evaluations
+
+
 async def scored(recipe: Recipe, down: int, stops: list[str] | None = None, version: int = 0) -> tuple[list[str], int]:
     """Reasons for which the run failed, and how often `version` was begun. stops: takes the reasons to end it well."""
     rundir = RunDir(recipe.run.path)
@@ -126,25 +147,20 @@ async def scored(recipe: Recipe, down: int, stops: list[str] | None = None, vers
     members.publish([0], version, "a")
     members.published(0, version, "a", "")
     failures: list[str] = []
-    ledger, answers = Ledger(journal), Answers(down)
-    evaluations = Evaluations(
-        recipe, rundir, journal.state, questions(recipe, 4), forecast, TOKENIZER, members,
-        Places(members, 1), answers, answers, ledger,  # type: ignore[arg-type]
-        ComputeClock(journal.state, recipe.resources), lambda: None, failures.append,
-        (stops if stops is not None else []).append, "",
-    )  # fmt: skip
+    stop = (stops if stops is not None else []).append
+    evaluations, records, schedule = evaluations_of(recipe, journal, members, Answers(down), 4, failures.append, stop)
     begun = 0
     async with asyncio.TaskGroup() as tasks:
-        writer = tasks.create_task(ledger.run())
-        while evaluations.is_due(version, 10) and not failures:
-            evaluations.begin(version, lambda version: Spent(0.5 + version, 0.25, 0.125), tasks)
+        writer = tasks.create_task(records.run())
+        while schedule.is_due(version, 10) and not failures:
+            evaluations.begin_if_due(version, lambda version: Spent(0.5 + version, 0.25, 0.125), tasks)
             assert members.members[0].pinned
-            assert not evaluations.is_due(version, 10)
-            await asyncio.wait_for(asyncio.shield(evaluations.running[version][1]), 10)
+            assert not schedule.is_due(version, 10)
+            await asyncio.wait_for(asyncio.shield(evaluations.tasks[version]), 10)
             begun += 1
             assert not members.members[0].pinned
         writer.cancel()
-    await ledger.close()
+    await records.close()
     return failures, begun
 
 
@@ -261,18 +277,14 @@ def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
     members.publish(range(4), 0, "a")
     for n in range(4):
         members.published(n, 0, "a", "")
-    ledger, answers = Ledger(journal), Answers(0)
-    evaluations = Evaluations(
-        recipe, rundir, journal.state, questions(recipe, 9), forecast, TOKENIZER, members, Places(members, 1), answers, answers,  # type: ignore[arg-type]
-        ledger, ComputeClock(journal.state, recipe.resources), lambda: None, [].append, [].append, "",
-    )  # fmt: skip
+    answers = Answers(0)
+    evaluations, records, schedule = evaluations_of(recipe, journal, members, answers, 9, [].append, [].append)
 
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
-            writer = tasks.create_task(ledger.run())
-            evaluations.begin(0, lambda version: Spent(0.5, 0.0, 0.0), tasks)
-            servers, task = evaluations.running[0]
-            held = set(servers)
+            writer = tasks.create_task(records.run())
+            evaluations.begin_if_due(0, lambda version: Spent(0.5, 0.0, 0.0), tasks)
+            task, held = evaluations.tasks[0], set(schedule.running[0])
             assert len(held) == 3
             assert {n for n in range(4) if members.members[n].pinned} == held
             await asyncio.sleep(0)
@@ -284,7 +296,7 @@ def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
             assert answers.allowed[-1] == held - {min(held)}
             assert not any(m.pinned for m in members.members.values())
             writer.cancel()
-        await ledger.close()
+        await records.close()
 
     asyncio.run(run())
     (found,) = read_jsonl(rundir.eval)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl.core.journal.journal import Journal, JournalReader
 from megarl.core.journal.records import Admitted
-from megarl.core.journal.writer import Ledger
+from megarl.core.journal.writer import JournalWriter
 
 
 def admitted(ticket: int) -> Admitted:
@@ -15,7 +15,7 @@ def admitted(ticket: int) -> Admitted:
 
 def test_a_write_that_is_cancelled_before_its_turn_is_written_all_the_same(tmp_path: Path) -> None:
     async def run() -> None:
-        ledger, busy = Ledger(Journal.open(tmp_path, 2, 1)), threading.Event()
+        ledger, busy = JournalWriter(Journal.open(tmp_path, 2, 1)), threading.Event()
         ledger._thread.submit(busy.wait, 10)
         ledger.write(admitted(0))
         writer = asyncio.create_task(ledger.run())

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,15 @@ def complete(control: str) -> tuple[Completion, list[int]]:
         places = Places(members, 1)
         sampler = Sampler(recipe, Letters(), {0: server}, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
         prompt = Prompt(id="", tokens=int32([7, 7]), answer="")
-        job = Job(prompt, (1, 0, 0), lambda *_: True, "", recipe.length.thinking_tokens[1], 1.0, 1.0)
+        job = Job(
+            prompt,
+            (1, 0, 0),
+            partial(places.take, (1, 0, 0), lambda *_: True),
+            "",
+            recipe.length.thinking_tokens[1],
+            1.0,
+            1.0,
+        )
         return await sampler.complete(job)
 
     return asyncio.run(run()), server.asked

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.messages import Next, Publish, ServerAddress, Stop
-from megarl.core.controller.decision import Standing, TrainStep, decide
+from megarl.core.controller.decision import ControllerView, TrainStep, decide
 from megarl.core.recipe import Pipeline
 from megarl.core.server.membership import Membership
 
@@ -79,7 +79,7 @@ class World:
             self.publishing = None
             return
         unfinished = self.admission.unfinished()
-        now = Standing(
+        now = ControllerView(
             batches=self.admission.due(unfinished[0]) if unfinished else len(self.admission.queue) // self.prompts,
             published_version=self.published,
             final_step=STEPS,

@@ -15,10 +15,11 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Prompt, float32, int32
 from megarl.core.controller.draw import mixture_of
 from megarl.core.controller.parity import Parity
+from megarl.core.controller.pipeline import Pipeline
 from megarl.core.controller.tickets import Tickets
 from megarl.core.journal.journal import Journal, JournalReader
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, State
-from megarl.core.journal.writer import Ledger
+from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.sampling.length_control import thinking_budget
 from megarl.core.sampling.places import Places
@@ -110,7 +111,7 @@ class Wordy(Server):
         return Generation(int32(tokens), float32([-1.0] * len(tokens)), (Span(3, 0, len(tokens)),), "stop")
 
 
-async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server] = Server) -> tuple[Tickets, Server]:
+async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server] = Server) -> tuple[Pipeline, Tickets]:
     """Go on with the journal in `path` until no ticket is left to do, or so many are settled in this life."""
     journal = Journal.open(path, B, recipe.pipeline.max_lag)
     members = Membership([ServerAddress(id=0, url="")])
@@ -120,7 +121,7 @@ async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server
     asked, places, settled = server(), Places(members, 16), 0
     sampler = Sampler(recipe, Letters(), {0: asked}, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
     graders = TaskGraders(recipe.data, "</think>", str, 1, 1.0)
-    ledger, done = Ledger(journal), asyncio.Event()
+    records, done = JournalWriter(journal), asyncio.Event()
 
     def changed() -> None:
         nonlocal settled
@@ -130,20 +131,21 @@ async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server
             done.set()
 
     def whole() -> bool:
-        return not tickets.running and (tickets.mixture.exhausted or tickets.batches() >= recipe.run.steps)
+        return not pipeline.running and (tickets.exhausted or pipeline.batches() >= recipe.run.steps)
 
     parity = Parity(recipe, END, None, {0: asked}, members, changed, pytest.fail, "")  # type: ignore[dict-item]
-    tickets = Tickets(recipe, journal.state, PROMPTS, members, places, sampler, graders, ledger, parity, changed, "")
+    tickets = Tickets(recipe, PROMPTS, mixture_of(recipe, PROMPTS, journal.state), sampler, graders, parity, "")
+    pipeline = Pipeline(recipe, records, places, tickets, changed, recipe.run.steps, recipe.run.steps)
     if whole():
         done.set()
     async with asyncio.TaskGroup() as tasks:
-        parts = [tasks.create_task(ledger.run()), tasks.create_task(tickets.run())]
+        parts = [tasks.create_task(records.run()), tasks.create_task(pipeline.run())]
         places.refresh()
         await asyncio.wait_for(done.wait(), 20)
         for part in parts:
             part.cancel()
-    await ledger.close()
-    return tickets, asked
+    await records.close()
+    return pipeline, tickets
 
 
 def records(path: Path) -> list[JournalRecord]:
@@ -186,7 +188,7 @@ def check_budgets(recipe: Recipe, found: list[JournalRecord]) -> set[int]:
 def test_refilled_in_stages_and_interrupted_it_draws_as_if_it_were_not(tmp_path: Path, deaths: tuple[int, ...]) -> None:
     recipe = recipe_of()
     for until in (*deaths, None):
-        tickets, _ = asyncio.run(run(recipe, tmp_path, until))
+        pipeline, _ = asyncio.run(run(recipe, tmp_path, until))
     found = records(tmp_path)
     admitted = check_draws(recipe, found)
     assert check_budgets(recipe, found) == {0, 1, 2}
@@ -197,10 +199,10 @@ def test_refilled_in_stages_and_interrupted_it_draws_as_if_it_were_not(tmp_path:
         "all of it was graded with"
     )
     assert any(isinstance(r, Removed) for r in found)
-    assert [tickets.admission.due(g) for g in sorted(g.ticket for g in groups)] == [n // B for n in range(8 * B)]
+    assert [pipeline.admission.due(g) for g in sorted(g.ticket for g in groups)] == [n // B for n in range(8 * B)]
     shares = np.mean([a.task == "math" for a in admitted])
     assert abs(shares - 0.75) < 1 / len(admitted)
-    assert any(a.due > tickets.admission.due(a.ticket) for a in admitted if a.ticket in tickets.admission.queue), (
+    assert any(a.due > pipeline.admission.due(a.ticket) for a in admitted if a.ticket in pipeline.admission.queue), (
         "some ticket was to be trained later when it was drawn: its budget did not follow"
     )
 
@@ -219,14 +221,14 @@ def test_used_up_prompts_end_it_task_by_task(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PROMPTS, "math", kept["math"])
         patch.setitem(PROMPTS, "code", kept["code"])
-        tickets, _ = asyncio.run(run(recipe, tmp_path, None))
+        pipeline, tickets = asyncio.run(run(recipe, tmp_path, None))
         check_draws(recipe, records(tmp_path))
-        again, _ = asyncio.run(run(recipe, tmp_path, 1))
+        _, again = asyncio.run(run(recipe, tmp_path, 1))
     assert tickets.mixture.exhausted
     assert again.mixture.exhausted, "a restarted controller finds the same end"
     assert {t: len(c.excluded) for t, c in tickets.mixture.curricula.items()} == {"math": 20, "code": 12}
     finished = [r.group.prompt for r in records(tmp_path) if isinstance(r, Finished)]
-    assert len(finished) == tickets.admitted
+    assert len(finished) == pipeline.admitted
     assert {(p.task, p.id) for p in finished} == {(t, p.id) for t, of in kept.items() for p in of.train}
 
 

@@ -1,0 +1,198 @@
+"""The pipeline: which tickets there are, what they come to, which versions are evaluated, and how things stand.
+
+    Source.draw ─► Admitted ─► GroupPlaces ─► Source.make ─► Finished | Removed ─► batches() ─► view() ─► decision.decide
+                    while a server has places free for it        written down first
+
+The controller and the simulator (lab/planning/simulate.py) run this code; they differ in the `Source` that draws prompts and
+makes their groups, and in where records go: to the journal, or into the state alone. The order of records is the order of these
+events, so a restarted controller goes on exactly as this one would have: the same tickets, prompts and budgets; of unfinished
+tickets nothing but the tokens is lost.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from megarl.core.base.types import Group
+from megarl.core.controller.decision import ControllerView, is_due
+from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, State
+from megarl.core.recipe import Recipe
+from megarl.core.sampling.places import GroupPlaces, Places
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the parts of a run tell it. changed: something that somebody may wait for has changed; fail, stop: it is to end, and
+    why."""
+
+    changed: Callable[[], None]
+    fail: Callable[[str], None]
+    stop: Callable[[str], None]
+
+
+class Records(Protocol):
+    """Where records go. `state` is the fold of all of them."""
+
+    state: State
+
+    def write(self, record: JournalRecord) -> Awaitable[None]:
+        """Apply it to the state; await the result to know that it will survive."""
+        ...
+
+
+class Source(Protocol):
+    """Draws prompts and makes groups of them. exhausted: there will be no draw any more."""
+
+    @property
+    def exhausted(self) -> bool: ...
+
+    def draw(self, ticket: int, due: int) -> Admitted | None:
+        """The next prompt, for this ticket, which step `due` would train; None: there is none now."""
+        ...
+
+    async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
+        """The group of a ticket, as `settled` records it. Every place is given back."""
+        ...
+
+
+def settled(recipe: Recipe, group: Group, has_gradient: bool) -> Finished | Removed:
+    """What becomes of a ticket: under `refill` a group without a gradient gives up its slot, unless it is void."""
+    if recipe.batch.zero_variance != "refill" or group.void or has_gradient:
+        return Finished(group=group, time=time.time())
+    tokens = sum(r.trained_tokens for r in group.rollouts)
+    return Removed(ticket=group.ticket, reason="zero variance", pass_rate=group.pass_rate, generated_tokens=tokens)
+
+
+class Pipeline:
+    """Tickets of a run, whose `admission` is the state's. changed: called when a ticket is settled, or prompts have run out.
+
+    steps: after so many the run ends; admit_steps: tickets are admitted for so many.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        records: Records,
+        places: Places,
+        source: Source,
+        changed: Callable[[], None],
+        steps: int,
+        admit_steps: float,
+    ) -> None:
+        self._recipe, self._records, self._places = recipe, records, places
+        self._source, self._changed, self._steps, self._admit_steps = source, changed, steps, admit_steps
+        self.state, self.admission = records.state, records.state.admission
+        self.evaluations = EvaluationSchedule(recipe, places, self.state)
+        self.running: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Admit tickets and have them made until cancelled; fails as its tickets fail."""
+        async with asyncio.TaskGroup() as tasks:
+            for admitted in list(self.state.unfinished.values()):
+                self._start(tasks, admitted)
+            while True:
+                await self._places.changed.wait()
+                self._places.changed.clear()
+                while self._room():
+                    known, ticket = self._source.exhausted, self.admission.next_ticket
+                    admitted = self._source.draw(ticket, self.admission.next_due())
+                    if admitted is None:
+                        if not known:
+                            self._changed()  # the run may be over; only once, for a change leads back here
+                        break
+                    self._records.write(admitted)
+                    self._start(tasks, admitted)
+
+    def batches(self) -> int:
+        """How many batches are complete, from the first on without a gap."""
+        first_unfinished = next(iter(self.admission.unfinished()), None)
+        if first_unfinished is not None:
+            return self.admission.due(first_unfinished)
+        return self.admitted // self._recipe.batch.prompts
+
+    @property
+    def admitted(self) -> int:
+        """Tickets admitted and not removed."""
+        return self.admission.forgotten + len(self.admission.queue)
+
+    @property
+    def final_step(self) -> int:
+        """The last step, or as many as the prompts gave batches for."""
+        return min(self._steps, self.admitted // self._recipe.batch.prompts) if self._source.exhausted else self._steps
+
+    def ahead(self, step: int) -> int:
+        """Tickets drawn and not trained before `step`."""
+        return self.admitted - step * self._recipe.batch.prompts
+
+    def view(self, version: int) -> ControllerView:
+        """How things stand for a learner that has this version."""
+        return ControllerView(
+            batches=self.batches(),
+            published_version=self.state.published_version,
+            final_step=self.final_step,
+            phase_steps=self._recipe.pipeline.phase_steps,
+            score_due=self.evaluations.is_due(version, self.final_step) or version in self.evaluations.running,
+            membership=self._places.membership,
+        )
+
+    def _room(self) -> bool:
+        """Whether a step will train the next ticket, and a server may work on it and has places nobody else waits for."""
+        wanted = self.admitted < self._admit_steps * self._recipe.batch.prompts
+        return wanted and self._places.free(self.admission.can_admit) > 0
+
+    def _start(self, tasks: asyncio.TaskGroup, admitted: Admitted) -> None:
+        ticket, rollouts = admitted.ticket, self._recipe.sampling.generations
+        places = GroupPlaces(self._places, self.admission, ticket, rollouts)
+        self.running[ticket] = tasks.create_task(self._settle(admitted, places), name=f"ticket {ticket}")
+
+    async def _settle(self, admitted: Admitted, places: GroupPlaces) -> None:
+        """The whole life of a ticket."""
+        ticket = admitted.ticket
+        try:
+            record = await self._source.make(admitted, places)
+        finally:
+            places.close()
+        await self._records.write(record)
+        del self.running[ticket]
+        self._changed()
+
+
+class EvaluationSchedule:
+    """Which versions are evaluated on which servers. running: servers of each version that is being evaluated."""
+
+    def __init__(self, recipe: Recipe, places: Places, state: State) -> None:
+        self._every, self._most = recipe.evaluation.every, recipe.evaluation.servers
+        self._membership, self._places, self._state = places.membership, places, state
+        self.running: dict[int, set[int]] = {}
+
+    def is_due(self, version: int, final_version: int) -> bool:
+        """Whether these weights need an evaluation, and are not being evaluated yet."""
+        newest = max((*self._state.evaluations, *self.running), default=None)
+        return is_due(version, newest, self._every, final_version)
+
+    def begin(self, version: int) -> set[int]:
+        """Pin some of the servers that have these weights, those with the fewest requests; empty if none has them."""
+        held = [s for s, v in self._membership.clean().items() if v == version]
+        servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._most])
+        for server in servers:
+            self._membership.pin(server)
+        if servers:
+            self.running[version] = servers
+        return servers
+
+    def end(self, version: int) -> None:
+        """Let its servers take other weights again."""
+        for server in self.running.pop(version):
+            self._membership.unpin(server)
+
+    def drop_lost(self) -> dict[int, tuple[int, int]]:
+        """Take servers that have other weights now, or none, out of evaluations: by version how many are lost, and are left."""
+        clean, changed = self._membership.clean(), {}
+        for version, servers in self.running.items():
+            lost = {s for s in servers if clean.get(s) != version}
+            if lost:
+                servers -= lost
+                changed[version] = len(lost), len(servers)
+        return changed
