@@ -35,8 +35,8 @@ RETRY_S = 10.0
 
 
 class Evaluations:
-    """The evaluations of a run. asker: whom each asks, its servers and salt aside; tasks: by version, those under way; `latest`:
-    the newest row, empty before the first."""
+    """The evaluations of a run. asker: whom each asks, its servers and salt aside; tasks: by version, those under way;
+    `latest`: the newest row, empty before the first."""
 
     def __init__(
         self,

@@ -290,9 +290,8 @@ def say(
     members.published(0, 3, "a", "")
 
     async def run() -> Completion:
-        sampler = Sampler(
-            recipe, Letters(), {0: server}, Places(members, 1), Nobody(), TaskEnvironments(recipe, Letters())
-        )  # type: ignore[arg-type,dict-item]
+        places = Places(members, 1)
+        sampler = Sampler(recipe, Letters(), {0: server}, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
         return await sampler.complete(
             Job(PROMPT, (1, 0, 0), partial(places.take, (1, 0, 0), lambda *_: True), "", chosen["thinking"], 1.0, 1.0)
         )
