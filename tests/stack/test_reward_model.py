@@ -29,9 +29,9 @@ pytestmark = pytest.mark.stack
 
 KEY = "key-of-the-reward-model"
 SGLANG = """
-from megarl.core.server import cpu_engine
-cpu_engine.install()
-cpu_engine.fork_processes()
+from megarl.shims import sglang_cpu
+sglang_cpu.install()
+sglang_cpu.fork_processes()
 import sys
 from sglang.srt.entrypoints.http_server import launch_server
 from sglang.srt.server_args import prepare_server_args

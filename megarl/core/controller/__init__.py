@@ -4,7 +4,8 @@ controller.py    the parts, wired; changes; the end
 conversation.py  what the learner asks and when it is answered, over ZeroMQ
 decision.py      what the learner is told to do next, pure
 servers.py       who is up, and which version is where
-tickets.py       admit, sample, grade, write down
+pipeline.py      tickets are admitted, made, settled; versions are evaluated: the simulator runs it, too
+tickets.py       how a ticket becomes a group: drawn, sampled, graded
 draw.py          which task and which prompt is drawn next, pure
 evaluations.py   which versions are scored, on servers that are held for it
 parity.py        which rollouts both sides score, when, and what follows

@@ -97,13 +97,13 @@ class Pipeline:
                 self._places.changed.clear()
                 while self._room():
                     known, ticket = self._source.exhausted, self.admission.next_ticket
-                    admitted = self._source.draw(ticket, self.admission.next_due())
-                    if admitted is None:
+                    drawn = self._source.draw(ticket, self.admission.next_due())
+                    if drawn is None:
                         if not known:
                             self._changed()  # the run may be over; only once, for a change leads back here
                         break
-                    self._records.write(admitted)
-                    self._start(tasks, admitted)
+                    self._records.write(drawn)
+                    self._start(tasks, drawn)
 
     def batches(self) -> int:
         """How many batches are complete, from the first on without a gap."""

@@ -146,9 +146,7 @@ class GroupPlaces:
     one; began: its version at the group's first request; None before.
     """
 
-    def __init__(
-        self, places: Places, membership: Membership, admission: Admission, ticket: int, rollouts: int
-    ) -> None:
+    def __init__(self, places: Places, admission: Admission, ticket: int, rollouts: int) -> None:
         self._places, self._admission, self._ticket = places, admission, ticket
         self.server = places.emptiest(lambda version: admission.eligible(ticket, version))
         self.began: int | None = None

@@ -161,7 +161,7 @@ class Episodes:
                 raise MegarlError(f"{of.key}: {setup.environment} cannot be made: {_said(error)}") from error
             if not isinstance(environment, Environment):
                 raise MegarlError(
-                    f"{of.key}: {setup.environment} is no Environment; derive it from megarl.tasks.environments.Environment"
+                    f"{of.key}: {setup.environment} is no Environment; derive it from megarl.environments.Environment"
                 )
 
     async def answer(self, request: Request) -> bytes:

@@ -38,7 +38,8 @@ def start(tmp_path: Path) -> Start:
     place = Place((NODE,), (), 1)
 
     def started(unanswered: int, role: Role = LEARNER) -> subprocess.Popen[bytes]:
-        task = Task(role, ("-c", "import time; time.sleep(600)"), {}, place, RunDir(tmp_path / "run"))
+        begun = f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(600)"
+        task = Task(role, ("-c", begun), {}, place, RunDir(tmp_path / "run"))
         order = msgspec.json.encode(Order.of(task)).decode()
         return subprocess.Popen(
             [sys.executable, "-c", QUICK, order, str(unanswered)],
@@ -103,10 +104,13 @@ def test_lives_as_long_as_it_is_heard(start: Start) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("role", [LEARNER, Role("controller")])
-def test_a_signal_to_the_step_alone_is_the_roles(start: Start, role: Role, number: signal.Signals) -> None:
+def test_a_signal_to_the_step_alone_is_the_roles(
+    start: Start, tmp_path: Path, role: Role, number: signal.Signals
+) -> None:
     process = start(PATIENT, role)
     assert process.stdout is not None
-    process.stdout.readline()
+    while not (tmp_path / "begun").exists():  # Python itself ends with status 1 of a signal while it starts
+        assert process.stdout.readline()
     process.send_signal(number)
     assert reports(process)[-1].status == -number
     process.wait(LIMIT_S)
