@@ -1,6 +1,6 @@
 """The names of the metrics: what each is, and under which heading it is shown.
 
-`NAME/TASK` is the same of one task, where a recipe has several. A number with another name is kept too, under `other`.
+`NAME/TASK` is the same for one task, if a recipe has several. Numbers with other names are kept too, under `other`.
 """
 
 NAMES: dict[str, tuple[str, str]] = {
