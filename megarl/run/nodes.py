@@ -96,9 +96,7 @@ def main(arguments: list[str]) -> int:
         if not (Path(run) / ".lock").exists():
             raise MegarlError(f"{run} is not there; run.dir has to lie on a file system that all nodes share")
         node = here(int(count), interface)
-        sys.stdout.buffer.write(
-            msgspec.json.encode(node) + b"\n"
-        )  # in one write, so that lines of several nodes do not mix
+        sys.stdout.buffer.write(msgspec.json.encode(node) + b"\n")  # one write: lines of nodes do not mix
         sys.stdout.buffer.flush()
     except MegarlError as error:
         print(f"megarl: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())}: {error}", file=sys.stderr)

@@ -198,9 +198,7 @@ def latest_complete(checkpoints: Path) -> Path | None:
 def prune(checkpoints: Path, keep: int) -> None:
     """Remove all but the newest `keep`, and what killed writers left. Call on one rank, when none is being written."""
     for path in complete(checkpoints)[:-keep]:
-        (
-            path / META
-        ).unlink()  # makes it incomplete first, so that a kill in between leaves nothing that looks complete
+        (path / META).unlink()  # now incomplete: a kill before the next line leaves nothing that looks complete
         shutil.rmtree(path)
     for path in checkpoints.iterdir():
         if _PARTIAL.fullmatch(path.name) or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists()):
