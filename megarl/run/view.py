@@ -71,7 +71,7 @@ def render(frame: Frame) -> RenderableType:
 
 
 def line(frame: Frame) -> str:
-    """One-line form for non-interactive output."""
+    """Return the one-line form for non-interactive output."""
     row, observer = frame.observer.latest, frame.observer
     parts = [f"[{clock(frame.elapsed_s)}]", frame.stopping or phase(frame)]
     if observer.rows:

@@ -34,7 +34,7 @@ class Cost:
         return self.token * tokens + (self.pair * tokens**2 + self.local_pair * local) / 2
 
     def attention(self, tokens: int) -> float:
-        """Attention cost: the part not linear in tokens."""
+        """Return the attention cost: the part not linear in tokens."""
         return self.of(tokens) - self.token * tokens
 
 

@@ -175,7 +175,7 @@ class Flash:
     """
 
     def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device) -> None:
-        """keys: for each segment, positions among the gathered keys; None: the same as the queries."""
+        """Prepare for these segments. keys: for each, positions among the gathered keys; None: the same as the queries."""
         self.keys = None if keys is None else keys.to(device)
         queries_each, keys_each = parts.to - parts.at, parts.to - parts.start
         self.where = {
@@ -203,7 +203,7 @@ class Buckets:
     """
 
     def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device) -> None:
-        """keys: as in Flash."""
+        """Prepare for these segments. keys: as in Flash."""
         lengths = parts.to - parts.start
         self.shapes, first = _padded(lengths.tolist())
         slots = sum(n * longest for n, longest in self.shapes)

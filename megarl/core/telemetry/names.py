@@ -132,5 +132,5 @@ NAMES: dict[str, tuple[str, str]] = {
 
 
 def tag(name: str) -> str:
-    """TensorBoard's and W&B's name of a metric: `heading/name`, or `heading/name/task`."""
+    """Return a metric's name in TensorBoard and W&B: `heading/name`, or `heading/name/task`."""
     return f"{NAMES.get(name.partition('/')[0], ('other', ''))[0]}/{name}"

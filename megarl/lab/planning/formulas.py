@@ -22,7 +22,7 @@ WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}
 
 
 def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -> float:
-    """Weights, gradients and AdamW of these parameters on a rank, with the optimiser divided among `shards` ranks.
+    """Return bytes of weights, gradients and AdamW on a rank, with the optimiser divided among `shards` ranks.
 
     [ZeRO], stage 1. Half: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / shards. fp32: 4 + 4 + 8 / shards.
     kept: share of the optimiser's part that is not in the host's memory.
@@ -33,7 +33,7 @@ def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -
 
 
 def fp8_weight_bytes(parameters: float) -> float:
-    """What FP8 products keep beside the bf16 weights between micro-batches: each weight in FP8, plain and transposed.
+    """Return bytes that FP8 products keep beside bf16 weights between micro-batches: each weight in FP8, plain and transposed.
 
     Their matrix units read both factors row by row (Transformer Engine, guide to FP8).
     """
@@ -41,7 +41,7 @@ def fp8_weight_bytes(parameters: float) -> float:
 
 
 def replicated_activation_bytes(shape: Shape, width: int, kept: int) -> float:
-    """Per token and layer, activations divided by TP only with sequence parallelism: input and output of both norms.
+    """Return bytes per token and layer divided by TP only with sequence parallelism: input and output of both norms.
 
     [AR] section 4.2.1 counts 10 sbh outside tensor-parallel parts: 4 for the layer norms' inputs, 4 for the inputs of the parts
     after them (here the norms' outputs), and 2 for dropout masks, of which there are none. width: bytes of an activation; kept:
@@ -51,12 +51,12 @@ def replicated_activation_bytes(shape: Shape, width: int, kept: int) -> float:
 
 
 def layer_input_bytes(shape: Shape, width: int) -> float:
-    """Per token, the input of a layer that is recomputed whole. Divided as the one above. [AR] section 5."""
+    """Return bytes per token of the input of a layer that is recomputed whole. Divided as the one above. [AR] section 5."""
     return shape.hidden * width
 
 
 def attention_activation_bytes(shape: Shape, width: int, kept: int) -> float:
-    """Per token and layer, activations divided by TP: q, k, v, the output, and the softmax's normaliser (FP32).
+    """Return bytes per token and layer divided by TP: q, k, v, the output, and the softmax's normaliser (FP32).
 
     [AR] equation 1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The map after it keeps the same
     output, unless it keeps it in FP8.
@@ -66,12 +66,12 @@ def attention_activation_bytes(shape: Shape, width: int, kept: int) -> float:
 
 
 def mlp_activation_bytes(feed_forward: int, width: int, kept: int) -> float:
-    """Per token, activations of a gated MLP divided by TP: gate and up, and their product. [AR] 4.1, for SwiGLU."""
+    """Return bytes per token of a gated MLP, divided by TP: gate and up, and their product. [AR] 4.1, for SwiGLU."""
     return feed_forward * (2 * width + kept)
 
 
 def routed_activation_bytes(shape: Shape, expert_tensor_parallel: int, width: int, kept: int) -> float:
-    """Per token and layer, activations of all chosen routed experts together, if tokens are spread evenly over experts.
+    """Return bytes per token and layer of all chosen routed experts together, if tokens are spread evenly over experts.
 
     Each choice is a separate row: gathered input and output [hidden], and the gated MLP within. Router logits in FP32.
     """
@@ -81,7 +81,7 @@ def routed_activation_bytes(shape: Shape, expert_tensor_parallel: int, width: in
 
 
 def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
-    """Number of micro-batches whose activations of its own layers the first stage holds at most. [AR] 4.2.3, [PP] 2.2.
+    """Return how many micro-batches' activations of its own layers the first stage holds at most. [AR] 4.2.3, [PP] 2.2.
 
     1F1B: as many as there are stages; interleaved: (1 + (p - 1) / (p v)) times as many.
     """
@@ -95,7 +95,7 @@ HEAD_CHUNK = 4096 * 8192
 
 
 def head_bytes(tokens: float, vocabulary: int, hidden: int, tensor_parallel: int, width: int) -> float:
-    """Peak of the head, for this many trained tokens of one micro-batch (megarl/core/learner/head/function.py).
+    """Return peak bytes of the head for this many trained tokens of a micro-batch (megarl/core/learner/head/function.py).
 
     A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed and as passed on; the zeros
     that autograd gets as the weight's gradient. width: bytes of a number of the model.
@@ -108,7 +108,7 @@ def head_bytes(tokens: float, vocabulary: int, hidden: int, tensor_parallel: int
 
 
 def kv_bytes(shape: Shape, tensor_parallel: int, width: int) -> float:
-    """Per token, k and v of every layer on each GPU of a server. [Inf] More GPUs than groups hold copies."""
+    """Return bytes per token of k and v of every layer on each GPU of a server. [Inf] More GPUs than groups hold copies."""
     return 2 * shape.layers * max(shape.groups / tensor_parallel, 1) * shape.head_dim * width
 
 
@@ -116,19 +116,19 @@ def kv_bytes(shape: Shape, tensor_parallel: int, width: int) -> float:
 
 
 def layer_flop(shape: Shape) -> float:
-    """Forward, per token: 2 for each parameter it is multiplied by, without embedding and head. [PaLM]"""
+    """Return forward FLOP per token: 2 for each parameter it is multiplied by, without embedding and head. [PaLM]"""
     return 2 * shape.body_parameters
 
 
 def attention_flop(shape: Shape, positions: float) -> float:
-    """Forward, for a token that attends to this many positions: scores and the weighted sum of values. [PaLM], causal."""
+    """Return forward FLOP of a token's attention to this many positions: scores and weighted values. [PaLM], causal."""
     chunk = shape.attention_chunk or positions
     local = shape.local_layers * min(positions, chunk)
     return 4 * shape.query * (local + (shape.layers - shape.local_layers) * positions)
 
 
 def head_flop(shape: Shape) -> float:
-    """Forward, per token. [PaLM]"""
+    """Return forward FLOP of the head per token. [PaLM]"""
     return 2 * shape.embedding_parameters
 
 
@@ -142,7 +142,7 @@ FP32 logits of bf16 numbers are products of bf16 numbers summed in FP32, on both
 
 
 def forward_again(recompute: str, shape: Shape) -> float:
-    """FLOP of a token's forward pass through the layers' matrices that the backward pass recomputes. [AR] section 5.
+    """Return FLOP of a token's forward pass through the layers' matrices that the backward pass recomputes. [AR] section 5.
 
     recompute: as in the recipe; selective means MLPs and experts (megarl/core/models/build.py).
     """
@@ -151,7 +151,7 @@ def forward_again(recompute: str, shape: Shape) -> float:
 
 
 def sequence_cost(shape: Shape) -> Cost:
-    """The learner's cost model of a sequence (megarl/core/learner/network.py), in FLOP."""
+    """Return the learner's cost model of a sequence (megarl/core/learner/network.py), in FLOP."""
     pair = BACKWARD * 4 * shape.query
     return Cost(
         token=BACKWARD * layer_flop(shape) + HEAD_BACKWARD * head_flop(shape),
@@ -162,14 +162,14 @@ def sequence_cost(shape: Shape) -> Cost:
 
 
 def bubble(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
-    """Time of a step's pipeline as a multiple of its micro-batches' time: 1 + (p - 1) / (m v). [PP] 2.2."""
+    """Return a step's pipeline time as a multiple of its micro-batches' time: 1 + (p - 1) / (m v). [PP] 2.2."""
     return 1 + (pipeline_parallel - 1) / (microbatches * virtual)
 
 
 def tensor_parallel_bytes(
     tokens: float, shape: Shape, ranks: int, sequence_parallel: bool, recompute: str = "none"
 ) -> float:
-    """Bytes over a rank's link for the tensor parallelism of one layer, forward and backward. [AR] 4.2.2.
+    """Return bytes over a rank's link for the tensor parallelism of one layer, forward and backward. [AR] 4.2.2.
 
     Sequence parallelism: four gathers and four scatters of [tokens, hidden], and two more gathers for weight gradients.
     Without it: four all-reduces, each a gather and a scatter. Recomputation repeats exchanges: two of each, or one.
@@ -179,7 +179,7 @@ def tensor_parallel_bytes(
 
 
 def expert_parallel_bytes(tokens: float, shape: Shape, ranks: int, recompute: str = "none") -> float:
-    """Bytes over a rank's link for one layer's experts: to them and back, forward, backward and in a recomputed forward.
+    """Return bytes over a rank's link for one layer's experts: to them and back, forward, backward and when recomputed.
 
     GShard, arXiv 2006.16668.
     """
@@ -189,32 +189,32 @@ def expert_parallel_bytes(tokens: float, shape: Shape, ranks: int, recompute: st
 
 
 def data_parallel_bytes(parameters: float, width: int, ranks: int) -> float:
-    """Bytes over a rank's link once a step: FP32 gradients scattered, weights gathered. [ZeRO] 7.2.1"""
+    """Return bytes over a rank's link once a step: FP32 gradients scattered, weights gathered. [ZeRO] 7.2.1"""
     return (FP32 + width) * parameters * (ranks - 1) / ranks
 
 
 def optimizer_bytes(parameters: float) -> float:
-    """Bytes read and written by AdamW for these parameters: gradient; three values read and written; the weight."""
+    """Return bytes read and written by AdamW for these parameters: gradient; three values read and written; the weight."""
     return (FP32 + 6 * FP32 + HALF) * parameters
 
 
 def offload_bytes(parameters: float) -> float:
-    """Bytes in each direction over a GPU's link to its host, for AdamW there: FP32 gradients to it, FP32 weights back."""
+    """Return bytes each way over a GPU's link to its host, for AdamW there: FP32 gradients to it, FP32 weights back."""
     return FP32 * parameters
 
 
 def experts_met(experts: int, chosen: int, tokens: float) -> float:
-    """Number of a layer's experts that this many tokens reach, each choosing uniformly: what decoding has to read."""
+    """Return how many of a layer's experts this many tokens reach, each choosing uniformly: what decoding has to read."""
     return experts * (1 - (1 - chosen / experts) ** tokens) if experts else 0.0
 
 
 def roofline(bytes_moved: float, memory_rate: float, flop: float, flop_rate: float) -> float:
-    """Seconds, by whichever limits. [Roof]"""
+    """Return seconds, by whichever limits. [Roof]"""
     return max(bytes_moved / memory_rate, flop / flop_rate)
 
 
 def broadcast_seconds(size: float, rate: float, receivers: int, hop_s: float) -> float:
-    """Seconds of a pipelined ring from one rank: the bytes pass each link once, the last rank is `receivers` hops away.
+    """Return seconds of a pipelined ring from one rank: bytes pass each link once, the last rank is `receivers` hops away.
 
     Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, 2005: large messages.
     """

@@ -45,7 +45,7 @@ def packing(
 
 
 def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assumed: Assumed) -> float:
-    """Forward, backward, gradients and optimiser of a step on the slowest rank."""
+    """Return seconds of forward, backward, gradients and optimiser in a step on the slowest rank."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     stages, microbatches = model.pipeline_parallel, packed.microbatches
     # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
@@ -64,7 +64,7 @@ def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assum
 
 
 def _layer_link_seconds(recipe: Recipe, shape: Shape, tokens: float, gpu: Gpu, assumed: Assumed) -> float:
-    """Communication of tensor and expert parallelism within all layers, as if none of it overlapped with compute."""
+    """Return seconds of tensor and expert parallel communication in all layers, as if none overlapped with compute."""
     model, again = recipe.model, recipe.learner.recompute
     seconds = 0.0
     if model.tensor_parallel > 1:
@@ -79,7 +79,7 @@ def _layer_link_seconds(recipe: Recipe, shape: Shape, tokens: float, gpu: Gpu, a
 
 
 def _update_seconds(recipe: Recipe, shape: Shape, ranks: int, gpu: Gpu, assumed: Assumed) -> float:
-    """Gradients over the data-parallel ranks, AdamW on this rank's share, weights back. Assumes no overlap."""
+    """Return seconds to reduce gradients over data-parallel ranks, run AdamW and gather weights, assuming no overlap."""
     model = recipe.model
     dense_shards = model.tensor_parallel * model.pipeline_parallel
     expert_shards = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
@@ -108,7 +108,7 @@ class Decoder:
     kv_token: float
 
     def step_seconds(self, running: float, context_tokens: float) -> float:
-        """Seconds to decode one token for each of `running` requests that hold `context_tokens` in total."""
+        """Return seconds to decode one token for each of `running` requests that hold `context_tokens` in total."""
         shape, assumed, fixed = self.shape, self.assumed, self._fixed
         met = formulas.experts_met(shape.experts, shape.experts_per_token, running)
         read = fixed.read + met * fixed.read_expert
@@ -137,7 +137,7 @@ class Decoder:
         )
 
     def _positions(self, running: float, context_tokens: float) -> float:
-        """Number of tokens whose k and v are read, averaged over layers."""
+        """Return the number of tokens whose k and v are read, averaged over layers."""
         shape = self.shape
         if shape.attention_chunk is None:
             return context_tokens
@@ -171,7 +171,7 @@ class Publication:
 
 
 def publication(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed, devices: int) -> Publication:
-    """Cost of publishing the whole model to all servers, bucket by bucket; stages send one after the other."""
+    """Return the cost of publishing the whole model to all servers, bucket by bucket; stages send one after the other."""
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
     size = shape.parameters * WIDTH[recipe.model.dtype]
     bucket = recipe.weights.bucket_mb * 2**20

@@ -16,7 +16,7 @@ class Profile:
     """Profiles of A, u and w of a problem, and its minimum `theta` [4] with error `sse`."""
 
     def __init__(self, problem: Problem, levels: float | None = None) -> None:
-        """levels: A may only be a multiple of this (the paper's grid); its interval is that of a continuous A."""
+        """Compute the profiles. levels: A may only be a multiple of this (the paper's grid); the interval ignores this."""
         self.problem = problem
         starts, self.held = grid(problem)
         self.rows, self.errors = descend(problem, starts, self.held)
