@@ -1,8 +1,8 @@
 """`megarl doctor`: what this machine can run, and what to do about what it cannot.
 
-    one function a question ──► Finding (good, note, bad) ──► table; exit 0 if a CPU or a GPU run is possible
+    one function per question ──► Finding (good, note, bad) ──► table; exit 0 if a CPU or a GPU run is possible
 
-A `note` costs something or limits to the CPU; a `bad` stops every run.
+A `note` costs something or limits runs to the CPU; a `bad` stops every run.
 """
 
 import importlib.metadata
@@ -27,14 +27,14 @@ from megarl.tasks.graders.sandbox import Sandbox
 
 GIB = 1 << 30
 PINS = {"torch": "2.14.1", "megatron-core": "0.19.2", "sglang": "0.5.23", "transformers": "5.19.0"}
-"""Versions this code was made for; it reaches into all four."""
+"""Versions this code was made for; it relies on internals of all four."""
 MODULES = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
 SETUP = "run `make setup` and use .venv/bin/megarl (with GPUs: pip install 'megarl[gpu]')"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`advice` says what to do; empty when all is well."""
+    """The answer to one question. `advice` says what to do; empty when all is well."""
 
     what: str
     grade: Literal["good", "note", "bad"]
@@ -43,7 +43,7 @@ class Finding:
 
 
 def main() -> int:
-    """Print all findings and the verdict; 0 if something can be run here."""
+    """Print all findings and the verdict; return 0 if something can be run here."""
     findings = examine()
     table = Table(box=None, padding=(0, 2), pad_edge=False, show_header=False)
     for _ in range(3):
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def examine() -> list[Finding]:
-    """Every question about this machine."""
+    """Answer every question about this machine."""
     checks: Sequence[Callable[[], Finding]] = (
         python, *(lambda name=name: package(name) for name in PINS), cuda, transformer_engine, apex, bytecode,
         cores, memory, shared_memory, disk, ports, sandbox,
@@ -69,7 +69,7 @@ def examine() -> list[Finding]:
 
 
 def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
-    """What can be run, and the exit status."""
+    """Return what can be run, and the exit status."""
     bad = [f.what for f in findings if f.grade == "bad"]
     if bad:
         return f"Nothing can be run here yet: {', '.join(bad)}.", 1
@@ -97,7 +97,7 @@ def python() -> Finding:
 
 
 def package(name: str) -> Finding:
-    """Is it installed, in the version this code was made for?"""
+    """Check that a package is installed in the version this code was made for."""
     try:
         version = importlib.metadata.version(name)
         importable = importlib.util.find_spec(MODULES[name]) is not None
@@ -111,7 +111,7 @@ def package(name: str) -> Finding:
 
 
 def cuda() -> Finding:
-    """GPUs, as the driver and as torch see them."""
+    """Check for GPUs, as seen by the driver and by torch."""
     count = len(gpus())
     if importlib.util.find_spec("torch") is None:
         return Finding("CUDA", "note", "unknown: torch is missing", SETUP)
@@ -129,7 +129,7 @@ def cuda() -> Finding:
 
 
 def transformer_engine() -> Finding:
-    """The learner's layers on GPUs; not used on the CPU."""
+    """Check for the learner's layers on GPUs; the CPU does not use them."""
     if importlib.util.find_spec("transformer_engine") is None:
         advice = "only needed with GPUs: pip install --no-build-isolation 'transformer-engine[pytorch]'"
         return Finding("Transformer Engine", "note", "not installed", advice)
@@ -137,7 +137,7 @@ def transformer_engine() -> Finding:
 
 
 def apex() -> Finding:
-    """NVIDIA Apex: fused optimiser kernels. PyPI's package of that name is another project."""
+    """Check for NVIDIA Apex: fused optimiser kernels. PyPI's package of that name is another project."""
     if importlib.util.find_spec("apex") is None:
         advice = (
             "optional, with GPUs: build https://github.com/NVIDIA/apex from source (PyPI's `apex` is another project)"
@@ -150,7 +150,7 @@ def apex() -> Finding:
 
 
 def bytecode() -> Finding:
-    """Without .pyc files every role compiles the whole stack at each start: tens of seconds each."""
+    """Check for .pyc files: without them every role compiles the whole stack at each start, taking tens of seconds."""
     advice = "python -m compileall -q -j 0 of site-packages, and unset PYTHONDONTWRITEBYTECODE"
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
@@ -172,7 +172,7 @@ def memory() -> Finding:
 
 
 def shared_memory() -> Finding:
-    """Processes of a server, NCCL and PyTorch pass tensors through /dev/shm."""
+    """Check /dev/shm, through which a server's processes, NCCL and PyTorch pass tensors."""
     if not os.access("/dev/shm", os.W_OK):
         return Finding("/dev/shm", "bad", "not writable", "mount a tmpfs there")
     size = shutil.disk_usage("/dev/shm").total / GIB
@@ -183,7 +183,7 @@ def shared_memory() -> Finding:
 
 
 def disk() -> Finding:
-    """Where runs are written: checkpoints are about 16 bytes a parameter."""
+    """Check the disk where runs are written: checkpoints take about 16 bytes a parameter."""
     free = shutil.disk_usage(".").free / GIB
     advice = (
         "checkpoints take about 16 bytes a parameter; free some, or set run.dir to another disk" if free < 10 else ""
@@ -202,7 +202,7 @@ def ports() -> Finding:
 
 
 def sandbox() -> Finding:
-    """Where programs are graded, for recipes with `grader: code`."""
+    """Check the sandbox in which programs are graded, for recipes with `grader: code`."""
     try:
         Sandbox("bubblewrap", 1).check()
     except MegarlError as error:

@@ -1,12 +1,12 @@
-"""What `megarl train` and `megarl sft` are given, read whole before anything starts; each fault is one `MegarlError` that says
-what to do.
+"""Reads the inputs of `megarl train` and `megarl sft` in full before anything starts; each fault is one `MegarlError` that
+says what to do.
 
     model.path, reference.path, critic.path ──► config.json, tokenizer, weights ─┐
     data.tasks ──► prompts as the model sees them, with answers ─────────────────┼─► fingerprints (run/checks.py)
     evaluation.suites ──► questions, which a resumed run may change
 
-Files of up to WHOLE bytes count with all their bytes; of larger ones (shards of weights) the size and BLOCKS blocks, spread
-evenly from the first byte to the last, so that a checkpoint of a terabyte is known within seconds.
+Files of up to WHOLE bytes are hashed completely; for larger ones (shards of weights) the size and BLOCKS blocks, spread
+evenly from the first byte to the last, so that a checkpoint of a terabyte is fingerprinted within seconds.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def check_inputs(recipe: Recipe) -> Fingerprints:
-    """What the recipe names exists and can be read. What it is known by."""
+    """Check that what the recipe names exists and can be read; return its fingerprints."""
     if not _is_model(recipe.model.path):
         raise MegarlError(_no_model(recipe))
     _check_files("model.path", recipe.model.path)
@@ -61,14 +61,16 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
 
 
 def check_all(recipe: Recipe) -> str:
-    """All that `megarl train` checks, without starting anything or writing; what it would start. Other nodes of a Slurm job
-    are not asked."""
+    """Run all checks of `megarl train`, starting and writing nothing; return what it would start.
+
+    Other nodes of a Slurm job are not asked.
+    """
     fingerprints = check_inputs(recipe)
     return checks.check_start(recipe, fingerprints)
 
 
 def check_sft(recipe: Recipe) -> str:
-    """What `megarl sft` reads exists, and its ranks fit; what it would start."""
+    """Check that the inputs of `megarl sft` exist and its ranks fit; return what it would start."""
     if not _is_model(recipe.sft.init):
         raise MegarlError(f"sft.init: {recipe.sft.init!r} is not a Hugging Face model directory (no config.json in it)")
     _check_files("sft.init", recipe.sft.init)
@@ -92,7 +94,7 @@ def check_sft(recipe: Recipe) -> str:
 
 
 def _check_files(key: str, path: str, tokenizer: bool = True) -> None:
-    """A model's weights are there and whole, and its tokenizer can be loaded."""
+    """Check that a model's weights are complete, and its tokenizer can be loaded."""
     try:
         parameters(Path(path))
         if tokenizer:
@@ -102,7 +104,7 @@ def _check_files(key: str, path: str, tokenizer: bool = True) -> None:
 
 
 def _check_sources(recipe: Recipe) -> None:
-    """Files of prompts are there, and the model has the template that a task wants around them."""
+    """Check that files of prompts exist, and the model has the template that tasks require."""
     named = [(f"data.tasks.{name}.train", task.train) for name, task in recipe.data.tasks.items()]
     named += [
         (f"data.tasks.{name}.heldout", task.heldout)
@@ -121,15 +123,15 @@ def _check_sources(recipe: Recipe) -> None:
 
 
 def _check_graders(recipe: Recipe) -> None:
-    """Sandbox, functions and keys are there; the controller, which needs them, starts with this environment."""
-    from megarl.tasks.graders.grader import check_graders  # it brings aiohttp
+    """Check for sandbox, functions and keys; the controller, which needs them, starts with this environment."""
+    from megarl.tasks.graders.grader import check_graders  # imports aiohttp
 
     check_graders(recipe.data, recipe.evaluation.sampled)
 
 
 def check_own_loss(recipe: Recipe) -> None:
-    """It can be imported and is a loss; looked at in another process, for it brings torch, and importing may do anything."""
-    from megarl.tasks.graders.functions import IMPORT_LIMIT_S, environment  # it brings aiohttp
+    """Check in another process that a user's loss is one: that needs torch, and importing may do anything."""
+    from megarl.tasks.graders.functions import IMPORT_LIMIT_S, environment  # imports aiohttp
 
     code = (
         "import sys; from megarl.core.recipe import Loss; from megarl.core.algorithm.losses.own import own; "
@@ -146,10 +148,10 @@ def check_own_loss(recipe: Recipe) -> None:
 
 
 def read_inputs(recipe: Recipe) -> Fingerprints:
-    """Of all that decides what the run's steps are. MegarlError for what cannot be read."""
+    """Return fingerprints of all that determines the run's steps. MegarlError for what cannot be read."""
     architecture.read(recipe.model.path)
     tokenizer = load_tokenizer(recipe.model.path)
-    found = {"model.path: tokenizer": _of_files(Path(recipe.model.path) / name for name in TOKENIZER)}
+    fingerprints = {"model.path: tokenizer": _of_files(Path(recipe.model.path) / name for name in TOKENIZER)}
     models = {"model.path": recipe.model.path}
     if recipe.reference.coefficient and recipe.reference.path:
         models["reference.path"] = recipe.reference.path
@@ -157,48 +159,48 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
         models["critic.path"] = recipe.critic.path
     for key, path in models.items():
         folder = Path(path)
-        found[f"{key}: config.json"] = _of_files([folder / "config.json"])
-        found[f"{key}: weights"] = _of_files(
+        fingerprints[f"{key}: config.json"] = _of_files([folder / "config.json"])
+        fingerprints[f"{key}: weights"] = _of_files(
             [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.safetensors.index.json"))]
         )
     for name, prompts in load_tasks(recipe, tokenizer).items():
-        found[f"data.tasks.{name}.train: prompts"] = _of_prompts(prompts.train)
-        found[f"data.tasks.{name}.heldout: prompts"] = _of_prompts(prompts.heldout)
+        fingerprints[f"data.tasks.{name}.train: prompts"] = _of_prompts(prompts.train)
+        fingerprints[f"data.tasks.{name}.heldout: prompts"] = _of_prompts(prompts.heldout)
     if recipe.evaluation.suites:
-        from megarl.lab.evaluation import suites  # it brings scipy
+        from megarl.lab.evaluation import suites  # imports scipy
 
         for name, suite in recipe.evaluation.suites.items():
             suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
-    return found
+    return fingerprints
 
 
 def _of_files(paths: Iterable[Path]) -> str:
-    """Of those that exist: names, sizes and contents, of large ones a sample."""
-    found = hashlib.blake2b(digest_size=16)
+    """Hash the files that exist: names, sizes and contents, of large ones a sample."""
+    digest = hashlib.blake2b(digest_size=16)
     for path in paths:
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                found.update(f"{path.name}\0{size}\0".encode())
+                digest.update(f"{path.name}\0{size}\0".encode())
                 if size <= WHOLE:
-                    found.update(file.read())
+                    digest.update(file.read())
                     continue
                 for n in range(BLOCKS):
                     file.seek(n * (size - BLOCK) // (BLOCKS - 1))
-                    found.update(file.read(BLOCK))
+                    digest.update(file.read(BLOCK))
         except FileNotFoundError:
             continue
         except OSError as error:
             raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def _of_prompts(prompts: Iterable[Prompt]) -> str:
-    """Of all that is known of each, in their order."""
-    found = hashlib.blake2b(digest_size=16)
+    """Hash everything known of each prompt, in order."""
+    digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        found.update(encode(prompt))
-    return found.hexdigest()
+        digest.update(encode(prompt))
+    return digest.hexdigest()
 
 
 def _is_model(path: str) -> bool:

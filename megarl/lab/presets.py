@@ -1,10 +1,10 @@
 """`megarl recipes suggest --model DIR`: a recipe for a model, with numbers for its size.
 
-Two sources, told apart because their evidence is not the same:
+Two sources, kept apart because their evidence differs:
 
 scalerl  what ScaleRL's paper (arXiv 2510.13786) ran, at 8B dense and 17Bx16: one set of numbers for both. The default.
-ppo      ranges by size as guides to PPO and GRPO give them, for PPO with a critic: rules of thumb without a scaling study.
-         Where a range is given, the recipe takes the end that moves the policy less.
+ppo      ranges by size from guides to PPO and GRPO, for PPO with a critic: rules of thumb without a scaling study.
+         Of a range, the recipe takes the end that moves the policy less.
 """
 
 import sys
@@ -42,7 +42,7 @@ SCALERL = Preset("8B, 17Bx16", float("inf"), (5e-7, 5e-7), (768, 2048), (1, 1), 
 
 
 def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
-    """The recipe on stdout; on stderr the numbers to choose from. MegarlError if the directory holds no model."""
+    """Print the recipe on stdout and the numbers to choose from on stderr. MegarlError if the directory holds no model."""
     if not (model / "config.json").is_file():
         raise MegarlError(f"--model: {model} is not a Hugging Face directory (no config.json in it)")
     count = parameters(model)
@@ -50,8 +50,8 @@ def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
     shown = Table(box=None, padding=(0, 2), pad_edge=False)
     for heading in ("", "scalerl", "ppo"):
         shown.add_column(heading, no_wrap=True, style="bold" if heading == preset else "")
-    for name, of_scalerl, of_ppo in _rows(chosen):
-        shown.add_row(name, of_scalerl, of_ppo)
+    for name, scalerl, ppo in _rows(chosen):
+        shown.add_row(name, scalerl, ppo)
     console = Console(file=sys.stderr)
     console.print(f"{model}: {count / 1e9:.2f}B parameters", soft_wrap=True, highlight=False)
     console.print(shown)
@@ -64,12 +64,12 @@ def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
 
 
 def ppo_for(count: int) -> Preset:
-    """The row for a model of so many parameters."""
+    """Return the row for a model with this many parameters."""
     return next(p for p in PPO if count <= p.parameters)
 
 
 def text(model: Path, preset: Literal["scalerl", "ppo"], chosen: Preset) -> str:
-    """A recipe file. The number of rollouts a prompt is the base's."""
+    """Return the text of a recipe file. The number of rollouts per prompt is the base's."""
     base = "scalerl-8b" if preset == "scalerl" else "ppo-critic-8b"
     tree: dict[str, object] = {"base": base, "run": {"name": f"{model.name}-rl"}, "model": {"path": str(model)}}
     if preset == "ppo":
@@ -89,7 +89,7 @@ def text(model: Path, preset: Literal["scalerl", "ppo"], chosen: Preset) -> str:
 
 
 def _rows(ppo: Preset) -> list[tuple[str, str, str]]:
-    """What there is to choose: name, ScaleRL's, PPO's."""
+    """Return the choices: name, ScaleRL's, PPO's."""
     return [
         ("models", SCALERL.size, ppo.size),
         ("learning rate", _range(SCALERL.lr), _range(ppo.lr)),

@@ -1,10 +1,10 @@
-"""`megarl sft`: a supervised warm start with the learner's own step, cross-entropy on what the model is to write.
+"""`megarl sft`: a supervised warm start with the learner's own step, cross-entropy on what the model should write.
 
 sft.data ──► traces ──shuffled epochs──► batches of sft.batch_tokens ──► Trainer.train_step ──► sft.output (Hugging Face)
                                                                               │ ▲
                                            sft.output.unfinished/  checkpoints, and the settings they were made with
 
-A signal has it finish the step, save and leave with 128 + signal. The same command goes on with the same steps.
+On a signal it finishes the step, saves and exits with 128 + signal. The same command continues with the same steps.
 """
 
 import json
@@ -39,11 +39,11 @@ from megarl.tasks.data.traces import Trace, load_traces
 
 SETTINGS = "settings.json"
 RANKS_LIMIT_S = 600.0
-"""Of a collective; ranks differ by no more than reading the data."""
+"""Limit of a collective; ranks differ by no more than the time to read the data."""
 
 
 def main(recipe: Recipe) -> int:
-    """Train sft.init on sft.data for sft.steps steps and write sft.output. 0, or 128 + the signal for which it has left."""
+    """Train sft.init on sft.data for sft.steps steps and write sft.output. Return 0, or 128 + the signal that ended it."""
     output = Path(recipe.sft.output)
     if output.exists():
         raise MegarlError(f"sft.output: {output} exists already; remove it, or name another directory")
@@ -59,9 +59,9 @@ def main(recipe: Recipe) -> int:
 
 
 def run(recipe: Recipe, unfinished: Path) -> int:
-    """What is left of it."""
+    """Run what is left of the warm start."""
     outlive_screen()
-    # Nothing else of the run is alive yet: all cores are the learner's.
+    # Nothing else of the run is alive yet: the learner can use all cores.
     torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
     init = Path(recipe.sft.init)
@@ -83,7 +83,7 @@ def run(recipe: Recipe, unfinished: Path) -> int:
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """What a warm start keeps to its end."""
+    """Return the settings that a warm start must keep until its end."""
     return {
         "sft": recipe.sft.model_dump(mode="json", exclude={"checkpoint_every"}),
         "run.seed": recipe.run.seed,
@@ -92,7 +92,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def check_settings(unfinished: Path, recipe: Recipe) -> None:
-    """MegarlError if what was saved there was made with others."""
+    """Raise MegarlError if what was saved there was made with other settings."""
     file = unfinished / SETTINGS
     begun_with = json.loads(file.read_text()) if file.exists() else None
     if complete(unfinished) and begun_with != settings_of(recipe):
@@ -105,8 +105,10 @@ def check_settings(unfinished: Path, recipe: Recipe) -> None:
 def train(
     trainer: Trainer, source: Iterator[list[TrainSequence]], checkpoints: Checkpoints, recipe: Recipe, wish: Wish
 ) -> int:
-    """The steps that are left, with a progress bar on rank 0, until the last or until a rank was asked to leave: saved then;
-    the signal, else 0."""
+    """Run the remaining steps, with a progress bar on rank 0, until the last or until a rank was asked to exit.
+
+    In the latter case save; return the signal, else 0.
+    """
     columns = (
         TextColumn("warm start"),
         BarColumn(),
@@ -145,8 +147,10 @@ def train(
 
 
 def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[list[TrainSequence]]:
-    """Endless batches of at most `batch_tokens` tokens (or one trace), each epoch in an order of its own; the same on all
-    ranks. A token that is learnt weighs one over those of its batch."""
+    """Yield endless batches of at most `batch_tokens` tokens (or one trace), the same on all ranks.
+
+    Each epoch has its own order. Each learnt token weighs one over the number of learnt tokens in its batch.
+    """
     batch: list[Trace] = []
     tokens = 0
     for trace in _shuffled(traces, seed):

@@ -1,4 +1,4 @@
-"""`megarl submit RECIPE --nodes N`: a batch script for a recipe, with what `megarl plan` expects of it; submitted on request.
+"""`megarl submit RECIPE --nodes N`: a batch script for a recipe, with the figures of `megarl plan`; submitted on request.
 
 recipe ─► does it fit N nodes? ──yes──► as written ─┐
                  └─no, and --gpu is given ─► plan ───┴─► placement, figures, #SBATCH lines ─► FILE ─► sbatch
@@ -27,7 +27,7 @@ SUBMIT_LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Chosen:
-    """recipe: with what the plan changed, which `overrides` say; figures: what is expected, in lines."""
+    """What to submit. recipe: with the plan's changes, listed in `overrides`; figures: expected performance, in lines."""
 
     recipe: Recipe
     overrides: tuple[str, ...]
@@ -35,7 +35,7 @@ class Chosen:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the script, show it, submit it with --yes."""
+    """Write the script, show it, and submit it with --yes."""
     if not LIBRARY.is_file():
         raise MegarlError(
             f"{LIBRARY} is not there: batch scripts need the folder launch/ of megarl's source; install from it "
@@ -54,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def submit(file: Path) -> int:
-    """By sbatch, whose words are passed on."""
+    """Submit with sbatch, and print its output."""
     try:
         done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, timeout=SUBMIT_LIMIT_S)
     except FileNotFoundError:
@@ -70,8 +70,10 @@ def submit(file: Path) -> int:
 
 
 def choose(recipe: Recipe, options: argparse.Namespace) -> Chosen:
-    """The recipe as written if it fits the nodes (and, with --gpu, their memory), else the best plan that does. MegarlError if
-    nothing does."""
+    """Choose the recipe as written if it fits the nodes (and, with --gpu, their memory), else the best plan that does.
+
+    MegarlError if nothing fits.
+    """
     per_node = options.gpus_per_node
     if not per_node:
         return Chosen(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))
@@ -107,7 +109,7 @@ def choose(recipe: Recipe, options: argparse.Namespace) -> Chosen:
 
 
 def _figures(plan: Plan) -> tuple[str, ...]:
-    """What `megarl plan` expects."""
+    """Return the figures that `megarl plan` expects."""
     return (
         f"a step takes {plan.step_seconds:.1f} s (training {plan.train_seconds:.1f}, generating {plan.generate_seconds:.1f}), "
         f"{plan.tokens_per_second:,.0f} tokens/s",
@@ -117,7 +119,7 @@ def _figures(plan: Plan) -> tuple[str, ...]:
 
 
 def script(chosen: Chosen, options: argparse.Namespace) -> str:
-    """The batch script."""
+    """Write the batch script."""
     recipe = chosen.recipe
     settings = {
         "job-name": recipe.run.name,

@@ -1,11 +1,11 @@
-"""Everything that can be wrong with where and how a run starts, each one `MegarlError` that says what to do.
+"""Checks of where and how a run starts. Each failure is one `MegarlError` that says what to do.
 
-check_start(recipe, …)      the history, a writable place, and that the roles fit; says what would start
-check_cpu(recipe, …)        without a GPU: it is a size for cores
-check_history(recipe, …)    a run that is there may go on, and goes on as it began
+check_start(recipe, …)      history, a writable directory, and that the roles fit; returns what would start
+check_cpu(recipe, …)        on a machine without a GPU: the run is small enough for its cores
+check_history(recipe, …)    an existing run may be resumed, and resumes as it began
 
-A run that goes on compares fingerprints of what it is given (lab/preflight.py reads it): contents that differ from those it
-began with are other steps under the same path.
+A resumed run compares fingerprints of its inputs (read by lab/preflight.py): other contents under the same path would make
+other steps.
 """
 
 import json
@@ -27,10 +27,10 @@ from megarl.run.restart import Role
 from megarl.run.srun import chosen
 
 THREADS_A_CORE = 8
-"""More than these, on a machine without a GPU, are no run but a mistake: the recipe of a cluster on a login node."""
+"""More threads than this per core, without a GPU, are a mistake rather than a run: a cluster's recipe on a login node."""
 LARGE = 10**9
 type Fingerprints = Mapping[str, str]
-"""By the key of the recipe and what of it: `model.path: weights`."""
+"""Fingerprint by recipe key and part of it: `model.path: weights`."""
 HISTORY = (
     "run.seed",
     "model.path",
@@ -51,12 +51,14 @@ HISTORY = (
     "critic.lam",
     "critic.value_clip",
 )
-"""Keys and sections that decide what a run's steps are. Layout, servers, learning rate, cadences may change on resuming."""
+"""Keys and sections that determine a run's steps. Layout, servers, learning rate and cadences may change on resuming."""
 
 
 def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
-    """What `megarl train` checks once its inputs are read, without starting anything or writing; what it would start. Other
-    nodes of a Slurm job are not asked."""
+    """Run the checks of `megarl train` that follow reading its inputs; return what it would start.
+
+    Starts nothing and writes nothing. Other nodes of a Slurm job are not asked.
+    """
     rundir = RunDir(recipe.run.path)
     check_history(recipe, rundir, fingerprints)
     _check_writable(rundir.path)
@@ -66,12 +68,12 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
         check_placed(recipe, placed)
         with_gpus = bool(placed[Role("learner")].gpus)
     else:
-        with_gpus = True  # the nodes say it when the run starts
+        with_gpus = True  # the nodes report their GPUs when the run starts
     return _ready(recipe, devices.needed(recipe) if with_gpus else 0)
 
 
 def _check_writable(path: Path) -> None:
-    """The run's directory can be made, or be written in. MegarlError as the lock of a run would say it."""
+    """Raise MegarlError unless the run's directory can be created or written to, before the run's lock would."""
     there = next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
     if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
         raise MegarlError(f"run.dir: cannot write in {there}; give another run.dir")
@@ -83,7 +85,7 @@ def _ready(recipe: Recipe, gpus: int) -> str:
 
 
 def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: int) -> None:
-    """Without a GPU: so many processes, by kind, are not far more than the cores can run, and the model is small."""
+    """Raise MegarlError if, without a GPU, the processes (by kind) far exceed the cores or the model is large."""
     if recipe.resources.large_on_cpu:
         return
     threads = sum(processes.values()) * recipe.resources.threads
@@ -105,10 +107,10 @@ def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: i
 
 
 def check_placed(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
-    """What needs GPUs has them; servers can serve these lengths; ports that the recipe fixes are free."""
+    """Check that what needs GPUs has them, that servers can serve these lengths, and that the recipe's fixed ports are free."""
     learner, resources = placed[Role("learner")], recipe.resources
     if not learner.gpus:
-        nodes = {node.name: node.cores for of in placed.values() for node in of.nodes}
+        nodes = {node.name: node.cores for where in placed.values() for node in where.nodes}
         server_ranks = resources.servers * resources.server_tensor_parallel
         processes = {"server processes": server_ranks, "learner ranks": resources.learner_ranks}
         check_cpu(recipe, recipe.model.path, processes, sum(nodes.values()))
@@ -123,7 +125,7 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
 
 
 def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
-    """The servers can serve the model with these lengths."""
+    """Raise MegarlError unless the servers can serve the model at these lengths."""
     try:
         check_server(recipe, cuda=bool(placed[Role("server", 0)].gpus))
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -131,20 +133,20 @@ def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
 
 
 def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
-    """Ports of this machine's roles that the recipe fixes can be listened on; on other nodes the roles say it."""
+    """Check that the recipe's fixed ports are free for this machine's roles; on other nodes the roles check for themselves."""
     name = placed[Role("controller")].nodes[0].name
-    for role, of in placed.items():
-        if of.nodes[0].name != name:
+    for role, where in placed.items():
+        if where.nodes[0].name != name:
             continue
         if role.kind == "server" and recipe.serving.port is not None:
-            check_free("serving.port", of.nodes[0].address, recipe.serving.port + role.index)
+            check_free("serving.port", where.nodes[0].address, recipe.serving.port + role.index)
         if role.kind != "server" and recipe.monitor.prometheus and recipe.monitor.prometheus_port is not None:
             second = int(role.kind == "learner")
-            check_free("monitor.prometheus_port", of.nodes[0].address, recipe.monitor.prometheus_port + second)
+            check_free("monitor.prometheus_port", where.nodes[0].address, recipe.monitor.prometheus_port + second)
 
 
 def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) -> bool:
-    """Whether a run is there to go on with; MegarlError if it must not be touched, or would become another one."""
+    """Return whether there is a run to resume; raise MegarlError if it must not be touched, or would turn into another run."""
     history = _history(rundir)
     if not history:
         return False
@@ -183,7 +185,7 @@ def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) ->
 
 
 def _history(rundir: RunDir) -> str:
-    """What there is of a run that has begun, in words; empty if nothing was ever drawn, trained or scored there."""
+    """Describe what exists of a run that has begun; empty if nothing was ever drawn, trained or scored there."""
     steps = [path.name for path in (rundir.metrics, rundir.eval) if os.path.exists(path) and path.stat().st_size]
     if os.path.isdir(rundir.checkpoints) and any(rundir.checkpoints.glob("step-*")):
         steps.append("checkpoints")
@@ -193,7 +195,7 @@ def _history(rundir: RunDir) -> str:
 
 
 def _changed(file: Path, now: Fingerprints) -> list[str]:
-    """What of the run's own fingerprints is another one now. MegarlError if they are not there."""
+    """Return the keys of the run's own fingerprints that differ now. MegarlError if the file is missing."""
     if not file.exists():
         raise MegarlError(
             f"{file}: is gone, so nobody can tell whether model and prompts are those that the run began with; put it back, "
@@ -204,5 +206,5 @@ def _changed(file: Path, now: Fingerprints) -> list[str]:
 
 
 def stored_fingerprints(fingerprints: Fingerprints) -> bytes:
-    """What is written into the file."""
+    """Encode the fingerprints as the contents of their file."""
     return json.dumps(dict(fingerprints), indent=2).encode() + b"\n"

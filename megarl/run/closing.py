@@ -1,6 +1,6 @@
-"""The end of a run: summary and report on disk, and what a user wants to know on the screen.
+"""The end of a run: summary and report on disk, and what the user needs to know on the screen.
 
-A failure's causes come last, where they are seen: a table of the deaths, then the end of the log that matters.
+The causes of a failure come last, where they are seen: a table of deaths, then the end of the relevant log.
 """
 
 import json
@@ -22,13 +22,15 @@ from megarl.run.restart import Role
 
 MOST_DEATHS_SHOWN = 20
 WriteReport = Callable[[RunDir], None]
-"""RUN/report.html and RUN/reward.png."""
+"""Writes RUN/report.html and RUN/reward.png."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run ended: all steps done; stopped by a wish, or because it has to go on elsewhere; or failed. `role`: whose log
-    says why."""
+    """How the run ended: all steps done; stopped on request; to be resumed elsewhere; or failed.
+
+    `role` is the one whose log says why.
+    """
 
     kind: Literal["finished", "stopped", "elsewhere", "failed"]
     reason: str
@@ -37,7 +39,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Death:
-    """A role's end that was not in order. time: since the epoch; problem: the last line of its log that looks like one."""
+    """A role's abnormal end. time: since the epoch; problem: the last line of its log that looks like a problem."""
 
     role: Role
     nodes: Sequence[str]
@@ -75,7 +77,7 @@ def closing(
 
 
 def causes(deaths: Sequence[Death]) -> Table:
-    """Who died when, where, how, and what its log said last."""
+    """Tabulate who died, when, where and how, and the last problem in each log."""
     left = len(deaths) - MOST_DEATHS_SHOWN
     title = "what died" if left <= 0 else f"what died last ({left} before that are in logs/supervisor.jsonl)"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2), pad_edge=False)

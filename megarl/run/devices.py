@@ -8,7 +8,7 @@ from megarl.core.recipe import Recipe
 
 
 def gpus() -> tuple[str, ...]:
-    """Names CUDA_VISIBLE_DEVICES takes: what it says, else all that nvidia-smi lists; empty without a GPU."""
+    """Return GPU names as CUDA_VISIBLE_DEVICES takes them: its value if set, else all of nvidia-smi; empty without a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(part.strip() for part in visible.split(",") if part.strip())
@@ -23,7 +23,7 @@ def gpus() -> tuple[str, ...]:
 
 
 def needed(recipe: Recipe) -> int:
-    """GPUs the recipe divides among its roles."""
+    """Return the number of GPUs that the recipe divides among its roles."""
     resources = recipe.resources
     servers = 0 if resources.colocate else resources.servers * resources.server_tensor_parallel
     return servers + resources.learner_ranks

@@ -1,8 +1,8 @@
-"""How a role is started, watched and ended. `Launcher` is the seam; `LocalLauncher` makes processes of this machine, the
-launcher of srun.py steps of a Slurm job.
+"""How a role is started, watched and ended. `Launcher` is the interface; `LocalLauncher` starts processes on this machine,
+srun.py's launcher starts steps of a Slurm job.
 
-Each role leads a session of its own: Ctrl-C in the terminal reaches the supervisor alone, and `kill` reaches all the
-role's processes by its group. Roles end with the supervisor however it ends (`megarl.core.base.process.die_with_supervisor`).
+Each role leads its own session: Ctrl-C in the terminal reaches the supervisor alone, and `kill` reaches all of the role's
+processes through their group. Roles end with the supervisor however it ends (`megarl.core.base.process.die_with_supervisor`).
 """
 
 import os
@@ -26,17 +26,19 @@ from megarl.run.placement import Place
 from megarl.run.restart import NodeState, Role
 
 KILL_LIMIT_S = 30.0
-"""A killed process that is not gone by then hangs in the kernel (a driver); nothing more can be done from here."""
+"""A killed process still there after this hangs in the kernel (a driver); nothing more can be done from here."""
 Still = Literal["stopped", "unheard"]
-"""Why a role does not move: one of its processes is stopped; its node does not report any more."""
+"""Why a role is stuck: one of its processes is stopped, or its node has stopped reporting."""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is run for a role: words behind `python`, variables that differ from ours (None: unset), where, and the run's
-    logs (appended to)."""
+    """What to run for a role.
+
+    arguments: what follows `python`; environment: variables that differ from ours (None: unset); rundir: holds the logs.
+    """
 
     role: Role
     arguments: tuple[str, ...]
@@ -45,7 +47,7 @@ class Task:
     rundir: RunDir
 
     def log(self, n: int = 0) -> Path:
-        """Of the role on the n-th of its nodes; further ranks there have their own (`megarl.core.base.process.log_to`)."""
+        """Return the role's log on its n-th node; further ranks there have their own (`megarl.core.base.process.log_to`)."""
         rank = self.role.index if self.role.kind == "server" else n * self.place.ranks
         return self.rundir.log(self.role.kind, self.place.nodes[n].name, rank)
 
@@ -57,36 +59,36 @@ class Running(Protocol):
     started: float  # time.monotonic()
 
     def status(self) -> int | None:
-        """None while it runs, then its exit status, or minus the signal."""
+        """Return None while it runs, then its exit status, or minus the signal."""
 
     def terminate(self) -> None:
         """Ask it to end."""
 
     def kill(self) -> None:
-        """End it and all it started, now. Also clears up what a dead one left behind. Returns at once."""
+        """End it and everything it started, now; also clean up after a dead one. Returns at once."""
 
     def wait_gone(self) -> None:
-        """After `kill`: until it is gone, at most KILL_LIMIT_S."""
+        """After `kill`, wait until it is gone, at most KILL_LIMIT_S."""
 
     def still(self) -> Still | None:
-        """Why it does not move, if it does not."""
+        """Return why it is stuck, or None."""
 
     def node_state(self) -> NodeState:
-        """Of its nodes, once it has ended."""
+        """Return the state of its nodes, once it has ended."""
 
 
 class Launcher(Protocol):
     def survey(self, ports: int) -> tuple[Node, ...]:
-        """The nodes there are, each with so many free ports, in the order of the allocation."""
+        """Return the available nodes in the order of the allocation, each with this many free ports."""
 
     def start(self, task: Task) -> Running: ...
 
     def sweep(self, running: Sequence[Running]) -> None:
-        """End what dead roles have left behind and is none of `running`'s."""
+        """End what dead roles have left behind and does not belong to `running`."""
 
 
 def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) -> Task:
-    """The role on the resolved recipe. `port` is for servers."""
+    """Build the task that runs the role on the resolved recipe. `port` is for servers."""
     arguments = ["-m", "megarl", COMMANDS[role.kind], str(rundir.recipe)]
     if role.kind == "server":
         arguments += ["--index", str(role.index), "--port", str(port)]
@@ -97,13 +99,13 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": None,  # or every role compiles all it imports, at each start
+        "PYTHONDONTWRITEBYTECODE": None,  # else every role compiles all its imports at each start
     }
     return Task(role, tuple(arguments), environment, place, rundir)
 
 
 class LocalLauncher:
-    """Processes of this machine. Call `start` from a thread that lives as long as the roles: they die with it."""
+    """Starts processes on this machine. Call `start` from a thread that outlives the roles: they die with it."""
 
     def __init__(self, interface: str = "") -> None:
         self._interface = interface
@@ -112,7 +114,7 @@ class LocalLauncher:
         return (here(ports, self._interface),)
 
     def start(self, task: Task, n: int = 0) -> "LocalProcess":
-        """n: which of the task's nodes this machine is."""
+        """Start the task; n: which of its nodes this machine is."""
         environment = dict(os.environ) | {k: v for k, v in task.environment.items() if v is not None}
         for name in [k for k, v in task.environment.items() if v is None]:
             environment.pop(name, None)
@@ -133,7 +135,7 @@ class LocalLauncher:
         return LocalProcess(process, whole=task.role.kind == "learner")
 
     def sweep(self, running: Sequence[Running]) -> None:
-        """Catches what left its role's session: orphans are our children (`megarl.core.base.process.adopt_orphans`)."""
+        """End processes that left their role's session: orphans are our children (`megarl.core.base.process.adopt_orphans`)."""
         mine = [process.pid for process in running]
         family = [
             p for child in psutil.Process().children() if child.pid not in mine for p in (child, *_descendants(child))
@@ -145,8 +147,10 @@ class LocalLauncher:
 
 
 class LocalProcess:
-    """A session leader and what it has started. whole: all of that works for it, also in sessions of its own (torchrun's ranks;
-    what a grader runs does not)."""
+    """A session leader and everything it started.
+
+    whole: all descendants work for the role, also in sessions of their own (torchrun's ranks do; what a grader runs does not).
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], whole: bool) -> None:
         self._process, self._whole = process, whole
@@ -160,12 +164,12 @@ class LocalProcess:
         self.signal(signal.SIGTERM)
 
     def signal(self, number: int) -> None:
-        """To its leader, if it lives."""
+        """Send a signal to the session leader, if it is alive."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # the group's number stays taken while any of it lives
+            os.killpg(self.pid, signal.SIGKILL)  # the group's number stays taken while any of its processes lives
 
     def wait_gone(self) -> None:
         with suppress(subprocess.TimeoutExpired):
@@ -173,7 +177,7 @@ class LocalProcess:
             remove_shared_memory(self.pid)
 
     def still(self) -> Still | None:
-        """One of its processes is stopped."""
+        """Return "stopped" if one of its processes is stopped."""
         with suppress(psutil.NoSuchProcess):
             leader = psutil.Process(self.pid)
             for process in (leader, *_descendants(leader)):

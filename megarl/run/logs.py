@@ -1,6 +1,6 @@
-"""`megarl logs RUN --role …`: the end of a role's logs, and what is added to them.
+"""`megarl logs RUN --role …`: print the end of a role's logs, and follow them.
 
-server, learner, controller: all of that kind      server-3, learner-0: one      supervisor: what was started, ended, restarted
+server, learner, controller: all of that kind      server-3, learner-0: one      supervisor: starts, ends and restarts
 """
 
 import json
@@ -17,7 +17,7 @@ KINDS = ("server", "learner", "controller")
 
 
 def main(run: Path, role: str, count: int, follow: bool) -> int:
-    """Print the last `count` lines of each file; with `follow` go on until the run has ended."""
+    """Print the last `count` lines of each file; with `follow`, go on until the run has ended."""
     rundir = RunDir.opened(run)
     files = logs_of(rundir, role)
     if not files and not follow:
@@ -32,23 +32,23 @@ def main(run: Path, role: str, count: int, follow: bool) -> int:
 
 
 def logs_of(rundir: RunDir, role: str) -> list[Path]:
-    """Of the newest nodes last. MegarlError if there is no such role."""
+    """Return the role's existing log files, the most recently written last. MegarlError for an unknown role."""
     kind, _, index = role.partition("-")
     if role == "supervisor":
-        found = [rundir.logs / "supervisor.jsonl"]
+        files = [rundir.logs / "supervisor.jsonl"]
     elif kind in KINDS and (not index or (index.isdecimal() and kind != "controller")):
-        found = sorted(
+        files = sorted(
             rundir.logs.glob(f"{kind}/*.{index or '*'}.log"), key=lambda log: (log.stat().st_mtime, log.name)
         )
     else:
         raise MegarlError(
             f"--role: {role!r} is none of {', '.join(KINDS)}, supervisor, and server-N or learner-N for one"
         )
-    return [file for file in found if file.exists()]
+    return [log for log in files if log.exists()]
 
 
 def _follow(rundir: RunDir, role: str, tails: dict[Path, Tail]) -> None:
-    """What comes behind what `tails` have given."""
+    """Print lines added after those that `tails` have returned, until the run ends."""
     while True:
         ended = rundir.summary.exists()
         files = logs_of(rundir, role)
@@ -61,14 +61,14 @@ def _follow(rundir: RunDir, role: str, tails: dict[Path, Tail]) -> None:
 
 
 def _marked(file: Path, line: str, files: list[Path]) -> str:
-    """With the name of the process, where there are several."""
+    """Prefix the line with its process's name if there are several files."""
     if file.suffix == ".jsonl":
         return _event(line)
     return f"{file.parent.name} {file.stem}: {line}" if len(files) > 1 else line
 
 
 def _event(line: str) -> str:
-    """An event of the supervisor as a sentence: when, who, what, and its details. A line that is none stays as it is."""
+    """Format a supervisor event as a sentence: when, who, what, details. Other lines are returned unchanged."""
     try:
         row = json.loads(line)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.pop("time")))

@@ -1,7 +1,7 @@
-"""What one node has for a run: its address, GPUs, cores and free ports. Asked on the node itself.
+"""What one node has for a run: address, GPUs, cores and free ports, determined on the node itself.
 
 one machine        here(…)
-a Slurm job        `python -m megarl.run.nodes …` in a step over all nodes ─► one line of JSON a node ─► Node
+a Slurm job        `python -m megarl.run.nodes …` in a step over all nodes ─► one line of JSON per node ─► Node
 """
 
 import os
@@ -20,14 +20,14 @@ from megarl.run import devices
 LOOPBACK = "127.0.0.1"
 DISCARD = 9
 OF_SLURM = "slurm"
-"""In place of an interface's name: the one by which Slurm reaches the node."""
+"""Stands in for an interface's name: the interface by which Slurm reaches the node."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """`name` is Slurm's, or this machine's. Roles listen on `address`, which belongs to the network interface `interface`.
+    """A node. `name` is Slurm's, or this machine's. Roles listen on `address`, which belongs to network interface `interface`.
 
-    gpus: names that CUDA_VISIBLE_DEVICES takes; ports: free ones; host: the machine, which nodes of a test may share.
+    gpus: names that CUDA_VISIBLE_DEVICES takes; ports: free ones; host: the machine, which several nodes of a test may share.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Node:
 
 
 def here(ports: int, interface: str) -> Node:
-    """This machine. interface: see `address_of`."""
+    """Describe this machine. interface: see `address_of`."""
     address = address_of(interface)
     host = socket.gethostname().split(".")[0]
     return Node(
@@ -55,7 +55,10 @@ def here(ports: int, interface: str) -> Node:
 
 
 def address_of(interface: str) -> str:
-    """Of the interface of this name, or OF_SLURM; loopback without one or alone. MegarlError if there is none."""
+    """Return the address of this interface or, for OF_SLURM, of the one Slurm uses; loopback if there is no name, or no job.
+
+    MegarlError if there is no such interface with an IPv4 address.
+    """
     supervisor = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")  # in steps
     if not interface or (interface == OF_SLURM and not supervisor):
         return LOOPBACK
@@ -65,9 +68,9 @@ def address_of(interface: str) -> str:
             address: str = s.getsockname()[0]
             return address
     known = psutil.net_if_addrs()
-    for of_interface in known.get(interface, []):
-        if of_interface.family == socket.AF_INET:
-            return of_interface.address
+    for entry in known.get(interface, []):
+        if entry.family == socket.AF_INET:
+            return entry.address
     raise MegarlError(
         f"run.interface: {interface!r} is no network interface with an IPv4 address of {socket.gethostname()}, which "
         f"has {', '.join(sorted(known))}"
@@ -79,7 +82,7 @@ def _interface_of(address: str) -> str:
 
 
 def parse(line: str) -> Node | None:
-    """What `main` printed; None for a line of a site's prologue."""
+    """Decode a line printed by `main`; None for a line of a site's prologue."""
     try:
         return msgspec.json.decode(line, type=Node)
     except msgspec.MsgspecError:
@@ -87,15 +90,13 @@ def parse(line: str) -> Node | None:
 
 
 def main(arguments: list[str]) -> int:
-    """COUNT INTERFACE RUN: this node as JSON on stdout, if it sees the run directory and can import megarl."""
+    """Take COUNT INTERFACE RUN; print this node as JSON if it sees the run directory and can import megarl."""
     count, interface, run = arguments
     try:
         if not (Path(run) / ".lock").exists():
             raise MegarlError(f"{run} is not there; run.dir has to lie on a file system that all nodes share")
         node = here(int(count), interface)
-        sys.stdout.buffer.write(
-            msgspec.json.encode(node) + b"\n"
-        )  # whole: lines of several nodes come out as they went in
+        sys.stdout.buffer.write(msgspec.json.encode(node) + b"\n")  # one write: lines of nodes do not mix
         sys.stdout.buffer.flush()
     except MegarlError as error:
         print(f"megarl: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())}: {error}", file=sys.stderr)

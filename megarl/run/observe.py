@@ -1,4 +1,4 @@
-"""What the run's files say now: read as they grow, by the supervisor alone.
+"""The state of a run from its files, read as they grow, by the supervisor alone.
 
 RUN/status.json (controller) ─┐
 RUN/metrics.jsonl (learner) ──┼─► Observer.look() ─► the live view, the restart policy, the watch
@@ -22,11 +22,11 @@ from megarl.run.restart import Role
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
 OF_SLURM = re.compile(r"^(srun|slurmstepd\S*): error")
 TAIL_BYTES = 64 << 10
-"""The end of a log is looked for in no more of it."""
+"""How far back from its end a log is read."""
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):
-    """`busy_share`: of the time, with requests running."""
+    """A server's state. `busy_share`: share of the time with requests running."""
 
     id: int
     state: str = "starting"
@@ -37,7 +37,7 @@ class ServerStatus(msgspec.Struct, kw_only=True):
 
 
 class TicketStatus(msgspec.Struct, kw_only=True):
-    """`window`: drawn and not trained yet, of at most `window_limit`; `waiting`: of them, not being generated."""
+    """Counts of tickets. `window`: drawn and not yet trained, at most `window_limit`; `waiting`: those not being generated."""
 
     window: int = 0
     window_limit: int = 0
@@ -48,7 +48,7 @@ class TicketStatus(msgspec.Struct, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """RUN/status.json. `phase`: what the learner was last told (train, replay, publish, score, wait, stop), or starting."""
+    """RUN/status.json. `phase`: the learner's last command (train, replay, publish, score, wait, stop), or starting."""
 
     time: float
     step: int = 0
@@ -61,12 +61,12 @@ class Status(msgspec.Struct, kw_only=True):
     eval: dict[str, Any] | None = None
     evaluating: list[int] = []
     rollout_tokens_per_second: float = 0.0
-    parity: str = ""  # what is wrong with it now
+    parity: str = ""  # what is wrong with parity now
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A line of a log that looks like one; time: when it was read, with so many steps made in this life."""
+    """A log line that looks like a problem. time: when it was read; steps_made: steps of this life by then."""
 
     log: Path
     text: str
@@ -75,7 +75,7 @@ class Problem:
 
 
 class Observer:
-    """All that is known of a run. `rows` and `evaluations` by step, from all its lives; the others from this life."""
+    """Everything known of a run. `rows` and `evaluations` (by step) come from all its lives, the rest from this life."""
 
     def __init__(self, rundir: RunDir) -> None:
         self._rundir = rundir
@@ -83,18 +83,18 @@ class Observer:
         self._logs: dict[Path, Tail] = {}
         self.steps_made = 0
         self._look_at_logs()
-        self._problem: Problem | None = None  # what was found are problems of an earlier life
+        self._problem: Problem | None = None  # discard problems of an earlier life
         self.rows = by_step(self._metrics.new())
         self.evaluations = scores(self._eval.new())
         self.status: Status | None = None
 
     def look(self) -> None:
-        """Take in what is new."""
+        """Read what was added to the files."""
         new = by_step(self._metrics.new())
         self.rows |= new
         self.steps_made += len(new)
         self.evaluations |= scores(self._eval.new())
-        with suppress(OSError, msgspec.DecodeError):  # not written yet, or no status: the last one stays
+        with suppress(OSError, msgspec.DecodeError):  # not written yet, or malformed: keep the last one
             self.status = msgspec.json.decode(self._rundir.status.read_bytes(), type=Status)
         self._look_at_logs()
 
@@ -106,18 +106,18 @@ class Observer:
 
     @property
     def problem(self) -> str:
-        """The last one of the logs; empty once its role is well again: a step was made since, and a server is clean."""
-        if (found := self._problem) is None:
+        """The last problem in the logs; empty once its role has recovered: a step was made since, and the server is clean."""
+        if (last := self._problem) is None:
             return ""
-        kind, rank = found.log.parent.name, found.log.stem.rpartition(".")[2]
-        well = self.steps_made > found.steps_made
+        kind, rank = last.log.parent.name, last.log.stem.rpartition(".")[2]
+        well = self.steps_made > last.steps_made
         if kind == "server":
-            servers = self.status.servers if self.status and self.status.time > found.time else []
+            servers = self.status.servers if self.status and self.status.time > last.time else []
             well = well and any(str(s.id) == rank and s.state.startswith("clean") for s in servers)
-        return "" if well else f"{kind} {found.log.stem}: {found.text}"
+        return "" if well else f"{kind} {last.log.stem}: {last.text}"
 
     def forget_status(self) -> None:
-        """The controller is started anew: what its last life said no longer holds."""
+        """Discard the status of the controller's last life when it is started again."""
         self._rundir.status.unlink(missing_ok=True)
         self.status = None
 
@@ -128,18 +128,20 @@ class Observer:
 
     @property
     def latest(self) -> dict[str, Any]:
-        """Row of the newest step; empty before the first."""
+        """The newest step's row; empty before the first."""
         return self.rows[max(self.rows)] if self.rows else {}
 
     @property
     def compared(self) -> dict[str, Any]:
-        """Row of the newest step before which servers and learner were compared; empty before the first."""
+        """The row of the newest step before which servers and learner were compared; empty before the first."""
         return next((row for _, row in sorted(self.rows.items(), reverse=True) if "parity_rollouts" in row), {})
 
 
 def log_of(rundir: RunDir, role: Role) -> Path | None:
-    """The log that says why `role` ended: of the learner's ranks that which has a problem among its last lines, else the one
-    written last. None if it has written none."""
+    """Return the log that says why `role` ended, or None if there is none.
+
+    Of the learner's ranks, prefer one with a problem among its last lines; else take the log written last.
+    """
     rank = str(role.index) if role.kind == "server" else "*"
     logs = rundir.logs.glob(f"{role.kind}/*.{rank}.log")
     return max(
@@ -148,14 +150,14 @@ def log_of(rundir: RunDir, role: Role) -> Path | None:
 
 
 def last_problem(log: Path) -> str:
-    """The last of its last lines that looks like one, what Slurm says of it only if there is no other; else empty."""
+    """Return the last problem in the end of a log, or empty. Slurm's own messages count only if there is no other."""
     lines = last_lines(log)[::-1]
-    found = [line for problem in (PROBLEM, OF_SLURM) for line in lines if problem.search(line)]
-    return found[0].strip() if found else ""
+    problems = [line for pattern in (PROBLEM, OF_SLURM) for line in lines if pattern.search(line)]
+    return problems[0].strip() if problems else ""
 
 
 def last_lines(log: Path, count: int = 25) -> list[str]:
-    """The end of a log."""
+    """Return the last lines of a log."""
     if not log.exists():
         return []
     with log.open("rb") as file:

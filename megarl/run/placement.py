@@ -1,4 +1,4 @@
-"""Which role runs where, on which GPUs. Pure.
+"""Which role runs where, and on which GPUs. Pure.
 
     node 1    server-0  server-1 … server-7      controller
     node 2    server-8  …                        servers from the first node on, each within a node
@@ -6,9 +6,9 @@
     node 9    learner ranks 0 … 7                the learner on the last GPUs: part of a node, or whole nodes
     node 10   learner ranks 8 … 15
 
-With resources.colocate the learner's GPUs, all of one node, are the servers' as well: server 0 has those of the first ranks.
+With resources.colocate the servers share the learner's GPUs, all on one node: server 0 has those of the first ranks.
 
-A slot is a GPU; where no node has one, `resources.threads` cores. One node without GPUs takes everything, whatever it has.
+A slot is a GPU or, if no node has one, `resources.threads` cores. A single node without GPUs takes every role regardless.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from megarl.run.restart import Role
 
 @dataclass(frozen=True)
 class Place:
-    """Of a role. gpus: those it has on each of its nodes, none without GPUs; ranks: its processes on each."""
+    """Where a role runs. gpus: the role's GPUs on each of its nodes, empty without GPUs; ranks: its processes on each node."""
 
     nodes: tuple[Node, ...]
     gpus: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Place:
 
 
 def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
-    """Servers from the front, the learner at the end, the controller on the first node. MegarlError if they do not fit."""
+    """Place servers from the front, the learner at the end, the controller on the first node. MegarlError if they don't fit."""
     resources = recipe.resources
     free = [list(_slots(node, recipe, nodes)) for node in nodes]
     if len(nodes) == 1 and not nodes[0].gpus:
@@ -46,7 +46,7 @@ def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
 
 
 def _colocated(recipe: Recipe, learner: Place) -> dict[Role, Place]:
-    """Servers on the learner's GPUs."""
+    """Place the servers on the learner's GPUs."""
     if len(learner.nodes) > 1:
         raise MegarlError(
             f"resources.colocate: {recipe.resources.learner_ranks} learner ranks take {len(learner.nodes)} nodes, and only "
@@ -60,7 +60,7 @@ def _colocated(recipe: Recipe, learner: Place) -> dict[Role, Place]:
 
 
 def place_servers(recipe: Recipe, node: Node) -> dict[Role, Place]:
-    """Servers alone, on one machine: those of an evaluation. MegarlError if they do not fit."""
+    """Place an evaluation's servers, alone on one machine. MegarlError if they do not fit."""
     count, width = recipe.resources.servers, recipe.resources.server_tensor_parallel
     if node.gpus and len(node.gpus) < count * width:
         raise MegarlError(
@@ -72,7 +72,7 @@ def place_servers(recipe: Recipe, node: Node) -> dict[Role, Place]:
 
 
 def _servers(recipe: Recipe, nodes: Sequence[Node], free: list[list[str]]) -> dict[Role, Place]:
-    """From the first free GPUs on, which are taken."""
+    """Place servers from the first free GPUs on, and remove those from `free`."""
     resources, placed = recipe.resources, {}
     for i in range(resources.servers):
         n = next((n for n, slots in enumerate(free) if len(slots) >= resources.server_tensor_parallel), None)
@@ -88,7 +88,7 @@ def _servers(recipe: Recipe, nodes: Sequence[Node], free: list[list[str]]) -> di
 
 
 def _learner(ranks: int, nodes: Sequence[Node], free: list[list[str]]) -> Place:
-    """The last GPUs of the last node, or whole nodes from the end."""
+    """Place the learner on the last GPUs of the last node, or on whole nodes from the end."""
     width = len(free[-1])
     if ranks <= width:
         taken = [free[-1].pop() for _ in range(ranks)]
@@ -132,17 +132,17 @@ def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]
 
 
 def described(placed: Mapping[Role, Place], nodes: Sequence[Node]) -> list[str]:
-    """One line a node: `node1: controller, servers 0-7`."""
+    """Describe the placement in one line per node: `node1: controller, servers 0-7`."""
     lines: dict[str, list[str]] = {node.name: [] for node in nodes}
     servers: dict[str, list[int]] = {node.name: [] for node in nodes}
-    for role, of in sorted(placed.items()):
-        for n, node in enumerate(of.nodes):
+    for role, where in sorted(placed.items()):
+        for n, node in enumerate(where.nodes):
             if role.kind == "server":
                 servers[node.name].append(role.index)
-            elif of.ranks == 1:
+            elif where.ranks == 1:
                 lines[node.name].append(role.name)
             else:
-                lines[node.name].append(f"learner ranks {n * of.ranks}-{(n + 1) * of.ranks - 1}")
+                lines[node.name].append(f"learner ranks {n * where.ranks}-{(n + 1) * where.ranks - 1}")
     for name, indices in servers.items():
         if indices:
             last = f"-{indices[-1]}" if len(indices) > 1 else ""

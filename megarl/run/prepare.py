@@ -1,10 +1,10 @@
-"""What the roles read before anything else: RUN/recipe.yaml, RUN/endpoints.json, and for Prometheus RUN/prometheus/:
+"""Writes what the roles read first: RUN/recipe.yaml, RUN/endpoints.json and, for Prometheus, RUN/prometheus/:
 
     targets.json     file_sd: the addresses of controller, learner and servers, with labels `run`, `role` and `server`
-    key              what they want to hear (mode 0600), new at each start
+    key              the key that they expect (mode 0600), new at each start
     prometheus.yml   a configuration that uses both: `prometheus --config.file=RUN/prometheus/prometheus.yml`
 
-Prometheus reads the first two anew by itself, so a run that goes on with other ports is followed.
+Prometheus rereads the first two by itself, so it follows a resumed run to its new ports.
 """
 
 import json
@@ -33,9 +33,9 @@ scrape_configs:
 def prepare(
     recipe: Recipe, rundir: RunDir, placed: Mapping[Role, Place], fingerprints: Fingerprints, resumed: bool
 ) -> Endpoints:
-    """What the roles read before anything else. The recipe says `resume: auto`: a role that starts again goes on."""
+    """Write the files that the roles read first. The recipe gets `resume: auto`, so that a restarted role resumes."""
     rundir.create()
-    if not resumed:  # of a start that came to nothing, perhaps with another batch
+    if not resumed:  # left by a start that made no step, perhaps with another batch size
         for file in rundir.rollouts.glob("[0-9]*.journal"):
             file.unlink()
     for file in (rundir.stop_file, rundir.failure_file, rundir.status, rundir.summary):
@@ -50,8 +50,8 @@ def prepare(
 
 
 def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
-    """Addresses on the nodes where the roles listen, with ports that were free there; new keys."""
-    free = {node.name: iter(node.ports) for of in placed.values() for node in of.nodes}
+    """Choose the addresses where roles listen, with ports that were free on their nodes, and new keys."""
+    free = {node.name: iter(node.ports) for where in placed.values() for node in where.nodes}
 
     def address(role: Role, fixed: int | None = None) -> tuple[str, int]:
         node = placed[role].nodes[0]
@@ -86,11 +86,11 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
 
 
 def write_targets(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
-    """RUN/prometheus/; those of an earlier life are taken away if nobody answers in this one."""
+    """Write RUN/prometheus/, or remove an earlier life's if this run exports no metrics."""
     if not recipe.monitor.prometheus:
         shutil.rmtree(rundir.prometheus, ignore_errors=True)
         return
-    found = [
+    targets = [
         _target(recipe, endpoints.controller_metrics, role="controller"),
         _target(recipe, endpoints.learner_metrics, role="learner"),
         *(
@@ -100,7 +100,7 @@ def write_targets(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
     ]
     rundir.prometheus.mkdir(exist_ok=True)
     write_atomically(rundir.prometheus / "key", endpoints.metrics_key.encode(), mode=0o600)
-    write_atomically(rundir.prometheus / "targets.json", json.dumps(found, indent=1).encode())
+    write_atomically(rundir.prometheus / "targets.json", json.dumps(targets, indent=1).encode())
     write_atomically(rundir.prometheus / "prometheus.yml", CONFIGURATION.encode())
 
 

@@ -1,19 +1,20 @@
 """What to do when a role dies. Pure: no clock, no processes.
 
-    server died      ──► that server again          the controller finds it lost, the learner brings it up to date
-    controller died  ──► the controller again       it folds its journal; the learner asks again
-    learner died     ──► all its ranks again        it loads its checkpoint and replays what came after
+    server died      ──► restart that server        the controller finds it lost, the learner brings it up to date
+    controller died  ──► restart the controller     it folds its journal; the learner asks again
+    learner died     ──► restart all its ranks      it loads its checkpoint and replays what came after
     learner left (0) ──► the run ends
     learner or controller left RUN/failure (train.py) ──► the run ends as failed
-    too often        ──► the run ends as failed     within some minutes, or without a step made between the deaths
-    a message        ──► as failed before the first step, of servers if all of them have one; later the second time; a server
-                         is dropped then while there are others
-    node is down     ──► its servers are dropped, and the run goes on with the others; the last server, the learner and the
-                         controller cannot be spared: the run ends, to be started again on other nodes
+    too many deaths  ──► the run ends as failed     too many within minutes, or without a step between them
+    a message        ──► before the first step the run fails (for servers: once all have sent one); later, at the second
+                         message; but while there are other servers, that server is dropped instead
+    node is down     ──► its servers are dropped, and the run goes on with the others; without its last server, the learner or
+                         the controller it cannot go on: the run ends, to be started again on other nodes
 
-A role's exit statuses: 0 it left in order; 2 one error message for the user (`MegarlError`); anything else is a crash.
-A role's message is worth a second try only when the run has made a step since its last one: a wait that ran out may not run
-out again, but bad input stays bad. What one server of several says may be its node's fault (a port, a file, a full GPU).
+A role's exit statuses: 0 for an orderly exit; 2 for one error message to the user (`MegarlError`); anything else is a crash.
+A second try after a message is worthwhile only if the run has made a step since the role's last one: a wait that timed out may
+not do so again, but bad input stays bad. A message from one of several servers may be its node's fault (a port, a file, a
+full GPU).
 """
 
 from dataclasses import dataclass
@@ -23,18 +24,20 @@ MESSAGE_STATUS = 2
 """Exit status of a role that ended with a `MegarlError`."""
 MOST_DEATHS = 5
 WINDOW_S = 900.0
-"""More than `MOST_DEATHS` deaths of one role within this time, or however far apart since the last step that the run has made
-(a large model takes minutes to die in), end the run: it would not get better."""
+"""Window for counting deaths of one role: more than `MOST_DEATHS` end the run, since it would not recover.
+
+Deaths since the run's last step count however far apart they are: a large model takes minutes to die.
+"""
 LONGEST_DELAY_S = 30.0
 
 NodeState = Literal["up", "silent", "down"]
-"""Of the node of a role that died. silent: the role was started there and nothing was heard of it."""
+"""State of a dead role's node. silent: the role was started there and nothing was heard from it."""
 Kind = Literal["server", "controller", "learner"]
 
 
 @dataclass(frozen=True, order=True)
 class Role:
-    """One process that is watched. The learner is one: torchrun ends all its ranks when one dies."""
+    """One watched process. The learner counts as one: torchrun ends all its ranks when one dies."""
 
     kind: Kind
     index: int = 0
@@ -70,7 +73,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """End the run, whose checkpoint stands: it goes on when it is started on other nodes."""
+    """End the run, keeping its checkpoint: it resumes when started on other nodes."""
 
     role: Role
     reason: str
@@ -78,30 +81,30 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class Done:
-    """The learner has saved and left: end the run."""
+    """The learner has saved and exited: end the run."""
 
 
 @dataclass(frozen=True)
 class Nothing:
-    """The controller has nothing more to do; the learner leaves next."""
+    """The controller has nothing more to do; the learner exits next."""
 
 
 Decision = Restart | GiveUp | Drop | Elsewhere | Done | Nothing
 
 
 class RestartPolicy:
-    """Deaths so far, by role, and how many servers there still are."""
+    """Tracks deaths by role and the number of servers left, and decides what follows each death."""
 
     def __init__(self, servers: int, most_deaths: int = MOST_DEATHS, window_s: float = WINDOW_S) -> None:
         self.servers = servers
         self.most_deaths = most_deaths
         self.window_s = window_s
-        self._deaths: dict[Role, list[tuple[float, int]]] = {}  # when, and after how many steps
+        self._deaths: dict[Role, list[tuple[float, int]]] = {}  # time, and number of steps made by then
         self._steps_at_message: dict[Role, int] = {}
-        self._unable: set[Role] = set()  # servers that gave a message before the first step
+        self._unable: set[Role] = set()  # servers that sent a message before the first step
 
     def died(self, role: Role, status: int, at: float, steps: int, node: NodeState = "up") -> Decision:
-        """`role` ended with `status` (negative: by that signal) at `at` seconds, after `steps` steps since the start."""
+        """Decide after `role` ended with `status` (negative: a signal) at `at` seconds, `steps` steps after the start."""
         if status == 0 and role.kind == "learner":
             return Done()
         if status == 0 and role.kind == "controller":
@@ -120,7 +123,7 @@ class RestartPolicy:
         return Restart(role, 0.0 if count == 1 else min(2.0 ** (count - 1), LONGEST_DELAY_S))
 
     def _message(self, role: Role, steps: int) -> Decision | None:
-        """None if it is worth a second try."""
+        """Decide on an exit with an error message; None if a second try is worthwhile."""
         again = self._steps_at_message.get(role) == steps
         self._steps_at_message[role] = steps
         if role.kind == "server" and not steps:
@@ -134,7 +137,7 @@ class RestartPolicy:
         return GiveUp(role, f"{role.name} could not go on")
 
     def _can_drop(self, role: Role) -> bool:
-        """And counts it as dropped, if so."""
+        """Return whether this server can be dropped and, if so, count it as dropped."""
         if role.kind != "server" or self.servers == 1:
             return False
         self.servers -= 1
@@ -142,7 +145,7 @@ class RestartPolicy:
         return True
 
     def _without_node(self, role: Role) -> Drop | Elsewhere:
-        """Its node is of no use any more."""
+        """Decide when the role's node is of no further use."""
         if self._can_drop(role):
             return Drop(role, "its node is lost")
         return Elsewhere(role, f"the node of {role.name} is lost")

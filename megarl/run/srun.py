@@ -1,11 +1,11 @@
-"""Steps of a Slurm job: one for each role, on the nodes of its place. They overlap: the placement divides the GPUs, not Slurm.
+"""Steps of a Slurm job: one per role, on its nodes. Steps overlap: GPUs are divided by the placement, not by Slurm.
 
     srun --nodelist=node3 … python -m megarl.run.step ORDER        step.py, which starts the role on the node
-      stdin   the supervisor's end of it: closed when it dies, however it dies, and then the step ends
-      stdout  reports, each of which is acknowledged        stderr  what srun says: into the role's log
+      stdin   held open by the supervisor: it closes when the supervisor dies, however it dies, and then the step ends
+      stdout  reports, each of which is acknowledged        stderr  srun's own messages: into the role's log
 
-MEGARL_STEP_OPTIONS are more options of srun (`--container-image=…`), MEGARL_STEP_COMMAND the words before `-m` (`apptainer
-exec … python`; this Python if there are none). launch/slurm/common.sh sets both.
+MEGARL_STEP_OPTIONS holds more srun options (`--container-image=…`), MEGARL_STEP_COMMAND the words before `-m` (`apptainer
+exec … python`; default: this Python). launch/slurm/common.sh sets both.
 """
 
 import math
@@ -33,22 +33,22 @@ from megarl.run.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Order, Report
 
 STEP_OPTIONS, STEP_COMMAND = "MEGARL_STEP_OPTIONS", "MEGARL_STEP_COMMAND"
 SURVEY_LIMIT_S = 900.0
-"""An image of tens of gigabytes may have to be fetched."""
+"""Generous because an image of tens of gigabytes may have to be fetched."""
 START_LIMIT_S = 900.0
 """From srun to the step's first report."""
 SILENT_S = 3 * BEAT_S
 SRUN_LIMIT_S = 10.0
-"""From its SIGTERM to its end. It is killed then; Slurm goes on ending the step."""
+"""From srun's SIGTERM to its end. It is then killed, and Slurm goes on ending the step."""
 ASK_LIMIT_S = 30.0
 UNKNOWN_STATUS = 1
 DESERTED_S = UNANSWERED * BEAT_S + 5.0
-"""Behind its last report a step without its srun lives for so long, until it finds that nobody hears it."""
+"""How long a step without its srun outlives its last report, until it finds that nobody hears it."""
 BROKEN_STATES = ("down", "fail", "unknown", "future", "power")
-"""Beginnings of Slurm's words for nodes that run nothing."""
+"""Prefixes of Slurm's words for nodes that run nothing."""
 
 
 def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
-    """As run.launcher says. MegarlError if it asks for a job and this is none."""
+    """Return the launcher that run.launcher asks for. MegarlError if it asks for a Slurm job and there is none."""
     kind = recipe.run.launcher
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
     if kind == "srun" and not nodes:
@@ -67,13 +67,13 @@ def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
 
 
 class SrunLauncher:
-    """Steps of the job we are in."""
+    """Starts roles as steps of the Slurm job that we run in."""
 
     def __init__(self, rundir: RunDir, interface: str) -> None:
         self._rundir, self._interface = rundir, interface
 
     def survey(self, ports: int) -> tuple[Node, ...]:
-        """Asks every node. MegarlError if one does not answer, or cannot take part; it says which and why."""
+        """Ask every node what it has. MegarlError names a node that does not answer or cannot take part, and says why."""
         names = hosts(os.environ["SLURM_JOB_NODELIST"])
         if not names:
             raise MegarlError(
@@ -94,13 +94,13 @@ class SrunLauncher:
             raise MegarlError(
                 f"the nodes {', '.join(names)} did not all answer within {SURVEY_LIMIT_S:g} s; see `scontrol show node`"
             ) from None
-        found = {node.name: node for line in done.stdout.splitlines() if (node := parse(line)) is not None}
-        missing = [name for name in names if name not in found]
+        answers = {node.name: node for line in done.stdout.splitlines() if (node := parse(line)) is not None}
+        missing = [name for name in names if name not in answers]
         if done.returncode or missing:
             raise MegarlError(
                 f"a step over the job's nodes failed; no answer from {', '.join(missing) or 'none'}:\n{done.stderr.strip()}"
             )
-        return checked([found[name] for name in names])
+        return checked([answers[name] for name in names])
 
     def start(self, task: Task) -> "SrunStep":
         order = msgspec.json.encode(Order.of(task)).decode()
@@ -117,11 +117,11 @@ class SrunLauncher:
         return SrunStep(process, names)
 
     def sweep(self, running: Sequence[Running]) -> None:
-        """Each step does it for itself, on its node."""
+        """Do nothing: each step cleans up for itself, on its node."""
 
 
 class SrunStep:
-    """An `srun` and what its nodes report."""
+    """An `srun` process and the reports of its nodes."""
 
     def __init__(self, process: subprocess.Popen[bytes], names: Sequence[str]) -> None:
         self._process = process
@@ -143,14 +143,14 @@ class SrunStep:
 
     @property
     def answered(self) -> bool:
-        """Whether all its nodes have."""
+        """Whether all its nodes have reported."""
         return set(self._reports) >= set(self.names)
 
     def status(self) -> int | None:
-        """What the nodes report. Where one did not, srun's: 137 of a killed step, but 0 of one whose node is lost.
+        """Return the status that nodes report or, where one did not, srun's: 137 for a killed step, but 0 if its node is lost.
 
-        An srun that was killed, or has not brought the step up, may have left it behind. Until it must have ended by itself,
-        it counts as running: there are not to be two.
+        An srun that was killed, or failed to bring the step up, may leave the step behind. The role counts as running until
+        that step must have ended by itself, so that there are never two.
         """
         code = self._process.poll()
         if code is None:
@@ -160,7 +160,7 @@ class SrunStep:
         reports = list(self._reports.values())
         reported = [r.status for _, r in reports if r.status is not None]
         if MESSAGE_STATUS in reported:
-            return MESSAGE_STATUS  # the others died of that one's end
+            return MESSAGE_STATUS  # the others died because this one ended
         if any(reported) or len(reported) == len(self.names):
             return next((status for status in reported if status), 0)
         heard = max((at for at, r in reports if r.status is None), default=self._over) if self.answered else self._over
@@ -169,10 +169,10 @@ class SrunStep:
         return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code or UNKNOWN_STATUS
 
     def still(self) -> Still | None:
-        """Stopped somewhere, or not heard of for too long."""
+        """Return "stopped" if a process is stopped anywhere, "unheard" if a node has been silent for too long."""
         now = time.monotonic()
         if self._process.poll() is not None:
-            return None  # and `status` waits for its end
+            return None  # `status` waits for its end
         alive = [(at, report) for at, report in list(self._reports.values()) if report.status is None]
         if any(report.stopped for _, report in alive):
             return "stopped"
@@ -183,20 +183,20 @@ class SrunStep:
         self._tell(TERMINATE)
 
     def _tell(self, word: bytes) -> None:
-        """To all its nodes, if srun still lives and has not been given up."""
+        """Send a word to all its nodes, if srun is alive and has not been given up."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(word + b"\n")
             self._process.stdin.flush()
 
     def kill(self) -> None:
-        """srun's SIGTERM has Slurm kill all of the step."""
+        """Send srun SIGTERM, on which Slurm kills the whole step."""
         self._killed = min(self._killed, time.monotonic())
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def wait_gone(self) -> None:
-        """A step on a node that is gone does not end: srun then does not either."""
+        """Wait for srun, then kill it: a step on a lost node never ends, so neither does its srun."""
         try:
             self._process.wait(max(0.0, self._killed + SRUN_LIMIT_S - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -207,8 +207,11 @@ class SrunStep:
             self._process.stdin.close()
 
     def node_state(self) -> NodeState:
-        """Slurm takes a lost node from the job, though not at once: one that is gone is silent at first. It may be up again
-        meanwhile, but it is no longer ours."""
+        """Return "down" if Slurm has lost a node of the step, "silent" if not all nodes have reported, else "up".
+
+        Slurm takes a lost node from the job, though not at once: it is silent at first. By now it may be up again, but it is
+        no longer ours.
+        """
         held = _output(["squeue", "-h", "-j", os.environ["SLURM_JOB_ID"], "-o", "%N"]).strip()
         ours = hosts(held) if held else self.names
         states = _output(["sinfo", "-h", "-n", ",".join(self.names), "-o", "%T"]).splitlines()
@@ -218,9 +221,9 @@ class SrunStep:
 
 
 def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[str]:
-    """srun's: a task on each of the nodes, which may use all of it and shares it with the other steps.
+    """Build the srun command: one task on each node, which may use all of it and shares it with the other steps.
 
-    What the batch script was given (tasks a node, CPUs a task) is inherited by srun, and is overridden here.
+    Options that srun inherits from the batch script (tasks per node, CPUs per task) are overridden here.
     """
     python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
     return [
@@ -235,7 +238,7 @@ def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[s
         "--cpu-bind=none",
         "--export=ALL",
         "--input=all",
-        "--kill-on-bad-exit=1",  # of the learner's nodes; a step of one node has no other task
+        "--kill-on-bad-exit=1",  # for the learner's nodes; a step on one node has no other task
         *shlex.split(os.environ.get(STEP_OPTIONS, "")),
         *python,
         *arguments,
@@ -243,7 +246,7 @@ def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[s
 
 
 def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """The same, if they can reach each other."""
+    """Return the nodes, with distinct ports, after checking that they can reach each other."""
     if len({node.host for node in nodes}) > 1:
         for node in nodes:
             if node.address.startswith("127."):
@@ -253,7 +256,7 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
                 )
     taken: set[tuple[str, int]] = set()
     distinct = []
-    for node in nodes:  # nodes that are one machine may have found the same ports
+    for node in nodes:  # nodes on one machine may have found the same ports
         ports = tuple(port for port in node.ports if (node.address, port) not in taken)
         taken |= {(node.address, port) for port in ports}
         distinct.append(replace(node, ports=ports))
@@ -261,17 +264,17 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def hosts(listed: str) -> list[str]:
-    """`node[1-3]`, one by one."""
+    """Expand `node[1-3]` into a list of names."""
     return _output(["scontrol", "show", "hostnames", listed]).split()
 
 
 def is_broken(state: str) -> bool:
-    """Whether Slurm says that nothing runs there (`down`, `down*`, `failing`); a node that only drains still works."""
+    """Return whether Slurm says that nothing runs there (`down`, `down*`, `failing`); a draining node still works."""
     return state.strip().lower().startswith(BROKEN_STATES)
 
 
 def _output(words: Sequence[str]) -> str:
-    """Of one of Slurm's commands; empty if it does not answer."""
+    """Return the output of a Slurm command; empty if it fails or does not answer."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=True).stdout
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):

@@ -1,6 +1,6 @@
-"""`megarl status RUN`: how a run stands, from its files alone: from any terminal that sees them, while it lives and afterwards.
+"""`megarl status RUN`: the state of a run from its files alone, from any terminal that sees them, while it lives or afterwards.
 
-RUN/summary.json is there ──► the closing summary         else ──► the live view, of this moment
+RUN/summary.json exists ──► the closing summary         else ──► the live view of this moment
 """
 
 import time
@@ -18,7 +18,7 @@ from megarl.run.restart import Kind, Role
 from megarl.run.view import Frame, RoleView, clock, render
 
 DEAD_S = 60.0
-"""A live controller writes its status each second; its restart takes less than this."""
+"""A live controller writes its status each second, and its restart takes less than this."""
 
 
 def main(run: Path) -> int:
@@ -44,7 +44,7 @@ def main(run: Path) -> int:
 
 
 def roles_of(rundir: RunDir) -> tuple[dict[Role, RoleView], float]:
-    """What the supervisor has noted of this life of the run: its roles as they are now, and when it began."""
+    """Return, from the supervisor's notes of the run's current life, its roles as they are now and when it began."""
     roles: dict[Role, RoleView] = {}
     restarts: dict[Role, int] = {}
     session, began = "", time.time()
@@ -64,7 +64,7 @@ def roles_of(rundir: RunDir) -> tuple[dict[Role, RoleView], float]:
 
 
 def role_named(name: str) -> Role:
-    """`server-3` as a Role."""
+    """Parse `server-3` into a Role."""
     kinds: dict[str, Kind] = {"server": "server", "controller": "controller", "learner": "learner"}
     kind, _, index = name.partition("-")
     return Role(kinds[kind], int(index))

@@ -1,13 +1,13 @@
-"""In a step of a Slurm job, on its node: starts the role as the local launcher does, and is the supervisor's hand there.
+"""Runs in a step of a Slurm job: starts the role as the local launcher does, and acts for the supervisor on the node.
 
-    supervisor ── stdin ──► srun ──► "terminate" ──► the role's SIGTERM; "heard" ──► its report has arrived
-    supervisor ◄─ stdout ── srun ◄── Report, a line of JSON: each BEAT_S, and when the role has ended
+    supervisor ── stdin ──► srun ──► "terminate" ──► SIGTERM to the role; "heard": a report has arrived
+    supervisor ◄─ stdout ── srun ◄── Report, a line of JSON: every BEAT_S, and when the role has ended
 
-All of the role gets SIGKILL when that stdin ends (the supervisor has died) and when UNANSWERED reports in a row were not
-heard: srun, slurmd or the network between is gone, and Slurm may not be able to end the step. The supervisor gives such a
-step up a little later (watch.py), so that there are never two of a role.
+The whole role gets SIGKILL when that stdin ends (the supervisor has died), or after UNANSWERED unacknowledged reports in a
+row: srun, slurmd or the network between is gone, and Slurm may be unable to end the step. The supervisor gives such a step up
+a little later (watch.py), so that a role never runs twice.
 
-Slurm carries both, so there is no port to open and nobody else to listen. The role's own output goes to its log.
+Slurm carries both streams, so no port is opened and nobody else can listen. The role's own output goes to its log.
 """
 
 import os
@@ -29,13 +29,13 @@ from megarl.run.restart import Role
 BEAT_S = 5.0
 TICK_S = 0.2
 UNANSWERED = 8
-"""Counted and not timed: a step that Slurm suspends has old answers and a living supervisor."""
+"""A count, not a time: a step that Slurm suspends has old answers but a living supervisor."""
 STDIN = 0
 TERMINATE, HEARD = b"terminate", b"heard"
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Of one node of a step. status: of the role, once it has ended; stopped: one of its processes is."""
+    """A report from one node of a step. stopped: one of the role's processes is; status: set once the role has ended."""
 
     node: str
     stopped: bool = False
@@ -43,7 +43,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 class Order(msgspec.Struct, kw_only=True):
-    """A Task, as an argument."""
+    """A Task as a command-line argument."""
 
     role: Role
     arguments: tuple[str, ...]
@@ -62,13 +62,13 @@ class Order(msgspec.Struct, kw_only=True):
         )
 
     def task(self, node: Node) -> Task:
-        """As it is on `node`: with the interface that its process groups are to use."""
+        """Return the task as it runs on `node`: with the network interface for its process groups."""
         interface = {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}
         return Task(self.role, self.arguments, self.environment | interface, self.place, RunDir(Path(self.run)))
 
 
 class Orders(threading.Thread):
-    """What the supervisor says."""
+    """Thread that reads the supervisor's words from stdin."""
 
     def __init__(self, process: LocalProcess) -> None:
         super().__init__(daemon=True)
@@ -78,12 +78,12 @@ class Orders(threading.Thread):
 
     @property
     def gone(self) -> bool:
-        """Whether there is nobody any more who does."""
+        """Whether the supervisor is gone."""
         return self._ended or self.unanswered >= UNANSWERED
 
     def run(self) -> None:
         rest = b""
-        while said := os.read(STDIN, 1024):  # no file object: a thread that waits in one keeps Python from ending
+        while said := os.read(STDIN, 1024):  # not a file object: a thread blocked in one keeps Python from exiting
             *words, rest = (rest + said).split(b"\n")
             self.unanswered = 0
             if TERMINATE in words:
@@ -92,7 +92,7 @@ class Orders(threading.Thread):
 
 
 def main(argument: str) -> int:
-    """Until the role has ended, or the supervisor has; the role's status as a shell gives it."""
+    """Run until the role or the supervisor has ended; return the role's status as a shell would."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, _pass)
     order = msgspec.json.decode(argument, type=Order)
@@ -122,8 +122,10 @@ def main(argument: str) -> int:
 
 
 def _pass(_number: int, _frame: object) -> None:
-    """A handler, not SIG_IGN, which the role would inherit. Slurm's own signals reach all of a step, or this process alone
-    (proctrack/cgroup)."""
+    """Ignore a signal by a handler: the role would inherit SIG_IGN.
+
+    Slurm's own signals reach the whole step, or this process alone (proctrack/cgroup).
+    """
 
 
 def _say(report: Report) -> None:

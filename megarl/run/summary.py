@@ -1,4 +1,4 @@
-"""What a run came to: RUN/summary.json, and the closing summary in the terminal. Works on a half-finished run.
+"""The results of a run: RUN/summary.json, and the closing summary in the terminal. Works on an unfinished run.
 
 metrics.jsonl, eval.jsonl, logs/supervisor.jsonl ──► summarise() ──► dict ──► render()
 """
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def summarise(recipe: Recipe, rundir: RunDir) -> Row:
-    """Figures over all lives of the run; None where nothing was measured."""
+    """Compute figures over all lives of the run; None for what was not measured."""
     rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
     lived = steady(rows, rundir)
     events = [event.event for event in rundir.events()]
@@ -74,7 +74,7 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
 
 
 def _by_task(recipe: Recipe, rows: list[Row], first: Row, last: Row) -> dict[str, Row]:
-    """Of each task, when there are several. first, last: evaluations."""
+    """Return figures by task, if there are several. first, last: evaluations."""
     if len(recipe.data.tasks) == 1:
         return {}
     return {
@@ -90,7 +90,7 @@ def _by_task(recipe: Recipe, rows: list[Row], first: Row, last: Row) -> dict[str
 
 
 def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
-    """Rows whose times are those of steps: not replayed, and not the first of a learner's life, which has its start-up."""
+    """Return rows timed as normal steps: not replayed, nor first in a learner's life, which includes start-up."""
     starts = [e.time for e in rundir.events() if e.event == "started" and e.role == "learner-0"]
     times = sorted(_finite(rows, "time"))
     first = {times[i] for start in starts if (i := bisect.bisect(times, start)) < len(times)}
@@ -98,7 +98,7 @@ def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
 
 
 def render(values: Row, rundir: RunDir) -> RenderableType:
-    """The closing summary."""
+    """Render the closing summary."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
@@ -149,7 +149,7 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
 
 
 def _parity(v: dict[str, Any]) -> str:
-    """Their difference in words."""
+    """Describe the difference between servers and learner in words."""
     if not v["parity_publications"]:
         return "not compared"
     if v["parity_mean_max"] == 0:
@@ -183,7 +183,7 @@ def _mean(rows: list[Row], name: str) -> float | None:
 
 
 def _by_time(rows: list[Row], name: str) -> float | None:
-    """Mean over the time of the steps: a step of a minute counts as much as sixty of a second."""
+    """Return the mean weighted by step time: a step of a minute counts as much as sixty of a second."""
     known = [row for row in rows if _finite([row], name)]
     return _ratio(math.fsum(row[name] * row["step_seconds"] for row in known), _total(known, "step_seconds"))
 
@@ -197,7 +197,7 @@ def _ratio(value: float, by: float) -> float | None:
 
 
 def _rest(share: float | None) -> float | None:
-    """Of one; a measured share can be a hair above it."""
+    """Return one minus the share, at least 0: a measured share can be a hair above one."""
     return None if share is None else max(0.0, 1.0 - share)
 
 

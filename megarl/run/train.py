@@ -2,10 +2,10 @@
 
     checks ─► RUN/recipe.yaml, RUN/endpoints.json ─► servers, controller, learner start at once (they wait for each other)
            ─► every tick: who died? (restart.py)  who hangs? (watch.py)  what do the files say? (observe.py ─► view.py)
-           ─► the learner has left: controller and servers are ended, summary and report written
+           ─► the learner has exited: controller and servers are ended, summary and report written
 
-Ctrl-C or SIGTERM, also of controller or learner, writes RUN/stop: the learner saves and leaves. A second one kills. Every role
-dies with this process. A screen that goes away (a pager, a `tee`) ends nothing.
+Ctrl-C or SIGTERM, also to controller or learner, writes RUN/stop: the learner saves and exits. A second one kills. Every role
+dies with this process. Losing the screen (a pager, a `tee`) ends nothing.
 """
 
 import os
@@ -34,24 +34,26 @@ TICK_S = 0.1
 LOOK_S = 0.5
 WATCH_S = 5.0
 SAVE_LIMIT_S = 540.0
-"""From the wish to stop to the learner's end: the step under way, and a checkpoint. Slurm ends a job 600 s after SIGUSR1."""
+"""From the request to stop to the learner's exit: its current step, and a checkpoint. Slurm ends a job 600 s after SIGUSR1."""
 MAKE_ROOM = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals to a job that has to end and goes on later."""
+"""Signals to a job that has to end now and resumes later."""
 LEAVE_LIMIT_S = 10.0
-"""For the controller, when all else has ended."""
+"""How long the controller may take to exit once all else has ended."""
 PORTS_A_ROLE = 2
-"""Of a server, and of controller and learner twice: they have metrics, too. Asked of each node, which does not know what it
-will be given: nodes that are one machine may have found the same."""
+"""Ports per server; controller and learner count as two each, as they also serve metrics.
+
+Every node is asked for all ports, before roles are placed: nodes on one machine may have found the same.
+"""
 START_ELSEWHERE = 75
-"""Exit status (EX_TEMPFAIL) of a run that can go on, though not on these nodes."""
+"""Exit status (EX_TEMPFAIL) of a run that can resume, but not on these nodes."""
 MOST_FRUITLESS_STARTS = 5
-"""Of a job that was queued again so often and loses a node before it has made a step: it is not the node's fault."""
+"""A job requeued this often that loses a node before making a step fails: the node is not at fault."""
 
 
 def main(recipe: Recipe, fingerprints: checks.Fingerprints, write_report: WriteReport) -> int:
-    """Run to the end. 0 all steps done; 1 failed; 75 to be started again elsewhere; 128 + signal when asked to stop.
+    """Run to the end. Return 0: all steps done; 1: failed; 75: to be started again elsewhere; 128 + signal: asked to stop.
 
-    fingerprints: what the run is given, which was read and found good. write_report: called when the run is over.
+    fingerprints: those of the run's inputs, already read and checked. write_report: called when the run is over.
     """
     rundir = RunDir(recipe.run.path)
     with lock(rundir.path, "megarl train", "run.name"):
@@ -110,7 +112,7 @@ class Supervisor:
         self._looked = self._watched = 0.0
 
     def run(self, screen: Screen) -> Outcome:
-        """Until the run's end; no process is left then."""
+        """Run until the end of the run; no process is left afterwards."""
         self.screen = screen
         try:
             for role in self.roles:
@@ -123,7 +125,7 @@ class Supervisor:
             self.observer.look()
 
     def frame(self) -> Frame:
-        """What there is to see now."""
+        """Return what there is to show now."""
         now = time.monotonic()
         views = {}
         for role in self.roles:
@@ -160,11 +162,11 @@ class Supervisor:
         self._note("started", role, pid=self.running[role].pid, nodes=self._nodes(role))
 
     def _deaths(self, now: float) -> Outcome | None:
-        """Deal with every role that has ended since the last tick; the learner first, for its end is the run's."""
+        """Handle every role that has ended since the last tick, the learner first, because its end is the run's."""
         ended = [(role, s) for role, p in self.running.items() if (s := p.status()) is not None]
         for role, status in sorted(ended, reverse=True, key=lambda e: e[0].kind == "learner"):
             process = self.running.pop(role)
-            process.kill()  # what it left behind
+            process.kill()  # to end what it left behind
             process.wait_gone()
             self._note("ended", role, status=status)
             self.observer.look()
@@ -214,13 +216,13 @@ class Supervisor:
                 self.restarts[culprit] += 1
                 self.due[culprit] = now + delay
                 if culprit.kind == "learner" and Role("controller") not in self.running:
-                    self.due.setdefault(Role("controller"), now)  # it had left, thinking the run was over
+                    self.due.setdefault(Role("controller"), now)  # it had exited, taking the run to be over
                 self._note("restart", culprit, delay_s=delay)
                 self.screen.say(f"{culprit.name} {how(status)}; starting it again{f' in {delay:g} s' if delay else ''}")
         return None
 
     def _failure(self, role: Role, now: float) -> Outcome | None:
-        """Controller or learner has ended the run, which is over once the learner, if it lives, has saved and left."""
+        """Handle a failure reported by controller or learner: the run ends once the learner, if alive, has saved and exited."""
         if role.kind == "controller" and Role("learner") in self.running:
             self.stopping_since = self.stopping_since or now
             self.rundir.stop()
@@ -256,7 +258,7 @@ class Supervisor:
         return None
 
     def _unsaved(self, why: str, role: Role) -> Outcome:
-        """What was to be saved is lost. A job that has to make room goes on from the checkpoint before."""
+        """Return the outcome when the final checkpoint is lost; a job that must make room resumes from the previous one."""
         if self.rundir.failure_file.exists():
             return self._failed(role)
         if self.rundir.stop_signal() in MAKE_ROOM:
@@ -264,7 +266,7 @@ class Supervisor:
         return Outcome("failed", why, role)
 
     def _end_hung(self, now: float) -> None:
-        """Kill what does not move; the next tick sees it dead."""
+        """Kill roles that are stuck; the next tick sees them dead."""
         still = {role: reason for role, process in self.running.items() if (reason := process.still()) is not None}
         hung = self.watch.hung(still, self.observer.status, self.observer.status_age, set(self.running), now)
         for role, why in hung.items():
@@ -275,7 +277,7 @@ class Supervisor:
             self.running[role].wait_gone()
 
     def _end_all(self) -> None:
-        """Servers and learner have nothing to finish; the controller may close its journal. Nothing is left after this."""
+        """End every role: servers and learner at once, the controller once it had time to close its journal."""
         others = [self.running.pop(role) for role in list(self.running) if role.kind != "controller"]
         for process in others:
             process.kill()

@@ -1,7 +1,7 @@
-"""The live view: what `Observer` and the supervisor know, as a rich renderable, and as one plain line for logs; `Screen` puts
-them where frames go, a live picture in a terminal, else plain lines.
+"""The live view: renders what `Observer` and the supervisor know, as a rich renderable or one plain line for logs.
 
-Pure: `render` and `line` make text of a `Frame`; nothing is read or remembered here.
+`render` and `line` are pure: they turn a `Frame` into text, and neither read nor remember anything. `Screen` shows frames: a
+live picture in a terminal, else plain lines.
 """
 
 import math
@@ -26,12 +26,12 @@ from megarl.run.restart import Role
 
 BARS = "▁▂▃▄▅▆▇█"
 RECENT = 20
-"""Steps that rates and shares are averaged over."""
+"""Number of steps over which rates and shares are averaged."""
 
 
 @dataclass(frozen=True)
 class RoleView:
-    """`state`: running, restarting, dropped or ended; `seconds`: since it began; `nodes`: where it is."""
+    """How a role is shown. `state`: running, restarting, dropped or ended; `seconds`: since it started; `nodes`: where."""
 
     state: str
     seconds: float
@@ -41,7 +41,7 @@ class RoleView:
 
 @dataclass(frozen=True)
 class Frame:
-    """Everything one picture shows. `stopping`: what the supervisor is doing about the end of the run, if anything."""
+    """Everything one picture shows. `stopping`: progress of ending the run, if it is ending."""
 
     recipe: Recipe
     observer: Observer
@@ -52,7 +52,7 @@ class Frame:
 
 
 def render(frame: Frame) -> RenderableType:
-    """The whole view."""
+    """Render the whole view."""
     parts: list[RenderableType] = [_progress(frame)]
     if frame.observer.rows or frame.observer.evaluations:
         parts += [Text(), _numbers(frame)]
@@ -71,7 +71,7 @@ def render(frame: Frame) -> RenderableType:
 
 
 def line(frame: Frame) -> str:
-    """One line for a terminal that is none."""
+    """Return the one-line form for non-interactive output."""
     row, observer = frame.observer.latest, frame.observer
     parts = [f"[{clock(frame.elapsed_s)}]", frame.stopping or phase(frame)]
     if observer.rows:
@@ -90,7 +90,7 @@ def line(frame: Frame) -> str:
 
 
 def phase(frame: Frame) -> str:
-    """Where the run is: starting (whom it waits for), replaying, or what the learner was last told."""
+    """Describe where the run is: starting (and what it waits for), replaying, or the learner's last command."""
     status = frame.observer.status
     restarting = [role.name for role, view in frame.roles.items() if view.state == "restarting"]
     if restarting:
@@ -114,9 +114,9 @@ def phase(frame: Frame) -> str:
 
 
 def warnings(frame: Frame) -> list[str]:
-    """What a user should look at."""
+    """List what the user should look at."""
     observer = frame.observer
-    found = flagged(
+    messages = flagged(
         recent(observer, "truncation_rate"),
         recent(observer, "effective_sample_size"),
         recent(observer, "format_error_rate"),
@@ -124,21 +124,21 @@ def warnings(frame: Frame) -> list[str]:
     )
     newest = observer.evaluations[max(observer.evaluations)] if observer.evaluations else {}
     if newest.get("enough"):
-        found.append(f"{enough(newest)}: the run may as well stop (run.stop_at_asymptote ends one by itself)")
+        messages.append(f"{enough(newest)}: the run may as well stop (run.stop_at_asymptote ends one by itself)")
     row = frame.observer.latest
     if observer.status is not None and observer.status.parity:
-        found.append(observer.status.parity)
+        messages.append(observer.status.parity)
     if row.get("groups_in_loss") == 0:
-        found.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
+        messages.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
     elif row.get("skipped"):
-        found.append(
+        messages.append(
             "the last step was skipped: its loss or gradient was not finite (bad-rollouts.jsonl has its rollouts)"
         )
-    return found
+    return messages
 
 
 def recent(observer: Observer, name: str) -> float | None:
-    """Mean of a metric over the last `RECENT` steps that have it, those replayed after a crash left out."""
+    """Return a metric's mean over the last `RECENT` steps that have it, without those replayed after a crash."""
     lived = [row for _, row in sorted(observer.rows.items())[-RECENT:] if not row.get("replay")]
     values = [row.get(name) for row in lived]
     finite = [v for v in values if v is not None and math.isfinite(v)]
@@ -146,7 +146,7 @@ def recent(observer: Observer, name: str) -> float | None:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as bars, averaged into at most `width` of them, on a scale from 0 to 1."""
+    """Draw `values` as at most `width` bars, averaging neighbours, on a scale from 0 to 1."""
     count = min(width, len(values))
     bars = []
     for i in range(count):
@@ -157,14 +157,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`4:05`, `2:13:07`."""
+    """Format seconds as `4:05` or `2:13:07`."""
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
 def number(value: Any, digits: int = 0, form: str = "f") -> str:
-    """With thousands separators; `–` where there is none."""
+    """Format with thousands separators; `–` for None or a non-finite value."""
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}{form}}"
 
 
@@ -230,7 +230,7 @@ def _numbers(frame: Frame) -> RenderableType:
 
 
 def _parity(row: Mapping[str, Any]) -> str:
-    """Mean and 99th percentile of the log-prob difference at equal weights; then the other causes' means."""
+    """Show mean and 99th percentile of the log-prob difference at equal weights, then the means of the other causes."""
     if row.get("parity_mean/kernels") is None:
         return "–"
     tail = f" (99 %: {number(row.get('parity_p99/kernels'), 1, 'e')})" if row["parity_mean/kernels"] else ""
@@ -246,7 +246,7 @@ def _parity(row: Mapping[str, Any]) -> str:
 
 
 def _task(observer: Observer, task: str) -> str:
-    """Its pass rates, in training and held out."""
+    """Show the task's pass rates, in training and held out."""
     trained = f"training {number(recent(observer, f'pass_rate_train/{task}'), 3)}"
     scores = [row for _, row in sorted(observer.evaluations.items()) if f"pass_rate/{task}" in row]
     if not scores:
@@ -294,16 +294,16 @@ def _processes(frame: Frame) -> RenderableType:
 
 
 def _between(nodes: Sequence[str]) -> str:
-    """`n1`, or `n9 … n10`."""
+    """Format nodes as `n1` or `n9 … n10`."""
     return nodes[0] if len(nodes) == 1 else f"{nodes[0]} … {nodes[-1]}"
 
 
 LINE_S, JOB_LINE_S = 10.0, 60.0
-"""Between lines where the output is no terminal, and in the output of a Slurm job, which grows for weeks."""
+"""Seconds between lines of non-interactive output, and of a Slurm job's output, which grows for weeks."""
 
 
 class Screen:
-    """A live picture, or a line now and then and each warning once."""
+    """Shows a live picture in a terminal; else prints a line now and then, and each warning once."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -334,5 +334,5 @@ class Screen:
                     print(f"! {warning}", flush=True)
 
     def say(self, text: str) -> None:
-        """One lasting line."""
+        """Print one line that stays."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)

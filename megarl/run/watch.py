@@ -1,12 +1,12 @@
-"""Roles that live and do not move: what is asked of each, and for how long it may go unanswered.
+"""Finds roles that are alive but stuck: the sign of life expected from each, and how long it may be missing.
 
     a process of a role is stopped (SIGSTOP, a debugger)          STOPPED_S
-    the node of a role does not report any more                   STOPPED_S
+    the node of a role has stopped reporting                      STOPPED_S
     the controller's status.json grows old                        SILENT_S
     the controller says a server is lost and its process lives    LOST_S
-    the same of one that has not come up since it was started     serving.start_timeout_s
+    the same, but it has not come up since it was started         serving.start_timeout_s
 
-A learner's silence proves nothing (a step may be long); its own collective time-outs end it.
+A learner's silence proves nothing (a step may be long); its own collective timeouts end it.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,12 @@ STOPPED_S = 30.0
 SILENT_S = 120.0
 LOST_S = 120.0
 MISSED_S = 30.0
-"""By then the controller has missed a server that has died, if it is not being published to."""
+"""By then the controller has noticed a server that died, unless it is being published to."""
 OLD_S = 10.0
-"""A status.json older than this is old: it is written each second. Counted from when we saw it old, not from its time:
-a machine that slept has old files and no hung controller."""
+"""Age at which status.json counts as old: it is written each second.
+
+Measured from when we saw it old, not from its time: a machine that slept has old files and no hung controller.
+"""
 
 COMPLAINTS = {
     "stopped": "has been stopped",
@@ -37,7 +39,7 @@ AWAY = ("lost", "starting")
 
 
 class Watch:
-    """Since when each role has given cause for complaint."""
+    """Remembers since when each role has looked stuck."""
 
     def __init__(
         self, start_s: float, stopped_s: float = STOPPED_S, silent_s: float = SILENT_S, lost_s: float = LOST_S
@@ -51,12 +53,12 @@ class Watch:
         }
         self._since: dict[tuple[Role, str], float] = {}
         self._started: dict[Role, float] = {}
-        self._seen: dict[Role, Literal["away", "there"]] = {}  # of a server since then
+        self._seen: dict[Role, Literal["away", "there"]] = {}  # the server's state since that start
 
     def hung(
         self, still: Mapping[Role, Still], status: Status | None, status_age: float, running: set[Role], at: float
     ) -> dict[Role, str]:
-        """Roles of `running` to be killed at `at` seconds, and why. `status_age`: seconds since status.json."""
+        """Return the roles of `running` to kill at `at` seconds, and why. `status_age`: seconds since status.json."""
         complaints: set[tuple[Role, str]] = set(still.items())
         if status is not None and status_age > OLD_S:
             complaints.add((Role("controller"), "silent"))
@@ -71,13 +73,13 @@ class Watch:
         }
 
     def forget(self, role: Role, at: float) -> None:
-        """It was started anew."""
+        """Forget a role that was started again."""
         self._since = {c: since for c, since in self._since.items() if c[0] != role}
         self._started[role] = at
         self._seen.pop(role, None)
 
     def _look(self, status: Status, at: float) -> list[Role]:
-        """The servers that are away. One that is started anew is there at first, for the controller has not missed it yet."""
+        """Return the servers that are away. A restarted server seems present at first: the controller has not missed it yet."""
         away = []
         for server in status.servers:
             role = Role("server", server.id)

@@ -1,1 +1,1 @@
-"""What core/base/contracts.py asks for: data/ prompts and traces, graders/ rewards, environments/ tools and games."""
+"""Implements core/base/contracts.py: data/ prompts and traces, graders/ rewards, environments/ tools and games."""

@@ -3,11 +3,11 @@
     Batch ─► groups in the loss ─► advantages (advantages.py) ─┐
                                └─► weights ────────────────────┴─► [TrainSequence] ─► micro-batches (packing.py)
 
-Pure functions of numpy arrays. Every rank computes them on the whole batch and gets the same, so that
+Pure functions of numpy arrays. Every rank computes them on the whole batch and gets the same result, so that
 
     loss = sum over sequences and tokens of loss_weight · token_loss
 
-is exact whatever the micro-batching and the number of ranks: partial sums are added, nothing is averaged again.
+is exact whatever the micro-batching and the number of ranks: partial sums are added, never averaged again.
 Source of the formulas: ScaleRL (arXiv 2510.13786), section 3.2; constant aggregation: Dr. GRPO (arXiv 2503.20783).
 """
 
@@ -25,22 +25,22 @@ Aggregation = Literal["prompt", "sample", "token", "constant"]
 
 
 PerToken = float | np.ndarray
-"""[prompt + completion] float32, or one number for all of it."""
+"""[prompt + completion] float32, or one number for all tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainSequence:
-    """One rollout as the learner sees it. Arrays are aligned with `tokens`: position t speaks of tokens[t].
+    """One rollout as the learner sees it. Arrays are aligned with `tokens`: position t belongs to tokens[t].
 
     tokens             [prompt + completion] int32
     behaviour_logprobs [prompt + completion] float32, 0 where not trained
     loss_weight        [prompt + completion] float32, 0 where not trained (prompt, masked segments)
     reward             of the rollout, for the critic
     advantage          of the rollout; of each token with a critic
-    value, value_target  with a critic: what it expected before each trained token; what it should have
-    reference_logprobs [prompt + completion] float32, 0 where not trained: of the frozen reference; None: there is none
+    value, value_target  with a critic: its expectation before each trained token, and the value to learn
+    reference_logprobs [prompt + completion] float32, 0 where not trained: log-probs of the frozen reference; None: no reference
     kl_penalty         [prompt + completion] float32, 0 where not trained: what the KL to it takes off the reward at each token
-    experts            [at most prompt + completion, layers with experts, experts a token]: to be taken again; None: any
+    experts            [at most prompt + completion, layers with experts, experts a token]: to be replayed; None: free choice
     """
 
     ticket: int
@@ -61,14 +61,14 @@ class TrainSequence:
 
     @property
     def reference(self) -> np.ndarray:
-        """reference_logprobs, 0 throughout if there is no reference."""
+        """The reference_logprobs, 0 throughout if there is no reference."""
         return np.zeros_like(self.behaviour_logprobs) if self.reference_logprobs is None else self.reference_logprobs
 
 
 def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refill", "keep"]) -> list[Group]:
-    """Those with something to train: not void, and with variance unless that is kept.
+    """Return the groups with something to train: not void, and with variance unless `keep`.
 
-    `refill` takes groups without variance out before they reach a batch; one that is here all the same has no gradient.
+    `refill` removes groups without variance before they reach a batch; any that is here all the same has no gradient.
     """
     return [
         g
@@ -78,14 +78,14 @@ def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refi
 
 
 def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregation, longest: int) -> list[np.ndarray]:
-    """Weight of each trained token of a rollout in the loss. Their sum over all trained tokens is 1, with `constant` at most.
+    """Return each trained token's weight in the loss, by rollout. They sum to 1 over all trained tokens; `constant`: at most 1.
 
-    trained_tokens[g][j]: |y| of rollout j of group g, sampled tokens only; longest: the most that one can have.
-    Returns one [generations] float64 a group.
+    trained_tokens[g][j]: |y| of rollout j of group g, sampled tokens only; longest: the longest possible |y|.
+    Returns one [generations] float64 per group.
 
     prompt: mean over prompts of (sum over the group's tokens / the group's tokens); sample: mean over rollouts of their
     token means; token: mean over tokens; constant: mean over rollouts of (sum over tokens / longest), so that no
-    token's weight depends on its rollout's length. Rollouts and groups without a trained token are not counted in the means.
+    token's weight depends on its rollout's length. The means leave out rollouts and groups without a trained token.
     """
     counts = [np.asarray(group, dtype=np.float64) for group in trained_tokens]
     if aggregation == "constant":
@@ -102,9 +102,9 @@ def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregat
 
 
 def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
-    """All rollouts of the batch that the loss sees, in order of ticket and sample; empty if no group has a gradient.
+    """Return all rollouts of the batch in the loss, ordered by ticket and sample; empty if no group has a gradient.
 
-    Their advantages are 0 still: what is taken off rewards may have to be asked of a model first.
+    Their advantages are still 0: what is taken off rewards may first have to be computed by a model.
     """
     groups = groups_in_loss(batch.groups, recipe.batch.zero_variance)
     counts = [[r.trained_tokens for r in g.rollouts] for g in groups]
@@ -120,11 +120,10 @@ def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
 def with_advantages(
     sequences: Sequence[TrainSequence], batch: Batch, recipe: Recipe, before: Moments = NOTHING_SEEN
 ) -> tuple[list[TrainSequence], Moments]:
-    """`sequences_in_loss` of the batch with their advantages, from rewards less the sum of each rollout's `kl_penalty`.
+    """Give the batch's `sequences_in_loss` their advantages, from rewards less the sum of each rollout's `kl_penalty`.
 
-    before: statistics of the rewards of earlier batches; the second result has this batch's too, by which
-    `batch.advantage: running` divides them already. What a critic would take off is not known here: with one all stay 0 until
-    megarl/core/algorithm/gae.py has its values.
+    before: statistics of the rewards of earlier batches. The second result includes this batch, and `batch.advantage: running`
+    already divides by it. With a critic all advantages stay 0 here: megarl/core/algorithm/gae.py computes them from its values.
     """
     settings = recipe.batch
     if settings.centring == "critic":
@@ -133,12 +132,12 @@ def with_advantages(
     penalties = {(s.ticket, s.sample): float(s.kl_penalty.sum()) for s in sequences if s.kl_penalty is not None}
     after = before.after(centred(groups, settings.centring, penalties), settings.running_decay)
     gains = advantages(groups, settings.advantage, settings.centring, after, penalties)
-    of = {
+    gain_of = {
         (group.ticket, rollout.sample): float(gain)
         for group, group_gains in zip(groups, gains, strict=True)
         for rollout, gain in zip(group.rollouts, group_gains, strict=True)
     }
-    return [replace(s, advantage=of[s.ticket, s.sample]) for s in sequences], after
+    return [replace(s, advantage=gain_of[s.ticket, s.sample]) for s in sequences], after
 
 
 def _sequence(group: Group, rollout: Rollout, weight: float) -> TrainSequence:
@@ -157,17 +156,17 @@ def _sequence(group: Group, rollout: Rollout, weight: float) -> TrainSequence:
 
 
 def unrewarded(index: int, tokens: np.ndarray, first: int = 1, experts: np.ndarray | None = None) -> TrainSequence:
-    """Tokens [n] int32 as ticket `index`: those from `first` on count, with weight 1; behaviour log-probs, advantage are 0."""
+    """Make ticket `index` of tokens [n] int32: weight 1 from `first` on; behaviour log-probs and advantage are 0."""
     weight = np.ones(len(tokens), np.float32)
     weight[:first] = 0
     return TrainSequence(index, 0, tokens, np.zeros_like(weight), weight, 0.0, experts)
 
 
 def batch_statistics(batch: Batch) -> dict[str, float]:
-    """What the row of metrics says about the batch of step `batch.step`, groups without variance included.
+    """Compute the batch's entries in the metrics row of step `batch.step`, groups without variance included.
 
-    Rates are shares of rollouts, `zero_variance_share` of the groups that are not void; lags are in steps, of sampled
-    tokens. A mean over nothing is NaN.
+    Rates are shares of rollouts, `zero_variance_share` of non-void groups; lags are in steps, over sampled tokens. A mean over
+    nothing is NaN.
     """
     groups = [g for g in batch.groups if not g.void]
     rollouts = [r for g in groups for r in g.rollouts]
@@ -203,13 +202,13 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
 
 
 def reward_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """`reward/NAME`: the mean score, before its weight, over the rollouts whose task has this reward."""
+    """Return `reward/NAME`: the mean score, before its weight, over the rollouts whose task has this reward."""
     names = dict.fromkeys(name for r in rollouts for name in r.rewards)
     return {f"reward/{name}": _mean([r.rewards[name] for r in rollouts if name in r.rewards]) for name in names}
 
 
 def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Of the rollouts in the loss, each counted once; where each token has its own, of trained tokens."""
+    """Return statistics over the rollouts in the loss, each counted once; over trained tokens if each has its own advantage."""
     gains = np.concatenate([_gains(s) for s in sequences])
     return {
         "advantage_mean": float(gains.mean()),
@@ -219,7 +218,7 @@ def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]
 
 
 def _gains(sequence: TrainSequence) -> np.ndarray:
-    """[1], or [trained tokens]."""
+    """Return the sequence's advantages as [1] or [trained tokens]."""
     gains = np.asarray(sequence.advantage, np.float64)
     return gains[sequence.loss_weight > 0] if gains.ndim else gains[None]
 

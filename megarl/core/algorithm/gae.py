@@ -5,10 +5,10 @@
                                        A_t = delta_t + gamma lambda A_{t+1}         advantage, for the policy
                                        R_t = A_t + V_t                              return, what the critic learns
 
-Schulman et al. 2015 (arXiv 1506.02438), equation 16. t counts the trained tokens of a rollout only: text that the policy did
-not sample (an interruption phrase) is part of the transition from the sampled token before it to the next one, so neither is
-discounted by it. V_t is what is expected before token t is sampled. The reward comes with the last sampled token, and
-nothing is expected behind it, also where an answer was cut off: the budget is part of the task and its grade says so.
+Schulman et al. 2015 (arXiv 1506.02438), equation 16. t counts only the trained tokens of a rollout: text that the policy did
+not sample (an interruption phrase) is part of the transition from the sampled token before it to the next one, so it
+discounts nothing. V_t is the expectation before token t is sampled. The reward comes with the last sampled token, and
+nothing is expected after it, even if the answer was cut off: the budget is part of the task, and the grade reflects it.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ from megarl.core.algorithm.batch import TrainSequence
 def advantages_and_returns(
     rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A and R of the n trained tokens of one rollout, from rewards [n] and values [n]. [n] float64 each."""
-    from scipy.signal import lfilter  # a quarter of what a learner imports; only runs with a critic need it
+    """Return A and R, [n] float64 each, for one rollout's n trained tokens, from rewards [n] and values [n]."""
+    from scipy.signal import lfilter  # a quarter of the learner's import time; only runs with a critic need it
 
     values = values.astype(np.float64)
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
-    advantages = lfilter([1.0], [1.0, -gamma * lam], deltas[::-1])[::-1]  # the recursion, from the last token on
+    advantages = lfilter([1.0], [1.0, -gamma * lam], deltas[::-1])[::-1]  # the recursion, from the last token backwards
     return advantages, advantages + values
 
 
@@ -42,12 +42,11 @@ def estimated(
     before: Moments = NOTHING_SEEN,
     decay: float = 1.0,
 ) -> tuple[list[TrainSequence], Moments]:
-    """The sequences with advantage, value and return of each trained token, 0 elsewhere. values: [len] of each sequence.
+    """Return the sequences with advantage, value and return at each trained token, 0 elsewhere. values: [len] per sequence.
 
-    A rollout's reward comes with its last trained token; what the KL to a reference takes off it, with each (`kl_penalty`).
-    normalisation: the mean over all trained tokens of the batch is taken off the advantages, and they are divided by their
-    deviation; running: those of all batches up to this one, which the second result has seen, each weighing `decay` times the
-    next.
+    A rollout's reward comes with its last trained token, the KL penalty to a reference with each token (`kl_penalty`).
+    normalisation: advantages are centred and divided by mean and deviation over all trained tokens of the batch; running: of
+    all batches including this one, each weighing `decay` times the next; the second result holds these.
     """
     trained = [s.loss_weight > 0 for s in sequences]
     pairs = [
@@ -60,15 +59,18 @@ def estimated(
     if normalisation != "none":
         scale = after if normalisation == "running" else NOTHING_SEEN.after(everything, decay)
         advantages = [(a - scale.mean) / scale.deviation for a in advantages]
-    found = [
+    result = [
         replace(s, advantage=_placed(a, t), value=_placed(v[t], t), value_target=_placed(r, t))
         for s, t, v, a, (_, r) in zip(sequences, trained, values, advantages, pairs, strict=True)
     ]
-    return found, after
+    return result, after
 
 
 def value_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Of `estimated` sequences, over trained tokens. explained_variance: 1 - Var(R - V) / Var(R); NaN of equal returns."""
+    """Return statistics of `estimated` sequences over trained tokens.
+
+    explained_variance: 1 - Var(R - V) / Var(R); NaN if all returns are equal.
+    """
     trained = [s.loss_weight > 0 for s in sequences]
     values, returns = (
         np.concatenate([np.broadcast_to(x, len(t))[t] for x, t in zip(each, trained, strict=True)]).astype(np.float64)
@@ -83,7 +85,7 @@ def value_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def _rewards(sequence: TrainSequence, trained: np.ndarray) -> np.ndarray:
-    """[trained tokens]"""
+    """Return the rewards of the trained tokens, [trained tokens]."""
     rewards = (
         np.zeros(int(trained.sum()))
         if sequence.kl_penalty is None
@@ -94,7 +96,7 @@ def _rewards(sequence: TrainSequence, trained: np.ndarray) -> np.ndarray:
 
 
 def _placed(values: np.ndarray, trained: np.ndarray) -> np.ndarray:
-    """[len] float32: `values` at the trained tokens."""
+    """Place `values` at the trained tokens, 0 elsewhere: [len] float32."""
     out = np.zeros(len(trained), np.float32)
     out[trained] = values
     return out

@@ -1,11 +1,11 @@
-"""Sequences of a step -> micro-batches of every data-parallel rank, balanced by what they cost. Pure functions of lengths.
+"""Packs a step's sequences into micro-batches for every data-parallel rank, balanced by cost. Pure functions of lengths.
 
-    lengths ─► as few rounds as longest-first filling needs ─► bins, filled by tokens or by cost, whichever is quicker
-            ─► sorted by cost: each round has a micro-batch for every rank, all alike ─► the costliest to the rank with least
+    lengths ─► as few rounds as longest-first filling needs ─► bins, filled by tokens or by cost, whichever is faster
+            ─► sorted by cost: each round has a similar micro-batch for every rank ─► the costliest to the least loaded rank
 
-A sequence costs so much a token (matrices) and so much a pair of positions (attention), so 16,000 tokens in one sequence take
-longer than in eight. Ranks wait for each other: for all of a step where only gradients are summed, for each micro-batch where
-they exchange tokens of experts. Rounds of like micro-batches serve both.
+A sequence has a cost per token (matrices) and per pair of positions (attention), so 16,000 tokens in one sequence take longer
+than in eight. Ranks wait for each other: once per step where only gradients are summed, in each micro-batch where they
+exchange tokens of experts. Rounds of similar micro-batches serve both.
 """
 
 import heapq
@@ -17,8 +17,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a sequence, in any unit. token: of each token. pair: of each position that another looks back on, in layers that see
-    all of them; local_pair: in layers that see those of their own `chunk` only."""
+    """Cost of a sequence, in any unit.
+
+    token: per token. pair: per pair of positions, in layers with full attention; local_pair: in layers with attention within
+    chunks of `chunk` positions.
+    """
 
     token: float = 1.0
     pair: float = 0.0
@@ -31,7 +34,7 @@ class Cost:
         return self.token * tokens + (self.pair * tokens**2 + self.local_pair * local) / 2
 
     def attention(self, tokens: int) -> float:
-        """The part of it that is no matter of tokens alone."""
+        """Return the attention cost: the part not linear in tokens."""
         return self.of(tokens) - self.token * tokens
 
 
@@ -44,13 +47,13 @@ Packed = list[list[list[int]]]
 def pack(
     lengths: Sequence[int], max_tokens: int, data_parallel: int, cost: Cost = BY_TOKENS, one_size: bool = False
 ) -> Packed:
-    """Sequences into micro-batches of at most `max_tokens` tokens.
+    """Pack sequences into micro-batches of at most `max_tokens` tokens.
 
-    one_size: all micro-batches are computed at the size of the fullest (pipeline stages pass on one size).
+    one_size: all micro-batches are computed at the size of the fullest (pipeline stages exchange one size).
 
     Every rank gets the same number of micro-batches, as few as longest-first filling by tokens finds; a sequence longer than
-    `max_tokens` is alone in its own. A micro-batch is empty only where there are no sequences left: fewer than `data_parallel`
-    are. No sequences give no micro-batches.
+    `max_tokens` is alone in one. Micro-batches are empty only if sequences run out: fewer than `data_parallel` are. No
+    sequences give no micro-batches.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # stable: equal lengths stay in order
     alone = [[i] for i in order if lengths[i] > max_tokens]
@@ -60,17 +63,20 @@ def pack(
     while (filled := _by_tokens(lengths, rest, rounds * data_parallel - len(alone), max_tokens)) is None:
         rounds += 1
     costs = [cost.of(n) for n in lengths]
-    # What tells micro-batches of one size apart is attention.
+    # Micro-batches of one size differ only in attention.
     apart = [cost.attention(n) for n in lengths] if one_size else costs
-    found = [_deal(alone + filled, apart, data_parallel)]
+    candidates = [_deal(alone + filled, apart, data_parallel)]
     if cost != BY_TOKENS and (filled := _by_cost(lengths, rest, len(filled), max_tokens, costs)) is not None:
-        found.append(_deal(alone + filled, apart, data_parallel))
-    return min(found, key=lambda packed: step_cost(packed, lengths, cost, one_size))
+        candidates.append(_deal(alone + filled, apart, data_parallel))
+    return min(candidates, key=lambda packed: step_cost(packed, lengths, cost, one_size))
 
 
 def sizes_to_try(longest: int, most: int) -> list[int]:
-    """Tokens of a micro-batch that `learner.microbatch_tokens: auto` chooses from, ascending: two parts of the longest
-    sequence, from which larger ones are told; that sequence; then four sizes a doubling, up to `most` and 16 of the longest."""
+    """Return the micro-batch sizes in tokens that `learner.microbatch_tokens: auto` chooses from, ascending.
+
+    Two parts of the longest sequence, from which larger sizes are extrapolated; that sequence; then four sizes per doubling, up
+    to `most` and 16 times the longest.
+    """
     quarters = [4, 5, 6, 7]
     more = [longest * quarter * 2**octave // 4 for octave in range(5) for quarter in quarters]
     sizes = [max(1, longest // 4), max(1, longest // 2), longest]
@@ -78,19 +84,19 @@ def sizes_to_try(longest: int, most: int) -> list[int]:
 
 
 def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool = False) -> float:
-    """Of all rounds, each as long as its costliest micro-batch."""
+    """Sum the cost of all rounds, each as long as its costliest micro-batch."""
     fullest = max((sum(lengths[i] for i in m) for rank in packed for m in rank), default=0)
 
-    def of(microbatch: list[int]) -> float:
+    def cost_of(microbatch: list[int]) -> float:
         if one_size:
             return cost.token * fullest + sum(cost.attention(lengths[i]) for i in microbatch)
         return sum(cost.of(lengths[i]) for i in microbatch)
 
-    return sum(max(map(of, microbatches)) for microbatches in zip(*packed, strict=True))
+    return sum(max(map(cost_of, microbatches)) for microbatches in zip(*packed, strict=True))
 
 
 def _by_tokens(lengths: Sequence[int], order: list[int], bins: int, max_tokens: int) -> list[list[int]] | None:
-    """Each sequence into the emptiest bin, longest first; None if one does not fit."""
+    """Put each sequence into the emptiest bin, longest first; None if one does not fit."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     loads = [(0, b) for b in range(bins)]
     for i in order:
@@ -105,7 +111,7 @@ def _by_tokens(lengths: Sequence[int], order: list[int], bins: int, max_tokens: 
 def _by_cost(
     lengths: Sequence[int], order: list[int], bins: int, max_tokens: int, costs: Sequence[float]
 ) -> list[list[int]] | None:
-    """Each sequence into the cheapest bin that has room for it, longest first; None if none has."""
+    """Put each sequence into the cheapest bin with room for it, longest first; None if there is none."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     tokens, so_far = np.zeros(bins, np.int64), np.zeros(bins)
     for i in order:
@@ -120,7 +126,7 @@ def _by_cost(
 
 
 def _deal(microbatches: list[list[int]], costs: Sequence[float], data_parallel: int) -> Packed:
-    """Micro-batches of like cost to all ranks at the same time, the costliest to the rank that has least so far."""
+    """Give all ranks micro-batches of similar cost at the same time, the costliest to the rank with the least so far."""
     loaded = sorted(((sum(costs[i] for i in m), m) for m in microbatches), key=lambda pair: -pair[0])
     ranks: Packed = [[] for _ in range(data_parallel)]
     totals = [0.0] * data_parallel

@@ -1,6 +1,6 @@
 """The law of the pipeline as a pure state machine: which step trains a ticket, and which servers may work on it.
 
-    admit() ─► ticket g ─┬─ finish(g) ─► batch(D(g)), once all that is ahead of it is settled
+    admit() ─► ticket g ─┬─ finish(g) ─► batch(D(g)), once everything ahead of it is settled
                          └─ remove(g) ─► every ticket behind moves up by one
 
 i(g) is the number of tickets ahead of g since the start of the run that were not removed, B the prompts of a batch:
@@ -15,7 +15,7 @@ eligible on the newest version, hence at most (k + p) B tickets are ahead of the
 
     PipelineRL-k           p = 1, max_lag = k: weights are published after every step, while generation goes on
     PPO-off-policy-p       p steps, max_lag = 0: weights are published when a phase begins (controller/decision.py), so every
-                           token of the phase has the version P(g) and a lag of p - 1 at most
+                           token of the phase has the version P(g) and a lag of at most p - 1
 
 No clock, no I/O: the state is a function of the sequence of admit, finish and remove, and so of the journal.
 """
@@ -26,11 +26,11 @@ from collections.abc import Iterable
 
 
 class Admission:
-    """Tickets of a run. The optional arguments put back a state that was taken from the attributes of the same names.
+    """The tickets of a run. The optional arguments restore a state taken from the attributes of the same names.
 
-    next_ticket: the number the next admission gives out.
-    forgotten: not-removed tickets whose batches are trained for good (`forget`); they count in i(g) and nowhere else.
-    queue: all other not-removed tickets, in order. Kept for replay: 8 bytes each, 3 MB in the longest of runs.
+    next_ticket: the number that the next admission assigns.
+    forgotten: number of tickets, not removed, whose batches are trained for good (`forget`); they count only in i(g).
+    queue: all other tickets not removed, in order. Kept for replay: 8 bytes each, 3 MB in the longest of runs.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Admission:
         self.next_ticket = next_ticket
         self.forgotten = forgotten
         self.queue = array("q", queue)
-        self._unfinished = dict.fromkeys(unfinished)  # an ordered set: tickets are admitted in rising order
+        self._unfinished = dict.fromkeys(unfinished)  # an ordered set: tickets are admitted in ascending order
 
     def can_admit(self, newest_version: int) -> bool:
-        """Whether the next ticket would be eligible on the newest version; if not, the window is full."""
+        """Return whether the next ticket would be eligible on the newest version; if not, the window is full."""
         return self.phase_start(self.next_due()) - newest_version <= self.max_lag
 
     def next_due(self) -> int:
@@ -61,7 +61,7 @@ class Admission:
         return (self.forgotten + len(self.queue)) // self.prompts_per_batch
 
     def admit(self) -> int:
-        """A new ticket, behind all others."""
+        """Admit a new ticket, behind all others."""
         ticket = self.next_ticket
         self.next_ticket += 1
         self.queue.append(ticket)
@@ -69,28 +69,28 @@ class Admission:
         return ticket
 
     def due(self, ticket: int) -> int:
-        """D(g). ValueError for a ticket that was removed, forgotten or never admitted."""
+        """Return D(g). ValueError for a ticket that was removed, forgotten or never admitted."""
         return (self.forgotten + self._index(ticket)) // self.prompts_per_batch
 
     def eligible(self, ticket: int, server_version: int) -> bool:
-        """Whether a request of this ticket may go to a server with these weights. ValueError as `due`."""
+        """Return whether a request of this ticket may go to a server with these weights. ValueError as in `due`."""
         return self.phase_start(self.due(ticket)) - server_version <= self.max_lag
 
     def phase_start(self, step: int) -> int:
-        """The first step of the phase that `step` is in."""
+        """Return the first step of the phase that contains `step`."""
         return step - step % self.phase_steps
 
     def finish(self, ticket: int) -> None:
-        """Its group is complete, or void: it fills its slot. ValueError unless it is unfinished."""
+        """Mark the ticket's group as complete or void: it fills its slot. ValueError unless it is unfinished."""
         self._settle(ticket)
 
     def remove(self, ticket: int) -> None:
-        """It gives up its slot. ValueError unless it is unfinished: a finished ticket may be in a batch already."""
+        """Take the ticket out of its slot. ValueError unless it is unfinished: a finished ticket may already be in a batch."""
         self._settle(ticket)
         del self.queue[self._index(ticket)]
 
     def batch(self, step: int) -> tuple[int, ...] | None:
-        """The tickets that `step` trains, in order, or None while any of them or of those ahead is unfinished.
+        """Return the tickets that `step` trains, in order, or None while any of them or of those ahead is unfinished.
 
         Never changes once it is not None, since nothing ahead can be removed any more. ValueError for a forgotten step.
         """
@@ -106,16 +106,16 @@ class Admission:
         return tickets if tickets[-1] < oldest_unfinished else None
 
     def unfinished(self) -> list[int]:
-        """Tickets that are neither finished nor removed, oldest first."""
+        """Return the tickets that are neither finished nor removed, oldest first."""
         return list(self._unfinished)
 
     def first_ticket(self, step: int) -> int:
-        """The oldest ticket that `step` or a later one trains: all that is smaller belongs to earlier steps."""
+        """Return the oldest ticket that `step` or a later one trains: all smaller ones belong to earlier steps."""
         first = step * self.prompts_per_batch - self.forgotten
         return self.queue[max(first, 0)] if first < len(self.queue) else self.next_ticket
 
     def forget(self, step: int) -> None:
-        """Batches before `step` are never asked for again. ValueError if one of them is not settled."""
+        """Drop the batches before `step`, which are never asked for again. ValueError if one of them is not settled."""
         first = step * self.prompts_per_batch - self.forgotten
         if first <= 0:
             return

@@ -1,9 +1,9 @@
-"""What tasks implement and the core asks for: prompts, graders, environments.
+"""What tasks implement and the core requires: prompts, graders, environments.
 
     controller ─► TaskPrompts ─► sampler ⇄ PlayedEnvironment ─► Grader ─► Grade
 
-megarl/tasks/ has the implementations; megarl/cli/roles.py gives them to the controller as one `Tasks`. A user writes an
-`Environment` (docs/tools.md) or a function that grades (docs/data.md).
+megarl/tasks/ has the implementations; megarl/cli/roles.py passes them to the controller as one `Tasks`. Users write an
+`Environment` (docs/tools.md) or a grading function (docs/data.md).
 """
 
 import re
@@ -20,13 +20,13 @@ RIGHT, WRONG = 1.0, -1.0
 
 
 class GraderDown(Exception):
-    """There is no grader that could judge this: its processes do not start or die, its service does not answer."""
+    """No grader could judge this: its processes do not start or keep dying, or its service does not answer."""
 
 
 class Verdict(NamedTuple):
-    """Of one grader. An answer is right if its score is above 0.
+    """One grader's judgement. An answer is right if its score is above 0.
 
-    timeout, error (its text): the grader ran out of time, or failed at the answer; the score is then that of a wrong one.
+    timeout, error (its text): the grader ran out of time, or failed on the answer; the score is then that of a wrong one.
     """
 
     score: float
@@ -35,10 +35,11 @@ class Verdict(NamedTuple):
 
 
 class Grade(NamedTuple):
-    """reward: the score of the task's grader, ±1 unless that is the user's own, and what the others add by their weights.
+    """The grade of a completion.
 
-    format_ok: thinking was closed and something stands after it. timeout, error: of any of the graders.
-    rewards: the score of each by name, where there are several; that of the task's grader is `answer`.
+    reward: the task grader's score, ±1 unless the grader is the user's own, plus the others' weighted scores.
+    format_ok: thinking was closed and something follows it. timeout, error: true if any of the graders had one.
+    rewards: each grader's score by name, if there are several; the task grader's is `answer`.
     """
 
     reward: float
@@ -53,18 +54,18 @@ class Grader(Protocol):
     """Judges completions of one task."""
 
     async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """The grade of a completion's text. verdict: the environment's, which then says what is right.
+        """Grade a completion's text. verdict: the environment's, which then decides what is right.
 
-        Raises GraderDown if one of the graders cannot be had.
+        Raises GraderDown if one of the graders is unavailable.
         """
         ...
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """The same by the task's own grader, or its environment, alone: what an evaluation needs."""
+        """Grade by the task's own grader or environment alone, as an evaluation needs."""
         ...
 
     async def agrees(self, answer: str, expected: str) -> bool:
-        """Whether it would hold the answer for right if this were expected."""
+        """Return whether the answer would be right if this were expected."""
         ...
 
 
@@ -74,20 +75,21 @@ class Graders(Protocol):
     def __getitem__(self, task: str) -> Grader: ...
 
     def close(self) -> None:
-        """End their processes."""
+        """End the graders' processes."""
 
 
 def answer_of(text: str, end_of_thinking: str) -> str:
-    """What stands after the first `end_of_thinking`, blanks around it aside; "" if it is missing or nothing follows.
+    """Return what follows the first `end_of_thinking`, stripped; "" if it is missing or nothing follows.
 
-    With end_of_thinking "", of a model that has no thinking trace, it is all of the text."""
+    An empty end_of_thinking means that the model has no thinking trace: return the whole text, stripped.
+    """
     if not end_of_thinking:
         return text.strip()
     return text.partition(end_of_thinking)[2].strip()
 
 
 def last_box(text: str) -> str | None:
-    r"""What is in the last `\boxed{…}` or `\fbox{…}`, braces within it matched; of `\boxed 5` the 5."""
+    r"""Return the content of the last `\boxed{…}` or `\fbox{…}`, with inner braces matched; `\boxed 5` gives 5."""
     begin = max((m.end() for m in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])", text)), default=None)
     if begin is None:
         return None
@@ -103,12 +105,15 @@ def last_box(text: str) -> str | None:
 
 
 class EnvironmentDown(GraderDown):
-    """An environment does not answer or fails. The rollout cannot be judged, as if its grader were down."""
+    """An environment fails or does not answer. The rollout cannot be judged, as if its grader were down."""
 
 
 class Observation(NamedTuple):
-    """The answer to a turn. tokens [m] int32: put in behind it, masked from the loss; done: the turn was the last one, and
-    nothing is put in; error: the policy called a tool wrongly, or the tool failed at what it was given (a metric)."""
+    """The answer to a turn.
+
+    tokens [m] int32: inserted after the turn, masked from the loss; done: the turn was the last one, and nothing is inserted;
+    error: the policy called a tool wrongly, or the tool failed on its input (a metric).
+    """
 
     tokens: np.ndarray
     done: bool = False
@@ -120,30 +125,30 @@ DONE = Observation(int32(()), done=True)
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode. `step` is all that has to be written."""
+    """One episode. Only `step` has to be implemented."""
 
     stop_tokens: tuple[int, ...] = ()
-    """Ids that end a turn besides the end token. After one of these the policy goes on in the same message."""
+    """Ids that end a turn besides the end token. After one of these the policy continues in the same message."""
 
     async def reset(self, prompt: Prompt) -> None:
-        """Begin; its tokens are the first thing the policy sees."""
+        """Begin; the prompt's tokens are the first thing the policy sees."""
 
     async def step(self, tokens: np.ndarray) -> Observation:
         """Answer a turn. tokens [n] int32, the end or stop token included."""
         ...
 
     async def reward(self) -> Verdict | None:
-        """After the last turn: right or wrong, or None: the task's grader judges the text of the last message."""
+        """Judge after the last turn; None leaves it to the task's grader, which judges the text of the last message."""
         return None
 
     async def close(self) -> None:
-        """Let go of what it holds; called in any case."""
+        """Release resources; always called."""
 
 
 class PlayedEnvironment(Protocol):
-    """An environment in one episode. turns, turn_tokens: limits of the recipe; stop_tokens: known once it is played.
+    """An environment in one episode. turns, turn_tokens: limits of the recipe; stop_tokens: set once it is played.
 
-    What is awaited raises EnvironmentDown if the environment fails, is late, or says what cannot be.
+    Its coroutines raise EnvironmentDown if the environment fails, is late, or gives an invalid answer.
     """
 
     turns: int
@@ -151,19 +156,19 @@ class PlayedEnvironment(Protocol):
     stop_tokens: tuple[int, ...]
 
     def played(self, prompt: Prompt) -> AbstractAsyncContextManager[None]:
-        """From its reset to its close."""
+        """Play from reset to close."""
         ...
 
     async def step(self, tokens: np.ndarray) -> Observation:
-        """Its answer to a turn [n]."""
+        """Return the environment's answer to a turn [n]."""
         ...
 
     async def reward(self) -> Verdict | None:
-        """After the last turn."""
+        """Return the environment's verdict after the last turn, if it has one."""
         ...
 
     def told(self, turns: int, limited: bool) -> Episode:
-        """The record of an episode of so many turns. limited: a limit of turns ended it."""
+        """Return the record of an episode of this many turns. limited: the limit on turns ended it."""
         ...
 
 
@@ -171,11 +176,11 @@ class Environments(Protocol):
     """The environments of a run."""
 
     def of(self, task: str) -> PlayedEnvironment | None:
-        """A new one for an episode of this task; None: its rollouts are one turn."""
+        """Return a new environment for an episode of this task; None if its rollouts have a single turn."""
         ...
 
     def close(self) -> None:
-        """End their processes."""
+        """End the environments' processes."""
 
 
 class TaskPrompts(NamedTuple):
@@ -187,7 +192,7 @@ class TaskPrompts(NamedTuple):
 
 @dataclass(frozen=True)
 class Tasks:
-    """All tasks of a run. graders and environments are made within the running event loop."""
+    """All tasks of a run. graders and environments are called within the running event loop."""
 
     prompts: Mapping[str, TaskPrompts]
     graders: Callable[[], Graders]

@@ -1,4 +1,4 @@
-"""On which machine and which GPUs a process is: who may be handed memory there, and with whom NCCL can form no group."""
+"""Which machine and GPUs a process uses: decides who can share memory there, and which processes NCCL cannot group."""
 
 from pathlib import Path
 
@@ -8,21 +8,21 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DeviceIdentity(msgspec.Struct, frozen=True):
-    """machine: the boot of its kernel. gpus: UUIDs of its GPUs, none without one."""
+    """A process's devices. machine: the boot id of its kernel; gpus: UUIDs of its GPUs, empty without one."""
 
     machine: str
     gpus: tuple[str, ...] = ()
 
 
 def here() -> DeviceIdentity:
-    """This process, with all GPUs that it sees."""
+    """Identify this process with all GPUs that it sees."""
     import torch
 
     return DeviceIdentity(BOOT_ID.read_text().strip(), tuple(map(_uuid, range(torch.cuda.device_count()))))
 
 
 def of_rank() -> DeviceIdentity:
-    """This process, with the GPU that it computes on."""
+    """Identify this process with the GPU that it computes on."""
     import torch
 
     mine = (_uuid(torch.cuda.current_device()),) if torch.cuda.is_available() else ()

@@ -1,8 +1,8 @@
-"""The one kind of error users see: what is wrong, where, what to do. The CLI prints its text and exits with status 2."""
+"""The only kind of error that users see: what is wrong, where, what to do. The CLI prints its text and exits with status 2."""
 
 
 class MegarlError(Exception):
-    """Bad input, or a wait that ran out. Its text is complete: no traceback is shown."""
+    """Bad input, or a wait that timed out. Its text is complete: no traceback is shown."""
 
 
 SHOWN = 10
@@ -10,7 +10,7 @@ SHOWN = 10
 
 
 def listed(head: str, items: list[str], count: int | None = None) -> str:
-    """The head and the first items, one a line. count: how many there are, if these are only the first."""
+    """Format the head and the first items, one per line. count: the total, if these are only the first."""
     more = (len(items) if count is None else count) - SHOWN
     rest = [f"… and {more} more"] if more > 0 else []
     return "\n".join([head, *items[:SHOWN], *rest])

@@ -1,6 +1,6 @@
-"""A Hugging Face directory, which may have been written by hand: its JSON files, and whether its weights are there and whole.
+"""A Hugging Face directory, possibly written by hand: reads its JSON files, and checks that its weights are complete.
 
-Whatever is wrong with a file is one `MegarlError`.
+Any fault of a file is one `MegarlError`.
 """
 
 import json
@@ -12,7 +12,7 @@ from megarl.core.base.errors import MegarlError
 
 
 def read_config(hf_dir: Path | str) -> dict[str, Any]:
-    """config.json of a directory."""
+    """Read config.json of a directory."""
     path = Path(hf_dir) / "config.json"
     if not path.is_file():
         raise MegarlError(f"{hf_dir}: no Hugging Face model there (no config.json); give a directory that has one")
@@ -22,7 +22,7 @@ def read_config(hf_dir: Path | str) -> dict[str, Any]:
 
 
 def text_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Of the config.json at `path`, what is about the language model."""
+    """Return the language model's part of the config.json at `path`."""
     text = config.get("text_config", config)
     if not isinstance(text, dict):
         raise MegarlError(f"{path}: text_config is no object")
@@ -30,29 +30,29 @@ def text_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file."""
+    """Read the JSON object in a file."""
     try:
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
         raise MegarlError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     except UnicodeDecodeError:
         raise MegarlError(f"{path}: not JSON: not UTF-8 text") from None
     except RecursionError:
         raise MegarlError(f"{path}: not JSON that can be read: too many brackets within each other") from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         raise MegarlError(f"{path}: not JSON that can be read: {error}") from None
     except OSError as error:
         raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None
-    if not isinstance(found, dict):
-        raise MegarlError(f"{path}: a {type(found).__name__}, not an object")
-    return found
+    if not isinstance(value, dict):
+        raise MegarlError(f"{path}: a {type(value).__name__}, not an object")
+    return value
 
 
 INDEX = "model.safetensors.index.json"
 
 
 def parameters(model: Path) -> int:
-    """How many numbers its weights are; MegarlError where there are none, one of their files is missing, or is cut off."""
+    """Count the parameters in its weights; MegarlError if there are none, or a file is missing or truncated."""
     from safetensors import SafetensorError, safe_open
 
     total = 0
@@ -66,17 +66,17 @@ def parameters(model: Path) -> int:
 
 
 def _files(model: Path) -> list[Path]:
-    """Those that the index names, else all *.safetensors."""
+    """Return the files that the index names, else all *.safetensors."""
     index = model / INDEX
     if not index.is_file():
-        if found := sorted(model.glob("*.safetensors")):
-            return found
+        if files := sorted(model.glob("*.safetensors")):
+            return files
         raise MegarlError(f"{model}: no weights there (*.safetensors; convert other formats with transformers first)")
     try:
-        found = [model / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        files = [model / name for name in sorted(set(read_json(index)["weight_map"].values()))]
     except (KeyError, AttributeError, TypeError) as error:
         raise MegarlError(f"{index}: not an index of weights: {error!r}; fetch it again") from None
-    if missing := [file.name for file in found if not file.is_file()]:
+    if missing := [file.name for file in files if not file.is_file()]:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise MegarlError(f"{model}: {len(missing)} of {len(found)} files of weights are missing: {shown}; fetch them")
-    return found
+        raise MegarlError(f"{model}: {len(missing)} of {len(files)} files of weights are missing: {shown}; fetch them")
+    return files

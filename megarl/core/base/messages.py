@@ -13,7 +13,7 @@ The learner executes and the controller decides. Rank 0 asks `Next`; the answer 
     Next(step=8, version=8)          ───────► Stop(reason)                            after the last step's evaluation
 
 `Next` is idempotent: the same step gets the same batch, from the journal if need be, so a restarted learner replays
-what it lost. A learner says which incarnation it is; a new one makes every server's weights suspect until published.
+what it lost. A learner identifies its incarnation; a new one makes every server's weights suspect until published.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ import numpy as np
 from megarl.core.base.types import SCHEMA_VERSION, Batch, Record, Routing, decode, encode
 
 LARGEST_REQUEST = 16 << 20
-"""Bytes of a frame of a learner; the results of 10,000 servers fit. What sends more is cut off."""
+"""Bytes of a frame from the learner; the results of 10,000 servers fit. A peer that sends more is disconnected."""
 LARGEST_REPLY = 16 << 30
-"""Bytes of a frame of the controller: a batch of long rollouts with their experts."""
+"""Bytes of a frame from the controller: a batch of long rollouts with their experts."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Incarnation = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class ServerAddress(Record, frozen=True):
-    """Where weights go. `tensor_parallel`: ranks the server takes part with in a process group."""
+    """Where weights go. `tensor_parallel`: number of ranks with which the server joins a process group."""
 
     id: int
     url: str
@@ -42,7 +42,7 @@ class ServerAddress(Record, frozen=True):
 
 
 class Next(Record, frozen=True, tag="next"):
-    """What shall the learner, about to train `step` with weights of `version` (= step), do now?"""
+    """Asks what the learner, about to train `step` with weights of `version` (= step), should do now."""
 
     incarnation: Incarnation
     step: Count
@@ -50,7 +50,7 @@ class Next(Record, frozen=True, tag="next"):
 
 
 class ServerResult(Record, frozen=True):
-    """How publication went on one server; `error` is empty when its checksum equals the others'."""
+    """How publication went on one server; `error` is empty if its checksum equals the others'."""
 
     id: Count
     error: str = ""
@@ -70,9 +70,11 @@ class Published(Record, frozen=True, tag="published"):
 
 
 class Scored(Record, frozen=True, tag="scored"):
-    """The learner's answer to `Score`, for each rollout: log-probs at temperature 1 of the tokens from `first` on, and of the
-    token `against` in their places, [n - first] float32. choices: (token, layer) choices of experts that were compared with
-    the servers'; differing: those that are another set of experts."""
+    """The learner's answer to `Score`, per rollout, all [n - first] float32 at temperature 1.
+
+    logprobs: of the tokens from `first` on; against: of the token `against` in their places. choices: (token, layer) choices of
+    experts compared with the servers'; differing: how many were another set of experts.
+    """
 
     incarnation: Incarnation
     version: Count
@@ -83,7 +85,7 @@ class Scored(Record, frozen=True, tag="scored"):
 
 
 class Stopped(Record, frozen=True, tag="stopped"):
-    """The learner has saved and leaves."""
+    """The learner has saved and exits."""
 
     incarnation: Incarnation
     step: Count
@@ -95,7 +97,7 @@ Request = Next | Published | Scored | Stopped
 class Train(Record, frozen=True, tag="train"):
     """Train this batch. `stats`: controller-side metrics of the step, merged into its row of metrics.jsonl.
 
-    compute_hours at the time of the reply; the learner adds its own time at `compute_devices` devices.
+    compute_hours: at the time of the reply; the learner adds its own time at `compute_devices` devices.
     """
 
     batch: Batch
@@ -106,15 +108,17 @@ class Train(Record, frozen=True, tag="train"):
 
 
 class Publish(Record, frozen=True, tag="publish"):
-    """Bring these servers to `version`, the learner's weights now. They are `publishing` from here on."""
+    """Bring these servers to `version`, the learner's current weights. They are `publishing` from here on."""
 
     version: int
     servers: tuple[ServerAddress, ...]
 
 
 class ScoredRollout(Record, frozen=True):
-    """A rollout to be scored: tokens [n] int32 of prompt and completion, of which those from `first` (at least 1) on count.
-    experts: those that a server chose with the same weights, to be compared with the learner's."""
+    """A rollout to score: tokens [n] int32 of prompt and completion, scored from `first` (at least 1) on.
+
+    experts: chosen by a server with the same weights, to be compared with the learner's.
+    """
 
     tokens: np.ndarray
     first: int
@@ -122,7 +126,7 @@ class ScoredRollout(Record, frozen=True):
 
 
 class Score(Record, frozen=True, tag="score"):
-    """Score these rollouts with the weights of `version`, which are the learner's now."""
+    """Score these rollouts with the weights of `version`, the learner's current ones."""
 
     version: int
     rollouts: tuple[ScoredRollout, ...]
@@ -136,18 +140,18 @@ class Wait(Record, frozen=True, tag="wait"):
 
 
 class Stop(Record, frozen=True, tag="stop"):
-    """Save a checkpoint and leave; `error` if the run must end as failed."""
+    """Save a checkpoint and exit; `error` if the run must end as failed."""
 
     reason: str
     error: bool = False
 
 
 class Ack(Record, frozen=True, tag="ack"):
-    """Noted."""
+    """Acknowledges a report."""
 
 
 class Refused(Record, frozen=True, tag="refused"):
-    """The request makes no sense to this controller (schema, step out of range); the learner ends with this text."""
+    """The request is invalid for this controller (schema, step out of range); the learner ends with this text."""
 
     error: str
 
@@ -159,12 +163,12 @@ _SCHEMA = f"megarl {SCHEMA_VERSION}".encode()
 
 
 def to_frames(message: Any) -> list[bytes]:
-    """The ZeroMQ frames of a request or reply: schema version, msgpack body."""
+    """Encode a request or reply as ZeroMQ frames: schema version, msgpack body."""
     return [_SCHEMA, encode(message)]
 
 
 def from_frames(frames: Sequence[bytes], kind: Any) -> Any:
-    """The message of union `kind` (Request or Reply); msgspec.DecodeError if these frames are none of this schema."""
+    """Decode a message of union `kind` (Request or Reply); msgspec.DecodeError if the frames do not have this schema."""
     if len(frames) != 2 or frames[0] != _SCHEMA:
         raise msgspec.DecodeError(f"not a frame of schema {_SCHEMA.decode()!r}: {[f[:20] for f in frames]}")
     return decode(frames[1], kind)

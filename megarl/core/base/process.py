@@ -1,8 +1,8 @@
-"""What a process needs of its machine: to die with its parent, log to its file and go on without a screen; one process at a
-time in a directory; free ports; signals that ask a command to save and end, counted instead of ending it.
+"""A process and its machine: dying with the parent, logging to a file, surviving a lost screen; one process at a time in a
+directory; free ports; and signals that ask a command to save and end, which are counted instead of ending it.
 
-Slurm sends the same signal to all processes of a job at times, and the batch script passes on what it gets: a repetition within
-`ONE_WISH_S` is the same wish. Not so Ctrl-C, which a person presses.
+Slurm sometimes sends the same signal to all processes of a job, and the batch script forwards what it gets: a repetition within
+`ONE_WISH_S` counts as the same wish. Ctrl-C does not, since a person presses it.
 """
 
 import ctypes
@@ -27,13 +27,13 @@ from megarl.core.base.rundir import writing
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SUPERVISOR, NODE = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE"
-"""Environment variables of a process that megarl started: who watches it, and, of a role, the name of its node."""
+"""Environment variables of a process that megarl started: its supervisor's pid and, for a role, the name of its node."""
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the parent dies, however it dies: no role outlives its supervisor. Linux only.
+    """Have the kernel kill this process when the parent dies, however it dies: no role outlives its supervisor. Linux only.
 
-    The parent is the *thread* that forked: call this from processes started by a thread that lives as long as the role.
+    The parent is the *thread* that forked: call this in processes started by a thread that lives as long as the role.
     """
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -42,8 +42,10 @@ def die_with_parent() -> None:
 
 
 def die_with_supervisor() -> None:
-    """In a role that `megarl train` started, or a rank that torchrun did, before anything slow: die with it, also if it is dead
-    already."""
+    """Make a role started by `megarl train`, or a rank started by torchrun, die with its parent, even if it is already dead.
+
+    Call it before anything slow.
+    """
     supervisor = os.environ.pop(SUPERVISOR, None)  # not for its own children: their parent is this process
     if supervisor is not None:
         die_with_parent()
@@ -52,30 +54,34 @@ def die_with_supervisor() -> None:
 
 
 def adopt_orphans() -> None:
-    """What a dead role leaves behind becomes a child of this process, which can then find and end it. Linux only."""
+    """Make processes that a dead role leaves behind children of this process, which can then find and end them. Linux only."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def have_streams() -> None:
-    """Before anything is opened: where stdin, stdout or stderr were closed they lead nowhere, or the next file that is opened
-    would be taken for them."""
+    """Open /dev/null for a closed stdin, stdout or stderr, before any other file is opened.
+
+    The next file to be opened would otherwise take its number.
+    """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it has the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  (open as long as the process is)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  (open as long as the process lives)
 
 
 def outlive_screen() -> None:
-    """From here on what stdout or stderr do not take is lost, and this process goes on: a pager that was left, a `tee` that
-    died, a full disk behind `> file` end no run."""
+    """Discard from now on what stdout or stderr does not accept, so that this process goes on.
+
+    Leaving a pager, a `tee` that dies, or a full disk behind `> file` does not end a run.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
-            continue  # somebody captures it, or it leads nowhere
+            continue  # someone captures it, or it leads nowhere
         stream.flush()
         buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
         lasting = io.TextIOWrapper(
@@ -86,7 +92,7 @@ def outlive_screen() -> None:
 
 
 class _Lasting(io.FileIO):
-    """A file descriptor that leads nowhere once it takes nothing any more."""
+    """A file descriptor that leads nowhere once writing to it fails."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -99,18 +105,18 @@ class _Lasting(io.FileIO):
 
 
 def shared_memory_mark(session: int) -> str:
-    """In the name of what the processes of a session have in /dev/shm: who ends them finds what they could not remove."""
+    """Return a mark for names in /dev/shm, by which whoever ends a session finds what its processes could not remove."""
     return f"megarl-{session}-"
 
 
 def remove_shared_memory(session: int) -> None:
-    """Of a session that has ended."""
+    """Remove the shared memory of a session that has ended."""
     for path in Path("/dev/shm").glob(f"*{shared_memory_mark(session)}*"):
         path.unlink(missing_ok=True)
 
 
 def log_to(path: Path) -> None:
-    """All output of this process goes to the end of this file from here on."""
+    """Append all output of this process to this file from here on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, sys.stdout.fileno())
@@ -119,7 +125,7 @@ def log_to(path: Path) -> None:
 
 
 def start_logging(role: str) -> None:
-    """Lines with time and role on stderr, which the supervisor sends to RUN/logs/."""
+    """Log lines with time and role to stderr, which the supervisor sends to RUN/logs/."""
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
@@ -130,7 +136,7 @@ def start_logging(role: str) -> None:
 
 @contextmanager
 def lock(folder: Path, command: str, key: str) -> Iterator[None]:
-    """Be the only `command` that works there; the kernel lets go of it when we die. key: what names another folder."""
+    """Be the only `command` in the folder; the kernel releases the lock when we die. key: the option that names the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -160,10 +166,10 @@ LOWEST_PORT, PORTS_WANTED = 10_000, 5_000
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """That many different ports of `host`, an address of this machine, that nobody listens on now.
+    """Find this many distinct ports of `host`, an address of this machine, on which nobody is listening.
 
-    They lie below those that the kernel gives to outgoing connections, so that none takes one before it is used, and are
-    drawn at random, so that runs which look at the same moment find others.
+    They lie below those that the kernel gives to outgoing connections, so that none of these takes one before it is used. They
+    are drawn at random, so that runs looking at the same moment find different ones.
     """
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     last = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
@@ -178,9 +184,9 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def check_free(key: str, host: str, port: int) -> None:
-    """MegarlError if `host`, an address of this machine, cannot be listened on at `port`. key: where the user chose it."""
+    """Raise MegarlError if `port` of `host`, an address of this machine, is not free. key: where the user chose it."""
     with socket.socket() as s:
-        # Connections of the last life in TIME_WAIT do not matter.
+        # Connections of the previous life in TIME_WAIT do not matter.
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, port))
@@ -189,12 +195,12 @@ def check_free(key: str, host: str, port: int) -> None:
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""SIGUSR1 is what the batch scripts ask Slurm for ahead of a job's end (`#SBATCH --signal`)."""
+"""SIGUSR1 is what the batch scripts ask Slurm to send before a job's end (`#SBATCH --signal`)."""
 ONE_WISH_S = 5.0
 
 
 class Wish:
-    """How often we were asked to end, and by what first."""
+    """How often we were asked to end, and by which signal first."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -211,7 +217,7 @@ class Wish:
 
 @contextmanager
 def wishes() -> Iterator[Wish]:
-    """Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal are counted; not a closed terminal under `nohup`."""
+    """Count Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal (unless under `nohup`) instead of ending."""
     wish = Wish()
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     numbers = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]

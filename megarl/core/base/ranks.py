@@ -1,11 +1,11 @@
-"""What ranks of the learner share: small values that all agree on, and stores and groups that listen on one network.
+"""What the learner's ranks share: small values that all agree on, and torch's rendezvous stores and process groups.
 
-torch's rendezvous stores and process groups, listening on one network and on no other.
+Stores and groups listen on one network and on no other:
 
     tcp://10.0.0.5:29500 ──► bound_store ──► a socket that listens on 10.0.0.5:29500 ──► TCPStore
-    GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface; who starts the roles on several nodes names it
+    GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface, set by whoever starts the roles on several nodes
 
-They ask nobody for a key, and by themselves a store listens on every address of the machine, a group where its name leads.
+Neither requires a key, and by default a store listens on every address of the machine, a group wherever its name leads.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from megarl.core.base.errors import MegarlError
 
 
 def from_rank_0(value: Any) -> Any:
-    """Rank 0's value, on all ranks."""
+    """Return rank 0's value on all ranks."""
     if dist.get_world_size() == 1:
         return value
     box = [value]
@@ -31,7 +31,7 @@ def from_rank_0(value: Any) -> Any:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Every rank's value, on all ranks."""
+    """Return every rank's value on all ranks."""
     if dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -40,13 +40,13 @@ def gathered(value: Any) -> list[Any]:
 
 
 BACKLOG = 2048
-"""Ranks that connect at the same moment."""
+"""Ranks that may connect at the same moment."""
 
 
 def bound_store(
     host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *more: Any, **named: Any
 ) -> TCPStore:
-    """A TCPStore with torch's arguments; the master of port 0 takes a free one. MegarlError if it cannot listen there."""
+    """Make a TCPStore with torch's arguments; the master of port 0 takes a free one. MegarlError if it cannot listen there."""
     if is_master:
         try:
             family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
@@ -59,9 +59,8 @@ def bound_store(
 
 
 def bind_all() -> None:
-    """From here on torch makes its own stores so, for tcp://, env:// and torchrun's ranks; groups without a network have
-    loopback."""
+    """Have torch make its own stores this way, for tcp://, env:// and torchrun's ranks; groups default to loopback."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     for module in (importlib.import_module("torch.distributed.rendezvous"), static_tcp_rendezvous):
-        vars(module)["TCPStore"] = bound_store  # the first is hidden behind a function of its name
+        vars(module)["TCPStore"] = bound_store  # the first module is hidden behind a function of its name

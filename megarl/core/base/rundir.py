@@ -6,9 +6,9 @@ RUN/eval.jsonl         one an evaluation   RUN/checkpoints/   step-000000N/
 RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  RUN/reward.png
 RUN/evaluations/step-000000N/NAME/         the answers of an evaluation (megarl/core/evaluation/answers.py)
 RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
-RUN/trace/             spans of the roles  RUN/profile/       of torch's profiler       RUN/prometheus/  who can be scraped
-RUN/fingerprints.json  of model and prompts, as the run began with them (megarl/lab/preflight.py)
-RUN/bad-rollouts.jsonl those of steps that were skipped; RUN/failure: why the run must not be started again by itself
+RUN/trace/             spans of the roles  RUN/profile/       torch's profiler          RUN/prometheus/  scrape targets
+RUN/fingerprints.json  of model and prompts when the run began (megarl/lab/preflight.py)
+RUN/bad-rollouts.jsonl rollouts of skipped steps; RUN/failure: why the run must not be restarted by itself
 RUN/weights/           what servers read with weights.transport=disk
 RUN/microbatch.json    the size that learner.microbatch_tokens=auto found
 RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
@@ -30,16 +30,16 @@ import msgspec
 from megarl.core.base.errors import MegarlError
 
 META = "megarl.json"
-"""In a checkpoint, written last: without it it is not complete."""
+"""Written last into a checkpoint: without it the checkpoint is incomplete."""
 CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 LARGEST = 1 << 62
-"""No number of a row is as large."""
+"""Bound on the size of any number in a row."""
 
 
 class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """CURVE keys (http://curvezmq.org, in Z85) by which learner and controller know each other, and hide what they say."""
+    """CURVE keys (http://curvezmq.org, in Z85) with which learner and controller authenticate each other and encrypt."""
 
     controller: str
     controller_secret: str
@@ -70,11 +70,11 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
     admin_key: str
     link: LinkKeys
-    rendezvous_port: int  # of the learner's ranks, on its first node
+    rendezvous_port: int  # for the learner's ranks, on its first node
     rendezvous_host: str = "127.0.0.1"
     learner_nodes: int = 1
-    gpus: int = 0  # that the roles hold together; 0: compute is counted in cores
-    controller_metrics: str = ""  # host:port of GET /metrics; empty: nobody listens
+    gpus: int = 0  # held by all roles together; 0: compute is counted in cores
+    controller_metrics: str = ""  # host:port of GET /metrics; empty: not served
     learner_metrics: str = ""
     metrics_key: str = ""
 
@@ -90,7 +90,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class RunDir:
-    """Paths of a run, and safe ways to write in it."""
+    """Paths of a run, and safe ways to write to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,18 +119,18 @@ class RunDir:
 
     @staticmethod
     def opened(path: Path) -> "RunDir":
-        """Of a run that has begun. MegarlError if none has there."""
+        """Open the directory of a run that has begun; MegarlError if there is none."""
         rundir = RunDir(path)
         if not os.path.exists(rundir.recipe):
             raise MegarlError(f"{path}: not a run directory (no recipe.yaml in it)")
         return rundir
 
     def log(self, role: str, host: str, rank: int) -> Path:
-        """Of one process. role: server, controller or learner; rank: which server, or which rank of the learner."""
+        """Return a process's log file. role: server, controller or learner; rank: which server, or which learner rank."""
         return self.logs / role / f"{host}.{rank}.log"
 
     def events(self) -> Iterator[Event]:
-        """What the supervisor has done, of all lives; lines that are none of its are passed over."""
+        """Yield what the supervisor did in all lives; other lines are skipped."""
         for row in read_jsonl(self.logs / "supervisor.jsonl"):
             with suppress(msgspec.ValidationError):
                 yield msgspec.convert(row, Event)
@@ -140,12 +140,12 @@ class RunDir:
             folder.mkdir(parents=True, exist_ok=True)
 
     def stop(self, signal: int = 0) -> None:
-        """Ask the run to save and end; because of this signal, if of any."""
+        """Ask the run to save and end. signal: the reason, if it was a signal."""
         with writing(self.stop_file):
             self.stop_file.write_text(str(int(signal) or ""))
 
     def stop_signal(self) -> int:
-        """The signal for which the run was asked to end; 0 if for none, or if nobody has asked."""
+        """Return the signal for which the run was asked to end; 0 for none, or if nobody has asked."""
         said = self.stop_file.read_text().strip() if self.stop_file.exists() else ""
         return int(said) if said.isdecimal() else 0
 
@@ -161,17 +161,17 @@ class RunDir:
 
 
 def step_folder(parent: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is in RUN/checkpoints, its answers in RUN/evaluations."""
+    """Return the folder of `step`'s checkpoint in RUN/checkpoints, or of its answers in RUN/evaluations."""
     return parent / f"step-{step:07}"
 
 
 def step_of(folder: Path) -> int:
-    """What `step_folder` was made of."""
+    """Return the step of a folder named by `step_folder`."""
     return int(folder.name.removeprefix("step-"))
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """The complete checkpoints in RUN/checkpoints, oldest first."""
+    """Return the complete checkpoints in RUN/checkpoints, oldest first."""
     if not checkpoints.is_dir():
         return []
     steps = [
@@ -182,7 +182,7 @@ def complete(checkpoints: Path) -> list[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the system has against it (a full disk, no permission) is one MegarlError."""
+    """Re-raise OSError as MegarlError naming the path."""
     try:
         yield
     except OSError as error:
@@ -192,7 +192,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """The file is the old one or the new one, never a part."""
+    """Write so that the file is the old one or the new one, never a part."""
     with writing(path), tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(data)
@@ -206,14 +206,14 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """A row a line, all of them or none."""
+    """Write one row per line, all of them or none."""
     write_atomically(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
-    """One line, flushed; a line left unfinished by a crash is closed first so that it spoils only itself.
+    """Append one flushed line; first close a line left unfinished by a crash, so that it spoils only itself.
 
-    A number that is not finite becomes null: JSON has none.
+    A non-finite number becomes null: JSON has none.
     """
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     data = json.dumps(finite, allow_nan=False).encode() + b"\n"
@@ -226,8 +226,7 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
 
 
 def parsed(line: str) -> dict[str, Any] | None:
-    """The row in a line of `append_jsonl`, null as not-a-number again; None for a line that a crash cut short, or that is none
-    of ours."""
+    """Parse a line of `append_jsonl`, null becoming NaN; None for a line truncated by a crash, or of other origin."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -236,13 +235,13 @@ def parsed(line: str) -> dict[str, Any] | None:
 
 
 def _number(value: Any) -> Any:
-    """What no metric can be is not-a-number."""
+    """Turn what no metric can be into NaN."""
     beyond = isinstance(value, int | float) and not -LARGEST < value < LARGEST
     return math.nan if value is None or beyond else value
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows in order; bytes that are no UTF-8 are replaced."""
+    """Yield rows in order; bytes that are not UTF-8 are replaced."""
     if not path.exists():
         return
     with path.open(errors="replace") as file:
@@ -252,21 +251,21 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def latest_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows by step, a later row of the same step superseding the earlier one (replay after a crash)."""
+    """Return rows by step; a later row of the same step replaces the earlier one (replay after a crash)."""
     return [row for _, row in sorted(by_step(read_jsonl(path)).items())]
 
 
 TEXTS = ("compute_unit", "predicted_score")
-"""What of a row of eval.jsonl is no number."""
+"""Keys of an eval.jsonl row that are not numbers."""
 FORECAST = (
     "predicted_hours", "predicted_asymptote", "predicted_final", "predicted_final_low", "predicted_final_high",
     "predicted_gain", "predicted_next_gain", "evaluation_noise", "enough",
 )  # fmt: skip
-"""What a row has all of, or none."""
+"""Keys that a row has either all of or none."""
 
 
 def lacking(score: Mapping[str, Any]) -> str:
-    """What a row of eval.jsonl must have and this one has not, or not as a finite number; empty: it is whole."""
+    """Return a required key that this eval.jsonl row lacks or has without a finite number; empty if it is complete."""
     for name in ("step", "pass_rate", "n_prompts", "samples", "compute_hours"):
         if not is_figure(score.get(name)) or score[name] < 0:
             return name
@@ -276,28 +275,27 @@ def lacking(score: Mapping[str, Any]) -> str:
 
 
 def is_figure(value: Any) -> bool:
-    """Whether it is a finite number."""
+    """Return whether this is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def scores(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The latest row of eval.jsonl for each step: numbers, and two texts. One that lacks something is passed over."""
-    found = {}
+    """Return the latest eval.jsonl row for each step: numbers, and two texts. Incomplete rows are skipped."""
+    result = {}
     for step, row in by_step(row for row in rows if not lacking(row)).items():
         kept = {k: v for k, v in row.items() if (isinstance(v, str) if k in TEXTS else is_figure(v))}
         foretold = all(name in kept for name in FORECAST) and kept["predicted_hours"] > 0
-        found[step] = kept if foretold else {k: v for k, v in kept.items() if k not in FORECAST}
-    return found
+        result[step] = kept if foretold else {k: v for k, v in kept.items() if k not in FORECAST}
+    return result
 
 
 def latest_scores(path: Path) -> list[dict[str, Any]]:
-    """Those in a file, by step."""
+    """Return the scores in a file, by step."""
     return [row for _, row in sorted(scores(read_jsonl(path)).items())]
 
 
 def by_step(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The latest row of each step: its numbers, and two texts. A row that does not say of which step it is, is not ours and
-    passed over."""
+    """Return the latest row of each step: its numbers, and two texts. Rows without a step are skipped, as not ours."""
     return {
         row["step"]: {k: v for k, v in row.items() if (isinstance(v, str) if k in TEXTS else type(v) in (int, float))}
         for row in rows

@@ -1,7 +1,7 @@
-"""The tokenizer of a Hugging Face directory: ids of a text, text of ids, and the id that ends a completion.
+"""The tokenizer of a Hugging Face directory: text to ids, ids to text, and the id that ends a completion.
 
-It is `tokenizer.json` run by the `tokenizers` library, what transformers' fast tokenizers run too. Without transformers
-around it a role starts five seconds and 700 MB lighter, for those import torch.
+It is `tokenizer.json` run by the `tokenizers` library, as in transformers' fast tokenizers. Leaving transformers out makes a
+role start five seconds faster and 700 MB lighter, because it imports torch.
 """
 
 import sys
@@ -19,8 +19,10 @@ from megarl.core.base.types import int32
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """`end`: the id that ends a completion. `path`: where it was read, for messages. `vocabulary`: how many tokens the model
-    beside it knows; what a server is sent beyond them ends it."""
+    """A tokenizer. `end`: the id that ends a completion. `path`: where it was read, for messages.
+
+    `vocabulary`: number of tokens that the model beside it knows; sending a server larger ids crashes it.
+    """
 
     backend: Any
     end: int
@@ -28,37 +30,35 @@ class Tokenizer:
     vocabulary: int = sys.maxsize
 
     def ids(self, text: str) -> np.ndarray:
-        """Token ids of exactly this text, nothing added in front or behind. [n] int32"""
+        """Return the token ids [n] int32 of exactly this text, with nothing added before or after."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: list[str], framed: bool = False) -> list[np.ndarray]:
-        """`ids` of many texts at once; MegarlError where the tokenizer's vocabulary lacks a character of theirs, or the model's
-        a token.
+        """Return `ids` of many texts at once.
 
-        framed: with what the tokenizer itself puts around a text, such as Llama 3's <|begin_of_text|>.
+        MegarlError if the tokenizer's vocabulary lacks one of their characters, or the model's one of their tokens. framed:
+        with what the tokenizer itself puts around a text, such as Llama 3's <|begin_of_text|>.
         """
         try:
-            found = [int32(encoding.ids) for encoding in self.backend.encode_batch(texts, add_special_tokens=framed)]
-        except (
-            Exception
-        ) as error:  # tokenizers raises a plain Exception where a closed vocabulary has no such character
+            encoded = [int32(encoding.ids) for encoding in self.backend.encode_batch(texts, add_special_tokens=framed)]
+        except Exception as error:  # tokenizers raises a plain Exception if a closed vocabulary lacks a character
             shown = ", ".join(repr(text[:80]) for text in texts[:3])
             raise MegarlError(f"{self.path}: the tokenizer cannot encode {shown} …: {error}") from None
-        for text, ids in zip(texts, found, strict=True):
+        for text, ids in zip(texts, encoded, strict=True):
             if len(ids) and ids.max() >= self.vocabulary:
                 raise MegarlError(
                     f"{self.path}: token {ids.max()} of {text[:80]!r} is beyond the model's vocabulary of {self.vocabulary} "
                     "(vocab_size in config.json): the tokenizer is not this model's"
                 )
-        return found
+        return encoded
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of ids [n]; special tokens stay, for `</think>` may be one."""
+        """Return the text of ids [n]; special tokens are kept, since `</think>` may be one."""
         text: str = self.backend.decode(tokens.tolist(), skip_special_tokens=False)
         return text
 
     def literal(self) -> "Tokenizer":
-        """One that takes the names of special tokens for ordinary text, as in what a tool printed."""
+        """Return a tokenizer that treats names of special tokens as ordinary text, as in a tool's output."""
         backend = Backend.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
         return replace(self, backend=backend)
@@ -69,14 +69,14 @@ class Tokenizer:
 
 
 def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
-    """The tokenizer saved in `hf_dir`; MegarlError where there is none, or it names no end token."""
+    """Load the tokenizer saved in `hf_dir`; MegarlError if there is none, or it names no end token."""
     folder = Path(hf_dir)
     if not folder.is_dir():
         raise MegarlError(f"{folder}: no such directory; a model directory in Hugging Face form is needed (model.path)")
     try:
         backend = Backend.from_file(str(folder / "tokenizer.json"))
         config = read_json(folder / "tokenizer_config.json")
-    except Exception as error:  # of tokenizers: a plain Exception
+    except Exception as error:  # tokenizers raises a plain Exception
         raise MegarlError(
             f"{folder}: no tokenizer can be loaded ({error}); tokenizer.json and tokenizer_config.json are needed"
         ) from None
@@ -91,7 +91,7 @@ def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
 
 
 def _vocabulary(config: Path) -> int:
-    """Of the model whose config.json this is; without limit where there is only a tokenizer."""
+    """Return the vocabulary size of the model with this config.json; unlimited if there is only a tokenizer."""
     if not config.is_file():
         return sys.maxsize
     size = text_config(read_json(config), config).get("vocab_size", sys.maxsize)

@@ -1,6 +1,6 @@
 """What passes between the roles: prompts, rollouts, groups, batches.
 
-A rollout is a list of segments, each from one weight version, sampled by the policy or put in by us:
+A rollout is a list of segments, each from one weight version, sampled by the policy or inserted by us:
 
     prompt  "27+58="
     segment [<think> 7 + 8 = 1]          version 4, trained
@@ -9,7 +9,7 @@ A rollout is a list of segments, each from one weight version, sampled by the po
     segment [8 5 <eos>]                  version 5, trained
 
 Token ids, log-probs and chosen experts are numpy arrays in memory and raw little-endian bytes in msgpack (`encode`,
-`decode`), so nothing on the hot path walks over tokens in Python.
+`decode`), so nothing on the hot path loops over tokens in Python.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 
 SCHEMA_VERSION = 2
-"""Of every frame between roles and every journal file; a reader refuses another one."""
+"""Version of every frame between roles and every journal file; readers refuse any other."""
 
 SHOWN_ANSWER = 200
-"""Characters of a prompt's answer that a group keeps. The grader has all of it from the data."""
+"""Characters of a prompt's answer that a group keeps. The grader has the whole answer from the data."""
 
 Finish = Literal["stop", "length", "void"]
 """`stop`: the end token was sampled. `length`: the answer budget ran out first (a truncated rollout)."""
@@ -33,9 +33,9 @@ class Record(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class Prompt(Record, frozen=True):
-    """One problem. `tokens` [prompt_len] int32, as the tokenizer made them; `answer` is what the task's grader compares with.
+    """One problem. `tokens` [prompt_len] int32, as the tokenizer made them; `answer`: what the task's grader compares with.
 
-    Within a run it is known by `task` and `id`; difficulty: smaller is easier.
+    Within a run it is identified by `task` and `id`; difficulty: smaller is easier.
     """
 
     id: str
@@ -46,7 +46,7 @@ class Prompt(Record, frozen=True):
 
     @property
     def shown(self) -> "Prompt":
-        """As it stands in a group: of a long answer (unit tests reach a megabyte) the beginning, for who reads the journal."""
+        """The prompt as kept in a group: a long answer (unit tests reach a megabyte) is cut, for readers of the journal."""
         more = len(self.answer) - SHOWN_ANSWER
         if more <= 0:
             return self
@@ -57,7 +57,7 @@ class Segment(Record, frozen=True):
     """Consecutive completion tokens of one origin.
 
     tokens [n] int32; logprobs [n] float32: behaviour log-probs as recorded at sampling, 0 where not trained;
-    weight_version: of the weights that sampled them (of the request's start, for tokens salvaged from a lost server).
+    weight_version: of the weights that sampled them (for tokens salvaged from a lost server, at the request's start).
     """
 
     tokens: np.ndarray
@@ -67,10 +67,10 @@ class Segment(Record, frozen=True):
 
 
 class Routing(Record, frozen=True):
-    """The experts that the server chose when it computed prompt and completion, in the layers that have any.
+    """The experts that the server chose for prompt and completion, in the layers that have any.
 
-    choices [rows * layers * chosen] uint8 or int16. Row t is of token t. The last token has no row, for nothing was computed
-    from it; neither have tokens at the end of a rollout whose server was lost before it could say.
+    choices [rows * layers * chosen] uint8 or int16. Row t belongs to token t. The last token has no row, because nothing was
+    computed from it; nor do tokens at the end of a rollout whose server was lost before it could report.
     """
 
     choices: np.ndarray
@@ -79,14 +79,14 @@ class Routing(Record, frozen=True):
 
     @property
     def table(self) -> np.ndarray:
-        """[rows, layers with experts, experts a token]"""
+        """The choices as [rows, layers with experts, experts a token]."""
         return self.choices.reshape(-1, self.layers, self.chosen)
 
 
 class Episode(Record, frozen=True):
-    """What passed between the policy and its environment (data.tasks.NAME.environment).
+    """The exchange between the policy and its environment (data.tasks.NAME.environment).
 
-    turns: of the policy. calls: those that were answered, of which errors failed; seconds: spent on all of them.
+    turns: the policy's. calls: turns that were answered, of which errors failed; seconds: spent on all of them.
     limited: `turns` or `turn_tokens` of the recipe ended the exchange, not the policy.
     """
 
@@ -100,7 +100,7 @@ class Episode(Record, frozen=True):
 class Rollout(Record, frozen=True):
     """One completion of a ticket's prompt, graded. `sample` counts 0 … generations-1 within the group.
 
-    graded: what the graders gave, before the overlong penalty; None: the same as `reward`.
+    graded: the graders' reward before the overlong penalty; None: the same as `reward`.
     """
 
     sample: int
@@ -109,14 +109,14 @@ class Rollout(Record, frozen=True):
     correct: bool
     finish: Finish
     graded: float | None = None
-    interrupted: bool = False  # the interruption phrase was put in
-    format_ok: bool = True  # the thinking trace was closed and something stands after it
+    interrupted: bool = False  # the interruption phrase was inserted
+    format_ok: bool = True  # the thinking trace was closed and something follows it
     grader_timeout: bool = False
     grader_error: bool = False
-    rewards: dict[str, float] = {}  # scores of which `reward` is made, by name, where the task has several
+    rewards: dict[str, float] = {}  # the scores that make up `reward`, by name, if the task has several
     retries: int = 0  # requests that were lost and continued elsewhere
     routing: Routing | None = None  # recorded with model.moe.routing_replay
-    episode: Episode | None = None  # with an environment
+    episode: Episode | None = None  # if the task has an environment
 
     @property
     def tokens(self) -> np.ndarray:
@@ -145,9 +145,9 @@ class Rollout(Record, frozen=True):
 
 
 class Group(Record, frozen=True):
-    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none and fills its slot.
+    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none, but fills its slot.
 
-    prompt: as `Prompt.shown`.
+    prompt: as in `Prompt.shown`.
     """
 
     ticket: int
@@ -158,7 +158,7 @@ class Group(Record, frozen=True):
 
     @property
     def rewards(self) -> np.ndarray:
-        """[generations] float64"""
+        """The rewards, [generations] float64."""
         return np.array([r.reward for r in self.rollouts], dtype=np.float64)
 
     @property
@@ -168,8 +168,10 @@ class Group(Record, frozen=True):
 
     @property
     def has_variance(self) -> bool:
-        """Whether its answers were graded differently: of right and wrong ones, whether there are both. The overlong penalty
-        has no say: a group of right answers teaches nothing but their lengths."""
+        """Whether its answers were graded differently; if only as right or wrong, whether there are both.
+
+        The overlong penalty does not count: a group of right answers would teach nothing but their lengths.
+        """
         return len({r.reward if r.graded is None else r.graded for r in self.rollouts}) > 1
 
 
@@ -221,22 +223,22 @@ _decoders: dict[Any, msgspec.msgpack.Decoder] = {}
 
 
 def encode(record: Any) -> bytes:
-    """msgpack bytes of a record."""
+    """Encode a record as msgpack."""
     return _encoder.encode(record)
 
 
 def decode[T](data: bytes | memoryview, kind: type[T] | Any) -> T:
-    """The record of type (or tagged union) `kind` in `data`; msgspec.ValidationError or DecodeError if it is not one."""
+    """Decode a record of type (or tagged union) `kind`; msgspec.ValidationError or DecodeError if `data` is not one."""
     if kind not in _decoders:
         _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_dec_hook, ext_hook=_ext_hook)
     return _decoders[kind].decode(data)
 
 
 def int32(values: Iterable[int]) -> np.ndarray:
-    """Token ids as this project keeps them."""
+    """Convert token ids to this project's dtype."""
     return np.fromiter(values, dtype=np.int32)
 
 
 def float32(values: Iterable[float]) -> np.ndarray:
-    """Log-probs as this project keeps them."""
+    """Convert log-probs to this project's dtype."""
     return np.fromiter(values, dtype=np.float32)

@@ -1,27 +1,27 @@
-"""Causal attention of a packed row: which queries of this rank meet which keys, and the kernels that are told so in place of a
-mask.
+"""Causal attention over a packed row: which of this rank's queries meet which keys, and kernels that take this in place of
+a mask.
 
     the row     |0 ──────── a sequence ──────── n|0 ────── the next ────── m|
     a segment         start ───── at ━━━━ to           queries [at, to) and keys [start, to), each query up to itself
 
-A segment is a whole sequence, or the part of one in an attention chunk. Under context parallelism it is
-one of the pieces this rank has, behind the keys before it: of a sequence's 2 CP pieces rank r has the r-th from either end.
+A segment is a whole sequence, or the part of one within an attention chunk. Under context parallelism it is
+one of this rank's pieces, after the keys before it: of a sequence's 2 CP pieces rank r has the r-th from either end.
 
-What a layer's attention may do besides, `LayerAttention`; Llama 4 has all of it:
+A layer's attention may also have what `LayerAttention` describes; Llama 4 uses all of it:
 
     three layers of four     rotate ─► L2 norm of q and k ─► attention within chunks of 8192 positions
     every fourth             no rotation ─► q times a temperature that grows with the position ─► attention to all before
 
 Queries and keys are rotated at their true positions before they meet, so attention within chunks is plain causal attention
-over shorter sequences: the boundaries of a packed row are divided further at multiples of the chunk (`within_chunks`).
+over shorter sequences: the packed row's boundaries are subdivided at multiples of the chunk (`within_chunks`).
 
 The kernels hold neither a mask nor all scores of a sequence:
 
-    q, k, v [tokens, heads, head_dim] ─┬─ Flash     bf16 on a GPU: torch's flash kernel, told where segments begin
+    q, k, v [tokens, heads, head_dim] ─┬─ Flash     bf16 on a GPU: torch's flash kernel, given the segment boundaries
                                        └─ Buckets   else: unpack ─► [segments, heads, longest, head_dim] ─► causal SDPA ─► pack
 
-What depends on the lengths alone is made once a micro-batch and serves all layers that see the same segments (`segments`).
-Under context parallelism keys and values come gathered from all ranks, in their order.
+What depends only on the lengths is made once per micro-batch and shared by all layers with the same segments (`segments`).
+Under context parallelism keys and values are gathered from all ranks, in rank order.
 """
 
 import itertools
@@ -39,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class Segments(NamedTuple):
-    """start, at, to [segments] int64: places in the row. Their queries, one segment after the other, are this rank's tokens."""
+    """Segments of a row. start, at, to [segments] int64: places in the row. Their queries, end to end, are our tokens."""
 
     start: Tensor
     at: Tensor
@@ -47,17 +47,17 @@ class Segments(NamedTuple):
 
     @property
     def queries(self) -> Tensor:
-        """[queries]: place of each in the row."""
+        """Position of each query in the row, [queries]."""
         return ranges(self.at, self.to)
 
     @property
     def keys(self) -> Tensor:
-        """[keys]: place of each in the row; under context parallelism there are some twice, and not all."""
+        """Position of each key in the row, [keys]; under context parallelism some occur twice, and not all occur."""
         return ranges(self.start, self.to)
 
 
 def segments(boundaries: Sequence[int], chunk: int | None = None, cp_size: int = 1, cp_rank: int = 0) -> Segments:
-    """Of sequences [boundaries[i], boundaries[i+1]), with attention within multiples of `chunk`, on one rank of cp_size."""
+    """Return one rank's segments of sequences [boundaries[i], boundaries[i+1]), with attention within multiples of `chunk`."""
     parts = []
     for start, end in itertools.pairwise(boundaries):
         within = chunk or max(end - start, 1)
@@ -68,14 +68,14 @@ def segments(boundaries: Sequence[int], chunk: int | None = None, cp_size: int =
 
 
 def ranges(starts: Tensor, ends: Tensor) -> Tensor:
-    """starts[0] … ends[0]-1, starts[1] … ends[1]-1, and so on."""
+    """Return starts[0] … ends[0]-1, starts[1] … ends[1]-1, and so on."""
     lengths = ends - starts
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - before, lengths)
 
 
 def _pieces(start: int, end: int, cp_size: int, cp_rank: int) -> list[tuple[int, int]]:
-    """[at, to) of those that this rank has of a sequence."""
+    """Return [at, to) of this rank's pieces of a sequence."""
     if end == start:
         return []
     if cp_size == 1:
@@ -86,8 +86,10 @@ def _pieces(start: int, end: int, cp_size: int, cp_rank: int) -> list[tuple[int,
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """rotary: rotate q and k. chunk: positions see those of their own chunk only; None: all before. l2_epsilon: normalise q and
-    k after rotation; None: do not. temperature: (floor, scale), see `temperatures`; None: 1."""
+    """How a layer attends. rotary: rotate q and k. chunk: attend only within chunks of this length; None: to all before.
+
+    l2_epsilon: normalise q and k after rotation; None: do not. temperature: (floor, scale), see `temperatures`; None: 1.
+    """
 
     rotary: bool = True
     chunk: int | None = None
@@ -96,44 +98,47 @@ class LayerAttention:
 
 
 def within_chunks(boundaries: Sequence[int], chunk: int) -> list[int]:
-    """Boundaries of the parts of sequences [boundaries[i], boundaries[i+1]) that are `chunk` long, the last of each shorter."""
+    """Return the boundaries of sequences [boundaries[i], boundaries[i+1]) cut into parts of at most `chunk`."""
     parts = [at for a, b in itertools.pairwise(boundaries) for at in range(a, b, chunk)]
     return [*parts, boundaries[-1]]
 
 
 def positions_of(boundaries: Sequence[int]) -> Tensor:
-    """0 … n-1 for each sequence of n tokens, end to end."""
+    """Return 0 … n-1 for each sequence of n tokens, end to end."""
     starts = torch.tensor(boundaries[:-1])
     lengths = torch.tensor(boundaries).diff()
     return torch.arange(int(lengths.sum())) + boundaries[0] - torch.repeat_interleave(starts, lengths)
 
 
 def l2_norm(x: Tensor, epsilon: float) -> Tensor:
-    """x / rms(x) over the last dimension, in float32 (as transformers' Llama4TextL2Norm)."""
+    """Return x / rms(x) over the last dimension, computed in float32 (as transformers' Llama4TextL2Norm)."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 def temperatures(positions: Tensor, floor: int, scale: float) -> Tensor:
-    """1 + scale * log(1 + floor((position + 1) / floor)) float32: 1 for the first floor - 1 positions (arXiv 2501.19399)."""
+    """Return 1 + scale * log(1 + floor((position + 1) / floor)) float32 (arXiv 2501.19399).
+
+    That is 1 for the first floor - 1 positions.
+    """
     return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
 
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-"""Torch's kernels for a GPU, all but the one that makes every score."""
+"""Torch's GPU kernels, except the one that materialises every score."""
 
 
 def flash_takes(query: Tensor) -> bool:
-    """Whether torch's flash kernel computes attention of queries like these."""
+    """Return whether torch's flash kernel can compute attention for queries like these."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """[batch, positions, heads, head_dim] in and out; heads of k and v may serve several of q's."""
+    """Attend causally: [batch, positions, heads, head_dim] in and out; a head of k and v may serve several of q's."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     shared = q.shape[1] // k.shape[1]
-    if q.is_cuda and shared > 1 and not flash_takes(q):  # the memory-efficient kernel knows no grouped queries
+    if q.is_cuda and shared > 1 and not flash_takes(q):  # the memory-efficient kernel lacks grouped queries
         k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
     kernels: AbstractContextManager[Any] = sdpa_kernel(FUSED) if q.is_cuda else nullcontext()
     with kernels:
@@ -142,7 +147,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Tensor:
-    """torch's varlen_attn. Before torch 2.12 it took grouped queries unsaid; since then it wants to be told."""
+    """Call torch's varlen_attn. Before torch 2.12 grouped queries were implicit; since then they must be enabled."""
     varlen_attn, wants_to_be_told = _varlen_attn()
     if wants_to_be_told:
         where["enable_gqa"] = q.shape[1] != k.shape[1]
@@ -152,21 +157,27 @@ def flash(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Tensor:
 
 @cache
 def _varlen_attn() -> tuple[Callable[..., Tensor], bool]:
-    """And whether it knows `enable_gqa`. It imports torch's compiler: seconds that a process on a CPU has no use for."""
+    """Return varlen_attn, and whether it has `enable_gqa`.
+
+    Imported late: it imports torch's compiler, which takes seconds that a CPU process need not spend.
+    """
     from torch.nn.attention import varlen
 
     return varlen.varlen_attn, "enable_gqa" in signature(varlen.varlen_attn).parameters
 
 
 class Flash:
-    """varlen_attn: public, with grouped queries and a backward pass, and unlike FlexAttention or jagged tensors it needs
-    no block mask, no compiler and no conversion of what megatron hands over. Where a segment has more keys than queries, its
-    causal window is aligned to the last of both."""
+    """Attention by torch's flash kernel, varlen_attn.
 
-    def __init__(self, of: Segments, keys: Tensor | None, device: torch.device) -> None:
-        """keys: of the gathered ones, those of each segment; None: the same places as the queries."""
+    It is public, has grouped queries and a backward pass and, unlike FlexAttention or jagged tensors, needs no block mask, no
+    compiler and no conversion of megatron's tensors. If a segment has more keys than queries, the causal window is aligned to
+    the last of both.
+    """
+
+    def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device) -> None:
+        """Prepare for these segments. keys: for each, positions among the gathered keys; None: the same as the queries."""
         self.keys = None if keys is None else keys.to(device)
-        queries_each, keys_each = of.to - of.at, of.to - of.start
+        queries_each, keys_each = parts.to - parts.at, parts.to - parts.start
         self.where = {
             "cu_seq_q": F.pad(queries_each.cumsum(0), (1, 0)).int().to(device),
             "cu_seq_k": F.pad(keys_each.cumsum(0), (1, 0)).int().to(device),
@@ -176,27 +187,27 @@ class Flash:
         }
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """[tokens, heads, head_dim] of queries in and out."""
+        """Attend: [tokens, heads, head_dim] of queries in and out."""
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
         return flash(q, k, v, scale=scale, **self.where)
 
 
 class Buckets:
-    """Segments of similar length padded to a common one, so that the cost is about the sum of the squared lengths.
+    """Segments of similar length, padded to the longest of a bucket, so that cost is about the sum of squared lengths.
 
     shapes: (segments, longest) of each bucket; a slot is a place in one, all buckets end to end. unpack [slots]: the query of
     each slot (0 where there is none), pack [tokens]: the slot of each query, padding: slots without one; all None if slots and
-    tokens coincide. keys [slots]: likewise of the gathered keys, None if they are as the queries. A segment with more keys
+    tokens coincide. keys [slots]: the same for the gathered keys, None if they match the queries. A segment with more keys
     than queries has slots without a query in front.
     """
 
-    def __init__(self, of: Segments, keys: Tensor | None, device: torch.device) -> None:
-        """keys: as of Flash."""
-        lengths = of.to - of.start
+    def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device) -> None:
+        """Prepare for these segments. keys: as in Flash."""
+        lengths = parts.to - parts.start
         self.shapes, first = _padded(lengths.tolist())
         slots = sum(n * longest for n, longest in self.shapes)
-        pack = ranges(first + of.at - of.start, first + lengths)
+        pack = ranges(first + parts.at - parts.start, first + lengths)
         self.unpack = self.pack = self.padding = self.keys = None
         if keys is not None:
             self.keys = _scattered(ranges(first, first + lengths), keys, slots).to(device)
@@ -207,7 +218,7 @@ class Buckets:
         self.unpack, self.pack, self.padding = (t.to(device) for t in (unpack, pack, (~taken).nonzero().flatten()))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """[tokens, heads, head_dim] of queries in and out."""
+        """Attend: [tokens, heads, head_dim] of queries in and out."""
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
         elif self.unpack is not None:
@@ -226,7 +237,7 @@ class Buckets:
 def attention_of(
     boundaries: Sequence[int], chunk: int | None, cp_size: int, cp_rank: int, like: Tensor
 ) -> Flash | Buckets:
-    """Of sequences [boundaries[i], boundaries[i+1]), for this rank's queries `like` these."""
+    """Return attention over sequences [boundaries[i], boundaries[i+1]) for this rank's queries, which are like `like`."""
     mine = segments(boundaries, chunk, cp_size, cp_rank)
     keys = None
     if cp_size > 1:
@@ -236,7 +247,7 @@ def attention_of(
 
 
 def _padded(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor]:
-    """Shapes of the buckets, and the first slot of each segment: longest first, a new bucket for one less than half as long."""
+    """Return the buckets' shapes and each segment's first slot: longest first, a new bucket when less than half as long."""
     buckets: list[list[int]] = []
     first = torch.zeros(len(lengths), dtype=torch.int64)
     slots = 0
@@ -250,13 +261,16 @@ def _padded(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor]:
 
 
 def _scattered(places: Tensor, values: Tensor, size: int) -> Tensor:
-    """[size]: `values` at their places, 0 elsewhere."""
+    """Return [size]: `values` at their places, 0 elsewhere."""
     return torch.zeros(size, dtype=torch.int64).index_copy_(0, places, values)
 
 
 class _Unpack(torch.autograd.Function):
-    """[tokens, …] -> [slots, …]. Slots of no query get no gradient (as keys nobody looks at them, as queries nobody wants what
-    they find), so back is `pack`: a gather, many times faster than the scatter-add autograd would do."""
+    """Maps [tokens, …] to [slots, …].
+
+    Slots without a query get no gradient (as keys no query attends to them, as queries their output is unused), so the backward
+    pass is `pack`: a gather, many times faster than the scatter-add that autograd would do.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, buckets: Buckets) -> Tensor:
@@ -269,7 +283,7 @@ class _Unpack(torch.autograd.Function):
 
 
 class _Pack(torch.autograd.Function):
-    """[slots, …] -> [tokens, …]."""
+    """Maps [slots, …] to [tokens, …]."""
 
     @staticmethod
     def forward(ctx: Any, slots: Tensor, buckets: Buckets) -> Tensor:

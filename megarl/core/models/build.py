@@ -1,19 +1,19 @@
-"""This rank's part of a model: one GPTModel a virtual pipeline stage, of the right layout and precision, without weights.
+"""This rank's part of a model: one GPTModel per virtual pipeline stage, with the right layout and precision, without weights.
 
 Parameters are not initialised: megarl.core.models.hf.load or megarl.core.models.checkpoint.load_model fills them.
 
-FP8 by Transformer Engine is for the products of linear maps, forward and backward:
+FP8 by Transformer Engine covers the products of linear maps, forward and backward:
 
-    blockwise    E4M3; a scale for 128 values of an activation or gradient and for 128 x 128 of a weight (arXiv 2412.19437)
+    blockwise    E4M3; a scale per 128 values of an activation or gradient and per 128 x 128 of a weight (arXiv 2412.19437)
     tensorwise   E4M3, gradients E5M2; a scale for each tensor as it is now
 
-Weights stay bf16 and are made FP8 anew in each pass of the schedule, so what is published and stored is as without. Neither
-recipe remembers anything between steps (`delayed` scaling does), so log-probs asked for and trained have the same precision.
-Norms, attention, router, embedding and head are not touched.
+Weights stay bf16 and are converted to FP8 anew in each pass of the schedule, so what is published and stored is the same as
+without. Neither recipe keeps state between steps (`delayed` scaling does), so scored and trained log-probs have the same
+precision. Norms, attention, router, embedding and head stay as they are.
 
-A layer is built of megatron-core's modules, with ours where Transformer Engine is missing or does not suffice:
+A layer is built from megatron-core's modules, with ours where Transformer Engine is missing or does not suffice:
 
-on a GPU with Transformer Engine    its fused norms, its attention of packed rows, experts by grouped GEMM, FP8
+on a GPU with Transformer Engine    its fused norms, its attention over packed rows, experts by grouped GEMM, FP8
 on one without it, and on a CPU     local_spec.py: our norm, torch's kernels for attention; experts one after the other
 """
 
@@ -47,22 +47,22 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    # The feed-forward half of each layer, with or without experts. Attention, which flash kernels keep little of, is not.
+    # The feed-forward half of each layer, with or without experts. Not attention, of which flash kernels keep little.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-"""By `learner.recompute`: what is computed again in the backward pass instead of kept, as megatron-core has it."""
+"""Arguments of megatron-core by `learner.recompute`: what the backward pass computes again instead of keeping it."""
 
 
 def build(
     model: Model, hf_dir: Path, transformer_engine: bool | None = None, recompute: str = "none"
 ) -> list[GPTModel]:
-    """The chunks of this rank, first pipeline stage first; `chunk.config` is their common TransformerConfig.
+    """Build this rank's chunks, first pipeline stage first; `chunk.config` is their common TransformerConfig.
 
-    transformer_engine: whose layers; None: Transformer Engine's where it can run. recompute: of RECOMPUTE.
+    transformer_engine: whether to use its layers; None: if it can run here. recompute: a key of RECOMPUTE.
 
-    After parallel.start with the same `model`. The embedding and the head have rows beyond the vocabulary if it
-    does not divide by TP: family.vocabulary says where padding starts.
+    Call after parallel.start with the same `model`. If the vocabulary does not divide by TP, embedding and head have padding
+    rows: family.vocabulary says where they start.
     """
     family = family_of(hf_dir)
     if transformer_engine is None:
@@ -76,7 +76,7 @@ def build(
 
 
 def transformer_config(model: Model, family: Family, fused: bool, recompute: str = "none") -> TransformerConfig:
-    """`fused`: use the kernels that need a GPU and Transformer Engine."""
+    """Make the TransformerConfig. `fused`: use the kernels that need a GPU and Transformer Engine."""
     _check_layout(model, family)
     return TransformerConfig(
         **family.architecture,
@@ -101,7 +101,7 @@ def transformer_config(model: Model, family: Family, fused: bool, recompute: str
         overlap_p2p_comm=model.overlap_p2p,
         batch_p2p_comm=not model.overlap_p2p,
         variable_seq_lengths=model.pipeline_parallel > 1,
-        moe_token_dispatcher_type="alltoall",  # asked of dense models too, with variable lengths
+        moe_token_dispatcher_type="alltoall",  # required for dense models too, with variable lengths
         bias_activation_fusion=fused,
         apply_rope_fusion=fused,
         **settings(model),
@@ -109,7 +109,7 @@ def transformer_config(model: Model, family: Family, fused: bool, recompute: str
 
 
 def _expert_settings(model: Model, fused: bool) -> dict[str, Any]:
-    """How experts are trained: no token is dropped, no bias moves tokens between them, routing is computed in float32."""
+    """Return settings for experts: no token is dropped, no bias moves tokens between them, routing is computed in float32."""
     balanced = model.moe.load_balancing == "aux_loss"
     return {
         "moe_router_dtype": "fp32",
@@ -121,7 +121,7 @@ def _expert_settings(model: Model, fused: bool) -> dict[str, Any]:
 
 
 def _check_layout(model: Model, family: Family) -> None:
-    """What must divide, and what megatron-core refuses in words of its own."""
+    """Raise MegarlError if the layout does not divide the model, or megatron-core would refuse it."""
     for problem in impossible_for(model, family.architecture):
         raise MegarlError(problem)
 
@@ -142,7 +142,7 @@ def _chunk(
         post_process=last,
         vp_stage=vp_stage,
     )
-    if transformer_engine:  # megatron knows only one set of scaling constants
+    if transformer_engine:  # megatron supports only one set of scaling constants
         frequencies = chunk.rotary_pos_emb.inv_freq
         chunk.rotary_pos_emb.inv_freq = family.inverse_frequencies.to(frequencies.device)
     if model.moe.freeze_router:
@@ -156,12 +156,12 @@ FORMATS = {"blockwise": "e4m3", "tensorwise": "hybrid"}
 
 
 def settings(model: Model) -> dict[str, Any]:
-    """Arguments of TransformerConfig."""
+    """Return the FP8 arguments of TransformerConfig."""
     return {} if model.fp8 == "none" else {"fp8": FORMATS[model.fp8], "fp8_recipe": model.fp8, "fp8_param": False}
 
 
 def check(model: Model, transformer_engine: bool) -> None:
-    """MegarlError where these layers cannot compute in it. transformer_engine: whether it makes them."""
+    """Raise MegarlError if these layers cannot compute in FP8. transformer_engine: whether it provides them."""
     if model.fp8 == "none":
         return
     if not transformer_engine:
@@ -177,7 +177,7 @@ def check(model: Model, transformer_engine: bool) -> None:
 def block_spec(
     config: TransformerConfig, family: Family, transformer_engine: bool, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """This rank's layers of chunk `vp_stage`. Transformer Engine's attention leaves rotation to the model, ours does it."""
+    """Return this rank's layers of chunk `vp_stage`. Our attention rotates; with Transformer Engine's the model does."""
     spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
     if transformer_engine:
         if set(family.attention) != {LayerAttention()}:
@@ -188,7 +188,7 @@ def block_spec(
     spec.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in spec.layer_specs):
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-        # Names in checkpoints are Transformer Engine's, which fuses this norm with a projection, but not with experts.
+        # Checkpoints use Transformer Engine's names, which fuse this norm with a projection, but not with experts.
         if layer.mlp.func is MoELayer:
             layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)  # layers share it
         attention = layer.self_attention.submodules

@@ -1,22 +1,22 @@
-"""Distributed checkpoints: written by all ranks at one layout, loaded at any other, whole or not there.
+"""Distributed checkpoints: written by all ranks at one layout, loaded at any other, and either complete or absent.
 
     RUN/checkpoints/step-0000020/
         *.distcp, .metadata, metadata.json    megatron's torch_dist format, keyed by the whole model's names
-        hf/                                   configuration and tokenizer: it can be converted without anything else
+        hf/                                   configuration and tokenizer: conversion needs nothing else
         megarl.json                           Meta, with a checksum of each file; written last
-    RUN/checkpoints/.step-0000020.partial/    being written; renamed when whole
+    RUN/checkpoints/.step-0000020.partial/    being written; renamed when complete
 
-The state is whatever sharded state dict the caller gives; `model_state` is the part every checkpoint has.
+The state is whatever sharded state dict the caller passes; `model_state` is the part that every checkpoint has.
 
-A rank reads what it wrote once more for its checksums, in the thread that wrote it. Before anything of a checkpoint is used all
-its files are read against them, each by one of the ranks.
+A rank reads back what it wrote to compute checksums, in the thread that wrote it. Before any part of a checkpoint is used, all
+its files are verified against them, each by one of the ranks.
 
-The checksum is CRC-32, for it is the quickest there is: 6.0 GB/s on one core of an AMD EPYC, where blake2b makes 1.2. It is
-made against accidents; who changes a file on purpose can change its checksum too.
+The checksum is CRC-32 because it is the fastest: 6.0 GB/s on one core of an AMD EPYC, against 1.2 for blake2b. It guards
+against accidents; anyone changing a file on purpose can change its checksum too.
 
-A checkpoint is read without running anything that is in it, wherever it came from:
+A checkpoint is read without running anything in it, wherever it came from:
 
-.metadata       a pickle that torch reads as it is: read here first, by an unpickler that knows only what belongs there
+.metadata       a pickle that torch reads without checks: read here first, by an unpickler that knows only what belongs there
 *.distcp        torch archives; megatron lets torch unpickle objects of any class: within `safely` only plain ones
 """
 
@@ -48,16 +48,19 @@ from megarl.core.models.hf import copy_description, everywhere
 
 SCHEMA_VERSION = 4
 CRITIC = "critic."
-"""How the names of a critic's tensors start. What only wants the policy asks for none of them."""
+"""Prefix of a critic's tensor names. Readers that want only the policy load none of them."""
 _PARTIAL = re.compile(r"\.step-\d+\.partial")
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state\d*")
 """Transformer Engine's FP8 scales, of a layer or of one of its experts; megarl trains without, and other layers have none."""
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is. `version` of the weights; `hf_source`: where configuration and tokenizer came from; `model`: the
-    recipe's section, so the layout and precision it was written at; `critic`: whether there is one beside the policy; `files`:
-    the checksum of each but this one; `checksum`: of the rest of this one. `seal` fills in the last two."""
+    """Describes a checkpoint.
+
+    version: of the weights; hf_source: where configuration and tokenizer came from; model: the recipe's section, so the layout
+    and precision it was written with; critic: whether there is one beside the policy; files: checksum of every other file;
+    checksum: of the rest of this file. `seal` fills in the last two.
+    """
 
     step: int
     version: int
@@ -70,10 +73,10 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def metadata() -> dict[str, Any]:
-    """`metadata` argument of megatron's sharded_state_dict, of models and optimisers: shards that fit any layout.
+    """Return the `metadata` argument of megatron's sharded_state_dict, for models and optimisers: shards that fit any layout.
 
-    A rank alone in its data-parallel group has its optimiser in one bucket, of which a gather over the GPU would take two
-    copies more, 8 bytes a parameter: it gathers in the host's memory. Others have small buckets, and share the writing.
+    A rank alone in its data-parallel group has its optimiser in one bucket; gathering that on the GPU would take two more
+    copies, 8 bytes a parameter, so it gathers in host memory. Others have small buckets, and share the writing.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return {
@@ -84,7 +87,7 @@ def metadata() -> dict[str, Any]:
 
 
 def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
-    """Sharded state dict of this rank's chunks: {"model": …}, or {"model0": …, "model1": …} of several."""
+    """Return the sharded state dict of this rank's chunks: {"model": …}, or {"model0": …, "model1": …} if several."""
     state = {}
     for key, chunk in zip(_keys(chunks), chunks, strict=True):
         sharded = chunk.sharded_state_dict(metadata=metadata())
@@ -100,7 +103,7 @@ def set_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
 
 
 def save(path: Path, state: dict[str, Any], meta: Meta, queue: AsyncCallsQueue | None = None) -> None:
-    """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise MegarlError and nothing stays behind.
+    """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise MegarlError and nothing is left behind.
 
     With `queue` this returns once the state is copied; the checkpoint appears when a later queue.maybe_finalize_async_calls()
     on all ranks finds it written.
@@ -113,7 +116,7 @@ def save(path: Path, state: dict[str, Any], meta: Meta, queue: AsyncCallsQueue |
         written = everywhere(own.result)
         if dist.get_rank() == 0:
             copy_description(Path(meta.hf_source), partial / "hf")
-            known = {name: value for of_rank in written for name, value in of_rank.items()}
+            known = {name: value for sums in written for name, value in sums.items()}
             seal(partial, meta, checksums(partial, known))
             os.replace(partial, path)
 
@@ -129,7 +132,7 @@ def save(path: Path, state: dict[str, Any], meta: Meta, queue: AsyncCallsQueue |
 
 
 def seal(path: Path, meta: Meta, files: Mapping[str, int]) -> None:
-    """Write megarl.json: from here on the files in directory `path` are a checkpoint. files: the checksum of each, by name."""
+    """Write megarl.json, which turns the files in directory `path` into a checkpoint. files: checksums by name."""
     sealed = msgspec.structs.replace(meta, files=dict(files))
     sealed = msgspec.structs.replace(sealed, checksum=_own_checksum(sealed))
     write_atomically(path / META, msgspec.json.encode(sealed))
@@ -137,7 +140,7 @@ def seal(path: Path, meta: Meta, files: Mapping[str, int]) -> None:
 
 @contextmanager
 def whole_or_gone(path: Path) -> Iterator[None]:
-    """Around a write of the checkpoint at `path`, or a look at how it goes: what fails leaves no part of it."""
+    """Wrap writing the checkpoint at `path`, or checking on it: a failure leaves nothing of it behind."""
     try:
         yield
     except (Exception, CheckpointException) as error:  # megatron, torch and the operating system each have their own
@@ -149,7 +152,7 @@ def whole_or_gone(path: Path) -> Iterator[None]:
 
 
 def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """The values of sharded state dict `state` from the checkpoint at `path`, written at any layout. COLLECTIVE.
+    """Load the values of sharded state dict `state` from the checkpoint at `path`, written at any layout. COLLECTIVE.
 
     MegarlError on all ranks if a file is not as it was written.
     """
@@ -159,19 +162,19 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
             return dist_checkpointing.load(state, str(path))
     except MegarlError:
         raise
-    except (Exception, CheckpointException) as error:  # a cut-off or foreign file can fail anywhere in the unpickling
+    except (Exception, CheckpointException) as error:  # a truncated or foreign file can fail anywhere in the unpickling
         raise MegarlError(
             f"{path}: unreadable, or not of this model: {_last_line(error)}; use an older checkpoint"
         ) from error
 
 
 def load_model(path: Path, chunks: Sequence[Module]) -> None:
-    """Weights only, of a checkpoint with or without an optimiser. COLLECTIVE."""
+    """Load only the weights of a checkpoint, with or without an optimiser. COLLECTIVE."""
     set_model_state(chunks, load(path, model_state(chunks)))
 
 
 def read_meta(path: Path) -> Meta:
-    """What the checkpoint at `path` is."""
+    """Read the description of the checkpoint at `path`."""
     if not path.is_dir():
         raise MegarlError(f"{path}: no such checkpoint")
     if not (path / META).is_file():
@@ -188,14 +191,14 @@ def read_meta(path: Path) -> Meta:
 
 
 def latest_complete(checkpoints: Path) -> Path | None:
-    """The newest checkpoint in RUN/checkpoints, if there is one."""
+    """Return the newest complete checkpoint in RUN/checkpoints, if there is one."""
     return next(reversed(complete(checkpoints)), None)
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep`, and what killed writers left. One rank, when none is being written."""
+    """Remove all but the newest `keep`, and what killed writers left. Call on one rank, when none is being written."""
     for path in complete(checkpoints)[:-keep]:
-        (path / META).unlink()  # from here on it is incomplete, so a kill in between leaves nothing that looks whole
+        (path / META).unlink()  # now incomplete: a kill before the next line leaves nothing that looks complete
         shutil.rmtree(path)
     for path in checkpoints.iterdir():
         if _PARTIAL.fullmatch(path.name) or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists()):
@@ -203,7 +206,7 @@ def prune(checkpoints: Path, keep: int) -> None:
 
 
 def find(source: Path) -> Path:
-    """The checkpoint meant by a step directory, a run directory or its checkpoints directory (the latest complete one)."""
+    """Return the checkpoint meant by a step, run or checkpoints directory: of the latter two, the latest complete one."""
     if (source / META).is_file():
         return source
     for checkpoints in (source / "checkpoints", source):
@@ -224,13 +227,13 @@ def _keys(chunks: Sequence[Module]) -> list[str]:
 def _start(path: Path, partial: Path, meta: Meta) -> None:
     if path.exists():
         raise MegarlError(f"{path}: exists already; remove it or name another directory")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     read_config(Path(meta.hf_source))
     partial.mkdir(parents=True)
 
 
 def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> AsyncRequest:
-    """A request that, when this rank's files are written, also reads them back; `own` gets their checksums by name."""
+    """Return a request that also reads this rank's files back once written; `own` gets their checksums by name."""
     write = request.async_fn
     if write is None:  # nothing to write on this rank
         own.set_result({})
@@ -240,14 +243,14 @@ def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> Asy
         write(rank, buckets, results)
         try:
             own.set_result({name: checksum(Path(file)) for file, name, _ in buckets})
-        except OSError as error:  # also if it was not written, of which megatron tells
+        except OSError as error:  # also if it was not written, which megatron reports
             own.set_exception(error)
 
     return request._replace(async_fn=write_and_sum)
 
 
 def _check_share(path: Path) -> None:
-    """This rank's part of the files, in turn: each rank wrote as many, so that each reads about as much."""
+    """Check this rank's part of the files, in turn: each rank wrote as many, so each reads about as much."""
     files = read_meta(path).files
     share = sorted(files)[dist.get_rank() :: dist.get_world_size()]
     check(path, {name: files[name] for name in share})
@@ -259,8 +262,10 @@ def _own_checksum(meta: Meta) -> int:
 
 @contextmanager
 def _results_in_this_process() -> Any:
-    """A plain queue for the results of the writing threads. megatron's goes through a manager process, which it needs only when
-    another process writes, and which takes seconds to start."""
+    """Use a plain queue for the results of the writing threads.
+
+    megatron's goes through a manager process, which is needed only if another process writes, and takes seconds to start.
+    """
     before, filesystem_async._results_queue = filesystem_async._results_queue, queues.Queue()
     try:
         yield
@@ -269,7 +274,7 @@ def _results_in_this_process() -> Any:
 
 
 def _last_line(error: BaseException) -> str:
-    """Of torch's gathered tracebacks that is the error itself."""
+    """Return the last line of torch's gathered tracebacks, which is the error itself."""
     return f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
 
 
@@ -277,23 +282,23 @@ CHUNK_BYTES = 4 << 20
 
 
 def checksum(file: Path) -> int:
-    """Of all its bytes. Other threads run meanwhile: neither reading nor summing holds the interpreter lock."""
-    found = 0
+    """Return the CRC-32 of a file. Other threads run meanwhile: neither reading nor summing holds the interpreter lock."""
+    crc = 0
     with file.open("rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK_BYTES):
-            found = zlib.crc32(chunk, found)
-    return found
+            crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def checksums(folder: Path, known: Mapping[str, int] | None = None) -> dict[str, int]:
-    """By name (`hf/config.json`), of every file below `folder`. Those of `known` are not read again."""
+    """Return checksums of every file below `folder` by name (`hf/config.json`). Those in `known` are not read again."""
     known = known or {}
     names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     return {name: known[name] if name in known else checksum(folder / name) for name in names}
 
 
 def check(folder: Path, expected: Mapping[str, int]) -> None:
-    """MegarlError if a file is missing or has another checksum."""
+    """Raise MegarlError if a file is missing or has another checksum."""
     for name, wanted in expected.items():
         file = folder / name
         if not file.is_file():
@@ -328,16 +333,16 @@ OF_METADATA = {
         for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     ),
 }
-"""What torch and megatron write there, beside types of tensors."""
+"""What torch and megatron write there, besides types of tensors."""
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 @contextmanager
 def safely(path: Path) -> Iterator[None]:
-    """Within it torch reads the checkpoint at `path`. MegarlError if its .metadata is more than that."""
+    """Within this context torch can safely read the checkpoint at `path`. MegarlError if its .metadata needs other classes."""
     _check_metadata(path / METADATA)
     before = os.environ.get(FORCE)
-    os.environ[FORCE] = "1"  # torch looks at it in every load, also in those that ask for anything
+    os.environ[FORCE] = "1"  # torch checks it in every load, even one that allows any class
     try:
         yield
     finally:
@@ -362,5 +367,5 @@ def _check_metadata(file: Path) -> None:
     try:
         with file.open("rb") as stream:
             _Metadata(stream).load()
-    except Exception as error:  # a pickle that is cut off or foreign can fail in any way
+    except Exception as error:  # a truncated or foreign pickle can fail in any way
         raise MegarlError(f"{file}: unreadable: {error}") from None

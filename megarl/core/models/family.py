@@ -1,14 +1,14 @@
-"""What a family of models is, and how its Megatron tensors are made of Hugging Face ones.
+"""A model family, and how its Megatron tensors are made from Hugging Face ones.
 
     Megatron  decoder.layers.3.self_attention.linear_qkv.weight   (layers, and experts, counted over the whole model)
        │  family.weight(name)
        ▼
     Weight(sources=(…q_proj, …k_proj, …v_proj), split=0, merge=…, unmerge=…)
 
-A source is a Hugging Face tensor or a view of one: an expert's entry where experts are stacked, its half where gate and up
+A source is a Hugging Face tensor or a view of one: an expert's entry where experts are stacked, a half where gate and up
 are fused. `merge` and `unmerge` work on whole views and equally on one tensor-parallel shard: TP divides each view into
-equal pieces along `split`, and merging a rank's pieces gives that rank's Megatron tensor. So a rank reads and converts no
-more than its own part, and one rule serves loading, export and every layout.
+equal pieces along `split`, and merging a rank's pieces gives that rank's Megatron tensor. So a rank reads and converts only
+its own part, and one rule serves loading, export and every layout.
 """
 
 import importlib
@@ -41,8 +41,8 @@ def _alone(tensor: torch.Tensor) -> list[torch.Tensor]:
 class Source:
     """A Hugging Face tensor, or a view of one.
 
-    expert: its entry along dimension 0, where experts are stacked ([experts, …]). part: (k, n), the k-th of n equal parts of
-    its last dimension (a fused gate_up_proj).
+    expert: its index along dimension 0, if experts are stacked ([experts, …]). part: (k, n), the k-th of n equal parts of
+    the last dimension (a fused gate_up_proj).
     """
 
     name: str
@@ -54,8 +54,8 @@ class Source:
 class Weight:
     """How one Megatron tensor corresponds to Hugging Face ones.
 
-    sources: the views it is made of. split: the dimension of each view along which TP (for experts: expert TP) divides it;
-    None: every rank holds it whole. vocabulary: rows without the padding that makes them divide by TP; None: nothing is padded.
+    sources: the views it is made from. split: the dimension of each view along which TP (for experts: expert TP) divides it;
+    None: every rank holds it whole. vocabulary: rows without the padding that makes them divide by TP; None: no padding.
     """
 
     sources: tuple[Source, ...]
@@ -71,9 +71,9 @@ class Family:
 
     vocabulary: rows of the embedding, without padding. tied: the embedding is the LM head. context: the longest position the
     model knows. architecture: arguments of TransformerConfig that describe the model (not the layout, not the precision).
-    inverse_frequencies: of the rotary embedding, [head_dim / 2] float32, as transformers computes them. attention: of each
-    layer. weights: by Megatron name, in the local layer spec's spelling. elsewhere: how names of tensors start that are not of
-    the language model and are carried along untouched.
+    inverse_frequencies: of the rotary embedding, [head_dim / 2] float32, as transformers computes them. attention: one per
+    layer. weights: by Megatron name, as the local layer spec spells it. elsewhere: name prefixes of tensors outside the
+    language model, which are carried along untouched.
     """
 
     vocabulary: int
@@ -87,25 +87,25 @@ class Family:
 
     @property
     def experts(self) -> int | None:
-        """Of a layer that has any; None for a dense model."""
+        """Experts of a layer that has any; None for a dense model."""
         return self.architecture.get("num_moe_experts")
 
     def weight(self, name: str) -> Weight:
-        """Of a Megatron tensor, layers and experts counted over the whole model; KeyError if the family has no such tensor."""
+        """Return a Megatron tensor's Weight, layers and experts counted over the whole model; KeyError if there is none."""
         for pattern, local in _TRANSFORMER_ENGINE:
             name = pattern.sub(local, name)
         return self.weights[name]
 
     def names(self) -> set[str]:
-        """Every Hugging Face tensor of the model."""
+        """Return the names of all Hugging Face tensors of the model."""
         return {source.name for weight in self.weights.values() for source in weight.sources}
 
     def passthrough(self, name: str) -> bool:
-        """Whether this Hugging Face tensor belongs to something that is not trained here, such as a vision tower."""
+        """Return whether this Hugging Face tensor belongs to something that is not trained here, such as a vision tower."""
         return name.startswith(self.elsewhere) if self.elsewhere else False
 
 
-# Transformer Engine fuses a norm with the projection behind it, and has all experts of a rank in one module.
+# Transformer Engine fuses a norm with the projection after it, and has all experts of a rank in one module.
 _TRANSFORMER_ENGINE = [
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_weight$"), ".input_layernorm.weight"),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
@@ -114,12 +114,12 @@ _TRANSFORMER_ENGINE = [
 
 
 def write_config(hf_dir: Path, config: dict[str, Any]) -> None:
-    """config.json of a Hugging Face directory."""
+    """Write config.json of a Hugging Face directory."""
     (hf_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def family_of(hf_dir: Path) -> Family:
-    """The family that can read this Hugging Face directory, configured by it."""
+    """Return the family that can read this Hugging Face directory, configured by it."""
     known: dict[str, Callable[[dict[str, Any], Path], Family]] = {}
     for module in pkgutil.iter_modules(families.__path__):
         known |= importlib.import_module(f"{families.__name__}.{module.name}").ARCHITECTURES

@@ -2,9 +2,9 @@
 
     load      safetensors ──slices of this rank──► merge ──► parameter
     export    parameter ──all-gather over TP, EP──► unmerge ──► (name, whole tensor)     one parameter at a time
-    save      export of every stage ──► files, index, config, tokenizer ──► rename       a directory is whole or not there
+    save      export of every stage ──► files, index, config, tokenizer ──► rename       a directory is complete or absent
 
-Where Hugging Face stacks the experts of a layer in one tensor, export holds that layer's stacks until they are full, no more.
+If Hugging Face stacks a layer's experts in one tensor, export holds only that layer's stacks, until they are full.
 
 Values are copied, never computed with: export after load gives the same bits if the model has the directory's dtype.
 """
@@ -39,7 +39,7 @@ _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.inde
 
 
 class Tensors(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face directory by name, each read when asked for. Open until `stack` is closed."""
+    """The tensors of a Hugging Face directory by name, each read on access. Open until `stack` is closed."""
 
     def __init__(self, hf_dir: Path, stack: ExitStack) -> None:
         if not hf_dir.is_dir():
@@ -65,7 +65,7 @@ class Tensors(Mapping[str, Tensor]):
         return len(self._file_of)
 
     def slice(self, name: str) -> Any:
-        """safetensors' view of a tensor, which reads what is indexed."""
+        """Return safetensors' lazy view of a tensor, which reads only what is indexed."""
         return self._file_of[name].get_slice(name)
 
 
@@ -91,12 +91,12 @@ def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
 
 
 def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tensor]]:
-    """This pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
+    """Yield this pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
 
-    COLLECTIVE over the stage's tensor-parallel group and, where experts are divided, its expert-parallel groups, so over every
-    data-parallel copy: each rank must run the iterator to its end. Each gets the same whole tensors in the parameters' dtype
+    COLLECTIVE over the stage's tensor-parallel group and, if experts are divided, its expert-parallel groups, and so over every
+    data-parallel copy: each rank must run the iterator to its end. All get the same whole tensors in the parameters' dtype
     and device. A tensor may share memory with its parameter: copy what must outlast an update. A tied head is the first
-    stage's embedding and comes only from there.
+    stage's embedding and is exported only there.
     """
     stacks: dict[str, _Stack] = {}
     for name, parameter in named_parameters(chunks):
@@ -121,9 +121,9 @@ def save(
 ) -> None:
     """Write the model as a Hugging Face directory. COLLECTIVE over all ranks; one data-parallel copy of the model writes.
 
-    Configuration and tokenizer come from `source`, and so do tensors that are not of the language model (family.passthrough).
-    `destination` must not exist; it appears when all is written. If any rank fails, every rank raises MegarlError and nothing
-    stays behind.
+    Configuration and tokenizer come from `source`, and so do tensors outside the language model (family.passthrough).
+    `destination` must not exist; it appears once everything is written. If any rank fails, every rank raises MegarlError and
+    nothing is left behind.
     """
     source, destination = Path(source), Path(destination)
     partial = destination.with_name(f".{destination.name}.partial")
@@ -142,7 +142,7 @@ def save(
 
 
 def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]]:
-    """This rank's parameters by Megatron's name, with layers and experts counted over the whole model."""
+    """Yield this rank's parameters by Megatron's name, with layers and experts counted over the whole model."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             match = _LAYER.fullmatch(name)
@@ -155,14 +155,14 @@ def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]
 
 
 def _of_expert(name: str, by: int) -> str:
-    """The name of the expert that comes `by` later."""
+    """Return the name of the expert that comes `by` later."""
     match = _EXPERT.fullmatch(name)
     assert match is not None, name
     return f"{match[1]}{int(match[2]) + by}{match[3]}"
 
 
 def shard_of(name: str) -> tuple[int, int]:
-    """Which of how many shards of this parameter the rank has."""
+    """Return which shard of this parameter the rank has, and of how many."""
     if _EXPERT.fullmatch(name):
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
@@ -172,7 +172,7 @@ def shard_of(name: str) -> tuple[int, int]:
 
 
 def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[str, list[Tensor]]]:
-    """(name, its shards of all ranks) of this parameter; of an expert's, also of those that other ranks have in its place."""
+    """Yield (name, shards of all ranks) of this parameter and, if an expert's, of those in its place on other ranks."""
     if not _EXPERT.fullmatch(name):
         divided = family.weight(name).split is not None
         yield name, _all(parameter, parallel_state.get_tensor_model_parallel_group()) if divided else [parameter]
@@ -180,7 +180,7 @@ def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[st
     ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
     _, size = shard_of(name)
     experts_of_a_rank = (family.experts or 0) // ranks
-    # Ranks of this group count through the shards of an expert first.
+    # Ranks in this group enumerate an expert's shards first.
     shards = _all(parameter, parallel_state.get_expert_tensor_and_model_parallel_group())
     for there in range(ranks):
         yield _of_expert(name, (there - rank) * experts_of_a_rank), shards[there * size : (there + 1) * size]
@@ -204,7 +204,7 @@ class _Stack:
         self._missing = experts * parts
 
     def put(self, source: Source, view: Tensor) -> bool:
-        """Whether it is full."""
+        """Store a view; return whether the tensor is now full."""
         k, parts = source.part or (0, 1)
         self.whole[source.expert].chunk(parts, -1)[k].copy_(view)
         self._missing -= 1
@@ -212,9 +212,9 @@ class _Stack:
 
 
 def check_names(hf_dir: Path, present: set[str], family: Family) -> None:
-    """MegarlError that names every missing and every foreign tensor."""
+    """Raise MegarlError that names every missing and every foreign tensor."""
     needed = family.names()
-    # Left by old versions of transformers; a tied head may be stored a second time.
+    # Left by old versions of transformers; a tied head may be stored twice.
     ignored = {
         n for n in present if n.endswith("rotary_emb.inv_freq") or (family.tied and n.endswith("lm_head.weight"))
     }
@@ -232,7 +232,7 @@ def _few(names: list[str]) -> str:
 
 
 def _read_view(tensor: Any, source: Source, weight: Weight, rank: int, size: int) -> Tensor:
-    """This rank's part of one view of a Hugging Face tensor; zeros where the vocabulary is padded."""
+    """Read this rank's part of one view of a Hugging Face tensor; zeros where the vocabulary is padded."""
     shape = tensor.get_shape()
     bounds = [(0, n) for n in shape]
     if source.expert is not None:
@@ -256,7 +256,7 @@ def _read_view(tensor: Any, source: Source, weight: Weight, rank: int, size: int
 
 
 def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]:
-    """Each rank's result of `work()`. If it failed anywhere, every rank raises and rank 0 removes `partial`. COLLECTIVE."""
+    """Return each rank's result of `work()`. COLLECTIVE. If any fails, every rank raises and rank 0 removes `partial`."""
     value, failure = None, ""
     try:
         value = work()
@@ -273,7 +273,7 @@ def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]
 
 
 def copy_description(source: Path, destination: Path, dtype: torch.dtype | None = None) -> None:
-    """Configuration, generation configuration, tokenizer: every file of `source` that holds no weights. `dtype` is noted."""
+    """Copy configuration, generation configuration, tokenizer: every file without weights. `dtype` is put into the config."""
     config = read_config(source)
     destination.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
@@ -288,12 +288,12 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
 def _start_directory(source: Path, destination: Path, partial: Path, chunks: Sequence[Module]) -> None:
     if destination.exists():
         raise MegarlError(f"{destination}: exists already; remove it or name another directory")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     copy_description(source, partial, next(p.dtype for c in chunks for p in c.parameters()))
 
 
 def _copy_elsewhere(family: Family, source: Path, partial: Path, shard_bytes: int) -> list[tuple[str, list[str], int]]:
-    """Rank 0 copies the tensors that are not the language model's, one at a time."""
+    """Copy the tensors outside the language model, one at a time, on rank 0."""
     if dist.get_rank() != 0:
         return []
     with ExitStack() as stack:
@@ -305,7 +305,7 @@ def _copy_elsewhere(family: Family, source: Path, partial: Path, shard_bytes: in
 def _write(
     tensors: Iterator[tuple[str, Tensor]], partial: Path, prefix: str, shard_bytes: int, writes: bool
 ) -> list[tuple[str, list[str], int]]:
-    """Write these tensors to files of at most `shard_bytes` (or one tensor): [(file, names, bytes)]."""
+    """Write these tensors to files of at most `shard_bytes` (or one tensor); return [(file, names, bytes)]."""
     written: list[tuple[str, list[str], int]] = []
     error: Exception | None = None
     held: dict[str, Tensor] = {}
@@ -318,7 +318,7 @@ def _write(
                 save_file(held, partial / file, metadata={"format": "pt"})
                 written.append((file, list(held), sum(t.nbytes for t in held.values())))
             except (OSError, SafetensorError) as failed:
-                error = failed  # the other ranks of the tensor-parallel group still expect this one in the all-gathers
+                error = failed  # the other ranks of the tensor-parallel group still need this one in the all-gathers
         held.clear()
 
     for name, tensor in tensors:
@@ -333,7 +333,7 @@ def _write(
 
 
 def _finish_directory(written: list[list[tuple[str, list[str], int]]], partial: Path, destination: Path) -> None:
-    """Usual names, index, rename."""
+    """Give the files their usual names, write the index, and rename the directory."""
     files = list(itertools.chain.from_iterable(written))
     if len(files) == 1:
         os.replace(partial / files[0][0], partial / "model.safetensors")

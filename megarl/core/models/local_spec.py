@@ -1,12 +1,12 @@
-"""Norm, rotary embedding and attention of a transformer layer where Transformer Engine is not installed.
+"""Norm, rotary embedding and attention of a transformer layer without Transformer Engine.
 
     q, k, v [tokens, heads, head_dim]  ─ rotate by position ─►  attention.py  ─►  [tokens, heads * head_dim]
 
-Unpacked input [positions, batch, heads, head_dim] goes to torch's causal SDPA as it is, in chunks where there are such. Under
+Unpacked input [positions, batch, heads, head_dim] goes directly to torch's causal SDPA, in chunks if the layer has any. Under
 context parallelism a rank's queries meet the gathered keys and values.
 
 megatron-core has none of it: its torch norm refuses sequence parallelism, its own attention refuses packed sequences, and its
-rotary embedding walks over the sequences of a pack in Python, for q and k of every layer.
+rotary embedding loops over the sequences of a pack in Python, for q and k of every layer.
 """
 
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ from megarl.core.models.rope import Rope
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight over the last dimension, the mean taken in float32 (as transformers' LlamaRMSNorm)."""
+    """Computes x / rms(x) * weight over the last dimension, the mean in float32 (as transformers' LlamaRMSNorm)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         device = torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Each TP rank sees a part of the sequence: finalize_model_grads sums the gradients of parameters marked so.
+        # Each TP rank sees a part of the sequence: finalize_model_grads sums gradients of parameters with this mark.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,8 +52,11 @@ class RMSNorm(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank's tokens of one packed micro-batch stand: positions [tokens] in their sequences; cos, sin
-    [tokens, 1, head_dim] of them; and what makes them meet."""
+    """Where this rank's tokens of one packed micro-batch are.
+
+    positions [tokens]: in their sequences; cos, sin [tokens, 1, head_dim]: of these positions; attention: what lets tokens
+    meet.
+    """
 
     positions: Tensor
     cos: Tensor
@@ -62,8 +65,10 @@ class Layout:
 
 
 def layout_of(boundaries: Sequence[int], chunk: int | None, rope: Rope, like: Tensor, cp: Any) -> Layout:
-    """The layout of sequences [boundaries[i], boundaries[i+1]) on this rank of context-parallel group `cp`; with `chunk`,
-    attention stays within multiples of it."""
+    """Return the layout of sequences [boundaries[i], boundaries[i+1]) on this rank of context-parallel group `cp`.
+
+    With `chunk`, attention stays within multiples of it.
+    """
     size, rank = cp.size(), cp.rank()
     here = positions_of(boundaries)[segments(boundaries, None, size, rank).queries].to(like.device)
     return Layout(here, *rope(here, like.dtype), attention_of(boundaries, chunk, size, rank, like))
@@ -82,7 +87,7 @@ class CausalAttention(torch.nn.Module):
         pg_collection: Any,
         **_: Any,
     ) -> None:
-        """layers: of the whole model."""
+        """layers: those of the whole model."""
         super().__init__()
         self.scale = config.softmax_scale
         self.rope = rope
@@ -98,7 +103,7 @@ class CausalAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **__: Any,
     ) -> Tensor:
-        """Packed: [tokens, heads, head_dim] -> [tokens, heads * head_dim]. Else [s, b, heads, head_dim] -> [s, b, …]."""
+        """Packed: map [tokens, heads, head_dim] to [tokens, heads * head_dim]. Else [s, b, heads, head_dim] to [s, b, …]."""
         if packed_seq_params is None:
             positions = torch.arange(len(query), device=query.device)
             rotation = self.rope.of_range(len(query), query.dtype, query.device)
@@ -112,7 +117,7 @@ class CausalAttention(torch.nn.Module):
         return layout.attention(query, key, value, self.scale).flatten(1)
 
     def _prepared(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they meet. positions, cos, sin broadcast against them."""
+        """Return queries and keys ready to meet. positions, cos, sin broadcast against them."""
         if self.layer.rotary:
             q, k = self.rope.rotate(q, cos, sin), self.rope.rotate(k, cos, sin)
         if self.layer.l2_epsilon is not None:
@@ -122,7 +127,7 @@ class CausalAttention(torch.nn.Module):
         return q, k
 
     def _layout(self, packed: PackedSeqParams, like: Tensor) -> Layout:
-        """Of this micro-batch: made by the first layer that needs it, kept with the parameters all layers get."""
+        """Return this micro-batch's layout, made by the first layer that needs it, kept with the parameters all layers get."""
         known = vars(packed).setdefault("megarl_layouts", {})
         chunk = self.layer.chunk if self.layer.chunk and packed.max_seqlen_q > self.layer.chunk else None
         if chunk not in known:
@@ -132,7 +137,7 @@ class CausalAttention(torch.nn.Module):
         return layout
 
     def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[batch, positions, heads, head_dim] in and out; chunks become sequences, the last one padded behind."""
+        """Attend: [batch, positions, heads, head_dim] in and out; chunks become sequences, the last one padded at its end."""
         (batch, length), chunk = q.shape[:2], self.layer.chunk
         if chunk is None or length <= chunk:
             return causal(q, k, v, self.scale)

@@ -1,7 +1,7 @@
-"""Process groups of the learner: torch.distributed, then megatron's TP, CP, EP, DP and PP groups, then random numbers.
+"""Process groups of the learner: torch.distributed, then megatron's TP, CP, EP, DP and PP groups, then random seeds.
 
 Rank, world size and rendezvous come from torchrun's environment; without it this process is the only rank. NCCL with a
-GPU, gloo without. A layout may be started after another in the same world: the groups are made anew.
+GPU, gloo without. Another layout may be started later in the same world: the groups are then made anew.
 """
 
 import os
@@ -24,7 +24,7 @@ def start(model: Model, seed: int, timeout_s: float) -> None:
     timeout_s: limit of the rendezvous and of every later collective.
     """
     after_megatron_import()
-    torch.set_float32_matmul_precision("highest")  # where the environment allows TF32, as some containers do
+    torch.set_float32_matmul_precision("highest")  # also if the environment allows TF32, as some containers do
     world = int(os.environ.get("WORLD_SIZE", "1"))
     expert_size = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
     for size, what in ((model.model_parallel_size, "TP x PP x CP"), (expert_size, "expert: EP x ETP x PP")):
@@ -58,9 +58,9 @@ def stop() -> None:
 
 
 def _leave_groups() -> None:
-    """Of the layout before. megatron only forgets them: over gloo each would keep three threads, which never sleep long."""
+    """Destroy the previous layout's groups. megatron only forgets them: over gloo each would keep three busy threads."""
     for group in parallel_state._global_process_group_list or []:
-        if group is not None:  # stands for the world
+        if group is not None:  # None stands for the world
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 

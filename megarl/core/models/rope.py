@@ -1,7 +1,7 @@
-"""Rotary embedding: the frequencies of a config.json, and turning queries and keys by them.
+"""Rotary embedding: the frequencies of a config.json, and rotating queries and keys by them.
 
 halves         (x0 … x7)  ->  pairs (x0, x4) (x1, x5) (x2, x6) (x3, x7)       most models
-interleaved    (x0 … x7)  ->  pairs (x0, x1) (x2, x3) (x4, x5) (x6, x7)       Llama 4, which turns in float32
+interleaved    (x0 … x7)  ->  pairs (x0, x1) (x2, x3) (x4, x5) (x6, x7)       Llama 4, which rotates in float32
 """
 
 import functools
@@ -16,7 +16,7 @@ from megarl.core.base.errors import MegarlError
 
 
 def rope_parameters(config: dict[str, Any], where: Path) -> dict[str, Any]:
-    """transformers 5 writes rope_parameters; before, rope_theta stood beside rope_scaling."""
+    """Read rope_parameters as transformers 5 writes them, or rope_theta and rope_scaling as before."""
     rope: dict[str, Any] = config.get("rope_parameters") or {
         "rope_theta": config.get("rope_theta", 10000.0),
         **(config.get("rope_scaling") or {}),
@@ -27,7 +27,7 @@ def rope_parameters(config: dict[str, Any], where: Path) -> dict[str, Any]:
 
 
 def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
-    """[head_dim / 2] float32, bit for bit transformers' `default` and `llama3` (modeling_rope_utils.py).
+    """Return [head_dim / 2] float32, bit for bit transformers' `default` and `llama3` (modeling_rope_utils.py).
 
     llama3: wavelengths longer than original/low_freq_factor are stretched by `factor`, those shorter than
     original/high_freq_factor are kept, those between are interpolated (Llama 4 has both factors 1: nothing is between).
@@ -55,7 +55,7 @@ class Rope:
         self.of_range = functools.lru_cache(maxsize=4)(self._of_range)
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin [positions, 1, head_dim], computed in float32 and kept so if interleaved, else in `dtype`."""
+        """Return cos, sin [positions, 1, head_dim], computed in float32; kept so if interleaved, else converted to `dtype`."""
         angles = positions.float()[:, None] * self.inverse_frequencies.to(positions.device)
         if self.interleaved:
             angles = angles.repeat_interleave(2, -1)[:, None]
@@ -64,7 +64,7 @@ class Rope:
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [..., head_dim] with each pair turned by its angle, in x's type."""
+        """Rotate each pair of x [..., head_dim] by its angle, keeping x's dtype."""
         if self.interleaved:
             wide = x.to(cos.dtype)
             partner = torch.stack([-wide[..., 1::2], wide[..., ::2]], -1).flatten(-2)
@@ -73,6 +73,6 @@ class Rope:
         return x * cos + torch.cat([-second, first], -1) * sin
 
     def _of_range(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos, sin [length, 1, 1, head_dim] of the positions 0 … length-1."""
+        """Return cos, sin [length, 1, 1, head_dim] for the positions 0 … length-1."""
         cos, sin = self(torch.arange(length, device=device), dtype)
         return cos[:, None], sin[:, None]

@@ -1,9 +1,9 @@
-"""Attention by Transformer Engine's kernels, with what Llama 4 adds to it (attention.py).
+"""Attention by Transformer Engine's kernels, with Llama 4's additions (attention.py).
 
-    megatron rotates q and k ─► L2 norm or temperature ─► TEDotProductAttention, told shorter sequences where chunked
+    megatron rotates q and k ─► L2 norm or temperature ─► TEDotProductAttention, given shorter sequences where chunked
 
-Where no sequence is longer than the chunk (8192 tokens in the released models), its kernels see what they would without.
-Transformer Engine divides each sequence among context-parallel ranks by itself, which further boundaries would upset: there
+If no sequence is longer than the chunk (8192 tokens in the released models), its kernels get the original boundaries.
+Transformer Engine itself divides each sequence among context-parallel ranks, which further boundaries would upset: there
 longer sequences are refused.
 """
 
@@ -56,7 +56,7 @@ class ChunkedTEAttention(torch.nn.Module):
         return self.kernels(query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _scaled(self, query: Tensor, packed: PackedSeqParams | None) -> Tensor:
-        """Times the temperature; 1 up to the floor, which is all there is in most batches."""
+        """Scale queries by the temperature, which is 1 up to the floor, so in most batches throughout."""
         assert self.layer.temperature is not None
         longest = len(query) if packed is None else packed.max_seqlen_q
         if longest < self.layer.temperature[0]:
@@ -67,7 +67,7 @@ class ChunkedTEAttention(torch.nn.Module):
         return (query * scale.view(-1, *[1] * (query.dim() - 1))).to(query.dtype)
 
     def _divided(self, tokens: int, packed: PackedSeqParams | None) -> PackedSeqParams | None:
-        """Parameters of the same row with its sequences divided at multiples of the chunk."""
+        """Return the parameters of the same row with its sequences divided at multiples of the chunk."""
         chunk = self.layer.chunk
         assert chunk is not None
         if packed is None and tokens > chunk:
@@ -79,7 +79,7 @@ class ChunkedTEAttention(torch.nn.Module):
             return packed
         self._refuse_context_parallel(packed.max_seqlen_q, "an attention chunk of", chunk)
         known = vars(packed)
-        if "megarl_divided" not in known:  # the first layer's work serves all
+        if "megarl_divided" not in known:  # done once by the first layer, for all
             like = packed.cu_seqlens_q
             parts = torch.tensor(within_chunks(like.tolist(), chunk), dtype=like.dtype, device=like.device)
             known["megarl_divided"] = dataclasses.replace(

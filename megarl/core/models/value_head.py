@@ -1,7 +1,7 @@
-"""A critic is a policy with another head: one float32 number for a hidden state, in place of logits.
+"""A critic is a policy with another head: one float32 number per hidden state, in place of logits.
 
-The weight is zero at first, so that a new critic expects exactly 0 and the first advantages are the rewards' own. It is whole
-on every tensor-parallel rank: each computes the same values, so the gradients of weight and hidden states need no reduction.
+The weight starts at zero, so that a new critic expects exactly 0 and the first advantages are the rewards themselves. Every
+tensor-parallel rank holds it whole and computes the same values, so gradients of weight and hidden states need no reduction.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 
 class ValueHead(Module):
-    """Stands where GPTModel has its output layer, and says of itself what one that gathers hidden states has to know."""
+    """Replaces GPTModel's output layer, with the attributes needed by code that gathers hidden states."""
 
     def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -23,12 +23,12 @@ class ValueHead(Module):
         self.tp_group, self.sequence_parallel = group, config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [..., h] of any precision -> [...] float32."""
+        """Return values [...] float32 for hidden [..., h] of any precision."""
         return linear(hidden.float(), self.weight)[..., 0]
 
     @staticmethod
     def adopt(chunks: Sequence[GPTModel]) -> None:
-        """Give the chunks, whose weights are loaded, this head. What they shared with the embedding they share no more."""
+        """Give this head to chunks whose weights are loaded. What they shared with the embedding is no longer shared."""
         for chunk in chunks:
             chunk.share_embeddings_and_output_weights = False
             if chunk.post_process:

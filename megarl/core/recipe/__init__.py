@@ -2,8 +2,8 @@
 
     load("quickstart", ["run.seed=3"])  ──►  Recipe      (name of a shipped recipe, or a path)
 
-    tree.py     the tree, its defaults and what each key means      rules.py  what cannot go together
-    loading.py  YAML, bases, overrides ──► Recipe; one clear line for each thing that is wrong
+    tree.py     the tree, its defaults and what each key means      rules.py  which combinations are impossible
+    loading.py  YAML, bases, overrides ──► Recipe; one clear line per fault
     text.py     Recipe ──► YAML
 
 Unknown keys, wrong types and impossible combinations end in one `MegarlError` that names the key, file, line and, for a

@@ -1,8 +1,8 @@
-"""From YAML files and overrides to a `Recipe`: base files merged below, overrides above, the place of every key
-remembered, so that each thing that is wrong is one line: where it stands, which key, what to do.
+"""From YAML files and overrides to a `Recipe`: base files below, overrides on top. The place of every key is remembered, so
+that each fault is one line: where it is, which key, what to do.
 
-A file may be anything: what is no text, no YAML, too large or too deep is one error with its place. Aliases (`*name`) are
-refused, for a few lines of them can mean more than fits in memory; `base` shares what recipes have in common.
+A file may contain anything: if it is not text, not YAML, too large or too deep, that is one error with its place. Aliases
+(`*name`) are refused, because a few lines of them can expand beyond memory; `base` shares what recipes have in common.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ Origin = dict[tuple[str, ...], str]
 
 
 def kind_of(kind: Any, key: object) -> Any:
-    """The type of the value at this key of a section, a mapping or a list of type `kind`; Any if there is no such key."""
+    """Return the type of the value at this key in a section, mapping or list of type `kind`; Any if there is no such key."""
     if typing.get_origin(kind) in (dict, tuple):
         return typing.get_args(kind)[1 if typing.get_origin(kind) is dict else 0]
     known = kind.model_fields if _is_section(kind) else {}
@@ -38,12 +38,12 @@ LONGEST = 400
 
 
 def shortened(line: str) -> str:
-    """What was written stays recognisable, however long it is."""
+    """Shorten an overlong line so that it stays recognisable."""
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
 
 
 def explain(error: ErrorDetails, origin: Origin, source: str) -> str:
-    """`file:line: key: what is wrong`."""
+    """Format an error as `file:line: key: what is wrong`."""
     where = tuple(str(part) for part in error["loc"] if part != "[key]")
     message = error["msg"].removeprefix("Value error, ")
     if not where and ": " in message:  # a combination: its text begins with the key
@@ -61,7 +61,7 @@ def explain(error: ErrorDetails, origin: Origin, source: str) -> str:
 
 
 def _place(where: tuple[str, ...], origin: Origin) -> str:
-    """Of the key, or of the nearest section around it; of a section that only overrides made, its first key's."""
+    """Return the place of the key or nearest enclosing section; for a section made only by overrides, its first key's."""
     for n in range(len(where), 0, -1):
         found = origin.get(where[:n]) or next((place for key, place in origin.items() if key[:n] == where[:n]), "")
         if found:
@@ -83,7 +83,7 @@ def _unknown(where: tuple[str, ...]) -> str:
 
 
 def _near_sibling(section: tuple[str, ...], origin: Origin) -> str:
-    """A section of a mapping lacks a key: perhaps its name was misspelt, and another one was meant."""
+    """Suggest a near name when a section of a mapping lacks a key: its name may be a misspelling of another one."""
     if typing.get_origin(_kind_at(section[:-1])) is not dict:
         return ""
     others = [key[-1] for key in origin if key[:-1] == section[:-1] and key != section]
@@ -93,13 +93,13 @@ def _near_sibling(section: tuple[str, ...], origin: Origin) -> str:
 
 
 def _elsewhere(name: str) -> list[str]:
-    """The same or a near name in another section, dotted."""
+    """Return the dotted key of the same or a near name in another section."""
     known = dict(_keys(Recipe))
     return [known[n] for n in difflib.get_close_matches(name, known, 1, cutoff=0.8)]
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Name and dotted name of every key that is no section; of a name in two sections the first comes last and counts."""
+    """Yield name and dotted name of every key that is not a section. For duplicate names the first comes last and wins."""
     for name, field in reversed(model.model_fields.items()):
         kind = field.annotation
         if _is_section(kind):
@@ -118,7 +118,7 @@ SHIPPED = Path(__file__).parents[2] / "recipes"
 
 
 def shipped() -> dict[str, Path]:
-    """Recipes: the quickstart and its relatives, those of GPUs, at last the baselines that ScaleRL is compared with."""
+    """Return the shipped recipes: quickstart and its variants, those for GPUs, then the baselines ScaleRL is compared with."""
     return {p.stem: p for p in sorted(SHIPPED.glob("*.yaml"), key=_order)}
 
 
@@ -128,30 +128,30 @@ def _order(recipe: Path) -> tuple[int, str]:
 
 
 def shipped_suites() -> dict[str, Path]:
-    """Suites, for `evaluation.suites`."""
+    """Return the shipped suites, for `evaluation.suites`."""
     return {p.stem: p for p in sorted((SHIPPED / "suites").glob("*.yaml"))}
 
 
 LARGEST = 1 << 20
 """Bytes of a recipe file. PyYAML reads a megabyte in a few seconds."""
 DEEPEST = 32
-"""Mappings and lists within each other. A recipe has seven."""
+"""Nesting depth of mappings and lists. A recipe has seven."""
 
 
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of that name or file, with dotted overrides (`model.tensor_parallel=2`) applied."""
+    """Load the recipe with that name or file, with dotted overrides (`model.tensor_parallel=2`) applied."""
     path = _find(name_or_path)
     tree, origin = _read(path, ())
     return _overridden(tree, overrides, origin, str(path))
 
 
 def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe built in Python (tests, tools)."""
+    """Validate a recipe built in Python (tests, tools)."""
     return _overridden(tree, overrides, {}, "recipe")
 
 
 def load_suite(path: Path) -> dict[str, Any]:
-    """A suite of the user's, from a YAML file of its keys: checked, as a tree for `evaluation.suites`."""
+    """Load a user's suite from a YAML file of its keys: checked, as a tree for `evaluation.suites`."""
     tree, origin = _read(path, ())
     within = ("evaluation", "suites", path.stem)
     places = {within: f"{path}:1"} | {(*within, *key): place for key, place in origin.items()}
@@ -170,7 +170,7 @@ def _overridden(
 def _find(name_or_path: str) -> Path:
     if name_or_path in shipped():
         return shipped()[name_or_path]
-    if os.path.isfile(name_or_path):  # also of a name that no file could have
+    if os.path.isfile(name_or_path):  # safe even for a name that no file could have
         return Path(name_or_path)
     close = difflib.get_close_matches(name_or_path, shipped(), 1)
     hint = f"; did you mean {close[0]}?" if close else ""
@@ -180,7 +180,7 @@ def _find(name_or_path: str) -> Path:
 
 
 def _read(path: Path, derived: tuple[Path, ...]) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
-    """The tree of a recipe file over that of its `base`, and `file:line` of each key. derived: the files that led here."""
+    """Return a recipe file's tree over that of its `base`, and `file:line` of each key. derived: the files that led here."""
     try:
         tree, node = _parsed(_text(path))
     except yaml.MarkedYAMLError as error:
@@ -206,7 +206,7 @@ def _read(path: Path, derived: tuple[Path, ...]) -> tuple[dict[str, Any], dict[t
 
 
 def _text(path: Path) -> str:
-    """What is in a recipe file. MegarlError if it cannot be read, is too large or no UTF-8."""
+    """Read a recipe file. MegarlError if it cannot be read, is too large or is not UTF-8."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
@@ -221,7 +221,7 @@ def _text(path: Path) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases, of bounded depth."""
+    """YAML without aliases and with bounded depth."""
 
     depth = 0
 
@@ -242,14 +242,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
-    """The one document in a text, as values and as nodes with places. YAMLError for whatever keeps it from being one."""
+    """Parse the one document in a text, as values and as nodes with places. YAMLError for any fault."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         return (None if node is None else loader.construct_document(node)), node
     except yaml.YAMLError:
         raise
-    except Exception as error:  # PyYAML makes a date, or what a tag says, of whatever is there
+    except Exception as error:  # PyYAML turns anything into a date, or whatever a tag says
         raise yaml.YAMLError(f"a value cannot be read: {error}") from None
     finally:
         loader.dispose()
@@ -260,7 +260,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Sections key by key; any other value of `over` replaces the one below."""
+    """Merge sections key by key; any other value of `over` replaces the one below."""
     out = dict(under)
     for key, value in over.items():
         below = out.get(key)
@@ -269,7 +269,7 @@ def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_suites(tree: dict[str, Any]) -> dict[str, Any]:
-    """Suites of a shipped one's name have its keys below their own; `null` takes one of the base recipe away."""
+    """Fill suites named like a shipped one with its keys, below their own; `null` removes one of the base recipe."""
     evaluation = tree.get("evaluation")
     suites = evaluation.get("suites") if isinstance(evaluation, dict) else None
     if not isinstance(evaluation, dict) or not isinstance(suites, dict):
@@ -286,16 +286,16 @@ def _with_suites(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """`file:line` of each key; a repeated key is an error."""
-    found: dict[tuple[str, ...], str] = {}
+    """Return `file:line` of each key; a repeated key is an error."""
+    places: dict[tuple[str, ...], str] = {}
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             where = (*prefix, str(key.value))
-            if where in found:
+            if where in places:
                 raise MegarlError(f"{path}:{key.start_mark.line + 1}: {'.'.join(where)} is given twice")
-            found[where] = f"{path}:{key.start_mark.line + 1}"
-            found.update(_lines(value, path, where))
-    return found
+            places[where] = f"{path}:{key.start_mark.line + 1}"
+            places.update(_lines(value, path, where))
+    return places
 
 
 def _apply(tree: dict[str, Any], override: str, origin: dict[tuple[str, ...], str]) -> None:
@@ -322,7 +322,7 @@ def _apply(tree: dict[str, Any], override: str, origin: dict[tuple[str, ...], st
 
 
 def _takes_empty(kind: Any) -> bool:
-    """Whether the value may be an empty text: `key=` then means that, and no value elsewhere."""
+    """Return whether the value may be an empty text: then `key=` means that, and elsewhere no value."""
     return kind is str or "" in typing.get_args(kind)
 
 
@@ -335,8 +335,10 @@ def _validated(tree: dict[str, Any], origin: dict[tuple[str, ...], str], source:
 
 
 def _with_tuples(tree: Any, kind: Any) -> Any:
-    """YAML has no tuples and writes 1 for 1.0: turn lists into tuples where the tree wants one, ints into floats likewise
-    (pydantic's strict mode takes an int for a float by itself), and `1e-6`, which YAML 1.1 reads as a string, into a float."""
+    """Turn lists into tuples, and strings such as `1e-6`, as YAML 1.1 reads floats, into floats where one is wanted.
+
+    YAML has no tuples and writes 1 for 1.0, but pydantic's strict mode itself accepts an int for a float.
+    """
     if isinstance(tree, dict):
         return {key: _with_tuples(value, kind_of(kind, key)) for key, value in tree.items()}
     if isinstance(tree, list):

@@ -1,4 +1,4 @@
-"""Combinations of a recipe's keys that cannot work, or that megatron-core computes wrongly without a word."""
+"""Combinations of a recipe's keys that cannot work, or that megatron-core computes wrongly without warning."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from megarl.core.recipe.tree import Length, Model, Recipe, Rows
 
 GRADERS = ("math", "exact", "code", "format")
-"""That have a name of their own; others are services and functions."""
+"""Built-in graders; others are services and functions."""
 OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FP8_MULTIPLE = 16
-"""What each size of an FP8 product must divide by."""
+"""Every dimension of an FP8 product must be a multiple of this."""
 LOSSES = ("cispo", "clip", "gspo", "reinforce")
-"""The same; others are functions."""
+"""Built-in losses; others are functions."""
 ENVIRONMENTS = ("python", "calculator", "guessing")
-"""The same; others are classes."""
+"""Built-in environments; others are classes."""
 
 
 def impossible(r: Recipe) -> list[str]:
-    """`key: what is wrong, what to do`, for each."""
+    """List each problem as `key: what is wrong, what to do`."""
     m, found = r.model, []
     if r.resources.learner_ranks % m.model_parallel_size:
         found.append(
@@ -140,7 +140,7 @@ def impossible(r: Recipe) -> list[str]:
 
 
 def _sharing(r: Recipe) -> list[str]:
-    """Servers and learner on the same GPUs, or not."""
+    """Check settings that depend on whether servers and learner share GPUs."""
     if not r.resources.colocate:
         found = []
         if r.weights.transport == "cuda_ipc":
@@ -181,7 +181,7 @@ def _sharing(r: Recipe) -> list[str]:
 
 
 def _lengths(length: Length) -> list[str]:
-    """Budgets that are none, stages in disorder, a penalty that would meet every right answer."""
+    """Check for impossible budgets, disordered stages, and a penalty that would hit every right answer."""
     budgets = [s.thinking_tokens for s in length.stages] + [length.thinking_tokens]
     if any(shortest > longest or shortest < 1 for shortest, longest in budgets):
         where = "stages" if budgets[-1][0] <= budgets[-1][1] and budgets[-1][0] >= 1 else "thinking_tokens"
@@ -202,7 +202,7 @@ def _lengths(length: Length) -> list[str]:
 
 
 def _thinking(length: Length) -> list[str]:
-    """An end of the thinking trace that is in every text, or that the interruption does not bring about."""
+    """Check for an end of thinking that every text contains, or that the interruption does not produce."""
     end = length.end_of_thinking
     if end and not end.strip():
         return [f"length.end_of_thinking: {end!r} is only blanks, which every thinking trace has; give what ends one"]
@@ -217,7 +217,7 @@ def _thinking(length: Length) -> list[str]:
 
 
 def impossible_for(m: Model, sizes: Mapping[str, Any]) -> list[str]:
-    """The same, of a layout and the sizes of a model by megatron's names: what must divide, and what megatron refuses."""
+    """Check a layout against a model's sizes by megatron's names: what must divide, and what megatron refuses."""
     found = []
     stages = m.pipeline_parallel * m.virtual_pipeline_parallel
     for key, layout, parts in (
@@ -249,7 +249,7 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> list[str]:
 
 
 def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Widths that a rank's linear maps have on either side; of those that `sizes` does not tell, 0."""
+    """Return input and output widths of a rank's linear maps; 0 if `sizes` does not determine them."""
     tp, head_dim = m.tensor_parallel, sizes.get("kv_channels", 0)
     heads, groups = sizes.get("num_attention_heads", 0), sizes.get("num_query_groups", 0)
     return {
@@ -263,7 +263,7 @@ def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _environments(r: Recipe) -> list[str]:
-    """Environments that nobody knows, or whose replies cannot fit."""
+    """Check for unknown environments, and replies that cannot fit."""
     found = []
     stages = [r.length, *(r.length.at(s.until_step - 1) for s in r.length.stages)]
     room = min(
@@ -291,23 +291,25 @@ def _environments(r: Recipe) -> list[str]:
 
 
 def _known(name: str, known: Sequence[str]) -> str:
-    """Which of them it may have meant, and all of them."""
+    """Suggest which known name was meant, and list all of them."""
     close = difflib.get_close_matches(name, known, 1)
     return f"{f'did you mean {close[0]}? ' if close else ''}known: {', '.join(known)}"
 
 
 def _rows(r: Recipe) -> dict[str, Rows]:
-    """Tasks and suites, by their keys."""
+    """Return tasks and suites by their keys."""
     tasks = {f"data.tasks.{name}": task for name, task in r.data.tasks.items()}
     return {**tasks, **{f"evaluation.suites.{name}": suite for name, suite in r.evaluation.suites.items()}}
 
 
 def _graders(r: Recipe) -> list[str]:
-    """Graders that nobody knows, services that cannot be told from them or have two keys, rewards of a name that is taken."""
+    """Check for unknown graders, services with a grader's name or two keys, and rewards with a reserved name."""
     found = []
     known = (*GRADERS, *r.data.services)
     for key, rows in _rows(r).items():
-        graders = {"grader": rows.grader} | {f"rewards.{name}.grader": of.grader for name, of in rows.rewards.items()}
+        graders = {"grader": rows.grader} | {
+            f"rewards.{name}.grader": reward.grader for name, reward in rows.rewards.items()
+        }
         for part, grader in graders.items():
             if grader not in known and not OF_USERS.fullmatch(grader):
                 found.append(

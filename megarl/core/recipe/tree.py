@@ -1,4 +1,4 @@
-"""The typed tree of a recipe. Defaults are ScaleRL's (arXiv 2510.13786); "not stated": the paper has no number for it."""
+"""The typed tree of a recipe. Defaults are ScaleRL's (arXiv 2510.13786); "not stated": the paper gives no number for it."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -26,7 +26,7 @@ class Curriculum(Section):
 
 
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
-"""It is part of the names of metrics."""
+"""The name of a task or reward; it becomes part of metric names."""
 
 
 class Service(Section):
@@ -41,7 +41,7 @@ class Service(Section):
 
 
 class Reward(Section):
-    """What is added to the reward of a task's grader."""
+    """A reward added to that of a task's grader."""
 
     grader: str = Field(description="as of a task")
     weight: float = Field(description="its score is multiplied by this, which may be negative")
@@ -54,7 +54,7 @@ MappingName = Literal[
 
 
 class Columns(Section):
-    """Columns of a task's rows; a dot goes into a column of columns. Empty: what the mapping says."""
+    """Columns of a task's rows; a dot reaches into a nested column. Empty: as in the mapping."""
 
     prompt: str = ""
     answer: str = ""
@@ -93,12 +93,12 @@ class Rows(Section):
 
     @property
     def graders(self) -> tuple[str, ...]:
-        """That of the task, then those of further rewards."""
+        """The task's grader, then those of further rewards."""
         return (self.grader, *(reward.grader for reward in self.rewards.values()))
 
 
 class Task(Rows):
-    """Prompts of one kind, trained on."""
+    """Prompts of one kind that a run trains on."""
 
     train: str = Field(description="JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
     heldout: str | int = Field(
@@ -117,7 +117,7 @@ class Task(Rows):
 
 
 class Suite(Rows):
-    """A set that models are scored on. Shipped ones (megarl/recipes/suites) are known by name; keys given here go first."""
+    """A set that models are scored on. Shipped ones (megarl/recipes/suites) are known by name; keys given here win."""
 
     choices: Literal["", "arc", "hellaswag"] = Field(
         "", description="multiple choice with rows of this set's columns, by log-likelihood; empty: answers are sampled"
@@ -156,7 +156,7 @@ class Data(Section):
 
     @property
     def shares(self) -> dict[str, Fraction]:
-        """Of the prompts drawn, by task: exact, a weight of 0.1 being a tenth."""
+        """Share of the prompts drawn, by task; exact: a weight of 0.1 is a tenth."""
         weights = {name: Fraction(repr(task.weight)) for name, task in self.tasks.items()}
         return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
@@ -190,8 +190,10 @@ class Run(Section):
 
 
 class Moe(Section):
-    """How experts are trained. Fixed, because other choices harm RL: no token is dropped, no bias moves tokens between experts,
-    routing is computed in float32."""
+    """How experts are trained.
+
+    Fixed, because other choices harm RL: no token is dropped, no bias moves tokens between experts, routing is in float32.
+    """
 
     load_balancing: Literal["none", "aux_loss"] = Field("none", description="aux_loss: that of the Switch Transformer")
     aux_loss_coefficient: float = Field(1e-3, gt=0, description="of load_balancing: aux_loss")
@@ -222,7 +224,7 @@ class Model(Section):
 
     @property
     def token_multiple(self) -> int:
-        """What the tokens must divide by that a rank's layers take at once."""
+        """The tokens that a rank's layers process at once must be a multiple of this."""
         return 1 if self.fp8 == "none" else rules.FP8_MULTIPLE
 
     @property
@@ -272,7 +274,7 @@ class Length(Section):
     )
 
     def at(self, step: int) -> "Length":
-        """As it is for a prompt that is drawn for this step: with the budget of its stage, and no others."""
+        """Return the section as it applies to a prompt drawn for this step: with its stage's budget, and no stages."""
         stage = next((s for s in self.stages if step < s.until_step), None)
         budget = self.thinking_tokens if stage is None else stage.thinking_tokens
         return self.model_copy(update={"thinking_tokens": budget, "stages": ()})
@@ -305,12 +307,12 @@ class Pipeline(Section):
 
     @property
     def phase_steps(self) -> int:
-        """Steps between two publications: those of a phase. k = 0 and k = 1 of ppo-off-policy are the same, synchronous."""
+        """Steps between two publications: those of a phase. For ppo-off-policy, k = 0 and k = 1 are both synchronous."""
         return max(self.k, 1) if self.kind == "ppo-off-policy" else 1
 
     @property
     def max_lag(self) -> int:
-        """By how many steps the phase that is generated may be ahead of the servers' weights."""
+        """How many steps the phase being generated may be ahead of the servers' weights."""
         return 0 if self.kind == "ppo-off-policy" else self.k
 
     @property
@@ -320,7 +322,7 @@ class Pipeline(Section):
 
     @property
     def window_steps(self) -> int:
-        """How many steps' prompts may be drawn and not trained."""
+        """Number of steps whose prompts may be drawn but not yet trained."""
         return self.max_lag + self.phase_steps
 
 
@@ -387,7 +389,7 @@ class Reference(Section):
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-"""Of AdamW: what an average of gradients keeps of itself in a step. At 1 it would never take one in."""
+"""AdamW's decay of a running average. At 1 the average would never take in a gradient."""
 
 
 class Optimizer(Section):
@@ -482,7 +484,7 @@ class Evaluation(Section):
 
     @property
     def sampled(self) -> dict[str, Suite]:
-        """Those whose answers are sampled and graded."""
+        """Suites whose answers are sampled and graded."""
         return {name: suite for name, suite in self.suites.items() if not suite.choices}
 
 
@@ -492,7 +494,7 @@ class Checkpoint(Section):
 
 
 class Wandb(Section):
-    """Weights & Biases beside TensorBoard. Its key is WANDB_API_KEY of the environment."""
+    """Weights & Biases beside TensorBoard. Its key is WANDB_API_KEY in the environment."""
 
     project: str = Field("", description="empty: nothing is written for it")
     entity: str = Field("", description="user or team; empty: the key's own")
@@ -500,7 +502,7 @@ class Wandb(Section):
 
 
 class Profile(Section):
-    """Steps that torch's profiler watches, on every rank of the learner."""
+    """Steps that torch's profiler records, on every rank of the learner."""
 
     start: int = Field(1, ge=0, description="the first of them")
     steps: int = Field(0, ge=0, description="how many; 0: none")
@@ -532,7 +534,7 @@ class Sft(Section):
 
 
 class Recipe(Section):
-    """Everything a run is. `description` is what `megarl recipes` shows."""
+    """Everything that defines a run. `description` is what `megarl recipes` shows."""
 
     description: str = ""
     run: Run = Run()
@@ -565,7 +567,7 @@ class Recipe(Section):
 
     @property
     def forecast_column(self) -> str:
-        """Of eval.jsonl: the pass rate that is fitted and forecast. Empty if there are several tasks and none is named."""
+        """Column of eval.jsonl that is fitted and forecast, a pass rate. Empty if of several tasks none is named."""
         named = self.evaluation.forecast
         if len(self.data.tasks) == 1 and (not named or named in self.data.tasks):
             return "pass_rate"
@@ -573,13 +575,13 @@ class Recipe(Section):
 
     @property
     def critic_model(self) -> Model:
-        """The critic's: the policy's layout, in its own precision. FP8 products need bf16 weights."""
+        """The critic's model: the policy's layout, in its own precision. FP8 products need bf16 weights."""
         dtype = self.critic.dtype
         return self.model.model_copy(update={"dtype": dtype, "fp8": self.model.fp8 if dtype == "bf16" else "none"})
 
     @model_validator(mode="after")
     def possible(self) -> "Recipe":
-        """Combinations that cannot work, or that megatron-core computes wrongly without a word."""
+        """Refuse combinations that cannot work, or that megatron-core computes wrongly without warning."""
         for problem in rules.impossible(self):
             raise ValueError(problem)
         return self

@@ -1,4 +1,4 @@
-"""The writer of metrics: one row a step into RUN/metrics.jsonl and to all who show it.
+"""The writer of metrics: one row per step into RUN/metrics.jsonl and everything that displays it.
 
     controller's Train.stats ─┐                                    ┌─► metrics.jsonl
     learner's train_step ─────┴─► one dict ─► MetricsWriter.row ───┼─► TensorBoard (Board)   ┐
@@ -25,7 +25,7 @@ from megarl.core.telemetry.wandb_writer import WandbWriter
 
 
 class MetricsWriter:
-    """Learner rank 0's. `row` may be called again for a step: the later row counts."""
+    """The metrics writer of learner rank 0. `row` may be called again for a step: the later row counts."""
 
     def __init__(self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
         self._path = rundir.metrics
@@ -40,10 +40,10 @@ class MetricsWriter:
             else None
         )
         self._evaluations = Tail(rundir.eval)
-        self._evaluations.new()  # those of an earlier life have been written by that
+        self._evaluations.new()  # an earlier life has written those
 
     def row(self, row: dict[str, Any]) -> None:
-        """Keep the metrics of `row["step"]`."""
+        """Write the metrics of `row["step"]`."""
         append_jsonl(self._path, row)
         self._latest.add(row)
         if row["step"] <= self._last_step:
@@ -54,7 +54,7 @@ class MetricsWriter:
         self._mirror_evaluations()
 
     def close(self) -> None:
-        """Also takes over evaluations that came after the last step."""
+        """Close all writers, after writing evaluations that came after the last step."""
         self._mirror_evaluations()
         for writer in self._writers:
             writer.close()
@@ -72,7 +72,7 @@ class MetricsWriter:
 
 
 class Board:
-    """A writer of scalars."""
+    """Writes scalars to TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -83,7 +83,7 @@ class Board:
         self._add(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
 
     def begin_again(self, step: int) -> None:
-        """Replay: TensorBoard drops what it has from here on."""
+        """Have TensorBoard drop what it has from this step on, before a replay."""
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(event_pb2.Event(wall_time=time.time(), step=step, session_log=start))
 
@@ -97,14 +97,14 @@ class Board:
 
 
 class Tail:
-    """`new()` gives the whole lines written since the last call; an unfinished last line waits for its end."""
+    """Reads a growing file: `new()` returns complete lines since the last call; an unfinished last line waits for its end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
     def lines(self) -> list[str]:
-        """Whole lines since the last call, without their ends; bytes that are no UTF-8 are replaced."""
+        """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -116,5 +116,5 @@ class Tail:
         return data[:end].decode(errors="replace").splitlines()
 
     def new(self) -> list[dict[str, Any]]:
-        """Rows since the last call; a line a crash cut short is passed over."""
+        """Return rows since the last call; a line truncated by a crash is skipped."""
         return [row for line in self.lines() if (row := parsed(line)) is not None]

@@ -1,6 +1,6 @@
 """The names of the metrics: what each is, and under which heading it is shown.
 
-`NAME/TASK` is the same of one task, where a recipe has several. A number with another name is kept too, under `other`.
+`NAME/TASK` is the same for one task, if a recipe has several. Numbers with other names are kept too, under `other`.
 """
 
 NAMES: dict[str, tuple[str, str]] = {
@@ -132,5 +132,5 @@ NAMES: dict[str, tuple[str, str]] = {
 
 
 def tag(name: str) -> str:
-    """TensorBoard's and W&B's name of a metric: `heading/name`, or `heading/name/task`."""
+    """Return a metric's name in TensorBoard and W&B: `heading/name`, or `heading/name/task`."""
     return f"{NAMES.get(name.partition('/')[0], ('other', ''))[0]}/{name}"

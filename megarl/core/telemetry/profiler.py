@@ -1,10 +1,10 @@
-"""torch's profiler over the steps that `monitor.profile` names, on every rank of the learner; nothing at all in other steps.
+"""torch's profiler over the steps of `monitor.profile`, on every rank of the learner; does nothing in other steps.
 
     a step of warm-up ─► start … start + steps − 1 ─► RUN/profile/step-0000005-rank-0.json.gz (ui.perfetto.dev)
                                                     └ memory, with a GPU ─► ….pickle (pytorch.org/memory_viz)
 
-A step is what is between the ends of two steps: the wait for its batch and publication are in it. A learner that starts within
-the window records what is left of it.
+A step lasts from the end of the previous one to its own, so it includes the wait for its batch and publication. A learner that
+starts within the window records the rest of it.
 """
 
 import logging
@@ -21,7 +21,7 @@ MOST_ALLOCATIONS = 1_000_000
 
 
 class Profiler:
-    """Of one rank. `step` is told of each step that begins, `stop` of the end."""
+    """The profiler of one rank. Call `step` when a step begins, `stop` at the end."""
 
     def __init__(self, window: Profile, folder: Path, rank: int) -> None:
         self._first, self._end = window.start, window.start + window.steps
@@ -30,7 +30,7 @@ class Profiler:
         self._running: profile | None = None
 
     def step(self, step: int) -> None:
-        """This step begins, and the one before has ended."""
+        """Note that this step begins, and the previous one has ended."""
         if self._running is not None:
             self._running.step()
             if step >= self._end:
@@ -39,7 +39,7 @@ class Profiler:
             self._start(step)
 
     def stop(self) -> None:
-        """Write what has been recorded, if anything is."""
+        """Write what has been recorded, if anything."""
         if self._running is None:
             return
         self._running.stop()

@@ -1,8 +1,9 @@
-"""GET /metrics of a role, for Prometheus: what its latest metrics or status say to whoever has the key.
+"""A role's GET /metrics for Prometheus: its latest metrics or status, for whoever has the key.
 
-Rows of metrics and the controller's status become families of Prometheus metrics. Names are those of metrics.jsonl behind
-`megarl_`; the task of `pass_rate_train/math` is a label. What only grows is a counter, which begins at 0 with its process:
-Prometheus' rate() knows that."""
+Rows of metrics and the controller's status become families of Prometheus metrics. Names are those of metrics.jsonl after
+`megarl_`; the task of `pass_rate_train/math` becomes a label. What only grows is a counter, which starts at 0 with its process:
+Prometheus' rate() handles that.
+"""
 
 import hmac
 import math
@@ -25,7 +26,7 @@ Families = Callable[[], Iterable[Metric]]
 
 
 class Exporter:
-    """Answers on `address` (host:port) until closed, from a thread of its own. `families` is asked at each scrape."""
+    """Serves `address` (host:port) from its own thread until closed. `families` is called at each scrape."""
 
     def __init__(self, address: str, key: str, families: Families) -> None:
         registry = CollectorRegistry()
@@ -47,7 +48,7 @@ class Exporter:
 
 
 class _Handler(WSGIRequestHandler):
-    """Says nothing about requests, and waits for none for ever."""
+    """Logs no requests, and waits for none indefinitely."""
 
     timeout = 10.0
 
@@ -62,12 +63,12 @@ class _Collected(Collector):
         yield from self._families()
 
     def describe(self) -> list[Metric]:
-        """Nothing is known before the first row."""
+        """Return nothing: no metric is known before the first row."""
         return []
 
 
 class _Guarded:
-    """GET /metrics with the key, and nothing else."""
+    """Allows only GET /metrics with the key."""
 
     def __init__(self, app: Any, key: str) -> None:
         self._app, self._wanted = app, f"Bearer {key}"
@@ -87,12 +88,12 @@ def _said(status: str, start_response: Any) -> list[bytes]:
 
 
 Totals = Mapping[int, Mapping[str, float]]
-"""Of each server: tokens, busy_seconds."""
+"""Totals by server: tokens, busy_seconds."""
 PARTS = ("wait", "train", "publish", "checkpoint")
 
 
 class LearnerMetrics:
-    """Of the latest row, and totals of all rows that this process has written."""
+    """Metrics of the latest row, and totals over all rows that this process has written."""
 
     def __init__(self) -> None:
         self._row: Mapping[str, Any] = {}
@@ -101,7 +102,7 @@ class LearnerMetrics:
         self._seconds = dict.fromkeys((*PARTS, "other"), 0.0)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """The row of a step that is over."""
+        """Add the row of a finished step."""
         self._steps += 1
         self._skipped += bool(row.get("skipped"))
         self._tokens += row.get("generated_tokens", 0.0)
@@ -124,21 +125,21 @@ class LearnerMetrics:
 
 
 def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[Metric]:
-    """A gauge of each number: `name/label` has what follows as label `of` (a task, a suite, a reward)."""
-    found: dict[str, GaugeMetricFamily] = {}
+    """Yield a gauge for each number: in `name/label` the label (a task, a suite, a reward) becomes Prometheus label `of`."""
+    by_name: dict[str, GaugeMetricFamily] = {}
     for whole, value in row.items():
-        name, _, of = whole.partition("/")
+        name, _, label = whole.partition("/")
         if name in without or isinstance(value, bool | str) or not isinstance(value, int | float) or math.isnan(value):
             continue
-        if name not in found:
+        if name not in by_name:
             clean = prefix + re.sub(r"[^a-zA-Z0-9_]", "_", name.replace("@", "_at_"))
-            found[name] = GaugeMetricFamily(clean, NAMES.get(name, ("", "of the latest row"))[1], labels=["of"])
-        found[name].add_metric([of], value)
-    yield from found.values()
+            by_name[name] = GaugeMetricFamily(clean, NAMES.get(name, ("", "of the latest row"))[1], labels=["of"])
+        by_name[name].add_metric([label], value)
+    yield from by_name.values()
 
 
 def of_controller(status: Mapping[str, Any], totals: Totals) -> Iterator[Metric]:
-    """status: as in RUN/status.json, empty before the first."""
+    """Yield the controller's metrics. status: as in RUN/status.json, empty before the first."""
     if not status:
         return
     yield GaugeMetricFamily("megarl_controller_step", "the next step to train", status["step"])

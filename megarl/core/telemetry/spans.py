@@ -1,10 +1,10 @@
-"""Where a role's time goes, written while it goes: RUN/trace/ROLE.jsonl, read by megarl/lab/report/trace.py.
+"""Where a role's time goes, written as it goes: RUN/trace/ROLE.jsonl, read by megarl/lab/report/trace.py.
 
-    open(…), span(…), event(…) ─► queue ─► flush(): one write        nothing is counted in tokens, nothing waits for the disk
-    ROLE.1.jsonl  the part before, when ROLE.jsonl has grown beyond LARGEST_BYTES: at most two parts are kept
+    open(…), span(…), event(…) ─► queue ─► flush(): one write        nothing per token, and nothing waits for the disk
+    ROLE.1.jsonl  the previous part, once ROLE.jsonl exceeds LARGEST_BYTES: at most two parts are kept
 
-Times are Unix seconds that run with the monotonic clock of the process, so that the roles of several machines line up as well
-as their clocks do, and a clock that is set meanwhile tears nothing. Where a span is drawn (`on`) is `process/thread`.
+Times are Unix seconds advanced by the process's monotonic clock, so that roles on several machines line up as well as their
+clocks do, and setting a clock meanwhile does no harm. A span's row in the picture (`on`) is `process/thread`.
 """
 
 import logging
@@ -21,15 +21,15 @@ import msgspec
 log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 32 << 20
-"""Of a part: with 1000 requests a step those of some 150 steps."""
+"""Bytes of a part: at 1000 requests per step, enough for the spans of some 150 steps."""
 
 Value = str | int | float | bool | list[int]
 TICKETS = "groups/tickets"
-"""Where the spans of tickets are drawn."""
+"""Row of the picture on which spans of tickets are drawn."""
 
 
 class Life(msgspec.Struct, frozen=True, tag="life"):
-    """A process begins to write, or goes on in a new part. `began` knows it from others of its role."""
+    """A process begins to write, or continues in a new part. `began` distinguishes it from others of its role."""
 
     role: str
     host: str
@@ -47,7 +47,7 @@ class Open(msgspec.Struct, frozen=True, tag="open", omit_defaults=True):
 
 
 class Span(msgspec.Struct, frozen=True, tag="span", omit_defaults=True):
-    """From `begin` to `end`. `cut`: it had not ended when its process did, or when it was read."""
+    """A span from `begin` to `end`. `cut`: it had not ended when its process did, or when it was read."""
 
     on: str
     name: str
@@ -58,7 +58,7 @@ class Span(msgspec.Struct, frozen=True, tag="span", omit_defaults=True):
 
 
 class Event(msgspec.Struct, frozen=True, tag="event", omit_defaults=True):
-    """Something of a moment."""
+    """Something that happened at one moment."""
 
     on: str
     name: str
@@ -73,7 +73,7 @@ _decode = msgspec.json.Decoder(Row).decode
 
 
 class Spans:
-    """Of one process, for all its threads. Without a path nothing is kept. Times given to it are time.monotonic()'s."""
+    """Records one process's spans, from all its threads. Without a path nothing is kept. Times are time.monotonic()'s."""
 
     def __init__(self, path: Path | None, largest_bytes: int = LARGEST_BYTES) -> None:
         self._path, self._largest = path, largest_bytes
@@ -84,18 +84,18 @@ class Spans:
         self._add(self._life)
 
     def open(self, on: str, name: str, begin: float, **args: Value) -> None:
-        """It has begun; `span` says when it is over."""
+        """Record that a span has begun; `span` reports its end."""
         self._add(Open(on, name, self._offset + begin, args))
 
     def span(self, on: str, name: str, begin: float, end: float, **args: Value) -> None:
         self._add(Span(on, name, self._offset + begin, self._offset + end, args))
 
     def event(self, on: str, name: str, **args: Value) -> None:
-        """It happens now."""
+        """Record an event that happens now."""
         self._add(Event(on, name, self._offset + time.monotonic(), args))
 
     def flush(self) -> None:
-        """Write what has come. A disk that takes nothing costs the trace, not the run."""
+        """Write what has accumulated. A disk that accepts nothing costs the trace, not the run."""
         if self._path is not None:
             with self._lock:
                 self._write(self._path)
@@ -123,11 +123,11 @@ class Spans:
 
 
 UNRECORDED = Spans(None)
-"""For whom nobody looks at."""
+"""No-op recorder."""
 
 
 def read(folder: Path) -> tuple[list[Span], list[Event]]:
-    """Spans and events of all roles, by the time they begin; what is still open ends at the last time that is known."""
+    """Return spans and events of all roles, by begin; spans still open end at the last known time."""
     roles = [_Read.of(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(".1")]
     now = max((role.last for role in roles), default=0.0)
     spans = [span for role in roles for span in (*role.spans, *role.still_open(now))]
@@ -147,11 +147,11 @@ class _Read:
 
     @staticmethod
     def of(path: Path) -> "_Read":
-        found = _Read()
+        result = _Read()
         for part in (path.with_suffix(".1.jsonl"), path):
             for row in _rows(part):
-                found._add(row)
-        return found
+                result._add(row)
+        return result
 
     def still_open(self, now: float) -> list[Span]:
         return [Span(o.on, o.name, o.begin, max(now, o.begin), o.args, cut=True) for o in self._open.values()]
@@ -177,7 +177,7 @@ class _Read:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    """Of a part, if it is there; a line that is not whole (a crash, a write under way) is passed over."""
+    """Yield the rows of a part, if it exists; incomplete lines (a crash, a write under way) are skipped."""
     if not path.exists():
         return
     with path.open("rb") as file:

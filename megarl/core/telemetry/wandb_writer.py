@@ -1,8 +1,8 @@
 """Weights & Biases, a second writer beside TensorBoard (`monitor.wandb`): the same scalars under the same names.
 
-It never stops a run: without its network the run is written offline, into RUN/wandb, for `wandb sync`; what W&B itself sends
-is sent by a process of its own. The key is WANDB_API_KEY of the environment, which wandb alone reads. The run's id lies in
-RUN/wandb/run-id, so that a run that goes on is one run there, too.
+It never stops a run: without a network the run is written offline, to RUN/wandb, for `wandb sync`; otherwise W&B sends from its
+own process. The key is WANDB_API_KEY in the environment, which only wandb reads. The run's id is kept in RUN/wandb/run-id, so
+that a resumed run continues the same W&B run.
 """
 
 import logging
@@ -21,11 +21,11 @@ from megarl.core.recipe import Recipe
 log = logging.getLogger(__name__)
 
 INIT_LIMIT_S, FINISH_LIMIT_S = 30.0, 60.0
-"""Until the run is begun offline; and for what is still to be sent at the end, which otherwise stays in RUN/wandb."""
+"""Time until the run is begun offline instead, and for sending the rest at the end, which otherwise stays in RUN/wandb."""
 
 
 def check(recipe: Recipe) -> None:
-    """That what `monitor.wandb` asks for can be; before anything is started."""
+    """Raise MegarlError, before anything is started, if what `monitor.wandb` asks for is impossible."""
     wanted = recipe.monitor.wandb
     if not wanted.project:
         return
@@ -40,7 +40,7 @@ def check(recipe: Recipe) -> None:
 
 
 class WandbWriter:
-    """A writer of scalars. An error of wandb ends the writing, not the run."""
+    """Writes scalars to W&B. An error in wandb ends the writing, not the run."""
 
     def __init__(self, recipe: Recipe, rundir: RunDir) -> None:
         self._run: Any = None
@@ -55,10 +55,10 @@ class WandbWriter:
                 self._run = run
 
     def begin_again(self, step: int) -> None:
-        """Replayed steps are logged again: `step` is an axis like any other there, and the later point lies on top."""
+        """Do nothing: replayed steps are logged again. W&B treats `step` as any axis and draws the later point on top."""
 
     def close(self) -> None:
-        """Wait for what is being sent, but not for ever."""
+        """Wait, for a limited time, for what is being sent."""
         if self._run is None:
             return
         finishing = threading.Thread(target=self._finish, name="wandb", daemon=True)
@@ -74,7 +74,7 @@ class WandbWriter:
 
 @contextmanager
 def _survived(what: str) -> Iterator[None]:
-    """Whatever wandb raises within is logged."""
+    """Log whatever wandb raises in this context."""
     try:
         yield
     except Exception as error:
@@ -96,7 +96,7 @@ def _begun(recipe: Recipe, rundir: RunDir) -> Any:
         "id": known.read_text(),
         "resume": "allow",
         "dir": str(rundir.path),
-        "config": recipe.model_dump(mode="json", exclude={"data": {"services"}}),  # a URL may have a key in it
+        "config": recipe.model_dump(mode="json", exclude={"data": {"services"}}),  # a URL may contain a key
         "settings": wandb.Settings(
             init_timeout=INIT_LIMIT_S, console="off", silent=True, disable_git=True, save_code=False
         ),

@@ -1,7 +1,7 @@
-"""Signs that a run is about to go wrong, of one row of metrics: numbers for its row, words for the view.
+"""Signs in a metrics row that a run is about to go wrong: as numbers for the row, as words for the view.
 
-Healthy runs cut off under 5 % of their answers; 10 to 15 % destabilise (ScaleRL, arXiv 2510.13786). An effective sample size is
-the share of the batch's tokens that as many equally weighted ones would be worth.
+Healthy runs cut off under 5 % of their answers; 10 to 15 % destabilise (ScaleRL, arXiv 2510.13786). The effective sample size
+is the number of equally weighted tokens that would be worth as much, as a share of the batch's tokens.
 """
 
 import math
@@ -14,27 +14,27 @@ MALFORMED_LIMIT = 0.50
 
 
 def flags(row: Mapping[str, Any]) -> dict[str, float]:
-    """1 for each sign that `row` shows, 0 for each that it does not; none of a metric that it lacks."""
+    """Return 1 for each sign that `row` shows, 0 for each that it does not, and nothing for metrics that it lacks."""
     truncated, size = row.get("truncation_rate", math.nan), row.get("effective_sample_size", math.nan)
-    found = {}
+    result = {}
     if math.isfinite(truncated):
-        found["warning_truncation"] = float(truncated > TRUNCATION_LIMIT)
+        result["warning_truncation"] = float(truncated > TRUNCATION_LIMIT)
     if math.isfinite(size):
-        found["warning_sample_size"] = float(size < SAMPLE_SIZE_LIMIT)
-    return found
+        result["warning_sample_size"] = float(size < SAMPLE_SIZE_LIMIT)
+    return result
 
 
 def words(
     truncated: float | None, sample_size: float | None, malformed: float | None, end_of_thinking: str
 ) -> list[str]:
-    """What a user should look at, given recent means of the three; None: not measured. end_of_thinking: the recipe's."""
-    found = []
+    """Return messages for the user from recent means of three metrics; None: not measured. end_of_thinking: the recipe's."""
+    messages = []
     if truncated is not None and truncated > TRUNCATION_LIMIT:
-        found.append(
+        messages.append(
             f"{truncated:.0%} of the answers are cut off: above 10 % training destabilises; raise length.answer_tokens"
         )
     if sample_size is not None and sample_size < SAMPLE_SIZE_LIMIT:
-        found.append(
+        messages.append(
             f"the effective sample size is {sample_size:.0%} of the batch's tokens: the weights run away from those that "
             "generated; lower pipeline.k or the learning rate"
         )
@@ -46,5 +46,5 @@ def words(
             if end_of_thinking
             else "their completions are empty"
         )
-        found.append(f"{share} are malformed and count as wrong: {cause}")
-    return found
+        messages.append(f"{share} are malformed and count as wrong: {cause}")
+    return messages

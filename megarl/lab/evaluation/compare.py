@@ -1,11 +1,11 @@
 """`megarl answers compare OUT_A OUT_B`: two models on the same prompts: how much better B is, and where to read why.
 
 OUT_A/SUITE, OUT_B/SUITE ─[read_side]─► answers by prompt ─[compare]─► Comparison ─┬─► table on the screen
-                                              prompts that both have, the same     └─► comparison_page.py
+                                              prompts that both have               └─► comparison_page.py
 
-How sure the difference is: prompts are what was drawn at random, and a prompt that is hard for one model is hard for the other:
-what counts is how the difference varies from prompt to prompt, which is less than what the intervals of both scores say by
-themselves."""
+Uncertainty of the difference: the prompts are the random sample, and a prompt that is hard for one model is hard for the other.
+So what counts is how the difference varies from prompt to prompt, which is less than the two scores' own intervals suggest.
+"""
 
 import math
 import re
@@ -31,7 +31,7 @@ METHOD = (
 
 
 class Side(NamedTuple):
-    """answers: of each prompt, by sample. result: None of an evaluation that has not ended."""
+    """One model's answers, by prompt and then by sample. result: None if the evaluation has not ended."""
 
     name: str
     folder: Path
@@ -40,8 +40,10 @@ class Side(NamedTuple):
 
 
 class Quantity(NamedTuple):
-    """Something that both sides have a value of, over the prompts of both. share: it is one, of 0 to 1; else it has a mean only
-    where it is not a difference."""
+    """A quantity that both sides have, over their common prompts.
+
+    share: it is a share, from 0 to 1; otherwise only its difference has an interval, a and b have a mean.
+    """
 
     name: str
     a: Interval
@@ -51,7 +53,7 @@ class Quantity(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """prompts: ids, in their order. notes: what a reader must know before he believes the table."""
+    """Two sides compared. prompts: ids, in order. notes: caveats that a reader must know before trusting the table."""
 
     suite: str
     a: Side
@@ -62,7 +64,7 @@ class Comparison(NamedTuple):
 
 
 def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
-    """A table and a page of each suite that both have answers to."""
+    """Make a table and a page for each suite to which both have answers."""
     from megarl.lab.evaluation.comparison_page import write_comparison
 
     suites = common_suites(out_a, out_b, suite)
@@ -85,7 +87,7 @@ def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
 
 
 def common_suites(out_a: Path, out_b: Path, suite: str | None) -> list[str]:
-    """Those that both have answers to, or the one asked for; MegarlError if there is none."""
+    """Return the suites to which both have answers, or the one asked for; MegarlError if there is none."""
     there = {out: suites_in(out) for out in (out_a, out_b)}
     for out, names in there.items():
         wanted = f"to {suite} " if suite else ""
@@ -103,7 +105,7 @@ def common_suites(out_a: Path, out_b: Path, suite: str | None) -> list[str]:
 
 
 def read_side(out: Path, suite: str) -> Side:
-    """The answers to a suite; without any of a side it is no side."""
+    """Read the answers to a suite; at least one side must have some."""
     folder = SuiteDir(out, suite)
     result = folder.read_result() if folder.result.exists() else None
     answers: dict[str, list[Answer]] = {}
@@ -113,7 +115,7 @@ def read_side(out: Path, suite: str) -> Side:
 
 
 def compare(suite: str, a: Side, b: Side) -> Comparison:
-    """Over the prompts that both have; MegarlError if they are not of the same set."""
+    """Compare over the prompts that both have; MegarlError if they are not from the same set."""
     if a.name == b.name:
         a, b = (side._replace(name=str(side.folder)) for side in (a, b))
     both = sorted((name for name in a.answers if name in b.answers), key=_numbers_in_order)
@@ -133,35 +135,35 @@ def compare(suite: str, a: Side, b: Side) -> Comparison:
 
 
 def _numbers_in_order(name: str) -> list[tuple[int, str]]:
-    """test/2 before test/10."""
+    """Return a key that sorts test/2 before test/10."""
     return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
-    """What the sides are compared by. k: the answers that every prompt has on both sides."""
+    """Return the quantities by which the sides are compared. k: the number of answers that every prompt has on both sides."""
     ours, theirs = ([[Outcome.of(answer) for answer in side.answers[name]] for name in prompts] for side in (a, b))
-    every = [outcome for of in (*ours, *theirs) for outcome in of]
-    k = min(len(of) for of in (*ours, *theirs))
+    every = [outcome for answers in (*ours, *theirs) for outcome in answers]
+    k = min(len(answers) for answers in (*ours, *theirs))
 
-    def share(name: str, of: Callable[[Sequence[Outcome]], float], step: float) -> Quantity:
-        x, y = [of(each) for each in ours], [of(each) for each in theirs]
-        of_a, of_b = over_prompts(x, sum(map(len, ours))), over_prompts(y, sum(map(len, theirs)))
-        return Quantity(name, of_a, of_b, paired_difference(x, y, step), share=True)
+    def share(name: str, value_of: Callable[[Sequence[Outcome]], float], step: float) -> Quantity:
+        x, y = [value_of(each) for each in ours], [value_of(each) for each in theirs]
+        a_score, b_score = over_prompts(x, sum(map(len, ours))), over_prompts(y, sum(map(len, theirs)))
+        return Quantity(name, a_score, b_score, paired_difference(x, y, step), share=True)
 
-    found = [share(f"mean@{k}" if k > 1 else "right", lambda of: mean(o.correct for o in of), 1 / k)]
+    rows = [share(f"mean@{k}" if k > 1 else "right", lambda answers: mean(o.correct for o in answers), 1 / k)]
     if k > 1:
-        found += [share(f"{name}@{k}", partial(_of_k, chosen, k), 1.0) for name, chosen in choices(every).items()]
+        rows += [share(f"{name}@{k}", partial(_of_k, chosen, k), 1.0) for name, chosen in choices(every).items()]
     if any(o.by_length is not None for o in every):
-        found.append(share("by length", lambda of: mean(bool(o.by_length) for o in of), 1 / k))
-    found.append(share("truncated", lambda of: mean(o.truncated for o in of), 1 / k))
-    x, y = ([mean(o.tokens for o in of) for of in side] for side in (ours, theirs))
+        rows.append(share("by length", lambda answers: mean(bool(o.by_length) for o in answers), 1 / k))
+    rows.append(share("truncated", lambda answers: mean(o.truncated for o in answers), 1 / k))
+    x, y = ([mean(o.tokens for o in answers) for answers in side] for side in (ours, theirs))
     alone = [Interval(mean(side), math.nan, math.nan) for side in (x, y)]
-    found.append(Quantity("tokens", alone[0], alone[1], paired_difference(x, y, 0.0), share=False))
-    return found
+    rows.append(Quantity("tokens", alone[0], alone[1], paired_difference(x, y, 0.0), share=False))
+    return rows
 
 
-def _of_k(chosen: Choice, k: int, of_prompt: Sequence[Outcome]) -> float:
-    return chosen(of_prompt, k)
+def _of_k(chosen: Choice, k: int, answers: Sequence[Outcome]) -> float:
+    return chosen(answers, k)
 
 
 def mean(values: Iterable[float]) -> float:
@@ -169,29 +171,29 @@ def mean(values: Iterable[float]) -> float:
 
 
 def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:
-    """What is not the same on both sides."""
-    found = []
+    """List what differs between the sides."""
+    messages = []
     for side in (a, b):
         alone = len(side.answers) - len(prompts)
         if alone:
-            found.append(f"Left out: {alone} prompt{'s' * (alone > 1)} that only {side.name} has answers to.")
+            messages.append(f"Left out: {alone} prompt{'s' * (alone > 1)} that only {side.name} has answers to.")
         if side.result is None:
-            found.append(f"{side.name}: the evaluation has not ended; these are its answers so far.")
+            messages.append(f"{side.name}: the evaluation has not ended; these are its answers so far.")
         void = sum(bool(answer.void) for name in prompts for answer in side.answers[name])
         if void:
-            found.append(f"{side.name}: void answers, which could not be generated and count as wrong: {void}.")
+            messages.append(f"{side.name}: void answers, which could not be generated and count as wrong: {void}.")
     counts = [sorted({len(side.answers[name]) for name in prompts}) for side in (a, b)]
     if counts[0] != counts[1] or len(counts[0]) > 1:
         a_has, b_has = (" to ".join(map(str, sorted({each[0], each[-1]}))) for each in counts)
-        found.append(f"Answers a prompt: {a_has} of {a.name}, {b_has} of {b.name}.")
+        messages.append(f"Answers a prompt: {a_has} of {a.name}, {b_has} of {b.name}.")
     reworded = sum(a.answers[name][0].prompt != b.answers[name][0].prompt for name in prompts)
     if reworded:
-        found.append(f"In other words, or another template, on the two sides: {reworded} of {len(prompts)} prompts.")
-    return found + _settings(a, b)
+        messages.append(f"In other words, or another template, on the two sides: {reworded} of {len(prompts)} prompts.")
+    return messages + _settings(a, b)
 
 
 def _settings(a: Side, b: Side) -> list[str]:
-    """Of two evaluations that have ended. That they are of two models goes without saying."""
+    """List differing settings of two finished evaluations, except the models."""
     if a.result is None or b.result is None:
         return []
     ours, theirs = (
@@ -205,7 +207,7 @@ def _settings(a: Side, b: Side) -> list[str]:
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """The table, and what must be known with it."""
+    """Print the table, and the notes that go with it."""
     a, b = comparison.a.name, comparison.b.name
     console.print(f"{comparison.suite}: {len(comparison.prompts)} prompts. A is {a}, B is {b}.", highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -220,9 +222,9 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def cells(one: Quantity) -> tuple[str, str, str]:
-    """A, B and B − A, as text."""
+    """Format A, B and B − A as text."""
     if one.share:
-        a, b = (f"{of.mean:.3f} [{of.low:.3f}, {of.high:.3f}]" for of in (one.a, one.b))
+        a, b = (f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]" for score in (one.a, one.b))
         d = one.difference
         return a, b, f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
     d = one.difference
@@ -230,12 +232,12 @@ def cells(one: Quantity) -> tuple[str, str, str]:
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> Interval:
-    """Mean of b - a over prompts, with its 95 % interval. a, b: [prompts], the same prompts in the same order.
+    """Return the mean of b - a over prompts, with its 95 % interval. a, b: [prompts], the same prompts in the same order.
 
-    step: what one answer more changes in a prompt's value: 1/k of a share of k answers. The interval is Student's of the
-    differences with two prompts added, one better and one worse by one step. With one answer a prompt these are the pseudo
-    observations of Bonett and Price (2012) for paired proportions; without them few prompts of which most agree have an
-    interval that is much too narrow, or none at all. step 0 adds none: for values that vary freely, such as lengths.
+    step: how much one more answer changes a prompt's value: 1/k for a share of k answers. The interval is Student's, for the
+    differences plus two added prompts, one better and one worse by one step. With one answer per prompt these are the
+    pseudo-observations of Bonett and Price (2012) for paired proportions; without them, a few prompts that mostly agree would
+    have an interval that is much too narrow, or none at all. step 0 adds none: for values that vary freely, such as lengths.
     """
     differences = np.subtract(b, a)
     mean = float(differences.mean())

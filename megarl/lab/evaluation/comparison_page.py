@@ -1,8 +1,8 @@
-"""The page of a comparison: one HTML file that opens without a network (comparison.html), to read failures side by side.
+"""The page of a comparison: one HTML file that opens offline (comparison.html), to read failures side by side.
 
-A set of 500 prompts with twice 16 answers of 8,000 tokens is half a gigabyte of text. The page has a limit: where all
-completions together are larger, each is shown by its begin and its end, and says how much is left out between them. Each
-prompt is a script of its own, which the browser reads when the prompt is opened, so that a large page opens at once.
+A set of 500 prompts with twice 16 answers of 8,000 tokens is half a gigabyte of text. So the page has a limit: if all
+completions together exceed it, each shows only its beginning and end, and how much is left out between. Each
+prompt is a separate script, which the browser reads when the prompt is opened, so that a large page opens at once.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ TEMPLATE = Path(__file__).with_name("comparison.html")
 LARGEST = 64_000_000
 """Characters of all completions in a page."""
 SHORTEST = 1000
-"""Characters that a completion keeps, however many there are."""
+"""Characters that a completion keeps at least, however many there are."""
 LONGEST_ASKED = 20_000
 """Characters of a prompt or an expected answer; the tests of a program can be megabytes."""
 LINE = 160
@@ -29,7 +29,7 @@ LINE = 160
 
 
 def write_comparison(comparison: Comparison, target: Path) -> int | None:
-    """The page; how many characters of a completion it keeps, None if all of each."""
+    """Write the page; return how many characters of a completion it keeps, or None if all."""
     sides = (comparison.a, comparison.b)
     sizes = [len(answer.completion) for name in comparison.prompts for side in sides for answer in side.answers[name]]
     limit = None if sum(sizes) <= LARGEST else max(SHORTEST, LARGEST // len(sizes))
@@ -50,7 +50,7 @@ def write_comparison(comparison: Comparison, target: Path) -> int | None:
 
 
 def _overview(comparison: Comparison, limit: int | None) -> dict[str, Any]:
-    """prompts: [id, begin of its text, right of A, answers of A, right of B, answers of B, truncated of both]"""
+    """Return the page's data. prompts: [id, start of text, A right, A answers, B right, B answers, truncated of both]."""
     said = list(comparison.notes)
     lines = _lines(comparison)
     if any(max(answered_a, answered_b) > 1 for _, _, _, answered_a, _, answered_b, _ in lines):
@@ -70,13 +70,13 @@ def _overview(comparison: Comparison, limit: int | None) -> dict[str, Any]:
 
 
 def _lines(comparison: Comparison) -> list[list[Any]]:
-    """Without the words that all prompts begin with, which are a template's."""
+    """Return the list of prompts, without the words that all begin with, which belong to a template."""
     sides = [(comparison.a.answers[name], comparison.b.answers[name]) for name in comparison.prompts]
     texts = [a[0].prompt.split() for a, _ in sides]
     begin = next((n for n, words in enumerate(zip(*texts, strict=False)) if len(set(words)) > 1), 0)
     lines = []
     for name, (a, b), words in zip(comparison.prompts, sides, texts, strict=True):
-        counts = [n for of in (a, b) for n in (sum(x.correct for x in of), len(of))]
+        counts = [n for answers in (a, b) for n in (sum(x.correct for x in answers), len(answers))]
         lines.append([name, " ".join(words[begin:])[:LINE], *counts, sum(x.truncated for x in (*a, *b))])
     return lines
 
@@ -92,7 +92,7 @@ def _prompt(comparison: Comparison, name: str, limit: int | None) -> dict[str, A
 
 
 def _answer(answer: Answer, limit: int | None) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "text": shortened(answer.completion, limit),
         "answer": shortened(answer.answer, limit),
         "right": answer.correct,
@@ -100,18 +100,18 @@ def _answer(answer: Answer, limit: int | None) -> dict[str, Any]:
         "marks": _marks(answer),
     }
     if answer.choices is not UNSET:
-        found |= {
+        result |= {
             "choices": answer.choices,
             "loglikelihoods": answer.loglikelihoods,
             "chosen": answer.chosen,
             "chosen_normalised": answer.chosen_normalised,
             "right_normalised": Outcome.of(answer).by_length,
         }
-    return found
+    return result
 
 
 def _marks(answer: Answer) -> list[str]:
-    """What else is to be said of an answer."""
+    """Return further remarks on an answer."""
     said: Sequence[tuple[bool, str]] = (
         (answer.truncated, "truncated"),
         (answer.interrupted, "interrupted"),
@@ -124,8 +124,10 @@ def _marks(answer: Answer) -> list[str]:
 
 
 def shortened(text: str, limit: int | None) -> list[Any]:
-    """[text], or if it is longer than the limit [begin, characters left out, end]: a quarter of it, and the end, where the
-    answer stands."""
+    """Return [text] or, above the limit, [start, characters left out, end].
+
+    The start gets a quarter of the limit; the answer is near the end.
+    """
     if limit is None or len(text) <= limit:
         return [text]
     begin = limit // 4

@@ -1,10 +1,10 @@
-"""Best of n: what more answers a prompt bring, against what they cost. Training compute and inference compute, weighed.
+"""Best of n: what more answers per prompt gain, against their cost. Weighs training compute against inference compute.
 
-    OUT/SUITE/answers.jsonl of one or more models ─► for n = 1, 2, 4, … samples: score of what is chosen of n answers,
+    OUT/SUITE/answers.jsonl of one or more models ─► for n = 1, 2, 4, … samples: score of the answer chosen from n,
     with its interval, against n × mean tokens ─► table, and one picture with a colour for each model
 
-Chosen by the oracle (pass@n, the most that any choice can reach), by majority (maj@n), by a reward where the suite has one
-(best@n). A model that was trained longer and one that is asked more often meet where their curves have the same height.
+The answer is chosen by an oracle (pass@n, the upper bound of any choice), by majority (maj@n), or by a reward if the suite has
+one (best@n). Where two curves reach the same height, longer training of one model is worth more answers of the other.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ STYLES = {"pass": ":", "maj": "-", "best": "--"}
 
 
 class Point(NamedTuple):
-    """tokens: of a prompt's n answers, on average."""
+    """A point of a curve. tokens: mean total of a prompt's n answers."""
 
     n: int
     tokens: float
@@ -40,7 +40,7 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """of: the model; kind: how one of n is chosen, a key of WORDS."""
+    """A model's curve. of: the model; kind: how one of n is chosen, a key of WORDS."""
 
     of: str
     kind: str
@@ -48,20 +48,20 @@ class Curve(NamedTuple):
 
 
 def curves(name: str, outcomes: Sequence[Outcome]) -> list[Curve]:
-    """One for each way to choose."""
+    """Return one curve for each way to choose."""
     prompts = by_prompt(outcomes)
     mean_tokens = sum(o.tokens for o in outcomes) / len(outcomes)
-    ns = powers_up_to(min(len(of) for of in prompts))
+    ns = powers_up_to(min(len(answers) for answers in prompts))
     return [
         Curve(name, kind, [
-            Point(n, n * mean_tokens, over_prompts([chosen(of, n) for of in prompts], len(outcomes))) for n in ns
+            Point(n, n * mean_tokens, over_prompts([chosen(answers, n) for answers in prompts], len(outcomes))) for n in ns
         ])
         for kind, chosen in choices(outcomes).items()
     ]  # fmt: skip
 
 
 def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
-    """A table and a picture of each suite; 0."""
+    """Make a table and a picture for each suite; return 0."""
     places = [place for out in outs for place in _places(out)]
     common = sorted(set.intersection(*(set(suites_in(place)) for place in places)))
     if suite is not None and suite not in common:
@@ -81,7 +81,7 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
 
 
 def _places(out: Path) -> list[Path]:
-    """`out` if it has suites; of a run all of its evaluations, in the order of their steps."""
+    """Return `out` if it has suites; for a run, all of its evaluations in the order of their steps."""
     if RunDir(out).evaluations.is_dir():
         return [place for place in sorted(RunDir(out).evaluations.iterdir()) if suites_in(place)]
     if not suites_in(out):
@@ -97,16 +97,16 @@ def _of(place: Path, suite: str) -> list[Curve]:
 
 
 def table(suite: str, found: Sequence[Curve]) -> Table:
-    """A row for each model and n."""
+    """Make a table with a row for each model and n."""
     kinds = [kind for kind in WORDS if any(curve.kind == kind for curve in found)]
     shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=suite, title_justify="left")
-    shown.add_column("model", overflow="fold")  # it gives way where the terminal is narrow: figures cannot
+    shown.add_column("model", overflow="fold")  # shrinks on a narrow terminal, where figures cannot
     for header in ("n", "tokens a\nprompt", *(WORDS[kind].replace(" (", "\n(") for kind in kinds)):
         shown.add_column(header, justify="right", no_wrap=True)
     for model in dict.fromkeys(curve.of for curve in found):
-        of_model = {curve.kind: curve.points for curve in found if curve.of == model}
-        for at, point in enumerate(of_model["pass"]):
-            scores = [of_model[kind][at].score if kind in of_model else None for kind in kinds]
+        points = {curve.kind: curve.points for curve in found if curve.of == model}
+        for at, point in enumerate(points["pass"]):
+            scores = [points[kind][at].score if kind in points else None for kind in kinds]
             shown.add_row(model if at == 0 else "", str(point.n), f"{point.tokens:,.0f}", *map(_cell, scores))
     return shown
 
@@ -116,7 +116,7 @@ def _cell(score: Interval | None) -> str:
 
 
 def draw(suite: str, found: Sequence[Curve], path: Path) -> None:
-    """Scores against tokens, as PNG; a colour for each model, a line style for each way to choose, intervals shaded."""
+    """Draw scores against tokens as PNG: a colour per model, a line style per way to choose, intervals shaded."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,9 @@
-"""`megarl eval`: a model, suites, servers of its own; answers, results and a table.
+"""`megarl eval`: a model, suites, its own servers; answers, results and a table.
 
-    --model ─► subject.py ─► suites.py: prompts ─► settings.json: may it go on with what is there?
+    --model ─► subject.py ─► suites.py: prompts ─► settings.json: can it continue what is there?
             ─► a checkpoint is exported ─► servers.py ─► score.py, each answer kept as it comes ─► metrics ─► result.json, table
 
-Re-running asks only what has no answer yet. Ctrl-C leaves whole rows.
+Re-running asks only questions without an answer. Ctrl-C leaves only complete rows.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from megarl.tasks.graders.grader import TaskGraders
 
 
 def main(options: argparse.Namespace) -> int:
-    """0 when all is answered; 1 if a void answer is left, which the same command asks again."""
+    """Run the evaluation. Return 0 if all is answered; 1 if a void answer is left, which the same command asks again."""
     outlive_screen()
     console = Console()
     subject = subject_of(options.model)
@@ -62,13 +62,13 @@ def main(options: argparse.Namespace) -> int:
     loaded = [_loaded(name, recipe, tokenizer, console) for name in names]
     with lock(RunDir(recipe.run.path).path, "megarl eval", "--out"):
         settings = {
-            of.name: {"model": subject.identity, "prompts": digest} | settings_of(recipe, of.rows)
-            for of, digest in loaded
+            questions.name: {"model": subject.identity, "prompts": digest} | settings_of(recipe, questions.rows)
+            for questions, digest in loaded
         }
-        questions = [_with_earlier(of, SuiteDir(out, of.name), settings[of.name]) for of, _ in loaded]
-        if any(of.open for of in questions):
-            _ask(subject, recipe, tokenizer, questions, out, console)
-        results = [_result(of, subject, SuiteDir(out, of.name), settings[of.name]) for of in questions]
+        suite_questions = [_with_earlier(q, SuiteDir(out, q.name), settings[q.name]) for q, _ in loaded]
+        if any(q.open for q in suite_questions):
+            _ask(subject, recipe, tokenizer, suite_questions, out, console)
+        results = [_result(q, subject, SuiteDir(out, q.name), settings[q.name]) for q in suite_questions]
     console.print(table(results))
     console.print(f"answers and results: {out}", highlight=False, soft_wrap=True)
     if any(result.metrics["void_rate"] for result in results):
@@ -81,16 +81,16 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _loaded(name: str, recipe: Recipe, tokenizer: Tokenizer, console: Console) -> tuple[Questions[Any], str]:
-    """Of a suite, and the digest of its prompts."""
+    """Load a suite's questions, and the digest of its prompts."""
     suite = recipe.evaluation.suites[name]
-    found = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
-    for reason, count in found.left_out.items():
-        console.print(f"{name}: {count} of {found.rows} rows are not asked: {reason}", style="yellow", highlight=False)
-    return found.questions, found.digest
+    loaded = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
+    for reason, count in loaded.left_out.items():
+        console.print(f"{name}: {count} of {loaded.rows} rows are not asked: {reason}", style="yellow", highlight=False)
+    return loaded.questions, loaded.digest
 
 
 def _with_earlier(questions: Questions[Any], place: SuiteDir, settings: Mapping[str, Any]) -> Questions[Any]:
-    """The same, with the answers that are there; MegarlError if they are of other settings."""
+    """Return the questions with the answers that exist; MegarlError if those were made with other settings."""
     place.path.mkdir(parents=True, exist_ok=True)
     if place.settings.is_file():
         before = json.loads(place.settings.read_bytes())
@@ -113,7 +113,7 @@ def _ask(
     out: Path,
     console: Console,
 ) -> None:
-    """All that is open, each answer kept as it comes."""
+    """Ask all that is open, keeping each answer as it comes."""
     with ExitStack() as stack:
         if subject.run is not None:
             exported = stack.enter_context(_exported(subject.source, RunDir(recipe.run.path).path / "model"))
@@ -135,8 +135,8 @@ def _ask(
 
 @contextmanager
 def _exported(checkpoint: Path, where: Path) -> Iterator[Path]:
-    """The checkpoint as a Hugging Face directory, as long as it is needed. By a process of its own, for it takes torch."""
-    shutil.rmtree(where, ignore_errors=True)  # whole, but of whoever was killed last
+    """Export the checkpoint as a Hugging Face directory for as long as it is needed, in another process: it needs torch."""
+    shutil.rmtree(where, ignore_errors=True)  # it may be left, complete, by a process that was killed
     command = [sys.executable, "-m", "checkpoints_tools", "convert", "megatron-to-hf", str(checkpoint), str(where)]
     if subprocess.run(command).returncode:
         raise MegarlError(f"{checkpoint}: could not be exported to {where}; see above")
@@ -182,7 +182,7 @@ async def _score(
 
 
 def _first(errors: BaseExceptionGroup[Exception]) -> MegarlError:
-    """What went wrong first, in words for the user."""
+    """Return the first failure in words for the user."""
     error = errors.exceptions[0]
     if isinstance(error, BaseExceptionGroup):
         return _first(error)
@@ -194,7 +194,7 @@ def _first(errors: BaseExceptionGroup[Exception]) -> MegarlError:
 
 
 def _result(questions: Questions[Any], subject: Subject, place: SuiteDir, settings: dict[str, Any]) -> Result:
-    """Of the prompts and samples asked for; there may be more answers, of an earlier command."""
+    """Compute the result for the prompts and samples asked for; an earlier command may have left more answers."""
     wanted = {prompt.id for prompt in questions.prompts}
     there = read_outcomes(place.answers)
     outcomes = [one for one in there if one.id in wanted and one.sample < questions.samples]

@@ -1,19 +1,19 @@
-"""Multiple choice by log-likelihood: ARC and HellaSwag, asked and counted as lm-evaluation-harness 0.4.13 does. A server
+"""Multiple choice by log-likelihood: ARC and HellaSwag, asked and scored as in lm-evaluation-harness 0.4.13. A server
 computes log p(continuation | context):
 
-    context "Question: … Answer:", continuation " Paris" ──► [joined] token ids, first of the continuation
+    context "Question: … Answer:", continuation " Paris" ──► [joined] token ids, start of the continuation
                                                          ──► ServerClient.score ──► sum of its log-probs
 
-Texts become tokens as in lm-evaluation-harness 0.4.13 (`TemplateLM._encode_pair`), so that its numbers are ours: both are
-encoded as one text, framed as the tokenizer frames any (a Llama 3 has <|begin_of_text|> in front), blanks at the end of the
-context count to the continuation, and what comes behind as many tokens as the context has alone is the continuation.
+Texts become tokens as in lm-evaluation-harness 0.4.13 (`TemplateLM._encode_pair`), so that our numbers equal its numbers: both
+are encoded as one text, framed as the tokenizer frames any (Llama 3 puts <|begin_of_text|> in front), blanks at the end of the
+context belong to the continuation, and whatever follows as many tokens as the context alone has is the continuation.
 
     rows of a suite ─[load_questions]─► Question: context, choices, gold ─► Choices, asked by score.py
                     ─[ask]─► log p(" " + choice | context) of each, by a server ─[answered]─► Answer
 
-Two verdicts: `chosen` is the choice of the largest log-likelihood (the harness's acc), `chosen_normalised` that of the largest
-per character of the choice (acc_norm), for which a long choice is not worse off. The harness divides by characters, not by
-bytes as some papers say; its acc_bytes is another number. Nothing is sampled: a question has one answer.
+There are two verdicts: `chosen` is the choice with the largest log-likelihood (the harness's acc), `chosen_normalised` the one
+with the largest per character of the choice (acc_norm), which does not penalise long choices. The harness divides by
+characters, not by bytes as some papers say; its acc_bytes is another number. Nothing is sampled: a question has one answer.
 """
 
 import logging
@@ -39,7 +39,7 @@ from megarl.tasks.data.sources import Unreadable, stream
 
 
 class Continuation(NamedTuple):
-    """tokens [n] int32, of which those from `first` on are scored; cut: the begin of the context was left out."""
+    """A tokenized choice. tokens [n] int32, scored from `first` on; cut: the start of the context was left out."""
 
     tokens: np.ndarray
     first: int
@@ -47,19 +47,19 @@ class Continuation(NamedTuple):
 
     @property
     def scored(self) -> int:
-        """How many tokens are."""
+        """Number of scored tokens."""
         return len(self.tokens) - self.first
 
 
 def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], longest: int) -> list[Continuation]:
-    """Each continuation behind the context, in at most `longest` tokens: of a longer text the last ones, as the harness does.
+    """Append each continuation to the context, within `longest` tokens: as in the harness, a longer text keeps its last ones.
 
     MegarlError if a continuation has no tokens of its own, or is too long by itself.
     """
     kept = context.rstrip()
     blanks = context[len(kept) :]
     alone, *wholes = tokenizer.encode_all([kept, *(kept + blanks + text for text in continuations)], framed=True)
-    found = []
+    continued = []
     for text, whole in zip(continuations, wholes, strict=True):
         over = max(0, len(whole) - longest)
         first = len(alone) - over
@@ -68,12 +68,12 @@ def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], lon
                 f"{text!r} cannot be scored behind {context[-60:]!r}: {len(whole) - len(alone)} tokens of its own, "
                 f"behind at least one other, where {longest} fit"
             )
-        found.append(Continuation(whole[over:], first, over > 0))
-    return found
+        continued.append(Continuation(whole[over:], first, over > 0))
+    return continued
 
 
 async def loglikelihoods(client: ServerClient, continuations: Sequence[Continuation], salt: str) -> list[float]:
-    """Of each, in nats. `salt`: as of ServerClient.generate; a fresh one for each version of the weights.
+    """Return each continuation's log-likelihood in nats. `salt`: as in ServerClient.generate; a new one per weight version.
 
     Raises ServerLost or ServerRefused.
     """
@@ -84,11 +84,11 @@ async def loglikelihoods(client: ServerClient, continuations: Sequence[Continuat
 log = logging.getLogger(__name__)
 
 DELIMITER = " "
-"""Between context and choice."""
+"""Separates context and choice."""
 
 
 class Question(NamedTuple):
-    """context: what stands before the choice. gold: the index of the right choice."""
+    """A question. context: what precedes the choice; gold: index of the right choice."""
 
     id: str
     context: str
@@ -97,8 +97,10 @@ class Question(NamedTuple):
 
 
 def arc(raw: Raw) -> Question:
-    """huggingface.co/datasets/allenai/ai2_arc (arXiv 1803.05457): id, question, choices {text, label}, answerKey. Labels are
-    A … E or 1 … 5."""
+    """Read huggingface.co/datasets/allenai/ai2_arc (arXiv 1803.05457): id, question, choices {text, label}, answerKey.
+
+    Labels are A … E or 1 … 5.
+    """
     labels, choices = column("choices.label")(raw), column("choices.text")(raw)
     key = column("answerKey")(raw)
     if key not in labels:
@@ -107,9 +109,11 @@ def arc(raw: Raw) -> Question:
 
 
 def hellaswag(raw: Raw) -> Question:
-    """huggingface.co/datasets/Rowan/hellaswag (arXiv 1905.07830): ind, activity_label, ctx_a, ctx_b, endings, label. `ctx` is
-    not read: it is ctx_a and ctx_b joined, and the harness joins them itself, with a capital letter. The test split has no
-    labels."""
+    """Read huggingface.co/datasets/Rowan/hellaswag (arXiv 1905.07830): ind, activity_label, ctx_a, ctx_b, endings, label.
+
+    `ctx`, which is ctx_a and ctx_b joined, is not read: the harness joins them itself, with a capital letter. The test split
+    has no labels.
+    """
     label, endings = str(column("label")(raw)), column("endings")(raw)
     if not label.isdecimal() or int(label) >= len(endings):
         raise UnfitError(f"the label {label!r} is no index of its {len(endings)} endings; the test split has none")
@@ -118,8 +122,10 @@ def hellaswag(raw: Raw) -> Question:
 
 
 def _without_brackets(text: str) -> str:
-    """The part of HellaSwag from WikiHow has marks such as [title], [header], [step]: preprocessing of the harness, which is
-    that of its authors' release."""
+    """Remove marks such as [title], [header], [step] from HellaSwag's WikiHow part.
+
+    This is the harness's preprocessing, and that of the authors' release.
+    """
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
@@ -131,20 +137,23 @@ def _question(name: Any, context: str, choices: Sequence[str], gold: int) -> Que
 
 
 SETS: Mapping[str, Callable[[Raw], Question]] = {"arc": arc, "hellaswag": hellaswag}
-"""By what `choices` of a suite says; both parts of ARC have one schema."""
+"""By a suite's `choices`; both parts of ARC have the same schema."""
 
 
 class LoadedQuestions(NamedTuple):
-    """left_out: why, and how many rows."""
+    """Questions of a source. left_out: number of rows by reason."""
 
     questions: list[Question]
     left_out: Counter[str]
 
 
 def load_questions(source: str, choices: str) -> LoadedQuestions:
-    """The questions of a source, in its order; choices: a key of SETS. Rows that are not of the schema, or have the id of an
-    earlier one, are left out, counted and named, as no published set is without; MegarlError if none is left."""
-    found: dict[str, Question] = {}
+    """Load the questions of a source, in order; choices: a key of SETS.
+
+    Rows that do not fit the schema, or repeat an id, are left out, counted and reported, since no published set is free of
+    them; MegarlError if none is left.
+    """
+    questions: dict[str, Question] = {}
     left_out, faults = Counter[str](), []
     for number, raw in stream(source):
         try:
@@ -153,16 +162,16 @@ def load_questions(source: str, choices: str) -> LoadedQuestions:
             left_out["not of the schema"] += 1
             faults.append(f"{source}:{number}: {error}")
             continue
-        if question.id in found:
+        if question.id in questions:
             left_out["the id of an earlier one"] += 1
             faults.append(f"{source}:{number}: the id {question.id!r} again")
         else:
-            found[question.id] = question
-    if not found:
+            questions[question.id] = question
+    if not questions:
         raise MegarlError(listed(f"{source}: no question of the schema {choices!r} in it", faults))
     if faults:
         log.warning("%s", listed(f"{source}: {len(faults)} rows left out:", faults))
-    return LoadedQuestions(list(found.values()), left_out)
+    return LoadedQuestions(list(questions.values()), left_out)
 
 
 def _read(raw: Raw | Unreadable, read: Callable[[Raw], Question]) -> Question:
@@ -173,14 +182,16 @@ def _read(raw: Raw | Unreadable, read: Callable[[Raw], Question]) -> Question:
 
 @dataclass(frozen=True)
 class Choices(Questions[Question]):
-    """Questions whose choices are scored. A question too long for the servers has the begin left out, as in the harness, and
-    its answer says `truncated`."""
+    """Questions whose choices are scored.
+
+    A question too long for the servers loses the start of its context, as in the harness, and its answer says `truncated`.
+    """
 
     def answerer(self, asker: Asker) -> Callable[[Question, int, Order], Awaitable[Answer]]:
         return partial(self._answer, asker)
 
     async def _answer(self, asker: Asker, asked: Question, sample: int, order: Order) -> Answer:
-        """Void if its requests are lost more than serving.max_retries times, or it cannot be asked."""
+        """Return the answer; void if its requests are lost more than serving.max_retries times, or it cannot be asked."""
         longest = asker.recipe.length.context_tokens - KEPT_FROM_INPUT
         tries = asker.recipe.serving.max_retries + 1
         why = ""
@@ -202,20 +213,20 @@ class Choices(Questions[Question]):
 async def ask(
     client: ServerClient, tokenizer: Tokenizer, question: Question, suite: str, longest: int, salt: str
 ) -> Answer:
-    """The answer of the model that `client` serves.
+    """Return the answer of the model that `client` serves.
 
-    longest: tokens that fit in a context. salt: of the evaluation; a fresh one for each version of the weights. Raises
+    longest: tokens that fit in a context. salt: the evaluation's; a new one per version of the weights. Raises
     ServerLost or ServerRefused; MegarlError if the tokenizer leaves nothing of a choice.
     """
     continuations = joined(tokenizer, question.context, [DELIMITER + choice for choice in question.choices], longest)
-    found = await loglikelihoods(client, continuations, f"{salt}/{question.id}")
-    return answered(question, suite, found, continuations)
+    scores = await loglikelihoods(client, continuations, f"{salt}/{question.id}")
+    return answered(question, suite, scores, continuations)
 
 
-def answered(question: Question, suite: str, found: Sequence[float], continuations: Sequence[Continuation]) -> Answer:
-    """The answer of these log-likelihoods, nats."""
-    by_length = np.divide(found, [len(choice) for choice in question.choices])
-    chosen, normalised = int(np.argmax(found)), int(np.argmax(by_length))
+def answered(question: Question, suite: str, scores: Sequence[float], continuations: Sequence[Continuation]) -> Answer:
+    """Make the answer from these log-likelihoods, in nats."""
+    by_length = np.divide(scores, [len(choice) for choice in question.choices])
+    chosen, normalised = int(np.argmax(scores)), int(np.argmax(by_length))
     return msgspec.structs.replace(
         _void(question, suite, ""),
         completion=DELIMITER + question.choices[chosen],
@@ -225,14 +236,14 @@ def answered(question: Question, suite: str, found: Sequence[float], continuatio
         truncated=any(continuation.cut for continuation in continuations),
         format_ok=True,
         tokens=continuations[chosen].scored,
-        loglikelihoods=tuple(found),
+        loglikelihoods=tuple(scores),
         chosen=chosen,
         chosen_normalised=normalised,
     )
 
 
 def _void(question: Question, suite: str, why: str) -> Answer:
-    """Of which nothing was scored."""
+    """Return an answer for which nothing was scored."""
     return Answer(
         suite=suite,
         id=question.id,

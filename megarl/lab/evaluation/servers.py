@@ -1,9 +1,8 @@
-"""Servers of an evaluation's own: started, waited for, asked, ended. Nobody publishes to them: their weights stay.
+"""An evaluation's own servers: started, waited for, asked, ended. Nothing is published to them: their weights stay.
 
     OUT/.servers/     recipe.yaml, endpoints.json, logs/server/: what `megarl serve` reads and writes
 
-A request that fails is asked again, of any server. If a server's process ends, so does the evaluation, with what is answered
-on disk.
+A failed request is retried on any server. If a server's process ends, so does the evaluation, with all answers so far on disk.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ UNCHANGED = -1
 
 
 class OwnServers:
-    """Running and ready."""
+    """Servers that are running and ready."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, processes: Sequence[LocalProcess]) -> None:
         self._recipe, self._endpoints, self._processes = recipe, endpoints, processes
@@ -45,18 +44,18 @@ class OwnServers:
         return set(range(len(self._processes)))
 
     def asked(self, tokenizer: Tokenizer) -> "AskedServers":
-        """Made within the running event loop; `close` it."""
+        """Return clients of the servers, within the running event loop; `close` them."""
         return AskedServers(self._recipe, self._endpoints, tokenizer)
 
     async def watch(self) -> None:
-        """For ever; MegarlError when one has ended."""
+        """Watch until cancelled; MegarlError when a server has ended."""
         while True:
             check_alive(self._recipe, self._processes)
             await asyncio.sleep(WATCH_S)
 
 
 class AskedServers:
-    """Clients, places and sampler of servers whose weights do not change."""
+    """Clients, places and sampler for servers whose weights do not change."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, tokenizer: Tokenizer) -> None:
         width = recipe.resources.server_tensor_parallel
@@ -79,7 +78,7 @@ class AskedServers:
         return 0
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
-        """The request goes on as long as serving.max_retries allows: a server that is gone for good is seen by `watch`."""
+        """Do nothing: the request is retried within serving.max_retries, and `watch` notices a server that is gone for good."""
 
     async def close(self) -> None:
         self._environments.close()
@@ -89,7 +88,7 @@ class AskedServers:
 
 @contextmanager
 def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
-    """Started and ready; ended with the block, however it ends. MegarlError says what keeps one from starting."""
+    """Start servers, wait until they are ready, and end them with the block. MegarlError says why one does not start."""
     rundir = RunDir(recipe.run.path)
     launcher = LocalLauncher()
     (node,) = launcher.survey(recipe.resources.servers)
@@ -123,7 +122,7 @@ def check_alive(recipe: Recipe, processes: Sequence[LocalProcess]) -> None:
 
 
 def _prepared(recipe: Recipe, rundir: RunDir, node: Node) -> Endpoints:
-    """What `megarl serve` reads."""
+    """Write what `megarl serve` reads."""
     rundir.logs.mkdir(parents=True, exist_ok=True)
     write_atomically(rundir.recipe, dump(recipe).encode())
     endpoints = Endpoints(

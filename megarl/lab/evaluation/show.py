@@ -1,4 +1,4 @@
-"""What a user sees of an evaluation: progress while it goes on, a table of what it came to."""
+"""What a user sees of an evaluation: progress while it runs, and a table of the results."""
 
 import time
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from megarl.core.evaluation.answers import Answer, Result
 from megarl.core.evaluation.score import Questions
 
 LINE_S = 30.0
-"""Between lines where the output is no terminal."""
+"""Seconds between lines of non-interactive output."""
 
 
 class Progress:
-    """Of each suite: answers so far, and how many are right."""
+    """Shows for each suite the answers so far, and how many are right."""
 
     def __init__(self, questions: Sequence[Questions[Any]], console: Console) -> None:
         self._console, self._live = console, console.is_terminal
@@ -24,9 +24,9 @@ class Progress:
         times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
         name = rich.TextColumn("{task.description}")
         self._shown = rich.Progress(name, *counts, *times, console=console, disable=not self._live)
-        self._right = {of.name: sum(a.correct for a in of.answered) for of in questions}
-        self._done = {of.name: len(of.prompts) * of.samples - len(of.open) for of in questions}
-        self._total = {of.name: len(of.prompts) * of.samples for of in questions}
+        self._right = {q.name: sum(a.correct for a in q.answered) for q in questions}
+        self._done = {q.name: len(q.prompts) * q.samples - len(q.open) for q in questions}
+        self._total = {q.name: len(q.prompts) * q.samples for q in questions}
         self._tasks = {
             name: self._shown.add_task(name, total=total, completed=self._done[name], right="")
             for name, total in self._total.items()
@@ -41,7 +41,7 @@ class Progress:
         self._shown.stop()
 
     def count(self, answer: Answer) -> None:
-        """One more."""
+        """Count one more answer."""
         name = answer.suite
         self._done[name] += 1
         self._right[name] += answer.correct
@@ -53,7 +53,7 @@ class Progress:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """A column a suite."""
+    """Make a table with one column per suite."""
     shown = Table(box=None, padding=(0, 2), pad_edge=False, title=results[0].model, title_justify="left")
     shown.add_column("", style="dim", no_wrap=True)
     for result in results:
@@ -64,14 +64,14 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
-    """Label and a cell for each result; rows that no result has are left out."""
-    found = [("prompts × answers", [f"{r.metrics['n_prompts']:.0f} × {r.samples}" for r in results])]
-    found.append(("mean@k", [_rate(r, "pass_rate") for r in results]))
+    """Return label and one cell per result; rows that no result has are left out."""
+    table_rows = [("prompts × answers", [f"{r.metrics['n_prompts']:.0f} × {r.samples}" for r in results])]
+    table_rows.append(("mean@k", [_rate(r, "pass_rate") for r in results]))
     if any("pass_rate_by_length" in r.metrics for r in results):
-        found.append(("choice by length", [_rate(r, "pass_rate_by_length") for r in results]))
+        table_rows.append(("choice by length", [_rate(r, "pass_rate_by_length") for r in results]))
     for kind in ("pass", "maj", "best"):
         ks = sorted({int(name.partition("@")[2]) for r in results for name in r.metrics if _is_estimate(name, kind)})
-        found += [(f"{kind}@{k}", [_rate(r, f"{kind}@{k}") for r in results]) for k in ks if k > 1]
+        table_rows += [(f"{kind}@{k}", [_rate(r, f"{kind}@{k}") for r in results]) for k in ks if k > 1]
     for label, name in (
         ("truncated", "truncation_rate"),
         ("interrupted", "interruption_rate"),
@@ -81,13 +81,15 @@ def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
         ("could not be generated", "void_rate"),
     ):
         if any(r.metrics.get(name) for r in results):
-            found.append((label, [f"{r.metrics.get(name, 0.0):.1%}" for r in results]))
+            table_rows.append((label, [f"{r.metrics.get(name, 0.0):.1%}" for r in results]))
     lengths = ("completion_tokens_mean", "completion_tokens_p50", "completion_tokens_p95")
-    found.append(("tokens: mean, median, 95 %", [" · ".join(f"{r.metrics[n]:,.0f}" for n in lengths) for r in results]))
-    found.append(
+    table_rows.append(
+        ("tokens: mean, median, 95 %", [" · ".join(f"{r.metrics[n]:,.0f}" for n in lengths) for r in results])
+    )
+    table_rows.append(
         ("entropy, nats a token", [f"{r.metrics['entropy']:.3f}" if "entropy" in r.metrics else "–" for r in results])
     )
-    return found
+    return table_rows
 
 
 def _is_estimate(name: str, kind: str) -> bool:
@@ -95,7 +97,7 @@ def _is_estimate(name: str, kind: str) -> bool:
 
 
 def _rate(result: Result, name: str) -> str:
-    """With its 95 % interval."""
+    """Format a rate with its 95 % interval."""
     if name not in result.metrics:
         return "–"
     low, high = result.metrics[f"{name}_low"], result.metrics[f"{name}_high"]

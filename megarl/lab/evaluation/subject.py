@@ -1,10 +1,10 @@
-"""Which model `--model` means, and the recipe by which it is asked.
+"""Which model `--model` means, and with which recipe it is asked.
 
-    DIR         a Hugging Face directory       its own template, all of its context (at most CONTEXT), no interruption
-    RUN         the newest checkpoint of a run    lengths, end of thinking and template as the run trains with
+    DIR         a Hugging Face directory       its own template, its whole context (at most CONTEXT), no interruption
+    RUN         the newest checkpoint of a run    lengths, end of thinking and template as in the run's training
     RUN@STEP    an earlier one
 
-What the user gives as key=value goes before all of it.
+The user's key=value arguments override all of it.
 """
 
 import json
@@ -23,16 +23,16 @@ from megarl.run import devices
 from megarl.tasks.data.chat import load_chat
 
 CONTEXT = 16_384
-"""Tokens of prompt and completion for a directory that says nothing else: ScaleRL's 14k, and room for the prompt."""
+"""Tokens of prompt and completion for a directory that does not say: ScaleRL's 14k, and room for the prompt."""
 THINKING = "</think>"
 KV_TOKENS = 65_536
-"""Of a server without a GPU, which must be told; or the longest sequence."""
+"""KV tokens of a server without a GPU, which must be given a number; at least the longest sequence."""
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """source: a Hugging Face directory, or the run's checkpoint. hf: where its configuration and tokenizer are."""
+    """The model to ask. source: a Hugging Face directory, or a run's checkpoint; hf: its configuration and tokenizer."""
 
     name: str
     source: Path
@@ -41,7 +41,7 @@ class Subject:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The same while nobody has changed the model: name, size and time of every file."""
+        """Name, size and time of every file: equal as long as nobody has changed the model."""
         files = sorted(path for path in self.source.rglob("*") if path.is_file())
         return {
             "path": str(self.source.resolve()),
@@ -50,7 +50,7 @@ class Subject:
 
 
 def subject_of(model: str) -> Subject:
-    """What the user means; MegarlError if there is no such model."""
+    """Resolve what the user means; MegarlError if there is no such model."""
     whole, at, step = model.rpartition("@")
     path = Path(whole if at and step.isdigit() else model)
     if path.is_dir() and (path / "config.json").is_file():
@@ -75,15 +75,17 @@ def subject_of(model: str) -> Subject:
 def recipe_of(
     subject: Subject, suites: Sequence[str], options: Sequence[str], overrides: Sequence[str], out: Path
 ) -> tuple[Recipe, list[str]]:
-    """By which it is asked, and the names of the suites asked for. options: overrides for each suite, without the key's head,
-    such as `samples=4`."""
+    """Return the recipe to ask with, and the names of the suites asked for.
+
+    options: overrides for each suite, without the start of the key, such as `samples=4`.
+    """
     fixed = [
         f"run.dir={json.dumps(str(out))}",
         "run.name=.servers",
         "serving.port=null",
         f"model.path={json.dumps(str(subject.hf))}",
         "model.moe.routing_replay=false",
-        "weights.pause=retract",  # nobody publishes: SGLang may overlap its steps
+        "weights.pause=retract",  # nothing is published, so SGLang may overlap its steps
         f"resources.servers={_servers(overrides)}",
     ]
     run = subject.run
@@ -97,8 +99,10 @@ def recipe_of(
 
 
 def _suite(word: str, base: Recipe) -> tuple[str, dict[str, Any]]:
-    """Name and keys of a suite: of the run's recipe, a shipped one, or a YAML file; or what a task of this
-    run, or RUN:TASK, holds out."""
+    """Return name and keys of a suite: from the run's recipe, shipped, or a YAML file; or what a task holds out.
+
+    The task is this run's, or RUN:TASK names another run's.
+    """
     if word in base.evaluation.suites:
         return word, base.evaluation.suites[word].model_dump(mode="json")
     if word in base.data.tasks:
@@ -111,10 +115,10 @@ def _suite(word: str, base: Recipe) -> tuple[str, dict[str, Any]]:
         return Path(word).stem, load_suite(Path(word))
     path, colon, task = word.rpartition(":")
     if colon:
-        of_run = load(str(RunDir.opened(Path(path)).recipe))
-        if task not in of_run.data.tasks:
-            raise MegarlError(f"--suite: {path} has no task {task!r}; it has {', '.join(of_run.data.tasks)}")
-        return task, _heldout(task, of_run)
+        other = load(str(RunDir.opened(Path(path)).recipe))
+        if task not in other.data.tasks:
+            raise MegarlError(f"--suite: {path} has no task {task!r}; it has {', '.join(other.data.tasks)}")
+        return task, _heldout(task, other)
     known = [*shipped_suites(), *base.evaluation.suites, *base.data.tasks]
     raise MegarlError(f"--suite: {word!r} is none of {', '.join(dict.fromkeys(known))}, no RUN:TASK and no YAML file")
 
@@ -122,13 +126,13 @@ def _suite(word: str, base: Recipe) -> tuple[str, dict[str, Any]]:
 def _heldout(name: str, base: Recipe) -> dict[str, Any]:
     task = base.data.tasks[name]
     kept = task.model_dump(mode="json", exclude={"train", "heldout", "weight"})
-    of_run = base.evaluation
+    settings = base.evaluation
     rows = {"data": task.heldout} if isinstance(task.heldout, str) else {"data": task.train, "heldout": task.heldout}
-    return kept | rows | {"samples": of_run.samples, "prompts": of_run.prompts}
+    return kept | rows | {"samples": settings.samples, "prompts": settings.prompts}
 
 
 def _of_directory(hf: Path) -> list[str]:
-    """What the files of a model say about how it is to be asked."""
+    """Return how a model's files say it is to be asked."""
     config = text_config(read_config(hf), hf / "config.json")
     dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
     if dtype not in DTYPES:
@@ -150,7 +154,7 @@ def _of_directory(hf: Path) -> list[str]:
 
 
 def _thinks(hf: Path) -> bool:
-    """Whether the model's vocabulary or template knows the end of a thinking trace."""
+    """Return whether the model's vocabulary or template has the end of a thinking trace."""
     if load_tokenizer(hf).backend.token_to_id(THINKING) is not None:
         return True
     files = [path for name in ("chat_template.jinja", "tokenizer_config.json") if (path := hf / name).is_file()]
@@ -158,7 +162,7 @@ def _thinks(hf: Path) -> bool:
 
 
 def _template(recipe: Recipe, hf: Path) -> dict[str, str]:
-    """That of the run's tasks if all have one; else the model's own, where it has one."""
+    """Return the template of the run's tasks if they share one; else the model's own, if it has one."""
     trained = {(task.template, task.system) for task in recipe.data.tasks.values()}
     if len(trained) == 1:
         template, system = trained.pop()
@@ -171,7 +175,7 @@ def _template(recipe: Recipe, hf: Path) -> dict[str, str]:
 
 
 def _servers(overrides: Sequence[str]) -> int:
-    """As many as the GPUs are enough for; one without."""
+    """Return as many servers as the GPUs allow; one without GPUs."""
     width = next(
         (int(m[1]) for o in overrides if (m := re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", o))), 1
     )

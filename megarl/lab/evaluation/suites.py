@@ -1,7 +1,7 @@
-"""The questions of a suite: rows of its source, mapped, in its prompt's words and template, as token ids; or multiple choice.
+"""The questions of a suite: rows of its source, mapped, put into its prompt and template, as token ids; or multiple choice.
 
-A row that cannot be asked changes the score of all: it is left out, counted and told. No answer is too large here, for the
-tests of a programming problem are what it is graded by.
+A row that cannot be asked changes the overall score, so it is left out, counted and reported. No answer is too large here,
+because a programming problem is graded by its tests.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """questions: those that are asked, of `rows`. left_out: why, and how many. digest: of all that could be asked."""
+    """A loaded suite. questions: those asked, of `rows`; left_out: number by reason; digest: of all that could be asked."""
 
     questions: Questions[Any]
     rows: int
@@ -36,15 +36,17 @@ class Loaded(NamedTuple):
 
 
 def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str] = ()) -> Loaded:
-    """MegarlError if the source cannot be read, or none can be asked. decontaminate: of a suite that is held out of what is
-    trained on, as in data.decontaminate."""
+    """Load a suite. MegarlError if the source cannot be read, or no row can be asked.
+
+    decontaminate: for a suite held out of training data, as in data.decontaminate.
+    """
     if suite.choices:
         return _choices(name, suite)
     return _sampled(name, suite, tokenizer, max_tokens, decontaminate)
 
 
 def _choices(name: str, suite: Suite) -> Loaded:
-    """Multiple choice has one answer a question, whatever `samples` says."""
+    """Load multiple choice, which has one answer per question, whatever `samples` says."""
     found = load_questions(suite.data, suite.choices)
     asked = Choices(name, choose(found.questions, suite.prompts), 1, rows=suite)
     rows = len(found.questions) + found.left_out.total()
@@ -73,17 +75,17 @@ def _sampled(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, dec
 
 
 def _digest(asked: Iterable[list[Any]]) -> str:
-    """The same for the same questions, each an id and what else it is, in any order."""
-    found = hashlib.blake2b(digest_size=16)
+    """Return a digest of the questions, each an id and its content, independent of their order."""
+    digest = hashlib.blake2b(digest_size=16)
     for one in sorted(asked, key=itemgetter(0)):
-        found.update(msgspec.msgpack.encode(one))
-    return found.hexdigest()
+        digest.update(msgspec.msgpack.encode(one))
+    return digest.hexdigest()
 
 
 def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer) -> list[Questions[Any]]:
-    """What each evaluation of a run asks: the tasks' held-out prompts, then suites."""
+    """Return what each evaluation of a run asks: the tasks' held-out prompts, then suites."""
     chosen = recipe.evaluation
-    found: list[Questions[Any]] = [
+    questions: list[Questions[Any]] = [
         Sampled(name, choose(prompts[name].heldout, chosen.prompts), chosen.samples, rows=task)
         for name, task in recipe.data.tasks.items()
     ]
@@ -91,5 +93,5 @@ def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: 
         loaded = load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
         for reason, count in loaded.left_out.items():
             log.warning("%s: %d of %d rows are not asked: %s", name, count, loaded.rows, reason)
-        found.append(loaded.questions)
-    return found
+        questions.append(loaded.questions)
+    return questions

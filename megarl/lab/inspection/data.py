@@ -1,6 +1,6 @@
 """`megarl data inspect`: lengths, difficulties, answer types and samples of a source, or of a recipe's tasks and traces.
 
-Seen      one prompt set, gathered row by row: 8 bytes a row and a few samples      view   the same as rich renderables
+Seen      statistics of one prompt set, gathered row by row: 8 bytes a row and a few samples      show   prints them with rich
 """
 
 import json
@@ -25,9 +25,9 @@ from megarl.tasks.data.survey import Survey, chosen
 from megarl.tasks.data.traces import templated
 
 BARS, BAR = 8, 32
-"""Bars of a histogram at most, and characters of the longest."""
+"""Most bars of a histogram, and characters of the longest."""
 SHOWN_TEXT = 400
-"""Characters of a sample's prompt and answer; what is not shown is said."""
+"""Characters shown of a sample's prompt and answer; the rest is counted."""
 
 ANSWERS: tuple[tuple[str, str], ...] = (
     ("whole number", r"[-+]?\d+"),
@@ -38,11 +38,11 @@ ANSWERS: tuple[tuple[str, str], ...] = (
     ("expression", r".*[\\^_=+*/{}].*"),
     ("word", r"[^\W\d]+"),
 )
-"""Kinds of answers by what the whole text is; the first that fits."""
+"""Kinds of answers by the form of the whole text; the first that fits."""
 
 
 def kind_of_answer(text: str) -> str:
-    """One of `ANSWERS`; `unit tests` for those of code; `text` for anything else."""
+    """Return one of `ANSWERS`; `unit tests` for those of code; `text` for anything else."""
     plain = text.strip().strip("$").strip()
     if plain.startswith("{") and _is_tests(plain):
         return "unit tests"
@@ -58,7 +58,7 @@ def _is_tests(text: str) -> bool:
 
 @dataclass
 class Seen:
-    """Of one prompt set. lengths: of its prompts, in tokens if there is a tokenizer, else in characters."""
+    """Statistics of one prompt set. lengths: of its prompts, in tokens if there is a tokenizer, else in characters."""
 
     samples: int
     lengths: array[int] = field(default_factory=lambda: array("L"))
@@ -68,12 +68,12 @@ class Seen:
     _sampled: list[tuple[int, int, Row]] = field(default_factory=list)
 
     def add(self, row: Row, length: int, answer: int | None = None) -> None:
-        """answer: its length; without it, that in characters."""
+        """Add a row. answer: its length; by default in characters."""
         self.lengths.append(length)
         self.answers.append(len(row.answer) if answer is None else answer)
         self.difficulties[row.difficulty] += 1
         self.kinds[kind_of_answer(row.answer)] += 1
-        if self.samples:  # those of the smallest hashes: the same each time
+        if self.samples:  # those with the smallest hashes: the same each time
             entry = (-digest(f"sample/{row.id}"), len(self.lengths), row)
             if len(self._sampled) < self.samples:
                 heappush(self._sampled, entry)
@@ -86,7 +86,7 @@ class Seen:
 
 
 def look(found: Survey, render: Render, tokenizer: Tokenizer | None, samples: int) -> tuple[Seen, Seen]:
-    """What is trained on and what is held out of a source."""
+    """Return statistics of what is trained on and what is held out of a source."""
     seen = Seen(samples), Seen(samples)
     for part in batched(chosen(found), BATCH):
         for (row, held), length in zip(part, _lengths(part, render, tokenizer), strict=True):
@@ -106,7 +106,7 @@ def _lengths_of(texts: list[str], tokenizer: Tokenizer | None) -> Iterator[int]:
 
 
 def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, render: Render) -> None:
-    """One prompt set on the console. limit: longest prompt that is trained on, in tokens."""
+    """Print one prompt set. limit: longest prompt that is trained on, in tokens."""
     if not seen.lengths:
         console.print(f"[bold]{name}[/]: no rows")
         return
@@ -128,7 +128,7 @@ def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, 
 
 
 def look_at_traces(found: Survey, tokenizer: Tokenizer | None, samples: int) -> Seen:
-    """Of a source of traces: lengths of what stands before the completions and, as those of answers, of the completions."""
+    """Return statistics of a source of traces: lengths of what precedes the completions and, as `answers`, of these."""
     seen = Seen(samples)
     for part in batched(chosen(found if tokenizer is None else templated(found, tokenizer)), BATCH):
         completions = _lengths_of([row.answer for row, _ in part], tokenizer)
@@ -138,7 +138,7 @@ def look_at_traces(found: Survey, tokenizer: Tokenizer | None, samples: int) -> 
 
 
 def show_traces(name: str, seen: Seen, console: Console, unit: str, limit: int | None) -> None:
-    """Traces on the console. limit: longest that is learnt, in tokens, its end token included."""
+    """Print traces. limit: longest that is learnt, in tokens, its end token included."""
     prompts, completions = np.array(seen.lengths), np.array(seen.answers)
     parts = [_lengths_view("prompts", prompts, unit), _lengths_view("completions", completions, unit)]
     if limit is not None:
@@ -154,7 +154,7 @@ def show_traces(name: str, seen: Seen, console: Console, unit: str, limit: int |
 
 
 def show_left_out(found: Survey, console: Console) -> None:
-    """How many rows are not used, by reason, with the first of each."""
+    """Print how many rows are not used, by reason, with the first of each."""
     counts = found.left_out.counts
     again = f"; {found.again:,} repeat an earlier one" if found.again else ""
     if not counts:
@@ -172,7 +172,7 @@ def show_left_out(found: Survey, console: Console) -> None:
 
 
 def _lengths_view(name: str, lengths: np.ndarray, unit: str) -> RenderableType:
-    """Quantiles, and a histogram over equal steps."""
+    """Show quantiles, and a histogram with equal steps."""
     at = {"shortest": 0, "median": 50, "90 %": 90, "99 %": 99, "longest": 100}
     quantiles = " · ".join(f"{q} {int(np.percentile(lengths, p, method='lower')):,}" for q, p in at.items())
     counts, edges = np.histogram(lengths, bins=min(BARS, max(1, len(np.unique(lengths)))))
@@ -181,7 +181,7 @@ def _lengths_view(name: str, lengths: np.ndarray, unit: str) -> RenderableType:
 
 
 def _difficulties(found: Counter[int]) -> list[tuple[str, int]]:
-    """By difficulty; many different ones in equal steps."""
+    """Return counts by difficulty; if there are many, in equal steps."""
     if len(found) <= BARS + 2:
         return [(str(value), found[value]) for value in sorted(found)]
     counts, edges = np.histogram(list(found), bins=BARS, weights=list(found.values()))

@@ -1,9 +1,9 @@
-"""`megarl rollouts show RUN`: what the policy wrote, from the journal, also while the run lives.
+"""`megarl rollouts show RUN`: what the policy wrote, from the journal, also while the run is live.
 
-no choice     a table of the latest groups: step, ticket, pass rate, weight versions, tokens
---step S      the same table of one batch
---ticket N    all rollouts of one prompt, each weight version in its colour, what is not trained dim
---json        either as JSON, one group a line
+no option     a table of the latest groups: step, ticket, pass rate, weight versions, tokens
+--step S      the same table for one batch
+--ticket N    all rollouts of one prompt, each weight version in its colour, untrained text dim
+--json        either as JSON, one group per line
 """
 
 import json
@@ -26,7 +26,7 @@ from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import State
 
 VERSION_STYLES = ("cyan", "yellow", "magenta", "blue")
-"""By version modulo their number, so a version looks the same everywhere. Red and green are verdicts."""
+"""Styles by version modulo their number, so a version looks the same everywhere. Red and green are verdicts."""
 
 
 def show(
@@ -38,10 +38,10 @@ def show(
     as_json: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Print groups of the run in `run_path`. `limit`: groups of the table, or rollouts of a ticket.
+    """Print groups of the run in `run_path`. `limit`: groups in the table, or rollouts of a ticket.
 
-    tokenizer: of the policy; without one, token ids are shown instead of text.
-    MegarlError if there is no journal, ticket or batch like that.
+    tokenizer: the policy's; without one, token ids are shown instead of text.
+    MegarlError if there is no such journal, ticket or batch.
     """
     console = console or Console()
     reader = JournalReader(RunDir(run_path).rollouts)
@@ -77,7 +77,7 @@ def _chosen(reader: JournalReader, state: State, ticket: int | None, step: int |
 
 
 def _due(state: State, ticket: int) -> int | None:
-    """The step that trains a finished ticket, None if that is long past and forgotten."""
+    """Return the step that trains a finished ticket, None if that is long past and forgotten."""
     first = state.admission.first_ticket(0)
     return state.admission.due(ticket) if ticket >= first else None
 
@@ -105,7 +105,7 @@ def _table(groups: tuple[Group, ...], state: State) -> Table:
 
 
 def _named(group: Group, state: State) -> str:
-    """The prompt's id, with its task where there are several."""
+    """Return the prompt's id, with its task if there are several."""
     return f"{group.prompt.task}/{group.prompt.id}" if len(state.tasks) > 1 else group.prompt.id
 
 
@@ -125,7 +125,7 @@ def _notes(group: Group) -> str:
 
 
 def _one(group: Group, due: int | None, limit: int, tokenizer: Tokenizer | None, name: str) -> Lines:
-    """The prompt and its rollouts."""
+    """Show the prompt and its rollouts."""
     head = Text.assemble(
         (f"ticket {group.ticket}", "bold"),
         f" · step {_number(due)} · prompt {name} · epoch {group.epoch}"
@@ -167,7 +167,7 @@ def _about(rollout: Rollout, due: int | None) -> Text:
 
 
 def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
-    """The completion; a version's number stands before its first token, what is not trained is dim."""
+    """Colour the completion; a version's number precedes its first token, and untrained text is dim."""
     text, version = Text(), None
     for segment in rollout.segments:
         style = VERSION_STYLES[segment.weight_version % len(VERSION_STYLES)]
@@ -225,14 +225,14 @@ def _json_tokens(tokens: np.ndarray, tokenizer: Tokenizer | None) -> dict[str, A
 
 
 def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
-    """Exactly what the ids say: special tokens shown, no spaces tidied away."""
+    """Decode exactly what the ids say: special tokens shown, no spaces tidied away."""
     if tokenizer is None:
         return " ".join(map(str, tokens.tolist())) + " "
     return tokenizer.decode(tokens)
 
 
 def _versions(rollouts: tuple[Rollout, ...]) -> np.ndarray:
-    """Weight versions of the sampled segments."""
+    """Return weight versions of the sampled segments."""
     return np.array([s.weight_version for r in rollouts for s in r.segments if s.trained and len(s.tokens)], dtype=int)
 
 

@@ -5,10 +5,10 @@
 
 command.py        the command                              hardware.yaml   datasheet numbers, and assumed efficiencies
 formulas.py       every formula, with its source           hardware.py     hardware.yaml as records
-workload.py       lengths, and what a step has to do       memory.py       bytes of a learner rank and a server
+workload.py       lengths, and the work of a step          memory.py       bytes of a learner rank and a server
 speed.py          seconds of training, decoding, publishing
-layouts.py        which layouts and splits there are
+layouts.py        enumerates layouts and splits
 server_model.py   a server's requests, token by token      scenario.py     a plan's speeds as costs of a simulation
-simulate.py       admission, places, decisions: the real ones, on an event loop whose waits take no time
+simulate.py       the real admission, places and decisions, on an event loop whose waits take no time
 show.py           tables and JSON
 """

@@ -1,8 +1,8 @@
 """`megarl plan RECIPE --gpus N --gpu h100`: layouts that fit, the best few, and why the others are refused.
 
---simulate   the recipe as written and the best few through the simulator as well, and a picture of them
+--simulate   also run the recipe as written and the best few through the simulator, and draw a picture of them
 
-`megarl train RECIPE --plan GPU`: this machine's GPUs divided among servers and learner as the best plan for them does.
+`megarl train RECIPE --plan GPU` divides this machine's GPUs among servers and learner like the best plan for them.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work: Workload) -> Problem:
-    """What is planned for. gpu: a name in hardware.yaml; model_config: see shapes.read, else the recipe's model."""
+    """Pose the planning problem. gpu: a name in hardware.yaml; model_config: see architecture.read, else the recipe's model."""
     return Problem(
         recipe=recipe,
         shape=architecture.read(model_config or recipe.model.path),
@@ -57,7 +57,7 @@ def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work:
 
 
 def work(recipe: Recipe) -> Workload:
-    """Lengths that the recipe's limits suggest, all groups trained."""
+    """Return the workload that the recipe's limits suggest, with all groups trained."""
     return workload(recipe, lognormal(recipe, None, SPREAD), 1.0, recipe.run.seed)
 
 
@@ -76,13 +76,13 @@ def _measured(run: Path) -> Lengths:
 
 
 def _chosen(problem: Problem, written: Plan | str, found: Found) -> dict[str, Plan]:
-    """What is simulated: by a short name."""
+    """Return the plans to simulate by a short name."""
     first = {} if isinstance(written, str) else {show.name_of_written(written, problem): written}
     return first | {f"plan {i}": plan for i, plan in enumerate(found.plans[:SIMULATED], 1)}
 
 
 def _swept(chosen: dict[str, Plan]) -> tuple[str, Plan]:
-    """Whose window and tails are varied: the best plan, for a learner that limits hides what they do."""
+    """Return the plan whose window and tails are varied: the best one, since a learner bottleneck hides their effect."""
     return next(((n, p) for n, p in chosen.items() if n == "plan 1"), next(iter(chosen.items())))
 
 
@@ -103,7 +103,7 @@ ALONE = (
 
 
 def planned(name: str, overrides: Sequence[str], gpu: str) -> Recipe:
-    """The recipe with the plan's counts and layout in the place of its own. gpu: a name of `megarl plan --gpu`.
+    """Return the recipe with counts and layout of the best plan. gpu: a name of `megarl plan --gpu`.
 
     MegarlError if there is nothing to divide, or nothing fits.
     """

@@ -1,4 +1,4 @@
-"""The picture of `megarl plan --simulate`: lag, idle shares, throughput; what the split, k and long tails do to them."""
+"""The picture of `megarl plan --simulate`: lag, idle shares, throughput; and how the split, k and long tails affect them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ def draw(
     by_spread: Mapping[float, Summary],
     path: Path,
 ) -> None:
-    """PNG of these simulations, by name; of all plans; and of the one called `swept` with other k and other tails."""
+    """Draw these simulations by name, all plans, and the one called `swept` with other k and other tails, as PNG."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 10), layout="constrained")
         axes = figure.subplots(3, 2)
@@ -87,7 +87,7 @@ def _shares(axes: Any, results: Mapping[str, Result]) -> None:
 
 
 def _steps(axes: Any, results: Mapping[str, Result]) -> None:
-    """Seconds of each step, those that fill the window shaded."""
+    """Draw the seconds of each step, with those that fill the window shaded."""
     for (name, result), colour in zip(results.items(), COLOURS, strict=False):
         ended = np.array([0.0, *(s.ended for s in result.steps)])
         axes.plot(np.diff(ended), color=colour, label=name)
@@ -100,7 +100,7 @@ def _steps(axes: Any, results: Mapping[str, Result]) -> None:
 
 
 def _split(axes: Any, plans: Sequence[Plan], results: Mapping[str, Result]) -> None:
-    """Estimates of the best plan of each split, and what was simulated."""
+    """Draw the estimate for the best plan of each split, and what was simulated."""
     best: dict[int, float] = {}
     for plan in plans:  # best first
         best.setdefault(plan.recipe.resources.learner_ranks, plan.tokens_per_second)

@@ -7,7 +7,7 @@
 [Inf]  Pope et al., Efficiently Scaling Transformer Inference, arXiv 2211.05102
 [Roof] Williams et al., Roofline, Communications of the ACM 52(4), 2009
 
-Activations are those of what megarl runs: flash attention, no dropout, gated MLPs, RMS norms, bf16.
+Activations are those of megarl's own layers: flash attention, no dropout, gated MLPs, RMS norms, bf16.
 """
 
 from megarl.core.algorithm.packing import Cost
@@ -22,7 +22,7 @@ WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}
 
 
 def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -> float:
-    """Weights, gradients and AdamW of so many parameters on a rank, the optimiser's part divided among `shards` ranks.
+    """Return bytes of weights, gradients and AdamW on a rank, with the optimiser divided among `shards` ranks.
 
     [ZeRO], stage 1. Half: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / shards. fp32: 4 + 4 + 8 / shards.
     kept: share of the optimiser's part that is not in the host's memory.
@@ -33,30 +33,32 @@ def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -
 
 
 def fp8_weight_bytes(parameters: float) -> float:
-    """What FP8 products keep beside the bf16 weights from one micro-batch to the next: each in FP8 as it is and transposed,
-    for their matrix units take both factors row by row (Transformer Engine, guide to FP8)."""
+    """Return bytes that FP8 products keep beside bf16 weights between micro-batches: each weight in FP8, plain and transposed.
+
+    Their matrix units read both factors row by row (Transformer Engine, guide to FP8).
+    """
     return 2 * FP8 * parameters
 
 
 def replicated_activation_bytes(shape: Shape, width: int, kept: int) -> float:
-    """A token's, of one layer, that tensor parallelism divides only with sequence parallelism: input and output of both norms.
+    """Return bytes per token and layer divided by TP only with sequence parallelism: input and output of both norms.
 
-    [AR] section 4.2.1 counts 10 sbh outside tensor-parallel parts: 4 layer norms' inputs, 4 inputs of the parts behind them
-    (here the norms' outputs) and 2 dropout masks, of which there are none. width: bytes of an activation; kept: of one that
-    a linear map keeps of its input, 1 if it makes FP8 products.
+    [AR] section 4.2.1 counts 10 sbh outside tensor-parallel parts: 4 for the layer norms' inputs, 4 for the inputs of the parts
+    after them (here the norms' outputs), and 2 for dropout masks, of which there are none. width: bytes of an activation; kept:
+    bytes of a value that a linear map keeps of its input, 1 if it makes FP8 products.
     """
     return 2 * shape.hidden * (width + kept)
 
 
 def layer_input_bytes(shape: Shape, width: int) -> float:
-    """A token's, of a layer that is computed again whole: what goes into it. Divided as the one above. [AR] section 5."""
+    """Return bytes per token of the input of a layer that is recomputed whole. Divided as the one above. [AR] section 5."""
     return shape.hidden * width
 
 
 def attention_activation_bytes(shape: Shape, width: int, kept: int) -> float:
-    """A token's, of one layer, that tensor parallelism divides: q, k, v, the output, and the softmax's normaliser (FP32).
+    """Return bytes per token and layer divided by TP: q, k, v, the output, and the softmax's normaliser (FP32).
 
-    [AR] equation 1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The map behind it keeps the same
+    [AR] equation 1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The map after it keeps the same
     output, unless it keeps it in FP8.
     """
     output_again = shape.query * kept if kept != width else 0
@@ -64,14 +66,14 @@ def attention_activation_bytes(shape: Shape, width: int, kept: int) -> float:
 
 
 def mlp_activation_bytes(feed_forward: int, width: int, kept: int) -> float:
-    """A token's, of a gated MLP, that tensor parallelism divides: gate and up, and their product. [AR] 4.1, for SwiGLU."""
+    """Return bytes per token of a gated MLP, divided by TP: gate and up, and their product. [AR] 4.1, for SwiGLU."""
     return feed_forward * (2 * width + kept)
 
 
 def routed_activation_bytes(shape: Shape, expert_tensor_parallel: int, width: int, kept: int) -> float:
-    """A token's, of one layer's routed experts, all chosen together, where tokens fall evenly on the experts.
+    """Return bytes per token and layer of all chosen routed experts together, if tokens are spread evenly over experts.
 
-    Each choice is a row of its own: gathered input and output [hidden], and the gated MLP within. Router logits in FP32.
+    Each choice is a separate row: gathered input and output [hidden], and the gated MLP within. Router logits in FP32.
     """
     rows = shape.hidden * (width + kept) * expert_tensor_parallel
     inner = mlp_activation_bytes(shape.expert_feed_forward, width, kept)
@@ -79,7 +81,7 @@ def routed_activation_bytes(shape: Shape, expert_tensor_parallel: int, width: in
 
 
 def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
-    """How many micro-batches' activations of its own layers the first stage holds at most. [AR] 4.2.3, [PP] 2.2.
+    """Return how many micro-batches' activations of its own layers the first stage holds at most. [AR] 4.2.3, [PP] 2.2.
 
     1F1B: as many as there are stages; interleaved: (1 + (p - 1) / (p v)) times as many.
     """
@@ -93,10 +95,10 @@ HEAD_CHUNK = 4096 * 8192
 
 
 def head_bytes(tokens: float, vocabulary: int, hidden: int, tensor_parallel: int, width: int) -> float:
-    """The head at its peak, of so many trained tokens of one micro-batch (megarl/core/learner/head/function.py).
+    """Return peak bytes of the head for this many trained tokens of a micro-batch (megarl/core/learner/head/function.py).
 
-    A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed and as handed on; the zeros
-    that autograd gets for the weight's. width: bytes of a number of the model.
+    A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed and as passed on; the zeros
+    that autograd gets as the weight's gradient. width: bytes of a number of the model.
     """
     chunk = (FP32 + width) * HEAD_CHUNK
     return chunk + (FP32 + width) * tokens * hidden + width * vocabulary / tensor_parallel * hidden
@@ -106,7 +108,7 @@ def head_bytes(tokens: float, vocabulary: int, hidden: int, tensor_parallel: int
 
 
 def kv_bytes(shape: Shape, tensor_parallel: int, width: int) -> float:
-    """A token's, on each GPU of a server: k and v of every layer. [Inf] More GPUs than groups hold copies."""
+    """Return bytes per token of k and v of every layer on each GPU of a server. [Inf] More GPUs than groups hold copies."""
     return 2 * shape.layers * max(shape.groups / tensor_parallel, 1) * shape.head_dim * width
 
 
@@ -114,40 +116,42 @@ def kv_bytes(shape: Shape, tensor_parallel: int, width: int) -> float:
 
 
 def layer_flop(shape: Shape) -> float:
-    """Forward, of a token: 2 for each parameter it is multiplied with, without embedding and head. [PaLM]"""
+    """Return forward FLOP per token: 2 for each parameter it is multiplied by, without embedding and head. [PaLM]"""
     return 2 * shape.body_parameters
 
 
 def attention_flop(shape: Shape, positions: float) -> float:
-    """Forward, of a token that looks back on so many positions: scores and their sum over values. [PaLM], causal."""
+    """Return forward FLOP of a token's attention to this many positions: scores and weighted values. [PaLM], causal."""
     chunk = shape.attention_chunk or positions
     local = shape.local_layers * min(positions, chunk)
     return 4 * shape.query * (local + (shape.layers - shape.local_layers) * positions)
 
 
 def head_flop(shape: Shape) -> float:
-    """Forward, of a token. [PaLM]"""
+    """Return forward FLOP of the head per token. [PaLM]"""
     return 2 * shape.embedding_parameters
 
 
 BACKWARD = 3
 """Forward and backward together, in forwards. [PaLM]"""
 HEAD_BACKWARD = 4
-"""The same of the learner's head, which makes its logits again (core/learner/head). FP32 logits of bf16 numbers are products
-of bf16 numbers summed in FP32, on both sides, so they cost what bf16 ones do."""
+"""The same for the learner's head, which recomputes its logits (core/learner/head).
+
+FP32 logits of bf16 numbers are products of bf16 numbers summed in FP32, on both sides, so they cost the same as bf16 ones.
+"""
 
 
 def forward_again(recompute: str, shape: Shape) -> float:
-    """Of a token's forward pass through the layers' matrices, what the backward pass computes again, in FLOP. [AR] section 5.
+    """Return FLOP of a token's forward pass through the layers' matrices that the backward pass recomputes. [AR] section 5.
 
-    recompute: as in the recipe; selective are MLPs and experts (megarl/core/models/build.py).
+    recompute: as in the recipe; selective means MLPs and experts (megarl/core/models/build.py).
     """
     attention = 2 * shape.layers * shape.attention_parameters
     return {"none": 0.0, "selective": layer_flop(shape) - attention, "full": layer_flop(shape)}[recompute]
 
 
 def sequence_cost(shape: Shape) -> Cost:
-    """What the learner takes a sequence to cost (megarl/core/learner/network.py), in FLOP."""
+    """Return the learner's cost model of a sequence (megarl/core/learner/network.py), in FLOP."""
     pair = BACKWARD * 4 * shape.query
     return Cost(
         token=BACKWARD * layer_flop(shape) + HEAD_BACKWARD * head_flop(shape),
@@ -158,57 +162,59 @@ def sequence_cost(shape: Shape) -> Cost:
 
 
 def bubble(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
-    """Time of a step's pipeline in times of its micro-batches: 1 + (p - 1) / (m v). [PP] 2.2."""
+    """Return a step's pipeline time as a multiple of its micro-batches' time: 1 + (p - 1) / (m v). [PP] 2.2."""
     return 1 + (pipeline_parallel - 1) / (microbatches * virtual)
 
 
 def tensor_parallel_bytes(
     tokens: float, shape: Shape, ranks: int, sequence_parallel: bool, recompute: str = "none"
 ) -> float:
-    """Over a rank's link for the tensor parallelism of one layer, forward and backward. [AR] 4.2.2.
+    """Return bytes over a rank's link for the tensor parallelism of one layer, forward and backward. [AR] 4.2.2.
 
-    Sequence parallelism: four gathers and four scatters of [tokens, hidden], and two gathers again for weight gradients.
-    Without it: four all-reduces, each a gather and a scatter. What is computed again is exchanged again: two of each, or one.
+    Sequence parallelism: four gathers and four scatters of [tokens, hidden], and two more gathers for weight gradients.
+    Without it: four all-reduces, each a gather and a scatter. Recomputation repeats exchanges: two of each, or one.
     """
     passes = (10 if sequence_parallel else 8) + {"none": 0, "selective": 2, "full": 4}[recompute]
     return passes * HALF * tokens * shape.hidden * (ranks - 1) / ranks
 
 
 def expert_parallel_bytes(tokens: float, shape: Shape, ranks: int, recompute: str = "none") -> float:
-    """Over a rank's link for one layer's experts: to them and back, forward, backward and in a forward pass that is run again.
-    GShard, arXiv 2006.16668."""
+    """Return bytes over a rank's link for one layer's experts: to them and back, forward, backward and when recomputed.
+
+    GShard, arXiv 2006.16668.
+    """
     return (
         (4 if recompute == "none" else 6) * HALF * tokens * shape.experts_per_token * shape.hidden * (ranks - 1) / ranks
     )
 
 
 def data_parallel_bytes(parameters: float, width: int, ranks: int) -> float:
-    """Over a rank's link once a step: FP32 gradients scattered, weights gathered. [ZeRO] 7.2.1"""
+    """Return bytes over a rank's link once a step: FP32 gradients scattered, weights gathered. [ZeRO] 7.2.1"""
     return (FP32 + width) * parameters * (ranks - 1) / ranks
 
 
 def optimizer_bytes(parameters: float) -> float:
-    """In and out of memory for AdamW on so many parameters: gradient, and three values read and written; the weight."""
+    """Return bytes read and written by AdamW for these parameters: gradient; three values read and written; the weight."""
     return (FP32 + 6 * FP32 + HALF) * parameters
 
 
 def offload_bytes(parameters: float) -> float:
-    """Either way over a GPU's link to its host, for AdamW there: FP32 gradients to it, FP32 weights back."""
+    """Return bytes each way over a GPU's link to its host, for AdamW there: FP32 gradients to it, FP32 weights back."""
     return FP32 * parameters
 
 
 def experts_met(experts: int, chosen: int, tokens: float) -> float:
-    """How many of a layer's experts so many tokens meet, each choosing evenly: what decoding has to read."""
+    """Return how many of a layer's experts this many tokens reach, each choosing uniformly: what decoding has to read."""
     return experts * (1 - (1 - chosen / experts) ** tokens) if experts else 0.0
 
 
 def roofline(bytes_moved: float, memory_rate: float, flop: float, flop_rate: float) -> float:
-    """Seconds, whichever limits. [Roof]"""
+    """Return seconds, by whichever limits. [Roof]"""
     return max(bytes_moved / memory_rate, flop / flop_rate)
 
 
 def broadcast_seconds(size: float, rate: float, receivers: int, hop_s: float) -> float:
-    """A pipelined ring from one rank: the bytes pass each link once, the last rank is `receivers` hops away.
+    """Return seconds of a pipelined ring from one rank: bytes pass each link once, the last rank is `receivers` hops away.
 
     Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, 2005: large messages.
     """

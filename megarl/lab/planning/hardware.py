@@ -28,7 +28,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Assumed:
-    """What no datasheet has; see hardware.yaml."""
+    """What no datasheet says; see hardware.yaml."""
 
     training_efficiency: float
     fp8_efficiency: float
@@ -47,7 +47,7 @@ class Assumed:
     static_share: float
 
     def usable(self, gpu: Gpu) -> float:
-        """Bytes that tensors may take."""
+        """Return the bytes that tensors may take."""
         return gpu.memory * (1 - self.fragmentation) - self.reserved_gb * GB
 
 
@@ -72,7 +72,7 @@ def _table() -> tuple[dict[str, Gpu], Assumed]:
 
 
 def gpu_named(name: str) -> Gpu:
-    """MegarlError for one that is not in hardware.yaml."""
+    """Return a GPU's record; MegarlError if it is not in hardware.yaml."""
     gpus = _table()[0]
     if name not in gpus:
         raise MegarlError(

@@ -1,6 +1,6 @@
-"""Which layouts of N GPUs a recipe can have, how fast each would be, and why the others cannot be.
+"""Which layouts a recipe can have on N GPUs, how fast each would be, and why the others are impossible.
 
-    learner GPUs L ─► TP x PP x CP x EP ─► megarl's own rules ─► memory ─► seconds of training ─► the quickest for this L ┐
+    learner GPUs L ─► TP x PP x CP x EP ─► megarl's own rules ─► memory ─► seconds of training ─► the fastest for this L  ┐
     server TP      ─► memory, KV        ─► rate of a server ──────────────────────────────────────────────────────────┤
                                                                       (N - L) / TP servers: seconds of a step ◄────────┘
 
@@ -26,14 +26,14 @@ from megarl.lab.planning.workload import Workload
 TENSOR = PIPELINE = (1, 2, 4, 8)
 CONTEXT = (1, 2, 4)
 SPLITS = 40
-"""About how many generator : trainer splits are looked at: those of multiples of a power of two, as layouts are."""
+"""Approximate number of generator : trainer splits tried: multiples of a power of two, as layouts are."""
 MOST_PACKED = 1024
-"""Sequences that are packed to see how a step's fall into micro-batches; of more, a part on a part of the ranks."""
+"""Most sequences packed to see how a step's fall into micro-batches; beyond that, a share of them on a share of the ranks."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned for: the recipe's layout and counts of GPUs are open, the rest of it is given."""
+    """What is planned for: the recipe's layout and GPU counts are open, the rest of it is given."""
 
     recipe: Recipe
     shape: Shape
@@ -55,7 +55,7 @@ class LearnerChoice:
 
 @dataclass(frozen=True)
 class Plan:
-    """One division of the GPUs, with what it is expected to do.
+    """One division of the GPUs, with its expected performance.
 
     running: requests a server works on at once; tokens_per_second: completion tokens.
     """
@@ -95,8 +95,11 @@ class Plan:
 
 @dataclass
 class Found:
-    """plans: best first. refused: reasons, with how many layouts each one refused. saving: what of `learner` the plans change
-    to fit, where nothing does without."""
+    """The result of a search.
+
+    plans: best first. refused: number of layouts refused, by reason. saving: changes to `learner` in the plans, if nothing fits
+    without them.
+    """
 
     plans: list[Plan]
     refused: Counter[str] = field(default_factory=Counter)
@@ -113,8 +116,10 @@ SAVING: tuple[dict[str, str | float], ...] = (
 
 
 def search(problem: Problem) -> Found:
-    """All splits and layouts, with a learner that saves memory if nothing fits otherwise; none where nothing is split
-    (resources.colocate)."""
+    """Search all splits and layouts, with a learner that saves memory if nothing fits otherwise.
+
+    Finds none if nothing is split (resources.colocate).
+    """
     if problem.recipe.resources.colocate:
         return Found([])
     found, own = _search(problem), problem.recipe.learner
@@ -150,7 +155,7 @@ def _search(problem: Problem) -> Found:
 
 
 def as_written(problem: Problem) -> Plan | str:
-    """The recipe's own layout and counts; or why it does not fit."""
+    """Return a plan with the recipe's own layout and counts; or why it does not fit."""
     recipe = problem.recipe
     learner = _learner(problem, recipe)
     if isinstance(learner, str):
@@ -159,7 +164,7 @@ def as_written(problem: Problem) -> Plan | str:
     if memory_of is None:
         return reason
     if recipe.resources.colocate:
-        # Two processes on a GPU: what each reserves is there twice.
+        # Two processes share a GPU, so what each reserves counts twice.
         room = problem.assumed.usable(problem.gpu) - problem.assumed.reserved_gb * GB
         need = memory.colocated(recipe, learner.memory, memory_of)
         if need > room:
@@ -171,7 +176,7 @@ def as_written(problem: Problem) -> Plan | str:
 
 
 def _splits(gpus: int) -> Iterator[int]:
-    """GPUs of the learner."""
+    """Yield the numbers of learner GPUs to try."""
     step = 1 << max(0, (gpus // SPLITS).bit_length() - 1)
     return iter(range(step, gpus, step))
 
@@ -207,7 +212,7 @@ def _with_layout(recipe: Recipe, ranks: int, tp: int, pp: int, cp: int, ep: int)
 
 
 def _learner(problem: Problem, recipe: Recipe) -> LearnerChoice | str:
-    """The learner of this recipe, or why it cannot be: in a few words, so that reasons can be counted."""
+    """Return the learner of this recipe, or why it is impossible, in a few words so that reasons can be counted."""
     model = recipe.model
     for broken in itertools.chain(impossible(recipe), impossible_for(model, problem.shape.divisible())):
         return f"{broken.split(':')[0]}: {_RULES.get(broken.split(':')[0], 'breaks a rule of the recipe')}"
@@ -227,14 +232,14 @@ def _learner(problem: Problem, recipe: Recipe) -> LearnerChoice | str:
 
 
 def _with_microbatch_tokens(problem: Problem, recipe: Recipe) -> Recipe:
-    """For `auto`, the size that the learner would find (megarl/core/learner/microbatch_size.py), by the estimate of memory."""
+    """Resolve `auto` to the size that the learner would find (megarl/core/learner/microbatch_size.py), by estimated memory."""
     if recipe.learner.microbatch_tokens != "auto":
         return recipe
     longest, stages = recipe.length.context_tokens, recipe.model.pipeline_parallel
     share = recipe.data_parallel * (4 * stages if stages > 1 else 1)
     sizes = [
         size for size in sizes_to_try(longest, longest * problem.work.rollouts // share) if size >= longest
-    ]  # less than the longest sequence is none
+    ]  # a size below the longest sequence is useless
     room = problem.assumed.usable(problem.gpu)
     fitting = [n for n in sizes if memory.learner(recipe, problem.shape, n, 2 * stages).total <= room]
     learner = recipe.learner.model_copy(update={"microbatch_tokens": max(fitting, default=longest)})
@@ -263,7 +268,7 @@ def _largest_part(need: LearnerMemory) -> str:
 
 @lru_cache(maxsize=4096)
 def _packed(work: Workload, shape: Shape, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
-    """Of the step's sequences; of very many, from what a share of them needs on a share of the ranks."""
+    """Pack the step's sequences; if there are very many, extrapolate from a share of them on a share of the ranks."""
     count = len(work.trained)
     ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
     taken = min(count * ranks // data_parallel, MOST_PACKED)
@@ -274,7 +279,7 @@ def _packed(work: Workload, shape: Shape, microbatch_tokens: int, data_parallel:
 
 
 def _server(problem: Problem, ranks: int) -> tuple[str, ServerMemory | None]:
-    """Memory of a server of so many GPUs; or why there can be none."""
+    """Return the memory of a server with this many GPUs; or why it is impossible."""
     shape, gpu = problem.shape, problem.gpu
     if shape.heads % ranks or (shape.groups % ranks and ranks % shape.groups):
         return f"server TP {ranks}: does not divide the heads", None
@@ -299,7 +304,7 @@ def _with_servers(recipe: Recipe, servers: int, ranks: int) -> Recipe:
 def evaluate(
     problem: Problem, learner: LearnerChoice, memory_of: ServerMemory, ranks: int, servers: int | None = None
 ) -> Plan:
-    """The estimate for this learner with servers of `ranks` GPUs: as many as are left, or `servers`."""
+    """Estimate this learner with servers of `ranks` GPUs: as many as fit the rest, or `servers`."""
     work, pipeline = problem.work, problem.recipe.pipeline
     learner_gpus = learner.recipe.resources.learner_ranks
     count = servers or (problem.gpus - learner_gpus) // ranks
@@ -308,7 +313,7 @@ def evaluate(
     gpus = learner_gpus if shared else count * ranks + learner_gpus
     published = speed.publication(recipe, problem.shape, problem.gpu, problem.assumed, gpus)
     decoder = Decoder(recipe, problem.shape, problem.gpu, problem.assumed, memory_of.kv_token)
-    # A batch is complete when its longest rollout is, and only the window's batches are under way: of these, mean / longest.
+    # A batch is complete when its longest rollout is, and only the window's batches are in progress: mean / longest of these.
     window = pipeline.window_steps * work.rollouts / count * work.mean_tokens / float(work.sample.max())
     running = min(recipe.serving.max_running_requests, memory_of.kv_tokens / work.live_context, window)
     seconds = decoder.step_seconds(running, running * work.live_context)
@@ -317,9 +322,9 @@ def evaluate(
     generate = tokens / (count * running / seconds) + transfers
     busy = learner.train_seconds + transfers + published.parity / pipeline.phase_steps
     longest = float(work.sample.max()) * seconds
-    # Without a window to work ahead in, the halves take turns, and the last rollout of a phase is waited for.
+    # Without a window to work ahead in, the halves take turns, and each phase waits for its last rollout.
     overlapped = pipeline.max_lag > 0
-    if shared and overlapped:  # each has the GPU for a part of the time
+    if shared and overlapped:  # each has the GPU for part of the time
         step = generate + busy
     else:
         step = max(generate, busy) if overlapped else generate + busy + longest / pipeline.phase_steps
@@ -344,8 +349,11 @@ def evaluate(
 
 
 def _lag(k: int, phase: int, generate: float, busy: float, longest: float, step: float) -> float:
-    """Mean lag of a token, roughly. A learner that limits finds the window full: k steps' tickets are ahead of it. Otherwise
-    tokens wait for their group's last, and half of them are sampled in the first half of that. Phases: half of one."""
+    """Estimate the mean lag of a token, roughly.
+
+    If the learner limits, it finds the window full: k steps' tickets are ahead of it. Otherwise tokens wait for the last of
+    their group, and half of them are sampled in the first half of that time. With phases: half of one.
+    """
     if k == 0:
         return (phase - 1) / 2
     return float(k) if busy > generate else min(float(k), 0.5 + longest / 2 / step)

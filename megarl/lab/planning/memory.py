@@ -1,7 +1,7 @@
-"""Bytes of a learner rank and of a server's GPU. The formulas are in formulas.py; here is what lies where.
+"""Bytes on a learner rank and on a server's GPU. formulas.py has the formulas; this module says what is where.
 
-Of a pipeline the first stage has most activations in flight and the embedding, the last has one micro-batch in flight, the
-head: the larger of the two counts.
+In a pipeline the first stage has the most activations in flight and the embedding, the last has one micro-batch in flight and
+the head: the larger of the two counts.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from megarl.lab.planning.hardware import Assumed, Gpu
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """Bytes of the rank that holds most. state: weights, gradients, optimiser. publication: buckets on their way."""
+    """Bytes on the rank that holds most. state: weights, gradients, optimiser. publication: buckets being sent."""
 
     state: float
     activations: float
@@ -43,13 +43,13 @@ class ServerMemory:
 
 
 def colocated(recipe: Recipe, learner: LearnerMemory, server: ServerMemory) -> float:
-    """Bytes on a GPU that both are on. With serving.release_memory, what the learner needs for a step and KV take turns."""
+    """Return bytes on a GPU that both share. With serving.release_memory, KV and what a step needs take turns."""
     always, step = learner.state + server.weights + server.transient, learner.total - learner.state
     return always + (max(step, server.kv) if recipe.serving.release_memory else step + server.kv)
 
 
 def learner(recipe: Recipe, shape: Shape, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
-    """Of the recipe's layout. microbatch_tokens: of the largest packed micro-batch, before context parallelism divides it."""
+    """Return memory for the recipe's layout. microbatch_tokens: of the largest micro-batch, before context parallelism."""
     model, last = recipe.model, recipe.model.pipeline_parallel == 1
     width = WIDTH[model.dtype]
     tokens = microbatch_tokens / model.context_parallel
@@ -72,13 +72,13 @@ def learner(recipe: Recipe, shape: Shape, microbatch_tokens: float, microbatches
 
 
 def critic_state(recipe: Recipe, shape: Shape) -> float:
-    """Weights, gradients and optimiser on a rank of a critic that starts from the policy's model, in its own precision."""
+    """Return bytes of state per rank of a critic that starts from the policy's model, in its own precision."""
     changed = {"model": recipe.critic_model, "learner": recipe.learner.model_copy(update={"optimizer_offload": 0.0})}
     return _state(recipe.model_copy(update=changed), shape, shape.embedding_parameters / recipe.model.tensor_parallel)
 
 
 def _state(recipe: Recipe, shape: Shape, ends: float) -> float:
-    """Weights, gradients and optimiser of a stage with `ends` parameters of embedding and head on this rank."""
+    """Return bytes of weights, gradients and optimiser of a stage with `ends` embedding and head parameters on this rank."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     dense = shape.dense_parameters / (model.tensor_parallel * model.pipeline_parallel) + ends
     experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
@@ -94,7 +94,7 @@ def _state(recipe: Recipe, shape: Shape, ends: float) -> float:
 
 
 def _stage_activations(recipe: Recipe, shape: Shape, width: int) -> float:
-    """What a token keeps of all layers of one stage, on one rank, until its backward pass."""
+    """Return bytes that a token keeps in all layers of one stage, on one rank, until its backward pass."""
     model = recipe.model
     if recipe.learner.recompute == "full":
         shards = model.tensor_parallel if model.sequence_parallel else 1
@@ -107,7 +107,7 @@ def _stage_activations(recipe: Recipe, shape: Shape, width: int) -> float:
 
 
 def _recomputed_activations(recipe: Recipe, shape: Shape, width: int) -> float:
-    """What a token has of the one layer that is being computed again."""
+    """Return bytes that a token takes in the one layer being recomputed."""
     if recipe.learner.recompute == "none":
         return 0.0
     attention, dense, sparse = _layer_activations(recipe, shape, width)
@@ -116,7 +116,7 @@ def _recomputed_activations(recipe: Recipe, shape: Shape, width: int) -> float:
 
 
 def _layer_activations(recipe: Recipe, shape: Shape, width: int) -> tuple[float, float, float]:
-    """A token's, of one layer, on one rank: of norms and attention, of a dense MLP, of experts."""
+    """Return bytes per token in one layer, on one rank: of norms and attention, of a dense MLP, of experts."""
     model = recipe.model
     shards = model.tensor_parallel if model.sequence_parallel else 1
     kept = width if model.fp8 == "none" else FP8
@@ -131,7 +131,7 @@ def _layer_activations(recipe: Recipe, shape: Shape, width: int) -> tuple[float,
 
 
 def server(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed) -> ServerMemory:
-    """Of resources.server_tensor_parallel GPUs."""
+    """Return the memory of a server with resources.server_tensor_parallel GPUs."""
     ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
     width = WIDTH[recipe.model.dtype]
     weights = shape.parameters * width / ranks

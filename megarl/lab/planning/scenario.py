@@ -1,4 +1,4 @@
-"""From a plan to a simulation: the plan's speeds as the simulator's costs."""
+"""From a plan to a simulation: turns the plan's speeds into the simulator's costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ SPREADS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 @dataclass(frozen=True)
 class Result:
-    """warm_up: steps that only fill the pipeline, not counted in `summary`."""
+    """A simulated plan. warm_up: steps that only fill the pipeline, not counted in `summary`."""
 
     plan: Plan
     steps: list[Step]
@@ -23,10 +23,10 @@ class Result:
 
 
 def costs(problem: Problem, plan: Plan) -> Costs:
-    """Of this plan."""
+    """Return the simulator's costs for this plan."""
     recipe = plan.recipe
     microbatch_tokens = recipe.learner.microbatch_tokens
-    assert microbatch_tokens != "auto"  # a plan says how many
+    assert microbatch_tokens != "auto"  # a plan has a number
     cost, one_size = formulas.sequence_cost(problem.shape), recipe.model.pipeline_parallel > 1
 
     def train_seconds(lengths: Sequence[int]) -> float:
@@ -44,7 +44,7 @@ def costs(problem: Problem, plan: Plan) -> Costs:
 
 
 def run(problem: Problem, plan: Plan, steps: int) -> Result:
-    """`steps` steps of the plan, behind those that fill its window."""
+    """Simulate `steps` steps of the plan, after those that fill its window."""
     warm_up = 2 * plan.recipe.pipeline.window_steps
     done = simulate(
         Scenario(plan.recipe, problem.work, costs(problem, plan), steps + warm_up + 1, plan.recipe.run.seed)
@@ -53,20 +53,20 @@ def run(problem: Problem, plan: Plan, steps: int) -> Result:
 
 
 def by_lag(problem: Problem, plan: Plan, steps: int) -> dict[int, Summary]:
-    """The same plan under other windows: pipeline.k."""
-    found = {}
+    """Simulate the same plan with other windows: pipeline.k."""
+    summaries = {}
     for k in LAGS:
         pipeline = plan.recipe.pipeline.model_copy(update={"k": k})
         other = replace(plan, recipe=plan.recipe.model_copy(update={"pipeline": pipeline}))
-        found[k] = run(problem, other, steps).summary
-    return found
+        summaries[k] = run(problem, other, steps).summary
+    return summaries
 
 
 def by_spread(problem: Problem, plan: Plan, steps: int) -> dict[float, Summary]:
-    """The same plan with shorter and longer tails of the lengths, their mean unchanged."""
-    recipe, work, found = plan.recipe, problem.work, {}
+    """Simulate the same plan with shorter and longer tails of the lengths, at the same mean."""
+    recipe, work, summaries = plan.recipe, problem.work, {}
     for spread in SPREADS:
         lengths = LogNormal(work.mean_tokens, spread, recipe.length.completion_tokens)
         other = replace(problem, work=workload(recipe, lengths, work.trained_share, recipe.run.seed))
-        found[spread] = run(other, plan, steps).summary
-    return found
+        summaries[spread] = run(other, plan, steps).summary
+    return summaries

@@ -1,10 +1,10 @@
 """A server's requests, token by token, in virtual time. One decode step gives each running request one token.
 
     generate(context, tokens) ─► joins the running ones ─► as many decode steps later ─► versions its tokens were sampled with
-    pause() … resume(version)    nothing is decoded in between; requests go on over it with the new weights
+    pause() … resume(version)    nothing is decoded in between; requests then continue with the new weights
 
-The seconds of a decode step depend on how many run and on what they hold. They are taken anew whenever a request comes or
-goes, and every STRIDE steps, so a run costs events by requests, not by tokens.
+The seconds of a decode step depend on the running requests and the context they hold. They are recomputed whenever a request
+comes or goes, and every STRIDE steps, so the number of events depends on requests, not tokens.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 StepSeconds = Callable[[float, float], float]
-"""(requests running, tokens of context they hold altogether) -> seconds of one decode step."""
+"""(requests running, tokens of context they hold in total) -> seconds of one decode step."""
 STRIDE = 256
 TINY = 1e-9
 
@@ -29,7 +29,7 @@ class _Request:
 
 
 class SimulatedServer:
-    """`busy_seconds`: with any request and not paused; `tokens`: decoded so far."""
+    """A simulated server. `busy_seconds`: with any request and not paused; `tokens`: decoded so far."""
 
     def __init__(self, step_seconds: StepSeconds) -> None:
         self._step_seconds = step_seconds
@@ -37,7 +37,7 @@ class SimulatedServer:
         self._order = itertools.count()
         self._steps = 0.0  # decode steps until `_since`
         self._since = 0.0
-        self._rate = 0.0  # decode steps a second since then
+        self._rate = 0.0  # decode steps per second since then
         self._starts = 0.0  # sum over running requests of (began - context)
         self._paused = False
         self._timer: asyncio.TimerHandle | None = None
@@ -50,7 +50,7 @@ class SimulatedServer:
         return len(self._running)
 
     async def generate(self, context: int, tokens: int) -> dict[int, int]:
-        """How many of the tokens were sampled with which version."""
+        """Return how many of the tokens were sampled with each version."""
         self._advance()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         request = _Request(self._steps + tokens, next(self._order), self._steps, context, done)
@@ -66,31 +66,31 @@ class SimulatedServer:
         self._plan()
 
     def resume(self, version: int) -> None:
-        """Go on, with these weights."""
+        """Continue with these weights."""
         self._advance()
         self._paused = False
         self._versions.append((self._steps, version))
         self._plan()
 
     def forget(self) -> None:
-        """Versions from before the oldest running request."""
+        """Forget versions older than the oldest running request."""
         oldest = min((r.began for r in self._running), default=self._steps)
         while len(self._versions) > 1 and self._versions[1][0] <= oldest:
             del self._versions[0]
 
     def _sampled(self, began: float, ends: float) -> dict[int, int]:
-        found: dict[int, int] = {}
+        counts: dict[int, int] = {}
         borders = [*(start for start, _ in self._versions[1:]), ends]
         left = began
         for (_, version), border in zip(self._versions, borders, strict=True):
             right = min(max(border, left), ends)
             if count := round(right - began) - round(left - began):
-                found[version] = found.get(version, 0) + count
+                counts[version] = counts.get(version, 0) + count
             left = right
-        return found
+        return counts
 
     def _advance(self) -> None:
-        """Bring the count of steps up to now, and end what has all its tokens."""
+        """Advance the step count to now, and end requests that have all their tokens."""
         now = asyncio.get_running_loop().time()
         passed = now - self._since
         if self._rate:
@@ -106,7 +106,7 @@ class SimulatedServer:
                 request.done.set_result(None)
 
     def _plan(self) -> None:
-        """The rate from now on, and when to look again."""
+        """Compute the rate from now on, and schedule the next update."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

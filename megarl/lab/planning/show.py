@@ -1,4 +1,4 @@
-"""A plan for the terminal, and as JSON."""
+"""Shows a plan in the terminal, and as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,7 +15,7 @@ from megarl.lab.planning.simulate import Summary
 
 @dataclass(frozen=True)
 class Simulated:
-    """plans: by name; the one called `swept` with other k and with other tails of the lengths."""
+    """Simulations. plans: by name; by_lag, by_spread: the one called `swept`, with other k and with other tails of lengths."""
 
     plans: Mapping[str, Summary] = field(default_factory=dict)
     swept: str = ""
@@ -29,7 +29,7 @@ class Simulated:
 
 MOST_REASONS = 12
 TAKEN_OVER_PLANNED = (1.3, 14)
-"""GPU-hours that the ScaleRL paper's two runs took, over those planned for them: the table of docs/plan.md."""
+"""GPU-hours that the ScaleRL paper's two runs took, relative to those planned for them: the table of docs/plan.md."""
 ROWS = (
     "servers x GPUs", "learner GPUs", "TP PP CP EP DP", "learner, GB a GPU", "server: KV tokens", "rollouts at once", "step, s",
     "tokens/s", "training, s", "publication, s", "lag", "learner idle", "servers idle", "GPU-h a 1,000 steps",
@@ -37,7 +37,7 @@ ROWS = (
 
 
 def tables(problem: Problem, written: Plan | str, found: Found, best: int, simulated: Simulated) -> None:
-    """The recipe as written, the best plans, why others are refused, and what the simulator says."""
+    """Print the recipe as written, the best plans, why others are refused, and what the simulator says."""
     console, work, shape = Console(), problem.work, problem.shape
     console.print(
         f"{problem.gpus} x {problem.gpu.name} ({problem.gpu.memory / GB:.0f} GB); model of {shape.parameters / 1e9:.2f}B "
@@ -73,7 +73,7 @@ def tables(problem: Problem, written: Plan | str, found: Found, best: int, simul
 
 
 def name_of_written(written: Plan, problem: Problem) -> str:
-    """`as written`; with its GPUs where these are not those that are planned for."""
+    """Return `as written`, with its number of GPUs if it differs from the planned one."""
     return "as written" if written.gpus == problem.gpus else f"written ({written.gpus})"
 
 
@@ -82,7 +82,7 @@ def _saving(found: Found) -> str:
 
 
 def _table(plans: Mapping[str, Plan]) -> Table:
-    """A column a plan: it fits a narrow terminal."""
+    """Make a table with one column per plan, to fit a narrow terminal."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for name in plans:
@@ -93,7 +93,7 @@ def _table(plans: Mapping[str, Plan]) -> Table:
 
 
 def overrides(plan: Plan) -> list[str]:
-    """What makes the recipe this plan."""
+    """Return the overrides that turn the recipe into this plan."""
     m, r, learner = plan.recipe.model, plan.recipe.resources, plan.recipe.learner
     saving = [f"learner.recompute={learner.recompute}"] if learner.recompute != "none" else []
     saving += [f"learner.optimizer_offload={learner.optimizer_offload}"] if learner.optimizer_offload else []
@@ -112,7 +112,7 @@ def overrides(plan: Plan) -> list[str]:
 
 
 def cost(plan: Plan) -> str:
-    """What all steps of the recipe take, and how far such estimates have been from real runs."""
+    """Say what all steps of the recipe take, and how far such estimates have been from real runs."""
     steps = plan.recipe.run.steps
     hours = plan.step_seconds * steps / 3600
     least, most = TAKEN_OVER_PLANNED
@@ -123,7 +123,7 @@ def cost(plan: Plan) -> str:
 
 
 def _figures(plan: Plan) -> tuple[str, ...]:
-    """In the order of ROWS."""
+    """Return the figures in the order of ROWS."""
     m, r = plan.recipe.model, plan.recipe.resources
     return (
         f"{r.servers} x {r.server_tensor_parallel}",
@@ -144,33 +144,35 @@ def _figures(plan: Plan) -> tuple[str, ...]:
 
 
 def _remarks(problem: Problem, plans: list[Plan]) -> list[str]:
-    """What a user should know of the first of these."""
+    """Return what a user should know about the first of these plans."""
     if not plans:
         return []
     plan, recipe = plans[0], plans[0].recipe
-    found = []
+    messages = []
     if plan.gpus != problem.gpus:
-        found.append(f"note: the recipe's resources use {plan.gpus} GPUs, not {problem.gpus}")
+        messages.append(f"note: the recipe's resources use {plan.gpus} GPUs, not {problem.gpus}")
     if recipe.has_critic or recipe.reference.coefficient:
-        found.append("note: the recipe trains a critic or holds a reference model: neither is counted in the learner")
+        messages.append(
+            "note: the recipe trains a critic or holds a reference model: neither is counted in the learner"
+        )
     if recipe.has_critic:
         size = memory.critic_state(recipe, problem.shape) / 1e9
-        found.append(
+        messages.append(
             f"note: weights, gradients and optimiser of a critic of the policy's size in {recipe.critic.dtype} take "
             f"{size:,.0f} GB more on a rank (critic.dtype)"
         )
     late = plan.evaluation_seconds / plan.step_seconds
     if late > recipe.evaluation.every:
-        found.append(
+        messages.append(
             f"note: an evaluation ({recipe.evaluation.prompts} x {recipe.evaluation.samples} rollouts, "
             f"evaluation.servers={recipe.evaluation.servers}) takes as long as {late:,.0f} steps, and evaluation.every is "
             f"{recipe.evaluation.every}; give it more servers, lower evaluation.prompts or samples, or evaluate more seldom"
         )
-    return found
+    return messages
 
 
 def _simulated(simulated: Simulated) -> Table:
-    """It fits 80 columns: headings of two lines."""
+    """Make a table that fits 80 columns, with headings of two lines."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     names = (
         "\nsimulated", "\nstep, s", "\ntokens/s", "mean\nlag", "max\nlag", "learner\nidle", "servers\nidle",
@@ -187,7 +189,7 @@ def _simulated(simulated: Simulated) -> Table:
 
 
 def as_json(problem: Problem, written: Plan | str, found: Found, best: int, simulated: Simulated) -> dict[str, Any]:
-    """The same, all figures unrounded."""
+    """Return the same as JSON, all figures unrounded."""
     return {
         "gpus": problem.gpus,
         "gpu": problem.gpu.name,

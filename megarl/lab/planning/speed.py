@@ -1,4 +1,4 @@
-"""Seconds of training a step, of one decode step of a server, and of a publication. Formulas in formulas.py."""
+"""Seconds of a training step, of a server's decode step, and of a publication. Formulas in formulas.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,16 @@ from megarl.lab.planning.formulas import WIDTH
 from megarl.lab.planning.hardware import GB, Assumed, Gpu
 
 CONTROL_CALLS = 5
-"""Of a publication to one server: pause, begin, end, checksums, continue (megarl/core/weights/publisher.py)."""
+"""HTTP calls of a publication to one server: pause, begin, end, checksums, continue (megarl/core/weights/publisher.py)."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a step's sequences fall into micro-batches: micro-batches of a data-parallel rank, tokens of the fullest one, and of
-    the rank that has most to do its tokens and the mean number of positions that one of them looks back on."""
+    """How a step's sequences fall into micro-batches.
+
+    microbatches: per data-parallel rank; largest: tokens of the fullest one; rank_tokens, positions: tokens of the busiest
+    rank, and mean number of positions that one of them attends to.
+    """
 
     microbatches: int
     largest: int
@@ -29,7 +32,7 @@ class Packing:
 def packing(
     lengths: Sequence[int], microbatch_tokens: int, data_parallel: int, cost: Cost, one_size: bool = False
 ) -> Packing:
-    """By megarl's own packing, of these sequence lengths."""
+    """Pack these sequence lengths with megarl's own packing."""
     members = pack(lengths, microbatch_tokens, data_parallel, cost, one_size)
     ranks = [[lengths[i] for microbatch in rank for i in microbatch] for rank in members]
     busiest = max(ranks, key=lambda rank: sum(cost.of(n) for n in rank))
@@ -42,10 +45,10 @@ def packing(
 
 
 def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assumed: Assumed) -> float:
-    """Forward, backward, gradients and optimiser of a step on the slowest rank."""
+    """Return seconds of forward, backward, gradients and optimiser in a step on the slowest rank."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     stages, microbatches = model.pipeline_parallel, packed.microbatches
-    # Stages pass on micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
+    # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
     tokens = (packed.rank_tokens if stages == 1 else packed.largest * microbatches) / model.context_parallel
     attention, recompute = formulas.attention_flop(shape, packed.positions), recipe.learner.recompute
     bf16 = gpu.bf16 * assumed.training_efficiency
@@ -61,7 +64,7 @@ def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assum
 
 
 def _layer_link_seconds(recipe: Recipe, shape: Shape, tokens: float, gpu: Gpu, assumed: Assumed) -> float:
-    """Communication of tensor and expert parallelism within all layers, as if none of it were hidden."""
+    """Return seconds of tensor and expert parallel communication in all layers, as if none overlapped with compute."""
     model, again = recipe.model, recipe.learner.recompute
     seconds = 0.0
     if model.tensor_parallel > 1:
@@ -76,7 +79,7 @@ def _layer_link_seconds(recipe: Recipe, shape: Shape, tokens: float, gpu: Gpu, a
 
 
 def _update_seconds(recipe: Recipe, shape: Shape, ranks: int, gpu: Gpu, assumed: Assumed) -> float:
-    """Gradients over the data-parallel ranks, AdamW on this rank's share, weights back. Nothing of it hidden."""
+    """Return seconds to reduce gradients over data-parallel ranks, run AdamW and gather weights, assuming no overlap."""
     model = recipe.model
     dense_shards = model.tensor_parallel * model.pipeline_parallel
     expert_shards = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
@@ -96,7 +99,7 @@ def _update_seconds(recipe: Recipe, shape: Shape, ranks: int, gpu: Gpu, assumed:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Seconds of a server's decode steps. kv_token: bytes of a token's k and v on each of its GPUs."""
+    """Computes seconds of a server's decode steps. kv_token: bytes of a token's k and v on each of its GPUs."""
 
     recipe: Recipe
     shape: Shape
@@ -105,7 +108,7 @@ class Decoder:
     kv_token: float
 
     def step_seconds(self, running: float, context_tokens: float) -> float:
-        """One token for each of `running` requests that hold `context_tokens` altogether."""
+        """Return seconds to decode one token for each of `running` requests that hold `context_tokens` in total."""
         shape, assumed, fixed = self.shape, self.assumed, self._fixed
         met = formulas.experts_met(shape.experts, shape.experts_per_token, running)
         read = fixed.read + met * fixed.read_expert
@@ -134,7 +137,7 @@ class Decoder:
         )
 
     def _positions(self, running: float, context_tokens: float) -> float:
-        """Tokens whose k and v are read, as if all layers read alike."""
+        """Return the number of tokens whose k and v are read, averaged over layers."""
         shape = self.shape
         if shape.attention_chunk is None:
             return context_tokens
@@ -144,8 +147,11 @@ class Decoder:
 
 @dataclass(frozen=True)
 class _Fixed:
-    """Per GPU of a server. read: bytes of a decode step that all tokens need; read_expert: of each expert met, in all layers;
-    flop: of a request's token; seconds: of any decode step."""
+    """Costs per GPU of a server.
+
+    read: bytes of a decode step that all tokens need; read_expert: of each expert reached, in all layers; flop: of a request's
+    token; seconds: of any decode step.
+    """
 
     ranks: int
     read: float
@@ -156,16 +162,16 @@ class _Fixed:
 
 @dataclass(frozen=True)
 class Publication:
-    """Seconds that servers stand still, and that the learner is busy beyond that (scoring for parity)."""
+    """Seconds that servers are paused (transfer), and that the learner is busy beyond that, scoring for parity."""
 
     transfer: float
     parity: float
     bytes: float
-    calls: float  # of transfer, what rank 0's HTTP calls alone would take
+    calls: float  # part of transfer: what rank 0's HTTP calls alone would take
 
 
 def publication(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed, devices: int) -> Publication:
-    """Of the whole model to all servers, bucket by bucket; stages send one after the other."""
+    """Return the cost of publishing the whole model to all servers, bucket by bucket; stages send one after the other."""
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
     size = shape.parameters * WIDTH[recipe.model.dtype]
     bucket = recipe.weights.bucket_mb * 2**20

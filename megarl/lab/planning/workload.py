@@ -1,7 +1,7 @@
-"""What a step has to do: how many rollouts, how long they are.
+"""The work of a step: how many rollouts, and how long they are.
 
-Lengths are log-normal by mean and spread, as reasoning traces roughly are, cut off at the recipe's longest; or drawn from those
-of a run that was measured. Rollouts of a prompt are drawn independently.
+Lengths are log-normal with a mean and a spread, roughly as reasoning traces are, cut off at the recipe's longest; or drawn from
+those of a measured run. Rollouts of a prompt are drawn independently.
 """
 
 import math
@@ -18,15 +18,15 @@ from megarl.core.recipe import Recipe
 
 
 class Lengths(Protocol):
-    """Of completions, in tokens."""
+    """Distribution of completion lengths, in tokens."""
 
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """[count] int64, 1 or more"""
+        """Draw [count] int64, 1 or more."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """All of one length."""
+    """All lengths equal."""
 
     tokens: int
 
@@ -36,7 +36,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Measured:
-    """Those of a run, drawn with replacement."""
+    """Lengths of a run, drawn with replacement."""
 
     tokens: tuple[int, ...]
 
@@ -46,7 +46,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """mean: of what is drawn, after cutting off at `longest`. spread: of the logarithm before that."""
+    """Log-normal lengths. mean: of what is drawn, after cutting off at `longest`. spread: of the logarithm before that."""
 
     mean: float
     spread: float
@@ -57,7 +57,7 @@ class LogNormal:
         return np.clip(np.ceil(drawn), 1, self.longest).astype(np.int64)
 
     def _location(self) -> float:
-        """Mean of the logarithm that gives the wanted mean; by bisection, for the mean rises with it."""
+        """Return the mean of the logarithm that gives the wanted mean; by bisection, since the mean rises with it."""
         low, high = math.log(self.mean) - self.spread**2, math.log(self.longest) + 10 * self.spread
         for _ in range(80):
             middle = (low + high) / 2
@@ -65,7 +65,7 @@ class LogNormal:
         return (low + high) / 2
 
     def _mean(self, location: float) -> float:
-        """E min(X, c) = exp(m + s^2/2) Phi((ln c - m - s^2) / s) + c (1 - Phi((ln c - m) / s))"""
+        """Return E min(X, c) = exp(m + s^2/2) Phi((ln c - m - s^2) / s) + c (1 - Phi((ln c - m) / s))."""
         cut = math.log(self.longest)
         below = math.exp(location + self.spread**2 / 2) * _phi((cut - location - self.spread**2) / self.spread)
         return below + self.longest * (1 - _phi((cut - location) / self.spread))
@@ -77,8 +77,11 @@ def _phi(x: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A step of a recipe. trained_share: of the groups, those that have variance and so are trained (1: all).
-    sample: lengths of one step's rollouts, [prompts x generations], fixed by the seed."""
+    """A step of a recipe.
+
+    trained_share: share of the groups that have variance and so are trained (1: all). sample: lengths of one step's rollouts,
+    [prompts x generations], fixed by the seed.
+    """
 
     prompts: int
     generations: int
@@ -97,7 +100,7 @@ class Workload:
 
     @property
     def live_context(self) -> float:
-        """Tokens that a request holds at a random moment of its life: long ones are met more often."""
+        """Tokens that a request holds at a random moment of its life; long requests are met more often."""
         lengths = self.sample.astype(np.float64)
         return self.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
 
@@ -109,13 +112,13 @@ class Workload:
 
 
 MEAN_SHARE = 0.5
-"""Of the longest completion, where nothing else is said."""
+"""Mean as a share of the longest completion, unless given."""
 PROMPT_SHARE = 0.125
-"""Of the longest prompt that a typical one has: 256 tokens of 2,048."""
+"""Typical prompt as a share of the longest: 256 tokens of 2,048."""
 
 
 def workload(recipe: Recipe, lengths: Lengths, trained_share: float, seed: int) -> Workload:
-    """Of the recipe's batch, with these lengths."""
+    """Return the workload of the recipe's batch with these lengths."""
     if not 0 < trained_share <= 1:
         raise MegarlError(f"--trained-share: {trained_share} is not a share; give more than 0, at most 1")
     count = recipe.batch.prompts * recipe.sampling.generations
@@ -130,7 +133,7 @@ def workload(recipe: Recipe, lengths: Lengths, trained_share: float, seed: int) 
 
 
 def lognormal(recipe: Recipe, mean: float | None, spread: float) -> LogNormal:
-    """Of the recipe's longest completion."""
+    """Return log-normal lengths up to the recipe's longest completion."""
     longest = recipe.length.completion_tokens
     mean = MEAN_SHARE * longest if mean is None else mean
     if not 1 <= mean < longest:
@@ -144,7 +147,7 @@ MOST_GROUPS = 500
 
 
 def lengths_of(run: Path) -> Measured:
-    """Of the latest groups, sampled tokens only."""
+    """Return lengths measured in the run's latest groups, sampled tokens only."""
     rundir = RunDir(run)
     if not rundir.rollouts.is_dir():
         raise MegarlError(f"--lengths: {run} has no journal ({rundir.rollouts}); give a run directory")

@@ -26,7 +26,7 @@ CURVE_POINTS = 60
 
 
 def pass_rate_against(axes: Any, rows: list[Row], evaluations: list[Row], x: str) -> None:
-    """Training and held-out pass rate against `x` (step or compute_hours); bars are 95 % of the held-out prompts' sampling."""
+    """Draw training and held-out pass rate against `x` (step or compute_hours); bars: 95 %, from sampling prompts."""
     xs, ys = series(rows, "pass_rate_train", x)
     axes.plot(*binned(xs, ys, MOST_POINTS), color=BLUE, alpha=0.35, linewidth=1)
     if len(xs) > 4:
@@ -58,7 +58,7 @@ def pass_rate_against(axes: Any, rows: list[Row], evaluations: list[Row], x: str
 
 
 def _predicted(axes: Any, rows: list[Row], evaluations: list[Row]) -> None:
-    """The fitted law from its first point to the compute of the run's last step, with its 95 % interval, if there is a fit."""
+    """Draw the fitted law with its 95 % interval, from its first point to the compute of the last step, if there is a fit."""
     newest = evaluations[-1] if evaluations else {}
     if "predicted_hours" not in newest:
         return
@@ -66,9 +66,9 @@ def _predicted(axes: Any, rows: list[Row], evaluations: list[Row]) -> None:
     try:
         curve = curve_of_run("run", evaluations, rows, "the run", Columns(score=score))
         fitted = fit([curve])
-    except MegarlError:  # the row tells of a fit that these rows do not bear out
+    except MegarlError:  # the row has a fit that these rows do not reproduce
         return
-    if score != "pass_rate":  # the points so far are of all tasks together
+    if score != "pass_rate":  # the points so far cover all tasks together
         axes.plot(curve.hours, curve.pass_rate, ".", color=GREY, label=score)
     band = predict(fitted, np.geomspace(fitted.window[0], newest["predicted_hours"], CURVE_POINTS))
     axes.fill_between(band.hours, band.low, band.high, color=GREY, alpha=0.2, linewidth=0)
@@ -77,7 +77,7 @@ def _predicted(axes: Any, rows: list[Row], evaluations: list[Row]) -> None:
 
 
 def by_task(axes: Any, rows: list[Row], evaluations: list[Row], tasks: Sequence[str]) -> bool:
-    """Pass rate of each task against step, a colour a task: running mean of the training batches, and held out."""
+    """Draw each task's pass rate by step in its own colour: running mean of the training batches, and held out."""
     drawn = False
     for task, color in zip(tasks, itertools.cycle(COLORS)):
         xs, ys = series(rows, f"pass_rate_train/{task}", "step")
@@ -94,7 +94,7 @@ def by_task(axes: Any, rows: list[Row], evaluations: list[Row], tasks: Sequence[
 
 
 def lines(axes: Any, rows: list[Row], names: dict[str, str], *, log: bool = False) -> bool:
-    """Metrics against step, `names` by label; whether there was anything to draw."""
+    """Draw metrics by step, `names` with labels; return whether there was anything to draw."""
     drawn = False
     for (name, label), color in zip(names.items(), itertools.cycle(COLORS)):
         xs, ys = series(rows, name, "step")
@@ -112,16 +112,16 @@ def lines(axes: Any, rows: list[Row], names: dict[str, str], *, log: bool = Fals
 
 
 def where_time_goes(axes: Any, rows: list[Row]) -> bool:
-    """Seconds of a step, stacked: training, waiting, publishing, checkpoints."""
+    """Draw the seconds of a step, stacked: training, waiting, publishing, checkpoints."""
     parts = {
         "train_seconds": ("trains", BLUE),
         "wait_seconds": ("waits for a batch", ORANGE),
         "publish_seconds": ("publishes", GREEN),
         "checkpoint_seconds": ("checkpoint", GREY),
     }
-    found = [(series(rows, name, "step"), label, color) for name, (label, color) in parts.items()]
+    drawn = [(series(rows, name, "step"), label, color) for name, (label, color) in parts.items()]
     full = [
-        (binned(xs, ys, 120), label, color) for (xs, ys), label, color in found if len(xs) == len(rows) and len(xs) > 1
+        (binned(xs, ys, 120), label, color) for (xs, ys), label, color in drawn if len(xs) == len(rows) and len(xs) > 1
     ]
     if not full:
         return False
@@ -142,7 +142,7 @@ def where_time_goes(axes: Any, rows: list[Row]) -> bool:
 
 
 def lag_limit(axes: Any, recipe: Recipe) -> None:
-    """The line no trained token may be above."""
+    """Draw the line that no trained token may be above."""
     limit = recipe.pipeline.lag_limit
     axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
     axes.axhline(limit, color=RED, linestyle="--", linewidth=1)
@@ -157,14 +157,14 @@ def lag_limit(axes: Any, recipe: Recipe) -> None:
 
 
 def series(rows: list[Row], name: str, x: str) -> tuple[np.ndarray, np.ndarray]:
-    """Finite values of a metric and where they lie. Two [points] float64."""
+    """Return a metric's positions and finite values, two [points] float64."""
     points = [(row[x], row[name]) for row in rows if row.get(name) is not None and math.isfinite(row[name])]
     array = np.array(points, dtype=np.float64).reshape(-1, 2)
     return array[:, 0], array[:, 1]
 
 
 def binned(xs: np.ndarray, ys: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most `most` points, each the mean of neighbours."""
+    """Return at most `most` points, each the mean of neighbours."""
     if len(xs) <= most:
         return xs, ys
     edges = np.linspace(0, len(xs), most + 1).astype(int)[:-1]
@@ -173,7 +173,7 @@ def binned(xs: np.ndarray, ys: np.ndarray, most: int) -> tuple[np.ndarray, np.nd
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred running mean over about a twentieth of the run; shorter windows at the ends, so nothing is shifted."""
+    """Return the centred running mean over about a twentieth of the run; windows shrink at the ends, so nothing is shifted."""
     half = max(2, len(values) // 40)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     low = np.maximum(np.arange(len(values)) - half, 0)
@@ -182,7 +182,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def interval(evaluation: Row) -> float:
-    """Half width of a 95 % interval of mean@k over `n_prompts` prompts.
+    """Return half the width of a 95 % interval of mean@k over `n_prompts` prompts.
 
     An upper bound: √(p(1−p)/n), as if all samples of a prompt agreed; the row does not say how far they do.
     """
@@ -191,7 +191,7 @@ def interval(evaluation: Row) -> float:
 
 
 def svg(draw: Callable[[Any], bool | None], title: str) -> str:
-    """One picture as an inline SVG element; empty if there was nothing to draw."""
+    """Return one picture as an inline SVG element; empty if there was nothing to draw."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 2.9), layout="constrained")
         axes = figure.subplots()
@@ -204,7 +204,7 @@ def svg(draw: Callable[[Any], bool | None], title: str) -> str:
 
 
 def reward_png(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> bytes:
-    """The reward curve, against steps and against compute."""
+    """Draw the reward curve, against steps and against compute."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.2), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
@@ -221,7 +221,7 @@ PARITY = {"kernels": "equal weights", "decode": "decode", "stale_kv": "stale KV"
 
 
 def parity(axes: Any, rows: list[Row]) -> bool:
-    """The causes of what servers and learner differ by; those that are 0 throughout are named instead of drawn."""
+    """Draw the causes of differences between servers and learner; those that are 0 throughout are named instead."""
     measured = {c: [v for r in rows if (v := r.get(f"parity_mean/{c}")) is not None] for c in PARITY}
     same = [PARITY[c] for c, values in measured.items() if values and not any(values)]
     drawn = lines(axes, rows, {f"parity_mean/{c}": PARITY[c] for c, v in measured.items() if any(v)}, log=True)
@@ -234,7 +234,7 @@ TITLES = {"completion_tokens_mean": "completion length, tokens", "truncation_rat
 
 
 def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: list[Row]) -> Sequence[str]:
-    """All SVGs of the report, in reading order; those without data are left out. `timed`: rows whose times mean something."""
+    """Return all SVGs of the report, in reading order, without empty ones. `timed`: rows whose times are meaningful."""
 
     def lag(axes: Any) -> bool:
         drawn = lines(axes, rows, {"lag_max": "largest", "lag_mean": "mean"})
@@ -243,19 +243,19 @@ def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: lis
 
     tasks = list(recipe.data.tasks)
 
-    def of_tasks(name: str) -> str:
+    def per_task(name: str) -> str:
         if len(tasks) == 1:
             return ""
         return svg(lambda a: lines(a, rows, {f"{name}/{task}": task for task in tasks}), f"By task: {TITLES[name]}")
 
     rates = {"truncation_rate": "truncated", "interruption_rate": "interrupted", "format_error_rate": "malformed"}
     speed = {"tokens_per_second": "trained", "rollout_tokens_per_second": "sampled"}
-    found = [
+    charts = [
         svg(lambda a: pass_rate_against(a, rows, evaluations, "step"), "Pass rate, by step"),
         svg(lambda a: pass_rate_against(a, rows, evaluations, "compute_hours"), "Pass rate, by compute"),
         svg(lambda a: by_task(a, rows, evaluations, tasks), "Pass rate, by task") if len(tasks) > 1 else "",
-        of_tasks("completion_tokens_mean"),
-        of_tasks("truncation_rate"),
+        per_task("completion_tokens_mean"),
+        per_task("truncation_rate"),
         svg(lambda a: lines(a, rows, {"turns_mean": "mean"}), "Turns of an episode"),
         svg(lambda a: lines(a, rows, {"entropy": "entropy"}), "Entropy of trained tokens, nats"),
         svg(lambda a: lines(a, rows, {"grad_norm": "grad norm"}), "Gradient norm before clipping"),
@@ -269,4 +269,4 @@ def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: lis
         svg(lambda a: lines(a, rows, {"trained_logprob_diff": ""}, log=True), "Learner against behaviour log-probs"),
         svg(lambda a: lines(a, rows, {"groups_in_loss": "in the loss", "void_groups": "void"}), "Groups of a batch"),
     ]
-    return [picture for picture in found if picture]
+    return [picture for picture in charts if picture]

@@ -1,7 +1,7 @@
-"""What pages and pictures share: HTML pages of one file, which open without a network, and the colours of all pictures.
+"""What pages and pictures share: single-file HTML pages that open offline, and the colours of all pictures.
 
-A page is a template beside the module that fills it, data in its script. It is `string.Template`'s: `$name` is filled, and a
-dollar sign of its script would be `$$` (there are none). This module imports no matplotlib, so that it costs nothing.
+A page is a template beside the module that fills it, with its data in a script. Templates are `string.Template`'s: `$name` is
+filled in, and a dollar sign in a script would be `$$` (there are none). This module imports no matplotlib, to stay cheap.
 """
 
 import json
@@ -13,19 +13,19 @@ from megarl.core.base.rundir import write_atomically
 
 
 def embedded(data: Any) -> str:
-    """JSON to stand in a <script>: nothing in it can close the script or open a comment, whatever a model wrote."""
+    """Encode JSON for a <script>: nothing in it can close the script or open a comment, whatever a model wrote."""
     return json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def write_page(template: Path, target: Path, **parts: str) -> None:
-    """Whole or not at all. The parts are put in as they are: what is not `embedded` must have been escaped."""
+    """Write a complete page or none. Parts are inserted as they are: what is not `embedded` must have been escaped."""
     page = string.Template(template.read_text()).substitute(parts)
-    write_atomically(target, page.encode(errors="replace"))  # half a surrogate pair, which JSON can hold, is no UTF-8
+    write_atomically(target, page.encode(errors="replace"))  # half a surrogate pair, which JSON can hold, is not UTF-8
 
 
 BLUE, ORANGE, GREEN, RED, GREY = "#2563a8", "#d1701f", "#2e8b57", "#b8323f", "#8a8f98"
 COLORS = (BLUE, ORANGE, GREEN, RED, "#7a4fa3", "#128a9b", "#a07d1c", "#c2528b")
-"""Of several runs in one picture, in order."""
+"""Colours of several runs in one picture, in order."""
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -1,4 +1,4 @@
-"""`megarl report RUN`: RUN/report.html, one file that opens offline, and RUN/reward.png. Works while the run lives.
+"""`megarl report RUN`: RUN/report.html, one file that opens offline, and RUN/reward.png. Works while the run is live.
 
 recipe.yaml, metrics.jsonl, eval.jsonl, rollouts/ ──► tiles, charts (inline SVG), table, sample rollouts ──► report.html
 """
@@ -23,7 +23,7 @@ MOST_CHARACTERS = 6000
 
 
 def main(run: Path) -> int:
-    """Write the report of a run directory and say where it is."""
+    """Write the report of a run directory and print where it is."""
     rundir = RunDir.opened(run)
     write_report(rundir)
     print(f"{rundir.report}\n{rundir.picture}")
@@ -31,7 +31,7 @@ def main(run: Path) -> int:
 
 
 def write_report(rundir: RunDir) -> None:
-    """Both files, from what the run directory holds now."""
+    """Write both files, from the current contents of the run directory."""
     recipe = load(str(rundir.recipe))
     rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
     values = summary.summarise(recipe, rundir)
@@ -70,7 +70,7 @@ def _tile(name: str, text: str) -> str:
 
 
 def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
-    """A right and a wrong answer of each of the newest groups, a colour a weight version; empty without a journal."""
+    """Show a right and a wrong answer from each of the newest groups, coloured by weight version; empty without a journal."""
     reader = JournalReader(rundir.rollouts)
     newest = reader.finished()[-2 * SAMPLES :]
     if not newest or not (Path(recipe.model.path) / "tokenizer.json").exists():

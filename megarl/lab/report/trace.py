@@ -3,13 +3,14 @@
     RUN/trace/*.jsonl (telemetry/spans.py) ─► the window of these steps ──► lanes, groups ─────► ChromeTrace ─► trace.json.gz
     RUN/metrics.jsonl (lag)      ────────────────────────────────────────────────────────────┘
 
-A process is a role. The learner's step has its phases within it. A server is busy while any request runs on it, and paused
-while a publication holds it; requests and gradings get as many lanes as there are at once. A group goes from its ticket to the
-batch that trains it, from where an arrow leads to the step. Counters are worked out from the spans.
+A process is a role. The learner's step contains its phases. A server is busy while any request runs on it, and paused
+while a publication holds it; requests and gradings get as many lanes as run concurrently. A group spans from its ticket to the
+batch that trains it, where an arrow leads to the step. Counters are derived from the spans.
 
-Spans lie on lanes: what is at the same time side by side, what is part of something within it. The file is in Trace Event
-Format, object form, times in whole microseconds; of its events these are used: X complete, i instant, C counter, s and f flow,
-M metadata. https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU"""
+Concurrent spans lie on separate lanes, parts of a span within it. The file is in Trace Event Format, object form, with times in
+whole microseconds; it uses these events: X complete, i instant, C counter, s and f flow, M metadata.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
 
 import gzip
 import json
@@ -25,11 +26,11 @@ from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.telemetry.spans import TICKETS, Event, Span, Value, read
 
 Unit = Sequence[Span]
-"""Spans that stay on one lane: the first has the others within it."""
+"""Spans that stay on one lane: the first contains the others."""
 
 
 def nested(spans: Iterable[Span]) -> list[Unit]:
-    """Units of spans that lie within each other."""
+    """Collect spans that lie within each other into units."""
     units: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
         if units and span.end <= units[-1][0].end:
@@ -40,7 +41,7 @@ def nested(spans: Iterable[Span]) -> list[Unit]:
 
 
 def packed(units: Iterable[Unit]) -> list[list[Span]]:
-    """As few lanes as there are units at once; those of a lane are apart."""
+    """Distribute units over as few lanes as run concurrently; those on one lane do not overlap."""
     lanes: list[list[Span]] = []
     free_from: list[float] = []
     for unit in sorted(units, key=lambda u: (u[0].begin, -u[0].end)):
@@ -54,35 +55,36 @@ def packed(units: Iterable[Unit]) -> list[list[Span]]:
 
 
 def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Times, in order and apart, at which there is any of them."""
-    found: list[tuple[float, float]] = []
+    """Return the disjoint intervals, in order, covered by any of the spans."""
+    times: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda s: s.begin):
-        if found and span.begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], span.end))
+        if times and span.begin <= times[-1][1]:
+            times[-1] = (times[-1][0], max(times[-1][1], span.end))
         else:
-            found.append((span.begin, span.end))
-    return found
+            times.append((span.begin, span.end))
+    return times
 
 
 def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
-    """(time, how many there are from then on), at each time at which that changes."""
+    """Return (time, count from then on) for each time at which the count changes."""
     steps: dict[float, int] = defaultdict(int)
     for begin, end in spans:
         steps[begin] += 1
         steps[end] -= 1
-    count, found = 0, []
+    count, counts = 0, []
     for at, by in sorted(steps.items()):
         count += by
         if by:
-            found.append((at, count))
-    return found
+            counts.append((at, count))
+    return counts
 
 
 @dataclass(frozen=True)
 class Group:
-    """begin: its ticket was given. generated: all its rollouts were graded, taken: the batch of `step` was sent; None: not yet.
+    """A group's life. begin: its ticket was given; now: where what is unfinished ends.
 
-    removed: it gave up its slot (zero variance under `refill`) and is never taken. now: what is not over ends there.
+    generated: all its rollouts were graded, taken: the batch of `step` was sent; None: not yet.
+    removed: it lost its slot (zero variance under `refill`) and is never taken.
     """
 
     ticket: int
@@ -100,7 +102,7 @@ class Group:
         return self.now if over is None else over
 
     def unit(self) -> Unit:
-        """The whole, and its two parts within it."""
+        """Return the whole span with its parts: generated, then waiting."""
         generated = self.end if self.generated is None else self.generated
         open_ = self.taken is None and not self.removed
         parts = [
@@ -114,7 +116,7 @@ class Group:
 
 
 def groups_of(spans: Sequence[Span], events: Iterable[Event]) -> list[Group]:
-    """By ticket. One that a crash of the controller cut short goes on in its next life."""
+    """Return groups by ticket. A group cut short by a crash of the controller continues in the controller's next life."""
     lives: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         if span.on == TICKETS:
@@ -124,7 +126,7 @@ def groups_of(spans: Sequence[Span], events: Iterable[Event]) -> list[Group]:
         for ticket in _ints(event.args.get("tickets")):
             taken.setdefault(ticket, event)
     now = max((span.end for span in spans), default=0.0)
-    return [_group(ticket, of, taken.get(ticket), now) for ticket, of in sorted(lives.items())]
+    return [_group(ticket, ticket_spans, taken.get(ticket), now) for ticket, ticket_spans in sorted(lives.items())]
 
 
 def _group(ticket: int, lives: Sequence[Span], taken: Event | None, now: float) -> Group:
@@ -154,7 +156,7 @@ TraceEvent = dict[str, Any]
 
 
 class ChromeTrace:
-    """Processes and threads are given by name, times in seconds; `base` is the time that becomes 0."""
+    """A trace under construction. Processes and threads are given by name, times in seconds; `base` becomes time 0."""
 
     def __init__(self, base: float) -> None:
         self._base = base
@@ -164,7 +166,7 @@ class ChromeTrace:
         self._flows = 0
 
     def complete(self, on: str, name: str, begin: float, end: float, args: dict[str, Value]) -> None:
-        """A span on `process/thread`. Those of a thread must be within each other or apart."""
+        """Add a span on `process/thread`. Spans of one thread must be nested or disjoint."""
         start = self._us(begin)
         self._add("X", on, name, start, dur=self._us(end) - start, args=args)
 
@@ -172,35 +174,35 @@ class ChromeTrace:
         self._add("i", on, name, self._us(at), s="t", args=args)
 
     def counter(self, process: str, name: str, at: float, values: dict[str, float]) -> None:
-        """From then on; several values are drawn on top of each other."""
+        """Set a counter from this time on; several values are drawn stacked."""
         event = {"ph": "C", "name": name, "pid": self._pid(process), "tid": 0, "ts": self._us(at), "args": values}
         self._events.append(event)
 
     def arrow(self, name: str, start: tuple[str, float], end: tuple[str, float]) -> None:
-        """From the span on (process/thread, time) to another: each time must lie within its span."""
+        """Draw an arrow between spans (process/thread, time): each time must lie within its span."""
         self._flows += 1
         self._add("s", start[0], name, self._us(start[1]), cat="group", id=self._flows)
         self._add("f", end[0], name, self._us(end[1]), cat="group", id=self._flows, bp="e")
 
     def tree(self, **other: Any) -> dict[str, Any]:
-        """The whole trace, metadata first, then by time; `other`: what it is about."""
+        """Return the whole trace, metadata first, then by time; `other`: a description of it."""
         order = sorted(self._events, key=lambda e: (e["ts"], -e.get("dur", 0)))
         return {"displayTimeUnit": "ms", "otherData": other, "traceEvents": [*self._metadata(), *order]}
 
     def _metadata(self) -> list[TraceEvent]:
-        found = []
+        events = []
         for process, pid in self._processes.items():
-            found += [
+            events += [
                 _named("process_name", pid, 0, name=process),
                 _named("process_sort_index", pid, 0, sort_index=pid),
             ]
         for (process, thread), tid in self._threads.items():
             pid = self._processes[process]
-            found += [
+            events += [
                 _named("thread_name", pid, tid, name=thread),
                 _named("thread_sort_index", pid, tid, sort_index=tid),
             ]
-        return found
+        return events
 
     def _add(self, ph: str, on: str, name: str, ts: int, **more: Any) -> None:
         process, _, thread = on.partition("/")
@@ -221,11 +223,11 @@ def _named(what: str, pid: int, tid: int, **args: str | int) -> TraceEvent:
 
 LEARNER, REQUESTS, BUSY = "learner/rank 0", "/requests", "/busy"
 MARGIN_S = 1e-6
-"""Arrows begin and end that far within their spans."""
+"""How far within their spans arrows begin and end."""
 
 
 def main(run: Path, steps: int, output: Path | None) -> int:
-    """Write the trace, and say where it lies."""
+    """Write the trace, and print where it is."""
     rundir = RunDir.opened(run)
     trace = trace_of(rundir, steps)
     path = output or rundir.path / "trace.json.gz"
@@ -241,7 +243,7 @@ def main(run: Path, steps: int, output: Path | None) -> int:
 
 
 def trace_of(rundir: RunDir, steps: int) -> dict[str, Any]:
-    """The trace from the begin of the last `steps` complete steps on; `otherData` has their numbers, and the Unix time of 0."""
+    """Build the trace from the start of the last `steps` complete steps; `otherData` has their numbers and time 0."""
     spans, events = read(rundir.trace)
     if not spans:
         raise MegarlError(f"{rundir.trace}: nothing is recorded there yet; try again when the run samples")
@@ -250,7 +252,7 @@ def trace_of(rundir: RunDir, steps: int) -> dict[str, Any]:
     places = _places(spans)
     all_groups = groups_of(spans, events)
     seen = [group for group in all_groups if group.end > since]
-    first = min([*(s.begin for of in places.values() for s in of if s.end > since), *(g.begin for g in seen)])
+    first = min([*(s.begin for row in places.values() for s in row if s.end > since), *(g.begin for g in seen)])
     trace = ChromeTrace(first)
     for place in sorted(places, key=_order):
         shown = [span for span in places[place] if span.end > since]
@@ -265,7 +267,7 @@ def trace_of(rundir: RunDir, steps: int) -> dict[str, Any]:
 
 
 def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
-    """Spans but those of groups by where they are drawn, and when each server was busy."""
+    """Return spans, except those of groups, by where they are drawn, and add when each server was busy."""
     places: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.on != TICKETS:
@@ -277,13 +279,13 @@ def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
 
 
 def _order(place: str) -> tuple[int, int, str]:
-    """The learner first, then servers by number, then the controller."""
+    """Sort the learner first, then servers by number, then the controller."""
     role, _, number = place.partition("/")[0].partition(" ")
     return {"learner": 0, "server": 1}.get(role, 2), int(number or 0), place
 
 
 def _draw(trace: ChromeTrace, place: str, units: Sequence[Unit]) -> dict[int, str]:
-    """On as many lanes as it takes; the lane of each unit's first span, by its id()."""
+    """Draw units on as many lanes as needed; return the lane of each unit's first span, by its id()."""
     lanes = packed(units)
     where = {}
     for number, lane in enumerate(lanes, 1):
@@ -295,7 +297,7 @@ def _draw(trace: ChromeTrace, place: str, units: Sequence[Unit]) -> dict[int, st
 
 
 def _draw_groups(trace: ChromeTrace, seen: Sequence[Group], learner: Sequence[Span]) -> None:
-    """With an arrow from each that was taken to the training of its step."""
+    """Draw groups, each with an arrow to the training of its step if it was taken."""
     units = [group.unit() for group in seen]
     where = _draw(trace, TICKETS, units)
     training = [span for span in learner if span.name == "train"]
@@ -307,7 +309,7 @@ def _draw_groups(trace: ChromeTrace, seen: Sequence[Group], learner: Sequence[Sp
 
 
 def _count(trace: ChromeTrace, places: Mapping[str, Sequence[Span]], all_groups: Sequence[Group], since: float) -> None:
-    """Requests on each server, and tickets by what they wait for."""
+    """Draw counters of requests on each server, and of tickets by what they wait for."""
     for place in sorted(p for p in places if p.endswith(REQUESTS)):
         for at, count in _from(since, changes((s.begin, s.end) for s in places[place])):
             trace.counter(place.removesuffix(REQUESTS), "running requests", at, {"requests": count})
@@ -319,14 +321,14 @@ def _count(trace: ChromeTrace, places: Mapping[str, Sequence[Span]], all_groups:
 
 
 def _from(since: float, counts: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
-    """What is the count then, and its changes after that."""
+    """Yield the count at that time, and its changes after it."""
     before = [count for at, count in counts if at <= since]
     yield since, before[-1] if before else 0
     yield from ((at, count) for at, count in counts if at > since)
 
 
 def _draw_lag(trace: ChromeTrace, done: Sequence[Span], rows: Mapping[int, Mapping[str, Any]]) -> None:
-    """At the end of each step: how old its tokens were."""
+    """Draw at the end of each step how old its tokens were."""
     for span in done:
         row = rows.get(int(str(span.args["step"])), {})
         for name in ("lag_mean", "lag_max"):

@@ -1,9 +1,9 @@
-"""Runs against each other: ceilings, speed, and who is ahead from which compute on.
+"""Compares runs: ceilings, speed, and which is ahead from what compute on.
 
     {name: curves} ──► a fit each ──► each against the first: same ceiling? then B at the mean A ──► table, verdict
 
-Exponents B of two fits are comparable only at one ceiling. ScaleRL compares them where A agree within 0.02, what three seeds
-of one recipe differ by, after refitting both at the mean A (arXiv 2510.13786, section 2).
+Exponents B of two fits are comparable only at one ceiling. ScaleRL compares them if A agree within 0.02, by which three seeds
+of one recipe differ, after refitting both at the mean A (arXiv 2510.13786, section 2).
 """
 
 import math
@@ -23,7 +23,7 @@ SAME_CEILING = 0.02
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of the table; `fit` is None where `problem` says why there is none."""
+    """One run in the table; `fit` is None if `problem` says why there is none."""
 
     name: str
     fit: Fit | None
@@ -38,7 +38,7 @@ class Pair:
     other: str
     at_mean: tuple[Fit, Fit] | None
     overtakes: tuple[tuple[str, float], ...]
-    """Who gets ahead, at which hours, in order; the first entry is who is ahead where both begin."""
+    """Who takes the lead, at which hours, in order; the first entry is who leads where both begin."""
     text: str
 
 
@@ -49,21 +49,21 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """In plain words, one sentence group a pair."""
+        """The comparison in plain words, one group of sentences per pair."""
         failed = [f"{entry.name} was not fitted: {entry.problem}" for entry in self.entries if entry.fit is None]
         return "\n".join([*(pair.text for pair in self.pairs), *failed])
 
     @property
     def fits(self) -> dict[str, Fit]:
-        """Of all that could be fitted; of two runs with one ceiling those at the mean A, where their B are comparable."""
+        """All fits; if two runs have the same ceiling, those at the mean A, where their B are comparable."""
         if len(self.pairs) == 1 and (pair := self.pairs[0]).at_mean is not None:
             return dict(zip((pair.reference, pair.other), pair.at_mean, strict=True))
         return {entry.name: entry.fit for entry in self.entries if entry.fit is not None}
 
     def rows(self) -> list[dict[str, Any]]:
-        """The table as records: the fit's keys, `name`, and B and C_mid at the mean A with the first run."""
+        """Return the table as records: the fit's keys, `name`, and B and C_mid at the mean A with the first run."""
         at_mean = {pair.other: pair.at_mean[1] for pair in self.pairs if pair.at_mean}
-        found = []
+        records = []
         for entry in self.entries:
             row: dict[str, Any] = {"name": entry.name}
             if entry.fit is None:
@@ -73,12 +73,12 @@ class Comparison:
             if entry.name in at_mean:
                 refitted = at_mean[entry.name]
                 row |= {"A_mean": refitted.A, "B_at_A_mean": refitted.B, "C_mid_at_A_mean": refitted.C_mid}
-            found.append(row)
-        return found
+            records.append(row)
+        return records
 
 
 def compare(runs: Mapping[str, Sequence[Curve]], **options: Any) -> Comparison:
-    """All runs against the first that can be fitted. options: of `fit`."""
+    """Compare all runs with the first that can be fitted. options: those of `fit`."""
     if len({curve.unit for curves in runs.values() for curve in curves}) > 1:
         raise MegarlError("runs on GPUs and runs on CPU cores cannot be compared by their hours")
     entries = tuple(_entry(name, curves, options) for name, curves in runs.items())
@@ -114,7 +114,7 @@ def _pair(
 
 
 def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, float], ...]:
-    """Who is ahead, from which hours on, up to ten times the compute seen. Differences below the fits' noise count as none."""
+    """Return who is ahead from which hours on, up to ten times the compute seen, ignoring differences below noise."""
     hours = np.geomspace(max(a.window[0], b.window[0]), 10 * max(a.window[1], b.window[1]), 2000)
     difference = a(hours) - b(hours)
     clear = np.flatnonzero(np.abs(difference) > max(a.rmse, b.rmse, 1e-3))
@@ -130,8 +130,10 @@ def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, floa
 
 
 def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1): a line of slope B. Scores outside R_0 … A
-    have none."""
+    """Return points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1), which lie on a line of slope B.
+
+    Scores outside R_0 … A have none.
+    """
     share = (pass_rate - fit.R_0) / (fit.A - fit.R_0)
     inside = (share > 0) & (share < 1)
     log_f = fit.B * math.log10(fit.C_mid) - np.log10(1 / share[inside] - 1)
@@ -158,7 +160,7 @@ def _ceiling(name_a: str, a: Fit, name_b: str, b: Fit, at_mean: tuple[Fit, Fit] 
 
 
 def _speed(name_a: str, a: Fit, name_b: str, b: Fit) -> str:
-    """Who needs less compute for half of the gain that both can make."""
+    """Say which run needs less compute for half of the gain that both can make."""
     r0 = max(a.R_0, b.R_0)
     halfway = (r0 + min(a.A, b.A)) / 2
     hours_a, hours_b = hours_of(a, halfway), hours_of(b, halfway)

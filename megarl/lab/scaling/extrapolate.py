@@ -1,7 +1,7 @@
-"""What a fit says beyond its points: the score at some compute, the compute of a score, each with its 95 % interval.
+"""What a fit says beyond its points: the score at some compute, the compute for a score, each with its 95 % interval.
 
-The interval of the curve at C is its profile likelihood: the smallest error of all curves through (C, score), for scores
-around the fitted one, up to the error that the fit allows. It is of the curve; a single evaluation adds its own noise.
+The curve's interval at C comes from the profile likelihood: for scores around the fitted one, the smallest error of all curves
+through (C, score), up to the error that the fit allows. It applies to the curve; a single evaluation adds its own noise.
 """
 
 import math
@@ -17,7 +17,7 @@ from megarl.lab.scaling.points import Curve
 STEPS = np.array([0.4, 0.7, 0.9, 1.0, 1.15, 1.4, 2.0, 4.0, 12.0])
 """Scores tried on each side, in half widths of the linear approximation of the interval."""
 BETWEEN = np.linspace(0, 1, 7)[1:-1]
-"""Then between the last one inside and the first one outside."""
+"""Then between the last score inside and the first one outside."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Later:
-    """How the fit did on points behind its window: errors are measured − predicted."""
+    """How the fit did on points after its window: errors are measured − predicted."""
 
     n: int
     until: float
@@ -51,25 +51,25 @@ class Later:
 
 
 def predict(fit: Fit, hours: np.ndarray) -> Prediction:
-    """Scores and intervals at compute above 0."""
+    """Predict scores and intervals at compute above 0."""
     values = fit(hours)
     low, high = _edge(fit, hours, values, -1), _edge(fit, hours, values, 1)
     if_r0 = np.stack([curve_at(fit.problem.form, theta, hours, fit.scale) for theta in fit.if_r0])  # [2, points]
     ends = [widened((a, b), v, r) for a, b, v, r in zip(low, high, values, if_r0.T, strict=True)]
-    # No curve of the region is above its A.
+    # No curve in the region is above its A.
     most = max(fit.A_interval[1], fit.R_0)
     return Prediction(hours, values, np.array([a for a, _ in ends]), np.array([b for _, b in ends]).clip(max=most))
 
 
 def hours_to(fit: Fit, score: float) -> Reached:
-    """When the curve passes `score`."""
+    """Return when the curve passes `score`."""
     grid = np.geomspace(fit.hours[0] / 10, fit.window[1] * 1000, 120)
     band = predict(fit, grid)
     return Reached(inverse(fit, score), (_first(grid, band.high, score), _first(grid, band.low, score)))
 
 
 def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
-    """Against points of more compute than the fit's window; None if there are none."""
+    """Compare with points of more compute than the fit's window; None if there are none."""
     hours = np.concatenate([c.hours for c in curves])
     rates = np.concatenate([c.pass_rate for c in curves])
     behind = hours > fit.window[1]
@@ -86,7 +86,7 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
 
 
 def _edge(fit: Fit, hours: np.ndarray, values: np.ndarray, side: int) -> np.ndarray:
-    """One end of the interval [points]: scores further and further away are tried, then more around where the error passes."""
+    """Return one end of the interval [points]: try scores further and further away, then more around where the error passes."""
     targets = values[:, None] + side * _linear_half_width(fit, hours)[:, None] * STEPS  # [points, tried]
     scores, distance = _through(fit, hours, targets)
     inner, outer = _bracket(values, scores, distance)
@@ -99,8 +99,10 @@ def _edge(fit: Fit, hours: np.ndarray, values: np.ndarray, side: int) -> np.ndar
 
 
 def _through(fit: Fit, hours: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the best curves through `targets` [points, tried]: their scores, and how far they are from the best of all; the
-    interval ends at 1."""
+    """Return scores and distances of the best curves through `targets` [points, tried].
+
+    The distance is from the best curve of all; the interval ends at 1.
+    """
     at = fit.problem.form.x(hours, fit.scale)
     x, asked = np.repeat(at, targets.shape[1]), np.clip(targets, 0, 1)
     rows, row_errors = fit.region
@@ -114,7 +116,7 @@ def _through(fit: Fit, hours: np.ndarray, targets: np.ndarray) -> tuple[np.ndarr
 
 
 def _bracket(values: np.ndarray, scores: np.ndarray, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The last score inside the interval and the first one outside: [points] each."""
+    """Return the last score inside the interval and the first one outside: [points] each."""
     scores = np.concatenate([values[:, None], scores], axis=1)
     outside = np.concatenate([np.zeros((len(values), 1)), distance], axis=1) >= 1
     first = np.where(outside.any(1), outside.argmax(1), scores.shape[1] - 1)
@@ -123,7 +125,7 @@ def _bracket(values: np.ndarray, scores: np.ndarray, distance: np.ndarray) -> tu
 
 
 def _linear_half_width(fit: Fit, hours: np.ndarray) -> np.ndarray:
-    """Half width [points] of the interval if the curve were linear in its parameters; at least 1e-4."""
+    """Return the interval's half width [points] as if the curve were linear in its parameters; at least 1e-4."""
     form, free = fit.problem.form, fit.problem.free
     at_points = jacobian(form, fit.theta[None], fit.problem.x[None])[0][:, free]
     here = jacobian(form, fit.theta[None], form.x(hours, fit.scale)[None])[0][:, free]
@@ -133,7 +135,7 @@ def _linear_half_width(fit: Fit, hours: np.ndarray) -> np.ndarray:
 
 
 def _crossing(value: float, through: np.ndarray, away: np.ndarray) -> float:
-    """Score at which the profile passes 1, going outward from `value`; the last one if bounds stop it before."""
+    """Return the score at which the profile passes 1, going outward from `value`; the last one if bounds stop it earlier."""
     scores, distance = np.concatenate([[value], through]), np.maximum.accumulate(np.concatenate([[0.0], away]))
     if distance[-1] < 1:
         return float(scores[-1])
@@ -153,7 +155,7 @@ def inverse(fit: Fit, score: float) -> float:
 
 
 def _first(hours: np.ndarray, scores: np.ndarray, score: float) -> float:
-    """First compute whose score is reached, between grid points; infinite if none is."""
+    """Return the compute at which the score is first reached, between grid points; infinite if it never is."""
     found = np.flatnonzero(scores >= score)
     if not len(found):
         return math.inf

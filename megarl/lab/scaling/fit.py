@@ -1,21 +1,21 @@
-"""ScaleRL's fit of a learning curve, and how sure its parameters are (arXiv 2510.13786, section 2 and appendix A).
+"""ScaleRL's fit of a learning curve, and how certain its parameters are (arXiv 2510.13786, section 2 and appendix A).
 
     Curves ──► `windowed`: without early points ──► profile.py: A, B, C_mid and their intervals ──► `doubts` ──► Fit
 
 The paper tries A = 0.450, 0.455 … 0.800 and C_mid, and fits B for each pair; the smallest sum of squares wins. Here C_mid is
 continuous and so, unless `grid="paper"`, is A between 0 and 1. R_0 is the score before training and is not fitted if known.
 
-An interval of a parameter holds the values whose best curve has an error of at most
+A parameter's interval holds the values whose best curve has an error of at most
 
     sse · (1 + t² / (n − p))      t: Student's 97.5 % quantile with n − p degrees of freedom, p fitted parameters,
 
 the profile likelihood of Gaussian noise of unknown size. A measured R_0 has the noise of the other evaluations: each end is
-moved by what R_0 ± t·noise would move the parameter, the two added as squares. `benchmarks/scaling_calibration.py` measures how
-often the intervals hold the truth.
+moved by how far R_0 ± t·noise would move the parameter, the two added in quadrature. `benchmarks/scaling_calibration.py`
+measures how often the intervals contain the truth.
 
-Which points are fitted: the law does not hold at first: ScaleRL leaves out the first 1,500 GPU-hours, about an epoch.
+Which points are fitted: the law does not hold at first, so ScaleRL leaves out the first 1,500 GPU-hours, about an epoch.
 
-A run whose first epoch is shorter, or on CPU cores, has the epoch left out instead: hours of another size of run mean little.
+A run whose first epoch is shorter, or on CPU cores, has the epoch left out instead: hours of a run of another size mean little.
 
 `doubts` says with every fit what its points cannot support.
 """
@@ -44,7 +44,7 @@ KEYS = ("form", "A", "B", "C_mid", "R_0", "sse", "rmse", "r2", "n")
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A fitted curve. Hours are of `unit`; an end of an interval that the points do not bound is infinite."""
+    """A fitted curve. Hours are of `unit`; an interval end that the points do not bound is infinite."""
 
     form: str
     A: float
@@ -64,22 +64,22 @@ class Fit:
     unit: Unit
     r0_from: Literal["evaluation", "given", "estimate"]
     problem: Problem
-    """What was solved; x is in units of `scale`."""
+    """The problem that was solved; x is in units of `scale`."""
     allowed_sse: float
-    """Largest error of a curve in the 95 % region of one parameter or prediction, R_0 being certain."""
+    """Largest error of a curve in the 95 % region of one parameter or prediction, with R_0 certain."""
     region: tuple[np.ndarray, np.ndarray]
-    """Parameters [rows, 4] of the profiles, of curves inside the region and somewhat outside, and their errors [rows]."""
+    """The profiles' parameters [rows, 4], of curves inside the region and somewhat outside, and their errors [rows]."""
     if_r0: np.ndarray
-    """[2, 4] parameters refitted at the ends of R_0's interval; R_0's own fit where it has none."""
+    """[2, 4] parameters refitted at the ends of R_0's interval; those of the fit if R_0 has none."""
     hours: np.ndarray
-    """[n] of the points used, rising."""
+    """[n] hours of the points used, ascending."""
 
     def __call__(self, hours: np.ndarray) -> np.ndarray:
-        """The fitted pass rate [points] at compute above 0."""
+        """Return the fitted pass rate [points] at compute above 0."""
         return curve_at(self.problem.form, self.theta, hours, self.scale)
 
     def record(self) -> dict[str, Any]:
-        """For JSON; null is an end of an interval that is not bounded."""
+        """Return a record for JSON; null is an unbounded interval end."""
         return {key: getattr(self, key) for key in KEYS} | {
             "window": list(self.window),
             "A_interval": _finite(self.A_interval),
@@ -90,7 +90,7 @@ class Fit:
 
     @property
     def pass_rate(self) -> np.ndarray:
-        """[n] of the points used."""
+        """[n] pass rates of the points used."""
         return self.problem.y
 
     @property
@@ -114,7 +114,7 @@ def fit(
     grid: Grid = "free",
     ceiling: float | None = None,
 ) -> Fit:
-    """One fit of all curves together (the seeds of one recipe). start, end: hours of the window; ceiling: A is held there."""
+    """Fit all curves together (the seeds of one recipe). start, end: hours of the window; ceiling: holds A there."""
     if not curves:
         raise MegarlError("nothing to fit: no curve was given")
     chosen = form_named(form)
@@ -132,7 +132,7 @@ def fit(
     ends = [
         widened(profile.interval(i, allowed), float(profile.theta[i]), if_r0[:, i]) for i in range(least_squares.R0)
     ]
-    found = Fit(
+    result = Fit(
         form=form,
         A=float(profile.theta[A]),
         B=chosen.b(float(profile.theta[W]), scale),
@@ -155,28 +155,28 @@ def fit(
         if_r0=if_r0,
         hours=hours,
     )
-    return replace(found, warnings=(*remarks, *doubts(found)))
+    return replace(result, warnings=(*remarks, *doubts(result)))
 
 
 def fit_each(curves: Sequence[Curve], **options: Any) -> list[Fit]:
-    """A fit a seed."""
+    """Fit each seed separately."""
     return [fit([curve], **options) for curve in curves]
 
 
 def curve_at(form: Form, theta: np.ndarray, hours: np.ndarray, scale: float) -> np.ndarray:
-    """Pass rates [points] of one curve's parameters [4]."""
+    """Return pass rates [points] for one curve's parameters [4]."""
     return least_squares.predicted(form, theta[None], form.x(hours, scale))[0]
 
 
 def widened(interval: Interval, value: float, if_r0: np.ndarray) -> Interval:
-    """The interval with the uncertainty of R_0: `if_r0` [2] is the value at either end of R_0's."""
+    """Widen the interval by the uncertainty of R_0: `if_r0` [2] is the value at either end of R_0's interval."""
     low = value - math.hypot(value - interval[0], value - min(value, float(if_r0.min())))
     high = value + math.hypot(interval[1] - value, max(value, float(if_r0.max())) - value)
     return low, high
 
 
 def _refitted(problem: Problem, theta: np.ndarray, sse: float, evaluations: int, r0_from: str) -> np.ndarray:
-    """Parameters [2, 4] at either end of R_0's 95 % interval, if R_0 is the mean of so many noisy evaluations."""
+    """Return parameters [2, 4] at either end of R_0's 95 % interval, if R_0 is the mean of noisy evaluations."""
     both = np.stack([theta, theta])
     if r0_from != "evaluation":
         return both
@@ -188,7 +188,7 @@ def _refitted(problem: Problem, theta: np.ndarray, sse: float, evaluations: int,
 
 
 def _threshold(problem: Problem) -> float:
-    """1 + t²/(n − p)."""
+    """Return 1 + t²/(n − p)."""
     left = problem.y.size - int(problem.free.sum())
     return 1 + student_t(left) ** 2 / left
 
@@ -196,7 +196,7 @@ def _threshold(problem: Problem) -> float:
 def _before_training(
     curves: Sequence[Curve], given: float | None
 ) -> tuple[float | None, Literal["evaluation", "given", "estimate"]]:
-    """R_0 and where it is from; None: to be estimated. Seeds start from the same weights, so their scores are averaged."""
+    """Return R_0 and its origin; None: to be estimated. Seeds start from the same weights, so their scores are averaged."""
     if given is not None:
         if not 0 <= given < 1:
             raise MegarlError(f"R_0 is {given:g}; it is the pass rate before training, between 0 and 1")
@@ -208,7 +208,7 @@ def _before_training(
 def _refuse(
     name: str, form: Form, hours: np.ndarray, scores: np.ndarray, r0: float | None, ceiling: float | None
 ) -> None:
-    """What no curve can be fitted to."""
+    """Raise MegarlError for points to which no curve can be fitted."""
     parameters = 2 + (r0 is None) + (ceiling is None)
     if len(hours) <= parameters:
         raise MegarlError(
@@ -220,7 +220,7 @@ def _refuse(
         raise MegarlError(
             f"{name}: only {np.unique(hours).size} different amounts of compute; nothing can be fitted to that"
         )
-    if ((scores - scores.mean()) ** 2).sum() == 0:  # also of scores that differ by less than numbers can say
+    if ((scores - scores.mean()) ** 2).sum() == 0:  # also for scores that differ by less than floats can represent
         raise MegarlError(
             f"{name}: all {len(scores)} scores are {scores[0]:g}; a constant has no midpoint and no ceiling"
         )
@@ -241,7 +241,7 @@ ENOUGH = 8
 def windowed(
     curves: Sequence[Curve], start: float | None, end: float | None
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Hours and scores of all curves inside the window, [points] by rising hours, and what is to be said about it."""
+    """Return hours and scores of all curves inside the window, [points] by ascending hours, and remarks about it."""
     if len({curve.unit for curve in curves}) > 1:
         raise MegarlError("core-hours and GPU-hours cannot be fitted together")
     if start is not None and end is not None and start >= end:
@@ -258,7 +258,7 @@ def windowed(
 
 
 def _default(curve: Curve, end: float | None, remarks: list[str]) -> float:
-    """Hours before which points are left out."""
+    """Return the hours before which points are left out."""
     epoch = math.inf if curve.first_epoch is None else curve.first_epoch
     early = min(epoch, EARLY_HOURS) if curve.unit == "gpu" else 0.0 if curve.first_epoch is None else epoch
     rest = curve.hours[curve.hours <= (math.inf if end is None else end)]
@@ -278,40 +278,44 @@ if TYPE_CHECKING:
 FEW_POINTS = 8
 WIDE_INTERVAL = 0.05
 STREAKS = 2.6
-"""Deviations of the residuals' autocorrelation that noise alone passes once in a hundred fits."""
+"""Deviations of the residuals' autocorrelation that noise alone exceeds once in a hundred fits."""
 
 
 def doubts(fit: "Fit") -> list[str]:
-    """One sentence each."""
+    """List what the fit's points cannot support, one sentence each."""
     low, high = fit.problem.a_bounds
     a_low, a_high = fit.A_interval
-    found = []
+    messages = []
     if fit.r0_from == "estimate":
-        found.append(f"R_0 = {fit.R_0:.3f} is an estimate: no score before training is known (--r0 gives one)")
+        messages.append(f"R_0 = {fit.R_0:.3f} is an estimate: no score before training is known (--r0 gives one)")
     if fit.form != "power" and fit.window[1] < fit.C_mid:
-        found.append(
+        messages.append(
             f"the window ends at {amount(fit.window[1], fit.unit)}, before C_mid = {amount(fit.C_mid)}: "
             "the half of the curve that shows the ceiling has not been seen"
         )
     if fit.n < FEW_POINTS:
-        found.append(f"only {fit.n} points; {FEW_POINTS} are few already")
+        messages.append(f"only {fit.n} points; {FEW_POINTS} are few already")
     if low < high and min(fit.A - low, high - fit.A) < 1e-6:
-        found.append(f"A = {fit.A:.3f} is at the edge of its range {low:g} … {high:g}: the points do not determine it")
+        messages.append(
+            f"A = {fit.A:.3f} is at the edge of its range {low:g} … {high:g}: the points do not determine it"
+        )
     if (fall := _fall(fit.pass_rate)) > 0:
-        found.append(
+        messages.append(
             f"scores are not monotone: the last ones are {fall:.3f} below earlier ones, and the law can only rise"
         )
     if low < high and a_high - a_low > WIDE_INTERVAL:
-        found.append(f"A is only known to lie in {a_low:.3f} … {a_high:.3f}, wider than {WIDE_INTERVAL}")
+        messages.append(f"A is only known to lie in {a_low:.3f} … {a_high:.3f}, wider than {WIDE_INTERVAL}")
     if _in_streaks(fit):
-        found.append("residuals come in streaks: the form does not follow the points, and the intervals are too narrow")
-    return found
+        messages.append(
+            "residuals come in streaks: the form does not follow the points, and the intervals are too narrow"
+        )
+    return messages
 
 
 def _fall(scores: np.ndarray) -> float:
-    """By how much the mean of the last quarter is below the best quarter, if noise does not explain it (3 deviations); else 0.
+    """Return how far the mean of the last quarter is below the best quarter; 0 if noise (3 deviations) explains it.
 
-    Noise is taken from differences of neighbours, whose variance is twice its own.
+    Noise is estimated from differences of neighbours, whose variance is twice its own.
     """
     width = max(2, len(scores) // 4)
     means = np.convolve(scores, np.ones(width) / width, mode="valid")
@@ -321,7 +325,7 @@ def _fall(scores: np.ndarray) -> float:
 
 
 def _in_streaks(fit: "Fit") -> bool:
-    """Whether neighbouring residuals agree more than independent ones would."""
+    """Return whether neighbouring residuals agree more than independent ones would."""
     residual = fit.pass_rate - fit(fit.hours)
     if fit.n < FEW_POINTS or fit.sse < 1e-12:
         return False

@@ -1,4 +1,4 @@
-"""The three curves that can be fitted, each with a ceiling A, a speed B and a place C_mid.
+"""The three curves that can be fitted, each with a ceiling A, a speed B and a position C_mid.
 
     R(C) = R_0 + (A − R_0) · s(z)
 
@@ -22,16 +22,16 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Form:
-    """Internally z = e^w · (x − u) with x the compute over `scale` (the largest of the fit), or its logarithm."""
+    """A form of curve. Internally z = e^w · (x − u), x the compute over `scale` (the fit's largest), or its logarithm."""
 
     name: str
     log: bool
     share: Callable[[Array], Array]
-    """s of z."""
+    """s as a function of z."""
     slope: Callable[[Array], Array]
-    """ds/dz of z."""
+    """ds/dz as a function of z."""
     inverse: Callable[[float], float]
-    """z of s."""
+    """z as a function of s."""
     below: float
     """How far u may lie below the smallest x, and above the largest."""
     above: float
@@ -41,14 +41,14 @@ class Form:
         return np.log(hours / scale) if self.log else hours / scale
 
     def hours(self, x: float, scale: float) -> float:
-        """Inverse of `x`."""
+        """Return the inverse of `x`."""
         return scale * (math.exp(x) if self.log else x)
 
     def b(self, w: float, scale: float) -> float:
         return math.exp(w) if self.log else math.exp(w) / scale
 
     def u_w(self, c_mid: float, b: float, scale: float) -> tuple[float, float]:
-        """Inverse of `hours` and `b`."""
+        """Return the inverse of `hours` and `b`."""
         return (math.log(c_mid / scale), math.log(b)) if self.log else (c_mid / scale, math.log(b * scale))
 
 

@@ -3,8 +3,8 @@
     grid()      every (A, u, w) of a coarse grid, R_0 solved if it is free   ─► starts, the best for each value of each
     descend()   Levenberg-Marquardt within bounds, all rows in one batch     ─► minima
 
-Parameters of a row are [A, u, w, R_0] (forms.py); a parameter that is not free in a row keeps its value. The profile of a
-parameter, its smallest error as a function of the parameter, is a batch in which each row holds another value of it.
+The parameters of a row are [A, u, w, R_0] (forms.py); one that is not free in a row keeps its value. The profile of a
+parameter, the smallest error as a function of it, is a batch in which each row holds another value of it.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from megarl.lab.scaling.forms import Form
 
 A, U, W, R0 = range(4)
 GRID = (101, 32, 32)
-"""Values of A, u and w."""
+"""Numbers of values of A, u and w."""
 INSIDE = 48
 """More values of u among the points, where a steep curve may have a minimum in each gap."""
 ITERATIONS = 200
@@ -25,7 +25,7 @@ PATIENCE = 5
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Points `x` (Form.x) and scores `y`, both [points], and what parameters may be."""
+    """Points `x` (Form.x) and scores `y`, both [points], and the bounds of parameters."""
 
     form: Form
     x: np.ndarray
@@ -44,18 +44,18 @@ class Problem:
 
     @property
     def free(self) -> np.ndarray:
-        """[4] bool."""
+        """Which parameters are free, [4] bool."""
         return self.low < self.high
 
 
 def predicted(form: Form, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """[rows, points] of parameters [rows, 4] at x [points] or [rows, points]."""
+    """Return predictions [rows, points] of parameters [rows, 4] at x [points] or [rows, points]."""
     a, u, w, r0 = theta.T[:, :, None]
     return r0 + (a - r0) * form.share(np.exp(w) * (x - u))
 
 
 def grid(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Starts: for each value of A, then of u, then of w, the best of the grid. Parameters [rows, 4], and which is held [rows].
+    """Return starts: the best of the grid for each value of A, of u, and of w. Parameters [rows, 4], and which is held [rows].
 
     With q = 1 − s the error of (A, R_0) is Σ(y − R_0 q − A s)², so R_0 has a closed form and only sums over points are kept.
     """
@@ -88,9 +88,9 @@ def descend(
     held: np.ndarray | None = None,
     target: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Minima [rows, 4] from starts `theta`, and their errors [rows]. held [rows]: a parameter that each row keeps.
+    """Return minima [rows, 4] from starts `theta`, and their errors [rows]. held [rows]: a parameter that each row keeps.
 
-    target, (x [rows], score [rows]): the curve is drawn through it, by one more point of heavy weight that the errors
+    target, (x [rows], score [rows]): pulls the curve through it, by one more point of heavy weight that the errors
     do not count. The smallest error of curves through a point is the profile of the prediction there.
     """
     form, low, high = problem.form, problem.low, problem.high
@@ -133,7 +133,7 @@ def _step(
     high: np.ndarray,
     damping: np.ndarray,
 ) -> np.ndarray:
-    """Levenberg-Marquardt's [rows, 4]; parameters that are held, or pushed against a bound, stay."""
+    """Return Levenberg-Marquardt's step [rows, 4]; parameters held, or pushed against a bound, do not move."""
     across = slopes.transpose(0, 2, 1)
     downhill = (across @ residual[:, :, None])[:, :, 0]
     blocked = ((theta <= low) & (downhill < 0)) | ((theta >= high) & (downhill > 0))
@@ -145,7 +145,7 @@ def _step(
 
 
 def jacobian(form: Form, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Derivatives of `predicted` by each parameter: [rows, points, 4]."""
+    """Return derivatives of `predicted` by each parameter: [rows, points, 4]."""
     a, u, w, r0 = theta.T[:, :, None]
     z = np.exp(w) * (x - u)
     share, by_z = form.share(z), (a - r0) * form.slope(z)

@@ -1,9 +1,10 @@
-"""What the evaluations so far say about the rest of a run that is under way.
+"""What the evaluations so far predict for the rest of a live run.
 
     rows of eval.jsonl, metrics.jsonl ─► fit ─► Outlook: score at the last step, gain of further compute, whether it is worth it
 
 Compute at the last step is the present one times steps / step. The next tenth of that budget is worth its price while it is
-predicted to bring more than the noise of an evaluation, sqrt(p (1 − p) / answers): a smaller gain could not be told from none.
+predicted to gain more than an evaluation's noise, sqrt(p (1 − p) / answers): a smaller gain would be indistinguishable from
+none.
 """
 
 import math
@@ -24,10 +25,10 @@ NEXT = 0.1
 
 @dataclass(frozen=True)
 class Outlook:
-    """Pass rates, and `hours`: compute at the last step. low, high: 95 % interval of the final one; gain: of `FURTHER_HOURS`;
-    next_gain: of the next tenth of the budget.
+    """A forecast of pass rates. hours: compute at the last step; low, high: 95 % interval of the final pass rate.
 
-    settled: the points support a decision; only then can more training be called not worth its price.
+    gain: from `FURTHER_HOURS`; next_gain: from the next tenth of the budget; settled: the points support a decision, without
+    which more training is never judged not worth its price.
     """
 
     hours: float
@@ -40,7 +41,7 @@ class Outlook:
     noise: float
     settled: bool
     score: str = PASS_RATE
-    """Column of eval.jsonl that all of it is about."""
+    """Column of eval.jsonl that the forecast is about."""
 
     @property
     def enough(self) -> bool:
@@ -48,7 +49,7 @@ class Outlook:
         return self.settled and self.next_gain < self.noise
 
     def row(self) -> dict[str, float | str]:
-        """As eval.jsonl has it."""
+        """Return the forecast as columns of eval.jsonl."""
         return {
             "predicted_score": self.score,
             "predicted_hours": self.hours,
@@ -64,7 +65,7 @@ class Outlook:
 
 
 def outlook(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, score: str = PASS_RATE) -> Outlook | None:
-    """After the last of these evaluations, of a run of `steps` steps; None while they are too few, or no curve fits them.
+    """Forecast after the last of these evaluations, for a run of `steps` steps; None if they are too few, or no curve fits.
 
     score: `pass_rate`, or that of a task or a suite, `pass_rate/math`.
     """
@@ -80,8 +81,8 @@ def outlook(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, scor
     further = FURTHER_HOURS[fitted.unit]
     final = predict(fitted, np.array([budget]))
     here, after, soon = fitted(np.array([now, now + further, now + NEXT * budget]))
-    of = score.removeprefix(PASS_RATE)
-    answers = last[f"n_prompts{of}"] * last.get(f"samples{of}", last["samples"])
+    suffix = score.removeprefix(PASS_RATE)
+    answers = last[f"n_prompts{suffix}"] * last.get(f"samples{suffix}", last["samples"])
     rate = min(max(last[score], 1 / answers), 1 - 1 / answers)  # a perfect score is not without noise
     return Outlook(
         hours=budget,
@@ -98,12 +99,12 @@ def outlook(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, scor
 
 
 def forecast(evaluations: Sequence[Row], metrics: Sequence[Row], steps: int, score: str) -> Row:
-    """The outlook as columns of eval.jsonl, for the controller; empty while there is none."""
-    found = outlook(evaluations, metrics, steps, score)
-    return found.row() if found else {}
+    """Return the outlook as columns of eval.jsonl, for the controller; empty while there is none."""
+    result = outlook(evaluations, metrics, steps, score)
+    return result.row() if result else {}
 
 
 def _settled(fitted: Fit) -> bool:
-    """Enough points, the midpoint behind them, and a ceiling that is known."""
+    """Return whether there are enough points, some beyond the midpoint, and a well-known ceiling."""
     low, high = fitted.A_interval
     return fitted.n >= FEW_POINTS and fitted.window[1] > fitted.C_mid and high - low <= WIDE_INTERVAL

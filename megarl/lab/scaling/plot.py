@@ -1,8 +1,8 @@
-"""Pictures of fits: points, curve, what it says beyond them, its interval, C_mid and A; and the efficiency plot.
+"""Pictures of fits: points, curve, extrapolation, its interval, C_mid and A; and the efficiency plot.
 
-Left over the logarithm of compute, where ScaleRL's law is an S; right over compute itself, where one sees what an hour brings.
+Left over the logarithm of compute, where ScaleRL's law is an S; right over compute itself, which shows what an hour gains.
 
-The interactive picture is one HTML file with its data and script inside, which opens without a network (page.html).
+The interactive picture is one HTML file containing its data and script, which opens offline (page.html).
 """
 
 import io
@@ -27,7 +27,7 @@ from megarl.lab.scaling.published import Law
 Series = Mapping[str, tuple[Sequence[Curve], Fit | None]]
 BAND_POINTS = 48
 BEYOND = 3.0
-"""How far curves are drawn beyond the last point, unless told: times its compute."""
+"""How far curves are drawn by default: this many times the compute of the last point."""
 
 
 def plot_fits(
@@ -38,7 +38,7 @@ def plot_fits(
     until: float | None = None,
     laws: Sequence[Law] = (),
 ) -> list[Path]:
-    """Write the picture as PNG and SVG. until: hours to which curves are drawn; laws: published fits under them."""
+    """Write the picture as PNG and SVG. until: hours to which curves are drawn; laws: published fits drawn beneath."""
     if not any(len(curve.hours) for curves, _ in series.values() for curve in curves):
         raise MegarlError("nothing to draw: no run has a point after its training began")
     with matplotlib.rc_context(STYLE):
@@ -67,7 +67,7 @@ def plot_fits(
 
 
 def plot_efficiency(fits: Mapping[str, Fit], path_without_suffix: Path) -> list[Path]:
-    """log F against log C: points on a line of slope B, if the law holds."""
+    """Plot log F against log C: points on a line of slope B, if the law holds."""
     from megarl.lab.scaling.compare import efficiency
 
     with matplotlib.rc_context(STYLE):
@@ -91,7 +91,7 @@ def first_point(series: Series) -> float:
 
 
 def drawn_to(series: Series, until: float | None) -> float:
-    """Hours to which curves are drawn."""
+    """Return the hours to which curves are drawn."""
     return until or BEYOND * float(_hours(series).max())
 
 
@@ -100,7 +100,7 @@ def _hours(series: Series) -> np.ndarray:
 
 
 def band(fit: Fit, end: float) -> Prediction:
-    """The curve and its interval, from a little before the first point to `end`."""
+    """Return the curve and its interval, from a little before the first point to `end`."""
     return predict(fit, np.geomspace(fit.window[0] / 2, max(end, fit.window[1]), BAND_POINTS))
 
 
@@ -128,15 +128,15 @@ def _draw(axes: Any, series: Series, bands: Mapping[str, Prediction], end: float
         if fit is None:
             axes.plot([], [], "o", color=color, markersize=3.5, fillstyle="none", label=f"{name}: no fit")
             continue
-        found = bands[name]
+        shown = bands[name]
         seen = np.linspace(fit.window[0], fit.window[1], 300)
         beyond = np.geomspace(fit.window[1], max(end, fit.window[1]), 300)
-        axes.fill_between(found.hours, found.low, found.high, color=color, alpha=0.15, linewidth=0)
+        axes.fill_between(shown.hours, shown.low, shown.high, color=color, alpha=0.15, linewidth=0)
         label = f"{name}: A {fit.A:.3f}, B {fit.B:.2f}, C_mid {amount(fit.C_mid)}"
         axes.plot(seen, fit(seen), color=color, label=label)
         axes.plot(beyond, fit(beyond), color=color, linestyle=(0, (4, 2)))
         axes.axhline(fit.A, color=color, linewidth=0.8, linestyle=":")
-        if found.hours[0] <= fit.C_mid <= end:
+        if shown.hours[0] <= fit.C_mid <= end:
             axes.plot(
                 [fit.C_mid],
                 fit(np.array([fit.C_mid])),
@@ -150,7 +150,7 @@ def _draw(axes: Any, series: Series, bands: Mapping[str, Prediction], end: float
 
 
 def _explain(axes: Any) -> None:
-    """The legend, with what the marks mean."""
+    """Draw the legend, which explains the marks."""
     axes.plot([], [], "D", color="white", markeredgecolor=GREY, markersize=6, label="C_mid")
     axes.plot([], [], color=GREY, linewidth=0.8, linestyle=":", label="A, the ceiling")
     axes.plot([], [], color=GREY, linestyle=(0, (4, 2)), label="extrapolated; shaded: 95 % interval")
@@ -159,7 +159,7 @@ def _explain(axes: Any) -> None:
 
 
 def used(curve: Curve, fit: Fit | None) -> np.ndarray:
-    """Which points [points] bool are in the fit's window."""
+    """Return which points [points] bool are in the fit's window."""
     if fit is None:
         return np.zeros(len(curve.hours), dtype=bool)
     return (curve.hours >= fit.window[0]) & (curve.hours <= fit.window[1])
@@ -188,7 +188,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 def write_page(
     series: Series, path_without_suffix: Path, *, title: str = "", until: float | None = None, laws: Sequence[Law] = ()
 ) -> Path:
-    """BASE.html; arguments as of plot.plot_fits."""
+    """Write BASE.html; arguments as in plot_fits."""
     end = drawn_to(series, until)
     unit = next(curve.unit for curves, _ in series.values() for curve in curves)
     data = {
@@ -204,20 +204,20 @@ def write_page(
 
 
 def _series(n: int, name: str, curves: Sequence[Curve], fit: Fit | None, end: float) -> dict[str, Any]:
-    """points: hours, pass rate, whether in the window, name. curve: hours, pass rate, low, high."""
-    found: dict[str, Any] = {"name": name, "color": COLORS[n % len(COLORS)], "fit": None, "curve": []}
-    found["points"] = [
+    """Return a series' data. points: hours, pass rate, whether in the window, name. curve: hours, pass rate, low, high."""
+    result: dict[str, Any] = {"name": name, "color": COLORS[n % len(COLORS)], "fit": None, "curve": []}
+    result["points"] = [
         [float(hours), float(rate), bool(inside), curve.name]
         for curve in curves
         for hours, rate, inside in zip(curve.hours, curve.pass_rate, used(curve, fit), strict=True)
     ]
     if fit is not None:
         line = band(fit, end)
-        found["fit"] = fit.record()
-        found["curve"] = [
+        result["fit"] = fit.record()
+        result["curve"] = [
             [float(x) for x in row] for row in zip(line.hours, line.pass_rate, line.low, line.high, strict=True)
         ]
-    return found
+    return result
 
 
 def _law(law: Law, first: float, end: float) -> dict[str, Any]:

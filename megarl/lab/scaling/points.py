@@ -1,10 +1,10 @@
 """Points of a learning curve: compute against held-out pass rate, from a run directory, a CSV or a JSONL file.
 
     RUN/eval.jsonl (+ epochs of metrics.jsonl)   ─┐
-    points.csv    gpu_hours,pass_rate[,seed,…]    ├─► Curve, one a seed: checked, sorted by compute, R_0 apart
+    points.csv    gpu_hours,pass_rate[,seed,…]    ├─► Curve, one per seed: checked, sorted by compute, R_0 separate
     points.jsonl  {"compute_hours": …, …}        ─┘
 
-The score of the weights before training (step 0, or no compute) is R_0 and no point of the curve.
+The score of the weights before training (step 0, or no compute) is R_0, not a point of the curve.
 """
 
 import csv
@@ -21,44 +21,46 @@ from megarl.core.base.errors import MegarlError
 
 Unit = Literal["gpu", "core"]
 HOURS: dict[str, str] = {"gpu": "GPU-hours", "core": "core-hours"}
-"""What compute is counted in, for people."""
+"""Names of the units of compute, for people."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """One run of one seed. Example: Curve("mine", np.array([10., 20.]), np.array([.3, .4]), r0=.2)."""
+    """One run with one seed. Example: Curve("mine", np.array([10., 20.]), np.array([.3, .4]), r0=.2)."""
 
     name: str
     hours: np.ndarray
-    """[points] float64, above 0, rising: cumulative compute, all roles together."""
+    """Cumulative compute of all roles together, [points] float64, above 0, ascending."""
     pass_rate: np.ndarray
-    """[points] float64 in 0 … 1."""
+    """[points] float64, from 0 to 1."""
     r0: float | None = None
     """Pass rate before training, if it was measured."""
     unit: Unit = "gpu"
     seed: int | None = None
     first_epoch: float | None = None
-    """Hours at which the first epoch over the prompts ended; infinite while it lasts; None: not known."""
+    """Hours at which the first epoch over the prompts ended; infinite while it lasts; None: unknown."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Headers of a file or of eval.jsonl. hours, None: `gpu_hours`, else `compute_hours`; score, None: `pass_rate`, of a run
-    directory what its recipe forecasts."""
+    """Column names in a file or in eval.jsonl.
+
+    hours, None: `gpu_hours`, else `compute_hours`; score, None: `pass_rate` or, for a run directory, what its recipe forecasts.
+    """
 
     hours: str | None = None
     score: str | None = None
 
 
 def amount(hours: float, unit: str | None = None) -> str:
-    """For people: 16,000 GPU-hours, 0.125 core-hours."""
+    """Format for people: 16,000 GPU-hours, 0.125 core-hours."""
     number = f"{hours:,.0f}" if hours >= 1000 else f"{hours:.4g}"
     return f"{number} {HOURS[unit]}" if unit else number
 
 
 def read_points(source: str | Path, columns: Columns | None = None) -> list[Curve]:
-    """Curves of a run directory or a file, one a seed."""
+    """Read the curves of a run directory or a file, one per seed."""
     path, columns = Path(source), columns or Columns()
     if path.is_dir():
         return [_run(path, columns)]
@@ -71,7 +73,7 @@ def read_points(source: str | Path, columns: Columns | None = None) -> list[Curv
 def curve_of_run(
     name: str, evaluations: Sequence[Row], steps: Iterable[Row], where: str, columns: Columns | None = None
 ) -> Curve:
-    """From rows of eval.jsonl and of metrics.jsonl, the latest of each step: also while the run lives."""
+    """Build a curve from rows of eval.jsonl and metrics.jsonl, the latest of each step; works while the run is live."""
     rows = [(f"{where}, step {row['step']}", row) for row in evaluations]
     columns = columns or Columns()
     (curve,) = curves_of_rows(name, rows, columns, where)
@@ -92,7 +94,7 @@ def _run(path: Path, columns: Columns) -> Curve:
 
 
 def _forecast_column(path: Path) -> str:
-    """What the recipe at `path` says is fitted."""
+    """Return the column that the recipe at `path` says is fitted."""
     from megarl.core.recipe import load
 
     if not path.exists():
@@ -109,7 +111,7 @@ def _forecast_column(path: Path) -> str:
 
 
 def _first_epoch(steps: Iterable[Row], column: str) -> float | None:
-    """Compute, as this column has it, of the first step with a prompt of the second epoch."""
+    """Return the compute, in this column's units, at the first step with a prompt of the second epoch."""
     epochs = [(row["epoch"], row[column]) for row in steps if row.get("epoch") is not None and column in row]
     if not epochs:
         return None
@@ -117,7 +119,7 @@ def _first_epoch(steps: Iterable[Row], column: str) -> float | None:
 
 
 def _csv(path: Path) -> Iterable[tuple[str, Row]]:
-    """Rows with where they stand, for errors."""
+    """Yield rows with their place, for error messages."""
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(line for line in file if not line.startswith("#"))
@@ -145,7 +147,7 @@ def _jsonl(path: Path) -> Iterable[tuple[str, Row]]:
 
 
 def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: Columns, where: str) -> list[Curve]:
-    """One curve a value of `seed`; the last row of a step counts."""
+    """Build one curve per value of `seed`; the last row of a step counts."""
     if not rows:
         raise MegarlError(f"{where}: no points in it")
     hours, score = columns.hours or _hours_column(rows[0][1], where), columns.score or "pass_rate"
@@ -176,7 +178,7 @@ def _hours_column(row: Row, where: str) -> str:
 
 
 def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> tuple[float, float, bool]:
-    """Hours, pass rate, and whether it is the score before training."""
+    """Return hours, pass rate, and whether it is the score before training."""
     compute, rate = _number(where, row, hours), _number(where, row, score)
     if not 0 <= rate <= 1:
         hint = "; if it is in percent, divide it by 100" if 1 < rate <= 100 else ""

@@ -1,4 +1,4 @@
-"""The best curve of a problem, and how far each parameter can go before the error grows too much.
+"""The best curve of a problem, and how far each parameter can move before the error grows too much.
 
 grid ──► profiles of A, C_mid and B, coarse ──► the best of all ──► where each profile passes the threshold, refined
 """
@@ -16,7 +16,7 @@ class Profile:
     """Profiles of A, u and w of a problem, and its minimum `theta` [4] with error `sse`."""
 
     def __init__(self, problem: Problem, levels: float | None = None) -> None:
-        """levels: A may only be a multiple of this (the paper's grid); its interval is that of a continuous A."""
+        """Compute the profiles. levels: A may only be a multiple of this (the paper's grid); the interval ignores this."""
         self.problem = problem
         starts, self.held = grid(problem)
         self.rows, self.errors = descend(problem, starts, self.held)
@@ -24,7 +24,7 @@ class Profile:
         polished, errors = descend(problem, self.rows[order[:12]])
         self.theta, self.sse = polished[errors.argmin()], float(errors.min())
         self.smallest = self.sse
-        """Of continuous parameters, also where A is on a grid."""
+        """Smallest error with continuous parameters, even if A is on a grid."""
         if levels is not None:
             self._to_grid(levels)
 
@@ -38,12 +38,12 @@ class Profile:
         self.theta, self.sse = rows[errors.argmin()], float(errors.min())
 
     def region(self, allowed: float) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the profiles whose error is at most four times as far above the smallest as `allowed`, and their errors."""
+        """Return profile rows whose error exceeds the smallest by at most four times what `allowed` does, and their errors."""
         near = self.errors <= self.smallest + 4 * (allowed - self.smallest)
         return np.concatenate([self.rows[near], self.theta[None]]), np.append(self.errors[near], self.sse)
 
     def interval(self, parameter: int, allowed: float) -> tuple[float, float]:
-        """Outermost values whose best curve has at most this error; infinite where C_mid or B reaches the end of its range."""
+        """Return the outermost values whose best curve has at most this error; infinite where C_mid or B is unbounded."""
         if not self.problem.free[parameter]:
             return float(self.theta[parameter]), float(self.theta[parameter])
         mine = self.held == parameter
@@ -59,7 +59,7 @@ class Profile:
     def _end(
         self, parameter: int, allowed: float, rows: np.ndarray, errors: np.ndarray, inside: int, side: int
     ) -> float:
-        """Where the profile passes `allowed` between the row inside and its neighbour on that side."""
+        """Return where the profile passes `allowed` between the row inside and its neighbour on that side."""
         outside = inside + side
         if not 0 <= outside < len(rows):
             return float(rows[inside, parameter]) if parameter == CEILING else side * float("inf")
@@ -81,7 +81,7 @@ class Profile:
 
 
 def student_t(df: int) -> float:
-    """97.5 % quantile of Student's t (Abramowitz and Stegun 26.7.5; exact values where the series is too coarse)."""
+    """Return the 97.5 % quantile of Student's t (Abramowitz and Stegun 26.7.5; exact where the series is too coarse)."""
     if df <= 4:
         return (12.7062, 4.3027, 3.1824, 2.7764)[df - 1]
     z = 1.959964

@@ -1,4 +1,4 @@
-"""The fits of ScaleRL's paper (published.yaml), as curves to lay a run over and as a source of synthetic points."""
+"""The fits of ScaleRL's paper (published.yaml), as curves to overlay on a run and as a source of synthetic points."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from megarl.lab.scaling.points import Curve
 
 FILE = Path(__file__).with_name("published.yaml")
 SAMPLES = 16_000
-"""Of an evaluation in the paper: 1,000 prompts x 16."""
+"""Samples of an evaluation in the paper: 1,000 prompts x 16."""
 
 
 class Law(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,10 +29,10 @@ class Law(msgspec.Struct, frozen=True, kw_only=True):
     hours: float | None = None
     mark: str = ""
     r0: float = 0.0
-    """Read off the paper's figure 1 and taken for all rows; the paper does not print it."""
+    """Read off the paper's figure 1 and used for all rows; the paper does not print it."""
 
     def __call__(self, hours: np.ndarray) -> np.ndarray:
-        """Pass rate [points] at GPU-hours."""
+        """Return pass rates [points] at GPU-hours."""
         if self.C_mid is None:
             raise MegarlError(f"{self.name}: no C_mid is published, so its curve cannot be drawn")
         return self.r0 + (self.A - self.r0) / (1 + (self.C_mid / hours) ** self.B)
@@ -45,7 +45,7 @@ class _File(msgspec.Struct, frozen=True):
 
 @cache
 def published() -> tuple[Law, ...]:
-    """All rows, in the file's order."""
+    """Return all rows, in the file's order."""
     file = msgspec.yaml.decode(FILE.read_bytes(), type=_File)
     return tuple(msgspec.structs.replace(law, r0=file.r0) for law in file.runs)
 
@@ -58,7 +58,7 @@ def law_named(name: str) -> Law:
 
 
 def synthetic(law: Law, hours: np.ndarray, seed: int, samples: int = SAMPLES) -> Curve:
-    """Points as an evaluation of `samples` completions would draw them from the law, R_0 too.
+    """Draw points, and R_0, from the law as an evaluation of `samples` completions would.
 
     Binomial noise, sqrt(p(1 − p)/samples): real evaluations repeat prompts, so theirs differs.
     """
@@ -68,7 +68,7 @@ def synthetic(law: Law, hours: np.ndarray, seed: int, samples: int = SAMPLES) ->
 
 
 def csv_of(curves: list[Curve], about: str) -> str:
-    """A CSV that `read_points` reads back; the comment says what it is. A column `seed` if there are several curves."""
+    """Write a CSV that `read_points` reads back; the comment describes it. Has a column `seed` if there are several curves."""
     text = io.StringIO()
     text.write(f"# {about}\n")
     writer = csv.writer(text, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""What the terminal shows of fits: tables, and sentences that carry the warnings with them."""
+"""What the terminal shows of fits: tables, and sentences that include the warnings."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def show(table: Table) -> None:
 
 
 def say(found: Fit, text: str) -> None:
-    """Words, and what the points cannot support."""
+    """Print a text, and what the points cannot support."""
     print(text)
     if found.unit == "core":
         print("Compute is core-hours of CPUs, not GPU-hours: it compares only with runs on CPUs.")
@@ -48,7 +48,7 @@ def window(found: Fit) -> str:
 
 
 def between_seeds(each: Sequence[Fit]) -> str:
-    """Seeds differ by more than the noise of evaluations, which is all that an interval knows of."""
+    """Describe how seeds differ: by more than the noise of evaluations, which is all that an interval covers."""
     ceilings = [found.A for found in each]
     return (
         f"A of the {len(each)} seeds alone: {min(ceilings):.3f} to {max(ceilings):.3f} (ScaleRL's three: ±0.015). The pooled "
@@ -57,7 +57,7 @@ def between_seeds(each: Sequence[Fit]) -> str:
 
 
 def fits(rows: Sequence[tuple[str, Fit]]) -> Table:
-    """A fit a row, each parameter over its 95 % interval."""
+    """Make a table with one fit per row, each parameter above its 95 % interval."""
     table = _table("", *_headings(rows[0][1]), "R²", "rmse", "points")
     for name, found in rows:
         table.add_row(name, *_parameters(found), f"{found.r2:.4f}", f"{found.rmse:.4f}", str(found.n))
@@ -65,7 +65,7 @@ def fits(rows: Sequence[tuple[str, Fit]]) -> Table:
 
 
 def forms(curves: Sequence[Curve], how: dict[str, Any]) -> Table:
-    """The same points under each form, so that one sees which curve they follow."""
+    """Fit the same points with each form, to show which curve they follow."""
     table = _table("form", "A", "R²", "rmse")
     for form in FORMS:
         try:
@@ -101,7 +101,7 @@ def laws(rows: Sequence[Law]) -> Table:
 
 
 def reached(found: Fit, score: float, when: Reached) -> str:
-    """When a score is reached, or why it is not."""
+    """Say when a score is reached, or why it is not."""
     if math.isfinite(when.hours):
         if when.hours == 0:
             return f"{score:g} is not above R_0 = {found.R_0:.3f}: it takes no training."

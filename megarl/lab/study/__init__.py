@@ -3,5 +3,5 @@
 `megarl study loo RECIPE`  ──►              ─┐                                       ┌─► points/*.csv, points.csv
 `megarl study compare A B` ──► main.py ─────┴► plan.py: STUDY/recipes/*.yaml ──► run.py ──► results.py ─► table.md, pictures
                                                  one task: a variant and a seed    `megarl train`, one after another,
-                                                                                   or one a job of a Slurm array
+                                                                                   or one per job of a Slurm array
 """

@@ -1,7 +1,7 @@
 """`megarl study loo | compare | results`: from the command line to a finished study.
 
-Leave-one-out takes one part of ScaleRL at a time back to what was usual before it (arXiv 2510.13786, section 4 and its
-comparison of losses). A variant that the recipe is already, or that makes no difference to it, is left out.
+Leave-one-out reverts one part of ScaleRL at a time to earlier common practice (arXiv 2510.13786, section 4 and its
+comparison of losses). A variant that equals the recipe, or makes no difference to it, is left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from megarl.lab.study.run import run
 
 @dataclass(frozen=True)
 class Options:
-    """What both kinds of study have. directory: "" for runs/studies/KIND-RECIPE; task: the only one to run, or None for all."""
+    """Options of both kinds of study. directory: "" for runs/studies/KIND-RECIPE; task: the only one to run; None: all."""
 
     seeds: Sequence[int]
     directory: str
@@ -29,7 +29,7 @@ class Options:
 
 
 def loo(recipe: str, beside: Sequence[str], options: Options) -> int:
-    """ScaleRL's leave-one-out variants of `recipe`, and the recipes `beside` them."""
+    """Study ScaleRL's leave-one-out variants of `recipe`, and the recipes `beside` them."""
     recipes = leave_one_out(recipe, options.overrides)
     others = side_by_side(beside, options.overrides)
     twice = recipes.keys() & others.keys()
@@ -39,13 +39,13 @@ def loo(recipe: str, beside: Sequence[str], options: Options) -> int:
 
 
 def compare(names: Sequence[str], options: Options) -> int:
-    """These recipes."""
+    """Study these recipes side by side."""
     recipes = side_by_side(names, options.overrides)
     return _study("-".join(["compare", *recipes]), recipes, options)
 
 
 def table_and_plots(path: Path) -> int:
-    """Of a study, also of one that is not finished."""
+    """Write the results of a study, even an unfinished one."""
     return _results(plan.opened(path), Console())
 
 
@@ -66,13 +66,13 @@ def _study(kind: str, recipes: Mapping[str, Recipe], options: Options) -> int:
 
 
 def _results(study: plan.Study, console: Console) -> int:
-    from megarl.lab.study import results  # scipy and matplotlib: not before they are needed
+    from megarl.lab.study import results  # imports scipy and matplotlib: not before they are needed
 
     return results.write(study, console)
 
 
 def _planned(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> Table:
-    """The variants and what makes each differ from the first."""
+    """Show the variants and how each differs from the first."""
     first = next(iter(recipes.values()))
     seeds_text = ", ".join(map(str, seeds))
     shown = Table(
@@ -94,7 +94,7 @@ PENALTY_SHARE = 2 / 14
 
 
 def leave_one_out(recipe: str, overrides: Sequence[str]) -> dict[str, Recipe]:
-    """The recipe as it is (under its own name), then its variants."""
+    """Return the recipe as it is (under its own name), then its variants."""
     base = load(recipe, overrides)
     penalised = max(1, round(base.length.completion_tokens * PENALTY_SHARE))
     reverted = {
@@ -107,14 +107,14 @@ def leave_one_out(recipe: str, overrides: Sequence[str]) -> dict[str, Recipe]:
         "positives-resampled": ["batch.positive_threshold=null"],
         "dapo-loss": ["loss.kind=clip", "loss.clip_low=0.2", "loss.clip_high=0.26"],
     }
-    if base.model.dtype == "fp32":  # all of the model is, and so its head
+    if base.model.dtype == "fp32":  # the whole model is, and so is its head
         del reverted["no-fp32-head"]
     variants = {name: load(recipe, [*overrides, *changes]) for name, changes in reverted.items()}
     return {short_name(recipe): base} | {name: variant for name, variant in variants.items() if variant != base}
 
 
 def side_by_side(recipes: Sequence[str], overrides: Sequence[str]) -> dict[str, Recipe]:
-    """Recipes with the same overrides; MegarlError if two have one name."""
+    """Load recipes with the same overrides; MegarlError if two have the same name."""
     names = [short_name(recipe) for recipe in recipes]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
@@ -123,5 +123,5 @@ def side_by_side(recipes: Sequence[str], overrides: Sequence[str]) -> dict[str, 
 
 
 def short_name(recipe: str) -> str:
-    """Of a shipped recipe or a file."""
+    """Return the short name of a shipped recipe or a file."""
     return Path(recipe).stem

@@ -1,9 +1,9 @@
 """A study on disk: its tasks, and how far each is. One task is one run: a recipe of the study with one seed.
 
-STUDY/study.json       names of the recipes and the seeds, in order       STUDY/logs/NAME.log    what `megarl train` said
-STUDY/recipes/NAME.yaml  resolved, one a task                             STUDY/runs/NAME/       its run directory
+STUDY/study.json       names of the recipes and the seeds, in order       STUDY/logs/NAME.log    output of `megarl train`
+STUDY/recipes/NAME.yaml  resolved, one per task                           STUDY/runs/NAME/       its run directory
 
-Written once: what comes back to a study goes on with these files, and one that would be another study is refused.
+Written once: a resumed study uses these files, and one that would be another study is refused.
 """
 
 import json
@@ -34,7 +34,7 @@ class Task:
         return task_name(self.variant, self.seed)
 
     def state(self) -> State:
-        """From the run's own files. `begun` is a run that goes on when it is started again, alive or not."""
+        """Return the state, from the run's own files. `begun`: would resume if started again, whether alive or not."""
         if not self.rundir.summary.exists():
             return "begun" if self.rundir.recipe.exists() else "waiting"
         summary = json.loads(self.rundir.summary.read_text())
@@ -43,13 +43,13 @@ class Task:
         return "failed" if summary["outcome"] == "failed" else "begun"
 
     def pass_rates(self) -> list[float]:
-        """Of the evaluations so far."""
+        """Return the pass rates of the evaluations so far."""
         return [row["pass_rate"] for row in latest_scores(self.rundir.eval)]
 
 
 @dataclass(frozen=True)
 class Study:
-    """Its tasks run seed by seed, all recipes with the first one before any with the next: what is stopped has whole rounds."""
+    """A study. All recipes run with one seed before any runs with the next, so that a stopped study has complete rounds."""
 
     path: Path
     variants: tuple[str, ...]
@@ -75,7 +75,7 @@ def task_name(variant: str, seed: int) -> str:
 
 
 def prepare(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> Study:
-    """The study at `path`, written there or found there. MegarlError if another one is there."""
+    """Return the study at `path`, written or found there. MegarlError if another one is there."""
     if not seeds or len(set(seeds)) != len(seeds):
         raise MegarlError(f"--seeds: give one or more different seeds, not {','.join(map(str, seeds))!r}")
     study = Study(path, tuple(recipes), tuple(seeds))
@@ -93,7 +93,7 @@ def prepare(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> 
 
 
 def opened(path: Path) -> Study:
-    """The study that is there."""
+    """Open the study that is there."""
     try:
         record = json.loads((path / "study.json").read_text())
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""What a study came to: points, fits, a table and plots, from the files of its finished runs.
+"""The results of a study: points, fits, a table and plots, from the files of its finished runs.
 
 RUN/eval.jsonl of each task ─► points/NAME.csv ─► fit (seeds of a variant pooled) ─► table.md, scaling and final .png .svg
 
-scaling: a panel a variant, its seeds and fit over those of the first variant, which all are compared with.
+scaling: a panel per variant, with its seeds and fit over those of the first variant, to which all are compared.
 final:   each variant's last pass rate, seed by seed, and its fitted asymptote with interval.
 """
 
@@ -54,12 +54,12 @@ class Row:
 
     @property
     def final(self) -> np.ndarray:
-        """[seeds] the last pass rate of each run"""
+        """The last pass rate of each run, [seeds]."""
         return np.array([run[-1].pass_rate for run in self.runs])
 
 
 def write(study: Study, console: Console) -> int:
-    """All files, and the table on the screen. MegarlError while no run has finished."""
+    """Write all files, and print the table. MegarlError while no run has finished."""
     rows = collect(study)
     (study.path / "points").mkdir(exist_ok=True)
     for task in study.tasks:
@@ -74,7 +74,7 @@ def write(study: Study, console: Console) -> int:
 
 
 def collect(study: Study) -> list[Row]:
-    """One row a variant of which a run has finished."""
+    """Return one row per variant with a finished run."""
     done = [task for task in study.tasks if task.state() == "done"]
     if not done:
         raise MegarlError(f"{study.path}: no run has finished yet; wait, or look at its logs/")
@@ -84,7 +84,7 @@ def collect(study: Study) -> list[Row]:
 
 
 def read(task: Task) -> tuple[Point, ...]:
-    """Evaluations of a run, in order of steps: what its recipe forecasts, else the score of all tasks together."""
+    """Return a run's evaluations by step: what its recipe forecasts, else the score of all tasks together."""
     score = load(str(task.recipe)).forecast_column or "pass_rate"
     generated = {row["step"]: row["generated_tokens"] for row in latest_rows(task.rundir.metrics)}
     return tuple(
@@ -103,16 +103,16 @@ def read(task: Task) -> tuple[Point, ...]:
 def _row(variant: str, tasks: Sequence[Task], hours: float) -> Row:
     runs = tuple(read(task) for task in tasks)
     common = tuple(float(np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run])) for run in runs)
-    found, why = None, ""
+    fitted, why = None, ""
     try:
-        found = fit([curve for task in tasks for curve in read_points(task.rundir.path)])
+        fitted = fit([curve for task in tasks for curve in read_points(task.rundir.path)])
     except MegarlError as error:
         why = str(error)
-    return Row(variant, runs, common, found, why)
+    return Row(variant, runs, common, fitted, why)
 
 
 def as_csv(points: Sequence[Point]) -> str:
-    """`megarl scaling` reads it."""
+    """Write points as CSV for `megarl scaling`."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -125,7 +125,7 @@ HEADINGS = ("variant", "seeds", "before", "after", "at equal compute", "A", "B",
 
 
 def cells(row: Row) -> list[str]:
-    """In the order of HEADINGS."""
+    """Return the cells in the order of HEADINGS."""
     before = np.mean([run[0].pass_rate for run in row.runs])
     hours = np.mean([run[-1].compute_hours for run in row.runs])
     tokens = np.mean([run[-1].tokens for run in row.runs])
@@ -141,7 +141,7 @@ def cells(row: Row) -> list[str]:
 
 
 def markdown(rows: Sequence[Row], missing: Sequence[str] = ()) -> str:
-    """The table, and below it what must be known to read it. missing: names of runs that have not finished."""
+    """Return the table, and below it what is needed to read it. missing: names of unfinished runs."""
     unit = rows[0].runs[0][0].compute_unit
     lines = [
         "| " + " | ".join(HEADINGS) + " |",
@@ -199,7 +199,7 @@ CURVE_POINTS = 200
 
 
 def plot_scaling(rows: "Sequence[Row]", path: Path) -> None:
-    """Writes `path`.png and `path`.svg."""
+    """Write `path`.png and `path`.svg with one panel per variant."""
     with matplotlib.rc_context(STYLE):
         lines = -(-len(rows) // PANELS_A_LINE)
         columns = min(len(rows), PANELS_A_LINE)
@@ -221,7 +221,7 @@ def plot_scaling(rows: "Sequence[Row]", path: Path) -> None:
 
 
 def plot_final(rows: "Sequence[Row]", path: Path) -> None:
-    """Writes `path`.png and `path`.svg; the first variant on top, a dotted line at its mean."""
+    """Write `path`.png and `path`.svg; the first variant on top, a dotted line at its mean."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 1.2 + 0.42 * len(rows)), layout="constrained")
         axes = figure.add_subplot()

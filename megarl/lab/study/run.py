@@ -1,8 +1,8 @@
-"""Run the tasks of a study: one after another, or the one that a job of a Slurm array is for.
+"""Runs the tasks of a study: one after another, or the one that a job of a Slurm array is for.
 
-    waiting or begun ─► `megarl train STUDY/recipes/NAME.yaml` ─► done | failed        (a begun run goes on from its checkpoint)
+    waiting or begun ─► `megarl train STUDY/recipes/NAME.yaml` ─► done | failed        (a begun run resumes from its checkpoint)
 
-Ctrl-C and SIGTERM reach the run, which saves and leaves; the same command goes on. A task that fails does not stop the others.
+Ctrl-C and SIGTERM reach the run, which saves and exits; the same command resumes. A failed task does not stop the others.
 The run dies with this process, however that ends.
 """
 
@@ -24,12 +24,12 @@ from megarl.run.view import sparkline
 
 LOOK_S = 2.0
 LINE_S = 60.0
-"""Between lines where the output is no terminal."""
+"""Seconds between lines of non-interactive output."""
 TRAIN = (sys.executable, "-m", "megarl", "train")
 
 
 def run(study: Study, tasks: Sequence[Task], console: Console) -> int:
-    """Bring each of `tasks` to its end. 0 all done; 1 some failed; 128 + signal when asked to stop."""
+    """Bring each of `tasks` to its end. Return 0: all done; 1: some failed; 128 + signal: asked to stop."""
     outlive_screen()
     with wishes() as wish, Screen(study, console) as screen:
         for task in tasks:
@@ -45,8 +45,8 @@ def run(study: Study, tasks: Sequence[Task], console: Console) -> int:
 
 
 def _finish(task: Task, wish: Wish, screen: "Screen") -> None:
-    """Start `megarl train` and wait for its end; wishes are passed on to it, once each."""
-    task.rundir.summary.unlink(missing_ok=True)  # of an earlier life that was stopped
+    """Run `megarl train` to its end; requests to stop are passed on to it, once each."""
+    task.rundir.summary.unlink(missing_ok=True)  # left by an earlier life that was stopped
     environment = os.environ | {SUPERVISOR: str(os.getpid())}
     heard = 0
     with task.log.open("ab") as log:
@@ -64,7 +64,7 @@ def _finish(task: Task, wish: Wish, screen: "Screen") -> None:
 
 
 class Screen:
-    """The table of all tasks in a terminal; elsewhere a line when a task ends, and one a minute."""
+    """Shows the table of all tasks in a terminal; elsewhere a line when a task ends, and one a minute."""
 
     def __init__(self, study: Study, console: Console) -> None:
         self._study, self._console = study, console
@@ -90,7 +90,7 @@ class Screen:
 
 
 def table(study: Study, now: Task, elapsed_s: float) -> Table:
-    """How each task stands; `now` is the one that runs."""
+    """Show the state of each task; `now` is the one that runs."""
     shown = Table(box=None, padding=(0, 2), pad_edge=False, caption=f"{elapsed_s / 60:.0f} min", caption_justify="left")
     for heading in ("run", "state", "step", "held-out pass rate", ""):
         shown.add_column(heading, no_wrap=True)

@@ -3,18 +3,18 @@
     prompt      27+58=                            52-27=
     completion  <think>7+8=15;2+5+1=8</think>85       <think>12-7=5;5-2-1=2</think>25
 
-Each column is an equation that can be checked: the two digits, then `+1` for a carry or `-1` for a borrow of the column
-before; a column that borrows writes ten more on its left. The answer is read off the columns and is all that is graded.
+Each column is a checkable equation: its two digits, then `+1` or `-1` if the previous column carried or borrowed; a column
+that borrows has ten added on its left. The answer is read off the columns; only the answer is graded.
 
-`write` makes these in a directory, all of them functions of one seed:
+`write` creates these in a directory, all as functions of one seed:
 
     heldout.jsonl   prompts of evaluations, drawn first        train.jsonl      prompts of RL: none of the held-out ones
     heldout-addition.jsonl, train-addition.jsonl, …-subtraction.jsonl           the same, divided into two tasks
     sft.jsonl       traces of a teacher that errs (`TRACES`)   init, init-moe   random models (arithmetic_models.py)
-    products-*.jsonl                                            a task of its own, for a tool (products.py)
+    products-*.jsonl                                            a separate task, for a tool (products.py)
 
-The teacher errs on purpose: a policy warmed up on it is right about a third of the time; now and then it leaves its
-trace open, rambles or thinks too long; and it has seen the interruption phrase. What RL does then shows within minutes.
+The teacher errs on purpose: a policy warmed up on it is right about a third of the time, sometimes leaves its trace open,
+rambles or thinks too long, and has seen the interruption phrase. So the effect of RL shows within minutes.
 """
 
 import logging
@@ -32,25 +32,25 @@ log = logging.getLogger(__name__)
 
 TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
 DIGITS = {1: 0.15, 2: 0.4, 3: 0.35, 4: 0.1}
-"""Share of problems whose longer operand has that many digits. The number is the prompt's difficulty."""
+"""Share of problems by digits of the longer operand. That number of digits is the prompt's difficulty."""
 
 TRACES = {
     "right": 0.46,
-    "wrong": 0.4,  # one column is false; what follows, and the answer, are worked from it
-    "interrupted": 0.05,  # cut short by the interruption phrase; an answer follows: the right one, guessed
-    "overlong": 0.04,  # empty columns follow until far beyond the thinking budget
-    "rambling": 0.02,  # the answer is repeated until beyond the answer budget
+    "wrong": 0.4,  # one column is wrong; what follows, and the answer, build on it
+    "interrupted": 0.05,  # cut short by the interruption phrase; then the right answer, as a guess
+    "overlong": 0.04,  # followed by empty columns far beyond the thinking budget
+    "rambling": 0.02,  # repeats the answer beyond the answer budget
     "unclosed": 0.03,  # ends within the trace: a format error
 }
-"""Shares of the teacher's kinds of trace."""
+"""The teacher's kinds of trace and their shares."""
 OVERLONG = 60
-"""Characters of an overlong scratchpad. A right one of four digits has at most 35."""
+"""Characters of an overlong scratchpad. A correct one for four digits has at most 35."""
 RAMBLING = 8
-"""Times a rambling trace gives its answer."""
+"""Number of times a rambling trace gives its answer."""
 
 
 class Problem(NamedTuple):
-    """`left sign right`, with left ≥ right in a subtraction, so that no answer is negative."""
+    """The problem `left sign right`; left ≥ right in a subtraction, so that no answer is negative."""
 
     left: int
     sign: str
@@ -70,7 +70,7 @@ class Problem(NamedTuple):
 
 
 def main(directory: Path | str, seed: int = 0) -> int:
-    """`megarl data arithmetic DIR`."""
+    """Run `megarl data arithmetic DIR`."""
     write(Path(directory), seed)
     print(
         f"{directory}: {TRAIN_PROMPTS} prompts, {HELDOUT_PROMPTS} held out, {SFT_TRACES} traces, models in init and init-moe"
@@ -79,7 +79,7 @@ def main(directory: Path | str, seed: int = 0) -> int:
 
 
 def write(directory: Path, seed: int) -> None:
-    """The whole data set. Each file appears complete or not at all; the same seed gives the same bytes."""
+    """Write the whole data set. Each file appears complete or not at all; the same seed gives the same bytes."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -91,8 +91,8 @@ def write(directory: Path, seed: int) -> None:
         rows = [prompt_row(f"{name}-{i}", p) for i, p in enumerate(chosen)]
         write_jsonl(directory / f"{name}.jsonl", rows)
         for task, sign in (("addition", "+"), ("subtraction", "-")):
-            of_task = [row for row, p in zip(rows, chosen, strict=True) if p.sign == sign]
-            write_jsonl(directory / f"{name}-{task}.jsonl", of_task)
+            matching = [row for row, p in zip(rows, chosen, strict=True) if p.sign == sign]
+            write_jsonl(directory / f"{name}-{task}.jsonl", matching)
     write_jsonl(directory / "sft.jsonl", sft_rows(rng, SFT_TRACES, avoid=set(heldout)))
     products.write(directory, seed)
     for name, config in MODELS.items():
@@ -103,15 +103,15 @@ def write(directory: Path, seed: int) -> None:
 
 
 def problems(rng: random.Random, count: int) -> list[Problem]:
-    """That many different problems, in random order."""
-    found: dict[Problem, None] = {}
-    while len(found) < count:
-        found[problem(rng)] = None
-    return list(found)
+    """Draw this many distinct problems, in random order."""
+    drawn: dict[Problem, None] = {}
+    while len(drawn) < count:
+        drawn[problem(rng)] = None
+    return list(drawn)
 
 
 def problem(rng: random.Random) -> Problem:
-    """A random problem: the longer operand's digits by `DIGITS`, the other one's evenly from 1 to as many."""
+    """Draw a problem: the longer operand's digits by `DIGITS`, the other's uniformly from 1 up to that."""
     digits = rng.choices(list(DIGITS), list(DIGITS.values()))[0]
     one, other = _number(rng, digits), _number(rng, rng.randint(1, digits))
     if rng.random() < 0.5:
@@ -127,11 +127,11 @@ def _number(rng: random.Random, digits: int) -> int:
 
 
 def columns(problem: Problem, wrong: int | None = None, shift: int = 0) -> tuple[list[str], int]:
-    """The scratchpad's equations, rightmost column first, and the answer read off them.
+    """Return the scratchpad's equations, rightmost column first, and the answer read off them.
 
-    The result of column `wrong` is moved by `shift` (1 … 9): its last digit, and so the answer, becomes a false one.
+    The result of column `wrong` is moved by `shift` (1 … 9), so that its last digit, and with it the answer, becomes wrong.
     """
-    equations, digits, over = [], [], False  # over: the column before carried, or borrowed from this one
+    equations, digits, over = [], [], False  # over: the previous column carried, or borrowed from this one
     for place in range(problem.digits):
         left, right = problem.left // 10**place % 10, problem.right // 10**place % 10
         borrows = problem.sign == "-" and left < right + over
@@ -148,7 +148,7 @@ def columns(problem: Problem, wrong: int | None = None, shift: int = 0) -> tuple
 
 
 def trace(problem: Problem, kind: str, rng: random.Random) -> str:
-    """A completion of one of the kinds of `TRACES`, without the end token."""
+    """Return a completion of this kind (see `TRACES`), without the end token."""
     wrong = rng.randrange(problem.digits) if kind == "wrong" else None
     equations, answer = columns(problem, wrong, shift=rng.randint(1, 9))
     work = ";".join(equations)
@@ -167,7 +167,7 @@ def trace(problem: Problem, kind: str, rng: random.Random) -> str:
 
 
 def prompt_row(name: str, problem: Problem) -> dict[str, Any]:
-    """A row of a file of prompts."""
+    """Return a row for a file of prompts."""
     return {
         "id": name,
         "prompt": problem.prompt,
@@ -177,7 +177,7 @@ def prompt_row(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def sft_rows(rng: random.Random, count: int, avoid: set[Problem]) -> Iterator[dict[str, str]]:
-    """Rows of sft.jsonl: kinds of trace by their shares, no problem of `avoid`, no end token."""
+    """Yield rows of sft.jsonl: kinds of trace by their shares, no problem from `avoid`, no end token."""
     kinds = rng.choices(list(TRACES), list(TRACES.values()), k=count)
     for kind in kinds:
         chosen = problem(rng)

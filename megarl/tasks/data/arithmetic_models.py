@@ -1,4 +1,4 @@
-"""The quickstart's tokenizer of 32 characters, and its untrained models: a dense Llama and a Llama 4 with experts."""
+"""The quickstart's 32-token character tokenizer, and its untrained models: a dense Llama and a Llama 4 with experts."""
 
 import tempfile
 from pathlib import Path
@@ -19,7 +19,7 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    # For a short warm start: weights as large as a width of 128 wants, and positions told apart within 100 tokens.
+    # For a short warm start: weights as large as suits a width of 128, and positions distinguishable within 100 tokens.
     "initializer_range": 0.06,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     "tie_word_embeddings": False,
@@ -27,19 +27,19 @@ LLAMA = {
 LLAMA4 = LLAMA | {
     "model_type": "llama4_text",
     "head_dim": 32,
-    "intermediate_size": 192,  # of each expert and of the shared one: as many active parameters as the dense model has
+    "intermediate_size": 192,  # of each expert and of the shared one: as many active parameters as the dense model
     "intermediate_size_mlp": 384,
     "num_local_experts": 4,
     "num_experts_per_tok": 1,
     "interleave_moe_layer_step": 1,
-    "attention_chunk_size": 64,  # shorter than the longest sequence, so that it matters here too
+    "attention_chunk_size": 64,  # shorter than the longest sequence, so that chunking matters here too
 }
 MODELS = {"init": LLAMA, "init-moe": LLAMA4}
-"""Directory names: 0.8 million parameters; 1.6 million, of which a token meets 0.8."""
+"""Configurations by directory name: 0.8 million parameters; 1.6 million, of which 0.8 are active per token."""
 
 
 def character_tokenizer() -> Any:
-    """32 tokens: one a character, one for each special text. Any other character is an error when it is encoded."""
+    """Build a tokenizer of 32 tokens: one per character and per special text. Encoding any other character is an error."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,12 +58,12 @@ def character_tokenizer() -> Any:
 
 
 def save_model(directory: Path, config: dict[str, Any], seed: int) -> None:
-    """A model of random parameters, fp32, with the tokenizer, in Hugging Face form."""
+    """Save a random fp32 model with the tokenizer, in Hugging Face format."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # of writing a few megabytes
+    logging.disable_progress_bar()  # hide it while writing a few megabytes
     tokenizer = character_tokenizer()
     whole = AutoConfig.for_model(
         **config,

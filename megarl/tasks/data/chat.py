@@ -1,7 +1,7 @@
-"""A model's chat template: messages to the text that it was trained to see, by the template in its directory.
+"""A model's chat template: turns messages into the text that the model was trained to see.
 
-It is the Jinja template of Hugging Face directories (`chat_template.jinja`, or `chat_template` of tokenizer_config.json), run
-as transformers runs it, in a sandbox, without transformers (see tokenizer.py).
+It is the Jinja template of Hugging Face directories (`chat_template.jinja`, or `chat_template` in tokenizer_config.json), run
+as transformers runs it, in a sandbox, but without transformers (see tokenizer.py).
 """
 
 import json
@@ -20,25 +20,25 @@ type Message = Mapping[str, str]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """template: compiled. tokens: `bos_token` and its like, which templates name. path: where it was read, for messages."""
+    """A compiled template. tokens: `bos_token` and others that templates refer to. path: where it was read, for messages."""
 
     template: Any
     tokens: Mapping[str, str]
     path: Path
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The text after which the assistant's turn begins."""
+        """Return the text after which the assistant's turn begins."""
         try:
             text: str = self.template.render(messages=list(messages), add_generation_prompt=True, **self.tokens)
-        except Exception as error:  # a template is a program: it may fail in any way that Python knows
+        except Exception as error:  # a template is a program: it may raise any exception
             roles = ", ".join(message["role"] for message in messages)
             raise MegarlError(f"{self.path}: the chat template refuses messages of {roles}: {error}") from None
         return text
 
     def around_reply(self, end: str) -> tuple[str, str]:
-        """What stands before and after a tool's text, between two turns of the assistant. end: the text that ends a turn.
+        """Return the text before and after a tool's reply, between two turns of the assistant. end: the text that ends a turn.
 
-        As a message of the role `tool`, or `user` where the template knows no tools.
+        The reply is a message with the role `tool`, or `user` if the template knows no tools.
         """
         said, told = "said-by-the-assistant", "told-by-the-tool"
         before: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
@@ -61,7 +61,7 @@ class ChatTemplate:
 
 
 def load_chat(hf_dir: Path | str) -> ChatTemplate:
-    """The template of a directory; MegarlError where there is none."""
+    """Load a directory's chat template; MegarlError if there is none."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -72,7 +72,7 @@ def load_chat(hf_dir: Path | str) -> ChatTemplate:
         source = file.read_text() if file.is_file() else config.get("chat_template")
     except (MegarlError, OSError, ValueError) as error:
         raise MegarlError(f"{folder}: no chat template can be loaded: {error}") from None
-    if isinstance(source, list):  # several, by name
+    if isinstance(source, list):  # several templates, by name
         named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
         source = named[0].get("template") if named else None
     if not source or not isinstance(source, str):
@@ -93,7 +93,7 @@ def load_chat(hf_dir: Path | str) -> ChatTemplate:
 
 
 def _refuse(message: str) -> Never:
-    """What templates call for messages that they do not take."""
+    """Raise an error for messages that a template rejects; templates call this."""
     import jinja2
 
     raise jinja2.TemplateError(message)

@@ -1,10 +1,10 @@
-"""Prompts of evaluation sets among those of training, found by shared n-grams of words.
+"""Prompts of evaluation sets among training prompts, found by shared n-grams of words.
 
-As for GPT-3 (arXiv 2005.14165, appendix C): a word is lower-case and without punctuation, and a training text that shares 13
-words in a row with an evaluation text is contaminated; like there, shorter evaluation texts are looked for whole from 8 words
-on. Below that a text is found only where it is the whole training text. What GPT-3 cut out of long documents is here
-the prompt, so all of it is removed. Words that more than `COMMON` evaluation texts share are their instruction ("Solve the
-following math problem step by step…"), which says nothing of any one of them, and are not looked for.
+As for GPT-3 (arXiv 2005.14165, appendix C): words are lower-cased and stripped of punctuation, and a training text that shares
+13 consecutive words with an evaluation text is contaminated; as there, shorter evaluation texts of at least 8 words are looked
+for whole. Shorter still, a text matches only if it is the whole training text. Where GPT-3 cut out parts of long documents, the
+document here is the prompt, so all of it is removed. N-grams shared by more than `COMMON` evaluation texts are their
+instruction ("Solve the following math problem step by step…"), identify none of them, and are not looked for.
 """
 
 from collections import Counter
@@ -18,8 +18,10 @@ from megarl.tasks.data.sources import Unreadable, stream
 
 NGRAM, SHORTEST, COMMON = 13, 8, 10
 QUESTIONS = ("prompt", "problem", "question", "question_content", "text")
-"""Columns in which evaluation sets have their text, looked for in this order (AIME, MATH-500, GSM8K, LiveCodeBench, HumanEval,
-MBPP): the first that a row has."""
+"""Columns holding the text in evaluation sets; the first that a row has is used.
+
+The order is that of AIME, MATH-500, GSM8K, LiveCodeBench, HumanEval, MBPP.
+"""
 
 
 class Hit(NamedTuple):
@@ -30,7 +32,7 @@ class Hit(NamedTuple):
 
 
 class Overlap:
-    """The n-grams of evaluation texts, each text with a name. `len`: how many texts."""
+    """The n-grams of named evaluation texts. `len` is the number of texts."""
 
     def __init__(self, texts: Iterable[tuple[str, str]]) -> None:
         self._names: list[str] = []
@@ -49,16 +51,17 @@ class Overlap:
                     grams.setdefault(length, {}).setdefault(gram, len(self._names))
             self._names.append(name)
         self._grams = {
-            length: {gram: at for gram, at in of.items() if texts_with[gram] <= COMMON} for length, of in grams.items()
+            length: {gram: at for gram, at in owners.items() if texts_with[gram] <= COMMON}
+            for length, owners in grams.items()
         }
-        # Most texts share no two words in a row with the beginning of any n-gram, and joining 13 words is what takes time.
-        self._begin = {tuple(gram.split(" ", 2)[:2]) for of in self._grams.values() for gram in of}
+        # Joining 13 words is what takes time, and most texts do not share even the first two words of any n-gram.
+        self._begin = {tuple(gram.split(" ", 2)[:2]) for owners in self._grams.values() for gram in owners}
 
     def __len__(self) -> int:
         return len(self._names)
 
     def find(self, text: str) -> Hit | None:
-        """The first evaluation text that this one repeats, if any."""
+        """Return the first evaluation text that this one repeats, if any."""
         at = self._whole.get(collapsed(text).casefold())
         if at is not None:
             return Hit(self._names[at], collapsed(text))
@@ -73,12 +76,12 @@ class Overlap:
 
 
 def ngrams(found: list[str], length: int) -> Iterator[str]:
-    """Each run of so many words, joined by blanks."""
+    """Return each run of `length` words, joined by blanks."""
     return (" ".join(found[n : n + length]) for n in range(len(found) - length + 1))
 
 
 def overlap_with(sources: Iterable[str]) -> Overlap | None:
-    """With all texts of these sources; None if there are no sources."""
+    """Index all texts of these sources; None if there are no sources."""
     names = list(sources)
     return Overlap(pair for source in names for pair in _texts(source)) if names else None
 
@@ -95,7 +98,7 @@ def _texts(source: str) -> Iterator[tuple[str, str]]:
 
 
 def question(row: Mapping[str, Any], place: str) -> str:
-    """The text of an evaluation row; of messages their contents."""
+    """Return the text of an evaluation row; for messages, their contents."""
     value = next((row[name] for name in QUESTIONS if name in row), None)
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         value = "\n".join(str(message.get("content", "")) for message in value)

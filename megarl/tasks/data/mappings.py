@@ -1,8 +1,9 @@
-"""From a row of a published set to a prompt: which columns are what, and what of them is the answer.
+"""From a row of a published set to a prompt: which column is what, and which part of it is the answer.
 
-`MAPPINGS` has the field's sets by name; each says where its schema is from. A recipe names one (`mapping: gsm8k`), or names
-columns (`columns: {prompt: problem, answer: solution}`), or both, the columns going first. A dot goes into a column of
-columns: `reward_model.ground_truth`. Neither: the project's own rows, {"id", "prompt", "answer", "difficulty"}.
+`MAPPINGS` holds the field's sets by name, each with the source of its schema. A recipe names one (`mapping: gsm8k`), or names
+columns (`columns: {prompt: problem, answer: solution}`), or both, in which case the columns take precedence. A dot reaches
+into a nested column: `reward_model.ground_truth`. With neither, rows are in the project's own format:
+{"id", "prompt", "answer", "difficulty"}.
 """
 
 import re
@@ -25,7 +26,7 @@ from megarl.tasks.data.rows import Columns, Raw, Row, UnfitError, column, shown,
 
 
 def own(raw: Raw) -> Row:
-    """A row of the project's own form; other keys are passed over."""
+    """Read a row in the project's own format; other keys are ignored."""
     try:
         return msgspec.convert(raw, Row)
     except msgspec.ValidationError as error:
@@ -33,7 +34,7 @@ def own(raw: Raw) -> Row:
 
 
 def mapping_of(name: str, columns: Mapping[str, str]) -> Callable[[Raw], Row]:
-    """The reader of a recipe's `mapping` ("": none) and `columns` ("": not given)."""
+    """Return the reader for a recipe's `mapping` ("": none) and `columns` ("": not given)."""
     given: dict[str, Any] = {field: column(path) for field, path in columns.items() if path}
     if not name and not given:
         return own
@@ -44,7 +45,7 @@ def mapping_of(name: str, columns: Mapping[str, str]) -> Callable[[Raw], Row]:
 
 
 def eighths(raw: Raw) -> int:
-    """Polaris: `5/8` is the pass rate of DeepSeek-R1-Distill-Qwen-7B. Failures in eight are the difficulty."""
+    """Read Polaris's difficulty: `5/8` is the pass rate of DeepSeek-R1-Distill-Qwen-7B; we count failures in eight."""
     rate = column("difficulty")(raw)
     parts = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", rate) if isinstance(rate, str) else None
     if parts is None:
@@ -53,7 +54,7 @@ def eighths(raw: Raw) -> int:
 
 
 def after_hashes(raw: Raw) -> str:
-    """GSM8K: what stands behind the last `####`, thousands not divided by commas."""
+    """Read a GSM8K answer: what follows the last `####`, without thousands separators."""
     _, hashes, answer = text_of(column("answer")(raw)).rpartition("####")
     if not hashes:
         raise UnfitError("the answer has no ####")
@@ -61,7 +62,7 @@ def after_hashes(raw: Raw) -> str:
 
 
 def boxed_answer(raw: Raw) -> Any:
-    """MATH: the column `answer` where a set has one (MATH-500), else the last box of the solution."""
+    """Read a MATH answer: the column `answer` if there is one (MATH-500), else the last box of the solution."""
     if "answer" in raw:
         return raw["answer"]
     found = last_box(text_of(column("solution")(raw)))
@@ -71,25 +72,25 @@ def boxed_answer(raw: Raw) -> Any:
 
 
 def math_level(raw: Raw) -> int:
-    """MATH: `Level 5`, in MATH-500 the number 5; a few problems have `Level ?`, read as not known."""
+    """Read a MATH level: `Level 5`, or the number 5 in MATH-500; a few problems have `Level ?`, read as unknown."""
     level = raw.get("level")
     return 0 if isinstance(level, str) and not re.search(r"\d", level) else whole_of(level)
 
 
 MAPPINGS: dict[str, Columns] = {
-    # huggingface.co/datasets/POLARIS-Project/Polaris-Dataset-53K, its card: problem, answer, and difficulty, "the pass rate
+    # huggingface.co/datasets/POLARIS-Project/Polaris-Dataset-53K, dataset card: problem, answer, and difficulty, "the pass rate
     # of the problem estimated by Deepseek-R1-distill-Qwen-7B", written 0/8 … 7/8.
     "polaris": Columns(column("problem"), column("answer"), eighths),
-    # huggingface.co/datasets/agentica-org/DeepScaleR-Preview-Dataset: deepscaler.json has problem, answer, solution. Its
-    # discussion 4: six rows have no answer; they are left out and named.
+    # huggingface.co/datasets/agentica-org/DeepScaleR-Preview-Dataset: deepscaler.json has problem, answer, solution. Per its
+    # discussion 4, six rows have no answer; they are left out and reported.
     "deepscaler": Columns(column("problem"), column("answer")),
     # huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, schema as on the cards of its copies (koajoel/…-dedup):
     # data_source, prompt [{content, role}], ability, reward_model {ground_truth, style}, extra_info {index}. The published
-    # file repeats its prompts a hundred times. The prompt keeps its instruction to end with `Answer: …`.
+    # file repeats each prompt a hundred times. The prompt keeps its instruction to end with `Answer: …`.
     "dapo-math-17k": Columns(column("prompt"), column("reward_model.ground_truth"), id=column("extra_info.index")),
     # huggingface.co/datasets/agentica-org/DeepCoder-Preview-Dataset, parts primeintellect, taco, lcbv5, codeforces: problem,
-    # tests (JSON), in some starter_code and metadata {func_name}. Forms of the tests as its readers take them: a list of
-    # {input, output, type | testtype}; of TACO {inputs, outputs, fn_name}.
+    # tests (JSON), in some parts starter_code and metadata {func_name}. Tests have the forms that its own readers accept: a
+    # list of {input, output, type | testtype}; for TACO {inputs, outputs, fn_name}.
     "deepcoder": Columns(with_starter_code("problem"), unit_tests),
     # huggingface.co/datasets/openai/gsm8k, main: question, answer ("… #### 72", arXiv 2110.14168).
     "gsm8k": Columns(column("question"), after_hashes),

@@ -1,10 +1,10 @@
-"""`megarl data prepare`: from any source to files of the project's own rows, cleaned, split, decontaminated, streamed.
+"""`megarl data prepare`: turn any source into files of the project's own rows, cleaned, split, decontaminated, streamed.
 
-    OUT/train.jsonl        prompts of RL                 OUT/report.json     counts, what was left out and why
-    OUT/heldout.jsonl      prompts never trained on      OUT/removed.jsonl   each row of an evaluation set: which, shared words
+    OUT/train.jsonl        prompts of RL                 OUT/report.json     counts, and what was left out and why
+    OUT/heldout.jsonl      prompts never trained on      OUT/removed.jsonl   each row found in an evaluation set, with the match
 
-The source is read twice, by survey.py and by the writers; 35 bytes a row are held in memory, whatever its size. Rows keep the
-source's order: drawing shuffles anew each epoch. Files appear whole or not at all.
+The source is read twice, by survey.py and by the writers; memory holds 35 bytes a row, whatever a row's size. Rows keep the
+source's order: drawing shuffles anew each epoch. Files appear complete or not at all.
 """
 
 import os
@@ -33,7 +33,7 @@ TICK = 1000
 
 
 class Prepared(NamedTuple):
-    """train, heldout: rows written. evaluation: texts decontaminated against."""
+    """The result of a preparation. train, heldout: rows written. evaluation: number of texts decontaminated against."""
 
     source: str
     rows: int
@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
     left_out: LeftOut
 
     def report(self) -> dict[str, Any]:
-        """What report.json has."""
+        """Return the contents of report.json."""
         reasons = self.left_out.counts.items()
         named = {name: [f"{number}: {what}" for number, what in first] for name, first in self.left_out.first.items()}
         return {
@@ -55,7 +55,7 @@ class Prepared(NamedTuple):
 def prepare(
     source: str, out: Path, read: Reader, heldout: int, against: Sequence[str], form: str, console: Console
 ) -> Prepared:
-    """Write the files; what was done."""
+    """Write the files and return what was done."""
     if Path(source).resolve() in [path.resolve() for path in _outputs(out)]:
         raise MegarlError(f"{out}: the source lies there and would be written over; name another directory")
     try:
@@ -76,9 +76,9 @@ type Ticks = Callable[[str, int | None], Callable[[], object]]
 
 
 def _surveyed(source: str, out: Path, read: Reader, heldout: int, evaluation: Overlap | None, ticks: Ticks) -> Survey:
-    """The survey; what it removed as of an evaluation set goes to removed.jsonl, if there is one to look for."""
+    """Survey the source; rows that match an evaluation text go to removed.jsonl, if there are such texts."""
     if evaluation is None:
-        (out / "removed.jsonl").unlink(missing_ok=True)  # of an earlier preparation
+        (out / "removed.jsonl").unlink(missing_ok=True)  # left by an earlier preparation
         return survey(source, read, heldout, tick=ticks("reading", None))
     with JsonlFile(out / "removed.jsonl") as removed:
 
@@ -89,7 +89,7 @@ def _surveyed(source: str, out: Path, read: Reader, heldout: int, evaluation: Ov
 
 
 def _write(found: Survey, out: Path, form: str, tick: Callable[[], object]) -> tuple[int, int]:
-    """Rows written to train and heldout; without a held-out row there is no such file."""
+    """Write the chosen rows; return how many went to train and heldout. Without held-out rows there is no such file."""
     sides = ("train", "heldout") if found.heldout.any() else ("train",)
     counts = [0, 0]
     with ExitStack() as stack:
@@ -112,13 +112,13 @@ def _write(found: Survey, out: Path, form: str, tick: Callable[[], object]) -> t
 
 
 def _outputs(out: Path) -> list[Path]:
-    """Files of prompts that any preparation writes there."""
+    """List the prompt files that any preparation writes there."""
     return [out / f"{side}.{form}" for side in ("train", "heldout") for form in FORMATS]
 
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Ticks]:
-    """Bars: a task's name and how many rows, if known, make what is to be called for each row."""
+    """Show progress bars: a task's name and total, if known, give the function to call for each row."""
     shown = Progress(
         TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(), console=console,
@@ -144,11 +144,11 @@ def _progress(console: Console) -> Iterator[Ticks]:
             shown.update(task, completed=count, total=count)
 
 
-# Files, under another name until they are whole
+# Files, written under another name until they are complete
 
 
 class JsonlFile:
-    """One JSON object a line."""
+    """Writes one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.part = path, path.with_name(f".{path.name}.part")
@@ -166,7 +166,7 @@ class JsonlFile:
 
 
 class TableFile:
-    """Parquet, or Arrow's stream, which `datasets` reads; columns of the project's rows."""
+    """Writes Parquet, or the Arrow stream that `datasets` reads, with the columns of the project's rows."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.part = path, path.with_name(f".{path.name}.part")
@@ -193,7 +193,7 @@ class TableFile:
 
 
 def _file(path: Path) -> JsonlFile | TableFile:
-    """The writer of what the file's name ends in."""
+    """Return the writer for the file's suffix."""
     return JsonlFile(path) if path.suffix == ".jsonl" else TableFile(path)
 
 

@@ -1,16 +1,17 @@
-"""Products that are too hard for the quickstart's model by itself, and a calculator that solves them.
+"""Products too hard for the quickstart's model by itself, and a calculator that solves them.
 
     prompt      123*456=
     by hand     <think>123*6=738;123*50=6150;123*400=49200</think>56088
     with tool   <think>[123*456]56088</think>56088            56088 after `]` is the calculator's, not the model's
 
-Partial products of three digits and their sum are more than a million parameters learn in a warm start; a call is copied from
-the prompt, and its reply into the answer. `write` makes these beside the quickstart's own files, as functions of one seed:
+Partial products of three digits and their sum are more than a million parameters learn in a warm start; but a call can be
+copied from the prompt, and its reply into the answer. `write` creates these beside the quickstart's own files, as functions
+of one seed:
 
     products-heldout.jsonl, products-train.jsonl     prompts of evaluations, and of RL: none of the held-out ones
-    products-sft.jsonl                               traces of a teacher that sometimes calls, and errs (`TRACES`)
+    products-sft.jsonl                               traces of a teacher that sometimes calls the tool, and errs (`TRACES`)
 
-The calculator's tokens are parts of their own in a trace, which `megarl sft` does not learn (traces.py).
+In a trace the calculator's tokens are separate parts, which `megarl sft` does not learn (traces.py).
 """
 
 import random
@@ -23,22 +24,22 @@ from megarl.tasks.data.arithmetic_models import END_OF_THINKING, INTERRUPTION, T
 
 TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
 DIGITS = {(2, 2): 0.25, (3, 2): 0.4, (3, 3): 0.35}
-"""Share of products whose factors have so many digits. Their sum less 3 is the difficulty."""
+"""Share of products by the digits of their factors. The sum of both less 3 is the difficulty."""
 
 TRACES = {
-    "called": 0.25,  # a call of the whole product; its reply is the answer
-    "miscalled": 0.1,  # a digit of a factor is another: so is the answer
-    "miscopied": 0.1,  # a right call, and an answer with another digit
-    "worked": 0.27,  # by hand, right
-    "slipped": 0.2,  # by hand, a digit of one partial product is another
+    "called": 0.25,  # calls the tool on the whole product; its reply is the answer
+    "miscalled": 0.1,  # one digit of a factor is wrong, so the answer is too
+    "miscopied": 0.1,  # a correct call, but one digit of the answer is wrong
+    "worked": 0.27,  # by hand, correct
+    "slipped": 0.2,  # by hand, one digit of one partial product is wrong
     "interrupted": 0.05,  # by hand, cut short by the interruption phrase
     "unclosed": 0.03,  # ends within the trace: a format error
 }
-"""Shares of the teacher's kinds of trace."""
+"""The teacher's kinds of trace and their shares."""
 
 
 class Product(NamedTuple):
-    """`left * right`."""
+    """The product `left * right`."""
 
     left: int
     right: int
@@ -53,7 +54,7 @@ class Product(NamedTuple):
 
 
 def write(directory: Path, seed: int) -> None:
-    """The three files, complete or not at all."""
+    """Write the three files, each complete or not at all."""
     rng = random.Random(f"{seed}/products")
     drawn: dict[Product, None] = {}
     while len(drawn) < HELDOUT_PROMPTS + TRAIN_PROMPTS:
@@ -66,36 +67,38 @@ def write(directory: Path, seed: int) -> None:
 
 
 def product(rng: random.Random) -> Product:
-    """A random one, the longer factor on either side."""
+    """Draw a random product, with the longer factor on either side."""
     factors = [rng.randint(10 ** (n - 1), 10**n - 1) for n in rng.choices(list(DIGITS), list(DIGITS.values()))[0]]
     rng.shuffle(factors)
     return Product(*factors)
 
 
-def partial_products(of: Product, wrong: int | None = None, rng: random.Random | None = None) -> tuple[list[str], int]:
-    """Equations of the left factor with each digit of the right one, its ones first, and the sum of their results.
+def partial_products(
+    factors: Product, wrong: int | None = None, rng: random.Random | None = None
+) -> tuple[list[str], int]:
+    """Return equations of the left factor with each digit of the right one, ones first, and the sum of their results.
 
-    A digit of the result of equation `wrong` is made another one.
+    One digit of the result of equation `wrong` is changed.
     """
     equations, total = [], 0
-    for place, digit in enumerate(reversed(str(of.right))):
+    for place, digit in enumerate(reversed(str(factors.right))):
         factor = int(digit) * 10**place
-        result = of.left * factor
+        result = factors.left * factor
         if place == wrong and rng is not None:
             result = _another_digit(result, rng)
-        equations.append(f"{of.left}*{factor}={result}")
+        equations.append(f"{factors.left}*{factor}={result}")
         total += result
     return equations, total
 
 
-def trace(of: Product, kind: str, rng: random.Random) -> list[str]:
-    """A completion of one of the kinds of `TRACES`: one text, or the model's and the calculator's in turn."""
+def trace(factors: Product, kind: str, rng: random.Random) -> list[str]:
+    """Return a completion of this kind (see `TRACES`): one text, or the model's and the calculator's in turn."""
     if kind in ("called", "miscalled", "miscopied"):
-        asked = Product(_another_digit(of.left, rng), of.right) if kind == "miscalled" else of
+        asked = Product(_another_digit(factors.left, rng), factors.right) if kind == "miscalled" else factors
         answer = _another_digit(asked.answer, rng) if kind == "miscopied" else asked.answer
         return [f"{THINK}[{asked.left}*{asked.right}]", str(asked.answer), f"{END_OF_THINKING}{answer}"]
-    wrong = rng.randrange(len(str(of.right))) if kind == "slipped" else None
-    equations, answer = partial_products(of, wrong, rng)
+    wrong = rng.randrange(len(str(factors.right))) if kind == "slipped" else None
+    equations, answer = partial_products(factors, wrong, rng)
     work = ";".join(equations)
     match kind:
         case "interrupted":
@@ -106,9 +109,9 @@ def trace(of: Product, kind: str, rng: random.Random) -> list[str]:
             return [f"{THINK}{work}{END_OF_THINKING}{answer}"]
 
 
-def _prompt(name: str, of: Product) -> dict[str, Any]:
-    digits = len(str(of.left)) + len(str(of.right))
-    return {"id": name, "prompt": of.prompt, "answer": str(of.answer), "difficulty": digits - 3}
+def _prompt(name: str, factors: Product) -> dict[str, Any]:
+    digits = len(str(factors.left)) + len(str(factors.right))
+    return {"id": name, "prompt": factors.prompt, "answer": str(factors.answer), "difficulty": digits - 3}
 
 
 def _traces(rng: random.Random, avoid: set[Product]) -> Iterator[dict[str, Any]]:
@@ -120,7 +123,7 @@ def _traces(rng: random.Random, avoid: set[Product]) -> Iterator[dict[str, Any]]
 
 
 def _another_digit(number: int, rng: random.Random) -> int:
-    """The number with one digit changed; its first does not become 0."""
+    """Return the number with one digit changed; its first digit does not become 0."""
     digits = list(str(number))
     place = rng.randrange(len(digits))
     digits[place] = rng.choice([d for d in "0123456789"[place == 0 :] if d != digits[place]])

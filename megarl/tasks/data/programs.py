@@ -1,4 +1,4 @@
-"""Published sets of programming problems: the prompt of a row, and its tests in the form that the grader of code reads."""
+"""Published sets of programming problems: a row's prompt, and its tests in the form that the code grader reads."""
 
 import ast
 import base64
@@ -16,7 +16,7 @@ from megarl.tasks.graders.code import read_tests
 
 
 def with_starter_code(path: str) -> Getter:
-    """DeepCoder, LiveCodeBench: the problem in this column, and the code to begin with where a row has some."""
+    """Read a DeepCoder or LiveCodeBench prompt: the problem in this column, and the starter code if the row has some."""
 
     def prompt(raw: Raw) -> str:
         problem, starter = text_of(column(path)(raw)), raw.get("starter_code")
@@ -26,7 +26,7 @@ def with_starter_code(path: str) -> Getter:
 
 
 def unit_tests(raw: Raw) -> str:
-    """DeepCoder: the tests of its four parts in the form of the grader of code, as JSON:
+    """Read DeepCoder tests: all four parts, in the code grader's form, as JSON:
 
     {"tests": [{"input": "1 2\\n", "output": "3\\n"}]}           the program reads stdin, writes stdout
     {"tests": [{"call": "add(1, 2)", "result": "3"}]}           a function is called
@@ -42,8 +42,7 @@ def unit_tests(raw: Raw) -> str:
 
 
 def livecodebench_tests(raw: Raw) -> str:
-    """LiveCodeBench: its public and its private tests, which are JSON, or JSON that was pickled, compressed and written in
-    base64."""
+    """Read LiveCodeBench tests, public and private; the latter are JSON, possibly pickled, compressed and base64-encoded."""
     private = column("private_test_cases")(raw)
     if isinstance(private, str) and not private.lstrip().startswith("["):
         private = _unpickled(private)
@@ -52,7 +51,7 @@ def livecodebench_tests(raw: Raw) -> str:
 
 
 class _TextOnly(pickle.Unpickler):
-    """A pickle of a set may name any function to be called; one of text names none."""
+    """Unpickler that rejects global names: a data set's pickle could call any function, but one of text names none."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Never:
         raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}")
@@ -66,19 +65,19 @@ def _unpickled(text: str) -> Any:
 
 
 def humaneval_check(raw: Raw) -> str:
-    """HumanEval: the function `check` that its tests are, and what it is called with."""
+    """Read HumanEval tests: the function `check`, and the name of the function that it is called with."""
     check, entry_point = text_of(column("test")(raw)), text_of(column("entry_point")(raw))
     return msgspec.json.encode({"tests": [{"check": check, "entry_point": entry_point}]}).decode()
 
 
 def mbpp_prompt(raw: Raw) -> str:
-    """MBPP: the task, `text` or in the sanitised part `prompt`, and the tests, without which nobody knows the names."""
+    """Read an MBPP prompt: the task (`text`, or `prompt` in the sanitised part) and the tests, which alone give the names."""
     task = text_of(raw["text"] if "text" in raw else column("prompt")(raw))
     return f"{task}\nYour code should pass these tests:\n```python\n{'\n'.join(_lines_of(raw, 'test_list'))}\n```"
 
 
 def mbpp_tests(raw: Raw) -> str:
-    """MBPP: each an assertion. What compares no call with a literal, or wants imports before it, becomes a function `check`."""
+    """Read MBPP tests, each an assertion. One that needs imports, or compares no call with a literal, becomes a `check`."""
     setup = [*_lines_of(raw, "test_imports"), *str(raw.get("test_setup_code") or "").splitlines()]
     tests = [
         {"assert": line} if not setup and _is_comparison(line) else _mbpp_check(line, setup, raw)
@@ -130,8 +129,10 @@ def _as_json(tests: Sequence[Raw], named: Any, raw: Raw) -> str:
 
 
 def _test(test: Raw, named: str | None, raw: Raw) -> dict[str, str]:
-    """One test. A function's arguments are one JSON value a line in LiveCodeBench, a list in the sets that come from APPS,
-    which wrap its result in a list of one."""
+    """Convert one test. A functional test's arguments are one JSON value per line in LiveCodeBench.
+
+    In sets derived from APPS they are a list, and the result is wrapped in a list of one.
+    """
     if test.get("testtype") == "functional":
         function = _decoded(raw.get("metadata"), "metadata")
         function = function.get("func_name") if isinstance(function, Mapping) else None
@@ -147,12 +148,12 @@ def _test(test: Raw, named: str | None, raw: Raw) -> dict[str, str]:
 def _call(function: Any, arguments: Any, result: Any, raw: Raw) -> dict[str, str]:
     if not isinstance(function, str) or not function.isidentifier() or not isinstance(arguments, list):
         raise UnfitError("the tests call a function, and none is named, or its arguments are no list")
-    of = "Solution()." if "class Solution" in str(raw.get("starter_code") or "") else ""
-    return {"call": f"{of}{function}({', '.join(map(repr, arguments))})", "result": repr(result)}
+    prefix = "Solution()." if "class Solution" in str(raw.get("starter_code") or "") else ""
+    return {"call": f"{prefix}{function}({', '.join(map(repr, arguments))})", "result": repr(result)}
 
 
 def _lines(value: Any) -> str:
-    """What a program reads or prints: text, or its lines as a list."""
+    """Return what a program reads or prints as text; it may be a list of lines."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if isinstance(value, str):
@@ -161,7 +162,7 @@ def _lines(value: Any) -> str:
 
 
 def _decoded(value: Any, what: str) -> Any:
-    """Parts of DeepCoder have as objects what others have as their JSON."""
+    """Decode JSON text; in some parts of DeepCoder the value is already an object."""
     try:
         return msgspec.json.decode(value) if isinstance(value, str) else value
     except msgspec.DecodeError as error:

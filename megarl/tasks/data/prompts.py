@@ -1,17 +1,17 @@
-"""Prompt sets of a recipe's tasks: rows of a source to Prompt records, checked before anything is started on them.
+"""Prompt sets of a recipe's tasks: source rows to Prompt records, checked before anything is started on them.
 
-    source (sources.py) ─► mapping (mappings.py) ─► survey (survey.py) ─► template (chat.py) ─► token ids, at most so many
+    source (sources.py) ─► mapping (mappings.py) ─► survey (survey.py) ─► template (chat.py) ─► token ids, up to a limit
                                                                                               └─► on disk (`Stored`)
 
-`template: raw`: the prompt is exactly what the model sees, markers of a chat template included. `chat`: it is the user's
-message, and the model's own template is put around it. A prompt that is too long is left out and counted, never cut.
-A prompt is known by its task and id.
+`template: raw`: the prompt is exactly what the model sees, including any chat-template markers. `chat`: it is the user's
+message, and the model's own template is applied to it. A prompt that is too long is left out and counted, never cut.
+A prompt is identified by its task and id.
 
-Faults in the project's own rows are refused, for `megarl data prepare` writes none; rows of other schemas that have one are
-left out, counted and named, for no published set is without.
+Faults in the project's own rows are refused, since `megarl data prepare` writes none; faulty rows of other schemas are left
+out, counted and reported, since no published set is free of them.
 
-What a run holds of a prompt while it is not drawn is where it lies (`Stored`): a file without a name in $TMPDIR, gone with this
-process, and 8 bytes a prompt in memory. Tokens of a million prompts are gigabytes, and answers that are unit tests reach a
+Until a prompt is drawn, a run keeps only its position (`Stored`): the prompts are in an unnamed file in $TMPDIR, gone with the
+process, with 8 bytes a prompt in memory. Tokens of a million prompts are gigabytes, and answers that are unit tests reach a
 megabyte each.
 """
 
@@ -41,7 +41,7 @@ from megarl.tasks.graders.code import read_tests
 
 @contextmanager
 def _room() -> Iterator[None]:
-    """MegarlError where the disk has none."""
+    """Turn OSError into a MegarlError that names the temporary directory."""
     try:
         yield
     except OSError as error:
@@ -51,14 +51,14 @@ def _room() -> Iterator[None]:
 
 
 class Stored(Sequence[Prompt]):
-    """Prompts in the order in which they were appended."""
+    """Prompts on disk, in the order in which they were appended."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as this is)
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as this object)
         self._ends = array("Q", [0])
 
     def append(self, prompt: Prompt) -> None:
-        """MegarlError if the disk is full."""
+        """Append a prompt. MegarlError if the disk is full."""
         data = encode(prompt)
         with _room():
             self._file.write(data)
@@ -85,14 +85,14 @@ class Stored(Sequence[Prompt]):
 log = logging.getLogger(__name__)
 
 BATCH = 1024
-"""Prompts encoded at once: what the tokenizer returns is many times as large as the ids."""
+"""Prompts encoded at once: the tokenizer's return value is many times larger than the ids."""
 
 type Render = Callable[[str], str]
-"""From a row's prompt to the text that the model sees."""
+"""Turns a row's prompt into the text that the model sees."""
 
 
 class PromptSet(NamedTuple):
-    """name: its key in the recipe. fingerprints [prompts] uint64: of the texts before any template."""
+    """Prompts of one file. name: its key in the recipe. fingerprints [prompts] uint64: of the texts before any template."""
 
     name: str
     prompts: Stored
@@ -100,20 +100,20 @@ class PromptSet(NamedTuple):
 
 
 def load_tasks(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, TaskPrompts]:
-    """The prompts of all tasks of the recipe, by name; MegarlError if one of them holds out what any of them trains on."""
+    """Load the prompts of all tasks by name; MegarlError if any task trains on a prompt that one of them holds out."""
     evaluation = overlap_with(recipe.data.decontaminate)
-    found = {
+    sets = {
         name: _load_task(name, task, tokenizer, recipe.length.prompt_tokens, evaluation)
         for name, task in recipe.data.tasks.items()
     }
-    for train, _ in found.values():
-        for _, heldout in found.values():
+    for train, _ in sets.values():
+        for _, heldout in sets.values():
             check_disjoint(train, heldout)
-    return {name: TaskPrompts(train.prompts, heldout.prompts) for name, (train, heldout) in found.items()}
+    return {name: TaskPrompts(train.prompts, heldout.prompts) for name, (train, heldout) in sets.items()}
 
 
 def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
-    """What puts a task's template around a prompt."""
+    """Return the function that applies a task's template to a prompt."""
     if task.template == "raw":
         return lambda text: text
     chat = load_chat(tokenizer.path)
@@ -124,7 +124,7 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
 def load_set(
     found: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
 ) -> tuple[PromptSet, PromptSet]:
-    """What is trained on and what is held out of a source, prompts of more than `max_tokens` left out and counted."""
+    """Load a source's training and held-out prompts; those of more than `max_tokens` are left out and counted."""
     sets = PromptSet(name, Stored(), np.empty(0)), PromptSet(name, Stored(), np.empty(0))
     marks = array("Q"), array("Q")
     rows = 0
@@ -140,12 +140,14 @@ def load_set(
             f"{found.source}: all {rows} prompts are longer than {max_tokens} tokens; raise length.prompt_tokens"
         )
     log.info("%s: %d prompts, %d left out (longer than %d tokens)", found.source, prompts, rows - prompts, max_tokens)
-    train, heldout = (one._replace(fingerprints=np.array(of, np.uint64)) for one, of in zip(sets, marks, strict=True))
+    train, heldout = (
+        one._replace(fingerprints=np.array(prints, np.uint64)) for one, prints in zip(sets, marks, strict=True)
+    )
     return train, heldout
 
 
 def _encoded(source: str, part: Sequence[tuple[Row, bool]], render: Render, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """What the model sees of these rows. MegarlError that names the first of which it can see nothing."""
+    """Return the token ids of these rows as the model sees them. MegarlError names the first that cannot be encoded."""
     try:
         return tokenizer.encode_all([render(row.prompt) for row, _ in part])
     except MegarlError:
@@ -158,7 +160,7 @@ def _encoded(source: str, part: Sequence[tuple[Row, bool]], render: Render, toke
 
 
 def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
-    """MegarlError if a held-out prompt is also trained on: the same text but for blanks, whatever its id and template."""
+    """Raise MegarlError if a held-out prompt is also trained on: the same text up to blanks, whatever its id and template."""
     shared = np.intersect1d(train.fingerprints, heldout.fingerprints)
     if len(shared):
         theirs = _ids(train, shared)
@@ -171,14 +173,14 @@ def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
 def _load_task(
     name: str, task: Task, tokenizer: Tokenizer, max_tokens: int, evaluation: Overlap | None
 ) -> tuple[PromptSet, PromptSet]:
-    """What a task trains on and what it holds out: rows of its one file, or a file each."""
+    """Load what a task trains on and what it holds out: rows of its one file, or of one file each."""
     read, render = mapping_of(task.mapping, task.columns.model_dump()), renderer(task, tokenizer)
     refuse, counted = FAULTS if read is own else NONE, task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:
         read = of_programs(read)
     key = f"data.tasks.{name}"
-    of_train = survey_of(task.train, read, counted, evaluation, refuse)
-    train, heldout = load_set(of_train, render, tokenizer, max_tokens, name, f"{key}.train")
+    surveyed = survey_of(task.train, read, counted, evaluation, refuse)
+    train, heldout = load_set(surveyed, render, tokenizer, max_tokens, name, f"{key}.train")
     if isinstance(task.heldout, str):
         heldout, _ = load_set(
             survey_of(task.heldout, read, refuse=refuse), render, tokenizer, max_tokens, name, f"{key}.heldout"
@@ -189,15 +191,15 @@ def _load_task(
 
 
 def of_programs(read: Reader) -> Reader:
-    """Rows whose answers are tests of programs, read once to see that they can be."""
+    """Wrap a reader of rows whose answers are program tests: parse the tests once to check them."""
 
     def row(raw: Any) -> Row:
-        found = read(raw)
+        result = read(raw)
         try:
-            read_tests(found.answer)
+            read_tests(result.answer)
         except ValueError as error:
-            raise UnfitError(f"the answer of {found.id!r} {error}") from None
-        return found
+            raise UnfitError(f"the answer of {result.id!r} {error}") from None
+        return result
 
     return row
 
@@ -206,7 +208,7 @@ def _prompt(row: Row, tokens: np.ndarray, task: str) -> Prompt:
     return Prompt(id=row.id, tokens=tokens, answer=row.answer, task=task, difficulty=row.difficulty)
 
 
-def _ids(of: PromptSet, marks: np.ndarray) -> dict[int, str]:
-    """Ids of the prompts with these fingerprints, by fingerprint, in the set's order."""
-    where: Iterable[int] = np.flatnonzero(np.isin(of.fingerprints, marks))
-    return {int(of.fingerprints[n]): of.prompts[int(n)].id for n in where}
+def _ids(rows: PromptSet, marks: np.ndarray) -> dict[int, str]:
+    """Return ids of the prompts with these fingerprints, by fingerprint, in the set's order."""
+    where: Iterable[int] = np.flatnonzero(np.isin(rows.fingerprints, marks))
+    return {int(rows.fingerprints[n]): rows.prompts[int(n)].id for n in where}

@@ -1,8 +1,8 @@
-"""A row of a prompt set, and how it is read from a row of another schema: by columns.
+"""A row of a prompt set, and how to read one from another schema: by columns.
 
-A dot goes into a column of columns: `reward_model.ground_truth`.
+A dot reaches into a nested column: `reward_model.ground_truth`.
 
-One normal form of texts serves duplicates, splits and decontamination: when two are the same, and the words of one.
+One normal form of texts (when two are equal, and what their words are) serves duplicates, splits and decontamination.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ LARGEST_ANSWER = 1 << 20
 """Characters. Unit tests of code reach hundreds of megabytes a problem."""
 
 LARGEST_DIFFICULTY = 1 << 31
-"""On either side of 0."""
+"""Bound of |difficulty|."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What the project trains on. difficulty: smaller is easier; 0 where it is not known."""
+    """A row that the project trains on. difficulty: smaller is easier; 0 if unknown."""
 
     id: str
     prompt: str
@@ -30,7 +30,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class UnfitError(Exception):
-    """A row that is not of its schema; the text says how."""
+    """The row does not fit its schema; the text says how."""
 
 
 type Raw = Mapping[str, Any]
@@ -39,7 +39,7 @@ type Getter = Callable[[Raw], Any]
 
 @dataclass(frozen=True)
 class Columns:
-    """How a row of another schema is read. Without an id a prompt is named by its text, the same in any order of rows."""
+    """How to read a row of another schema. Without an id, a prompt is named by its text, whatever the order of rows."""
 
     prompt: Getter
     answer: Getter
@@ -53,7 +53,7 @@ class Columns:
 
 
 def column(path: str) -> Getter:
-    """The value at a dotted path."""
+    """Return a getter for the value at a dotted path."""
 
     def get(raw: Raw) -> Any:
         here: Any = raw
@@ -67,7 +67,7 @@ def column(path: str) -> Getter:
 
 
 def text_of(value: Any) -> str:
-    """A prompt: text, or one message of the user's as a list."""
+    """Return a prompt's text: plain, or a list with one user message."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping) and value[0].get("role") == "user":
@@ -86,7 +86,7 @@ def answer_of(value: Any) -> str:
 
 
 def whole_of(value: Any) -> int:
-    """A difficulty: a whole number, or text with one in it, such as `Level 5`."""
+    """Return a difficulty: a whole number, or text containing one, such as `Level 5`."""
     if value is None:
         return 0
     digits = re.search(r"-?\d{1,18}", value) if isinstance(value, str) else None
@@ -103,25 +103,25 @@ def shown(value: Any) -> str:
 
 
 EAST_ASIAN = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-"""Kana, Han, Hangul: written without blanks, so each character is a word."""
+"""Kana, Han, Hangul: written without blanks, so each character counts as a word."""
 _WORD = re.compile(rf"[{EAST_ASIAN}]|[^\W_{EAST_ASIAN}]+")
 
 
 def collapsed(text: str) -> str:
-    """With single blanks. Texts that are equal so are the same prompt; case and signs count, as in `27+5` and `27-5`."""
+    """Reduce whitespace to single blanks. Texts equal after this are one prompt; case and signs count (`27+5`, `27-5`)."""
     return " ".join(text.split())
 
 
 def fingerprint(text: str) -> int:
-    """64 bits of a hash of the collapsed text. Of a million texts two different ones agree once in 4e7 sets."""
+    """Return a 64-bit hash of the collapsed text. Of sets of a million texts, one in 4e7 has a collision."""
     return digest(collapsed(text))
 
 
 def digest(text: str) -> int:
-    """64 bits of a hash of exactly this text."""
+    """Return a 64-bit hash of exactly this text."""
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
 
 
 def words(text: str) -> list[str]:
-    """Runs of letters and digits, in lower case. Everything between them only divides."""
+    """Return runs of letters and digits, lower-cased. Everything else only separates them."""
     return _WORD.findall(text.casefold())

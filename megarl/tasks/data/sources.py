@@ -1,10 +1,10 @@
 """Where rows come from: one at a time, never a whole file in memory.
 
-    data/math.jsonl                one JSON object a line; a fault is named with its line
-    data/math.json, .parquet, .arrow     read by Hugging Face `datasets`; `data/part-*.parquet` is all of them in order
-    hub:openai/gsm8k:main:train    a set of the Hugging Face hub: name, configuration (may be left out), split (train)
+    data/math.jsonl                one JSON object a line; faults are reported with their line
+    data/math.json, .parquet, .arrow     read by Hugging Face `datasets`; `data/part-*.parquet` means all of them in order
+    hub:openai/gsm8k:main:train    a Hugging Face hub set: name, configuration (may be omitted), split (train by default)
 
-A hub set is downloaded once into the cache of `datasets` and mapped into memory from there.
+A hub set is downloaded once into the cache of `datasets` and memory-mapped from there.
 """
 
 import glob
@@ -19,12 +19,12 @@ from megarl.core.base.errors import MegarlError
 
 HUB = "hub:"
 BUILDERS = {".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
-"""Loader of `datasets` by the end of a file's name. JSONL is read here: `datasets` knows no lines, and one type a column."""
+"""Loader of `datasets` by file suffix. JSONL is read here: `datasets` reports no lines and allows one type per column."""
 SUFFIXES = (".jsonl", *BUILDERS)
 
 
 class Unreadable(NamedTuple):
-    """A line that is no JSON object."""
+    """A line that is not a JSON object."""
 
     why: str
 
@@ -33,12 +33,12 @@ type Raw = dict[str, Any] | Unreadable
 
 
 def is_source(name: str) -> bool:
-    """Whether this names rows, and not a recipe."""
+    """Return whether this names rows rather than a recipe."""
     return name.startswith(HUB) or Path(name).suffix in SUFFIXES
 
 
 def problem(source: str) -> str | None:
-    """What keeps these rows from being read, if it can be told without reading them."""
+    """Return what keeps these rows from being read, as far as it can be told without reading them."""
     if source.startswith(HUB):
         return (
             None if _hub(source) else f"{source!r} is not hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
@@ -50,7 +50,7 @@ def problem(source: str) -> str | None:
 
 
 def stream(source: str) -> Iterator[tuple[int, Raw]]:
-    """The rows and their numbers from 1; of JSONL the numbers of their lines, blank ones passed over."""
+    """Yield rows with their numbers from 1; for JSONL, line numbers, with blank lines skipped."""
     wrong = problem(source)
     if wrong:
         raise MegarlError(wrong)
@@ -74,8 +74,8 @@ def _lines(path: Path) -> Iterator[tuple[int, Raw]]:
 
 
 def _dataset(source: str) -> Iterator[dict[str, Any]]:
-    """Rows by `datasets`: files streamed, hub sets from its cache."""
-    import datasets  # two seconds, and only here
+    """Yield rows through `datasets`: files streamed, hub sets from its cache."""
+    import datasets  # takes two seconds and is needed only here
 
     try:
         hub = _hub(source)
@@ -94,7 +94,7 @@ def _dataset(source: str) -> Iterator[dict[str, Any]]:
 
 
 def _hub(source: str) -> tuple[str, str | None, str] | None:
-    """Name, configuration and split of `hub:…`."""
+    """Parse `hub:…` into name, configuration and split."""
     if not source.startswith(HUB):
         return None
     match source.removeprefix(HUB).split(":"):

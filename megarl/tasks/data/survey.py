@@ -1,13 +1,13 @@
-"""Which rows of a source are kept, and which of them are held out: found in one pass, so that a second one can stream them.
+"""Which rows of a source are kept, and which are held out: decided in one pass, so that a second one can stream them.
 
     source ──► mapping ──► Row ──► survey: 35 bytes a row ──► chosen: the kept rows again, one at a time, in the source's order
 
-Left out, counted, and the first of each reason named: rows that are not of their schema, empty prompts and answers, answers
-that are too large, repeats of an earlier prompt or id, prompts of an evaluation set. Of a prompt that comes again with another
-answer the first is kept too, and those are counted by themselves, for one of the answers is wrong.
+Rows left out are counted, and the first for each reason reported: rows that do not fit their schema, empty prompts and answers,
+answers that are too large, repeats of an earlier prompt or id, prompts of an evaluation set. If a prompt is repeated with
+another answer, the first is kept too, but those are counted separately, because one of the answers is wrong.
 
-The held-out rows are those whose prompt has the smallest hash: the order of the source does not matter, and since all copies of
-a prompt have one hash, none is on both sides.
+The held-out rows are those whose prompt has the smallest hash: the source's order does not matter, and since all copies of a
+prompt have the same hash, none is on both sides.
 """
 
 import logging
@@ -27,7 +27,7 @@ from megarl.tasks.data.sources import Unreadable, stream
 log = logging.getLogger(__name__)
 
 BLOCK = 1 << 16
-"""Rows looked at together."""
+"""Rows examined together."""
 
 type Reader = Callable[[Any], Row]
 
@@ -37,12 +37,12 @@ REPEATED, CONTRADICTED, REPEATED_ID = "repeated prompt", "repeated prompt with a
 NONE: frozenset[str] = frozenset()
 UNFIT = frozenset({MALFORMED, EMPTY_PROMPT, EMPTY_ANSWER})
 FAULTS = UNFIT | {LARGE_ANSWER, REPEATED, CONTRADICTED, REPEATED_ID}
-"""Reasons for which a source may be refused instead of its rows being left out."""
+"""Reasons for which a source may be refused instead of leaving its rows out."""
 
 
 @dataclass
 class LeftOut:
-    """How many rows by reason, and of each reason the first, as (number, what is wrong)."""
+    """Rows left out: their number by reason, and the first few of each, as (number, what is wrong)."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
@@ -54,13 +54,16 @@ class LeftOut:
             shown.append((number, what))
 
     def named(self) -> list[str]:
-        """The first of all, `number: what is wrong`, by number."""
+        """List the first few of all reasons as `number: what is wrong`, by number."""
         return [f"{number}: {what}" for number, what in sorted(pair for shown in self.first.values() for pair in shown)]
 
 
 class Survey(NamedTuple):
-    """kept, heldout [rows] bool: in the source's order, rows that are no rows included; a held-out row is kept too. again: kept
-    rows that repeat an earlier one."""
+    """The result of a survey.
+
+    kept, heldout [rows] bool: in the source's order, unreadable rows included; held-out rows are also kept. again: number of
+    kept rows that repeat an earlier one.
+    """
 
     source: str
     read: Reader
@@ -71,7 +74,7 @@ class Survey(NamedTuple):
 
 
 class _Columns:
-    """What is remembered of each row: its number, whether it can be used, and hashes of prompt, id and answer."""
+    """What is remembered of each row: its number, whether it is usable, and hashes of prompt, id and answer."""
 
     def __init__(self) -> None:
         self.numbers, self.usable = array("Q"), array("b")
@@ -95,8 +98,11 @@ def survey(
     several: Callable[[Row], int] | None = None,
     largest: float = LARGEST_ANSWER,
 ) -> Survey:
-    """One pass over the source. tick: called for each row; removed: for each that is of an evaluation set. several: rows
-    may repeat each other, those of which this number is the same, and are counted. largest: answer, in characters."""
+    """Make one pass over the source.
+
+    tick: called for each row. removed: called for each row found in an evaluation set. several: if given, rows with the same
+    number by this function are repeats, which are kept and counted. largest: answer size in characters.
+    """
     left_out, columns = LeftOut(), _Columns()
     for number, raw in stream(source):
         tick()
@@ -122,24 +128,23 @@ def survey_of(
     refuse: frozenset[str] = FAULTS,
     several: Callable[[Row], int] | None = None,
 ) -> Survey:
-    """The survey of a source that is to be used: rows left out are logged, and MegarlError if there are some for a reason in
-    `refuse`."""
-    found = survey(source, read, heldout, evaluation, several=several)
-    faults = sum(count for reason, count in found.left_out.counts.items() if reason in refuse)
+    """Survey a source about to be used: log the rows left out, but raise MegarlError if any reason is in `refuse`."""
+    result = survey(source, read, heldout, evaluation, several=several)
+    faults = sum(count for reason, count in result.left_out.counts.items() if reason in refuse)
     if faults:
-        found.left_out.first = {reason: first for reason, first in found.left_out.first.items() if reason in refuse}
+        result.left_out.first = {reason: first for reason, first in result.left_out.first.items() if reason in refuse}
         head = f"{source}: {faults} fault{'s' * (faults > 1)}:"
-        raise MegarlError(listed(head, [f"{source}:{line}" for line in found.left_out.named()], faults))
-    for reason, count in found.left_out.counts.items():
-        places = [f"{source}:{number}: {what}" for number, what in found.left_out.first[reason]]
+        raise MegarlError(listed(head, [f"{source}:{line}" for line in result.left_out.named()], faults))
+    for reason, count in result.left_out.counts.items():
+        places = [f"{source}:{number}: {what}" for number, what in result.left_out.first[reason]]
         log.warning("%s", listed(f"{source}: {count} rows left out ({reason}):", places, count))
-    if found.again:
-        log.info("%s: %d rows repeat an earlier one", source, found.again)
-    return found
+    if result.again:
+        log.info("%s: %d rows repeat an earlier one", source, result.again)
+    return result
 
 
 def chosen(survey: Survey) -> Iterator[tuple[Row, bool]]:
-    """The kept rows, and whether each is held out."""
+    """Yield the kept rows, each with whether it is held out."""
     if not survey.kept.any():
         named = [f"{survey.source}:{line}" for line in survey.left_out.named()]
         raise MegarlError(listed(f"{survey.source}: none of its {len(survey.kept)} rows can be used:", named))
@@ -151,7 +156,7 @@ def chosen(survey: Survey) -> Iterator[tuple[Row, bool]]:
 
 
 def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float) -> Row | None:
-    """The row, if it can be used."""
+    """Return the row if it can be used."""
     if isinstance(raw, Unreadable):
         left_out.add(MALFORMED, number, f"not a row: {raw.why}")
         return None
@@ -178,18 +183,18 @@ def _unusable(row: Row, largest: float) -> str | None:
 
 
 def prompt_key(row: Row) -> int:
-    """Two rows are the same if their prompts are."""
+    """Return a row's identity for finding repeats: that of its prompt."""
     return fingerprint(row.prompt)
 
 
 def _with_repeats(columns: _Columns) -> tuple[np.ndarray, int]:
-    """[rows] bool: usable; and how many of them repeat an earlier one."""
+    """Return [rows] bool: usable; and how many of those repeat an earlier one."""
     kept = np.array(columns.usable, bool)
     return kept, len(_repeats(np.frombuffer(columns.prompts, np.uint64), kept)[0])
 
 
 def _without_repeats(columns: _Columns, left_out: LeftOut) -> np.ndarray:
-    """[rows] bool: usable, and no earlier one has its prompt or its id."""
+    """Return [rows] bool: usable, and no earlier row has the same prompt or id."""
     numbers, answers = np.frombuffer(columns.numbers, np.uint64), np.frombuffer(columns.answers, np.uint64)
     kept = np.array(columns.usable, bool)
     for column, thing in ((columns.prompts, "prompt"), (columns.ids, "id")):
@@ -204,7 +209,7 @@ def _without_repeats(columns: _Columns, left_out: LeftOut) -> np.ndarray:
 
 
 def _reasons(thing: str, pairs: np.ndarray, other: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Repeats by reason; reasons without any are not there."""
+    """Split repeats by reason; reasons without any are left out."""
     split = [(REPEATED, pairs[~other]), (CONTRADICTED, pairs[other])] if thing == "prompt" else [(REPEATED_ID, pairs)]
     return [(reason, which) for reason, which in split if len(which)]
 
@@ -214,11 +219,11 @@ def _repeat(thing: str, number: int) -> str:
 
 
 def _repeats(keys: np.ndarray, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The live rows whose key an earlier live row has, in order, and for each the first of those."""
+    """Return the live rows whose key an earlier live row has, in order, and for each the first such row."""
     ordered = np.sort(keys[live])
     several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     del ordered
-    blocks = range(0, len(keys), BLOCK)  # few rows repeat: nothing as long as the source is made for them
+    blocks = range(0, len(keys), BLOCK)  # few rows repeat, so no array as long as the source is made for them
     among = [np.flatnonzero(live[n : n + BLOCK] & np.isin(keys[n : n + BLOCK], several)) + n for n in blocks]
     rows = np.concatenate(among)
     order = rows[np.argsort(keys[rows], kind="stable")]
@@ -230,7 +235,7 @@ def _repeats(keys: np.ndarray, live: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _held_out(source: str, count: int, prompts: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """[rows] bool: the kept rows of the smallest hashes."""
+    """Return [rows] bool: the kept rows with the smallest hashes."""
     held, rows = np.zeros(len(kept), bool), np.flatnonzero(kept)
     if count >= max(len(rows), 1):
         raise MegarlError(f"{source}: {count} rows to hold out of {len(rows)} that can be used leave none to train on")

@@ -1,22 +1,23 @@
-"""Traces of a supervised warm start: a prompt and the completion to learn after it, in one of three forms, told by their keys.
+"""Traces for a supervised warm start: a prompt and the completion to learn, in one of these forms, recognised by their keys.
 
     {"prompt": "27+58=", "completion": "<think>7+8=15;2+5+1=8</think>85"}
     {"prompt": "12*34=", "completion": ["<think>[12*34]", "408", "</think>408"]}
     {"messages": [{"role": "user", "content": "27+58=?"}, {"role": "assistant", "content": "<think>…</think>85"}]}
     {"conversations": [{"from": "human", "value": "27+58=?"}, {"from": "gpt", "value": "<think>…</think>85"}]}
 
-The first is exactly what the model sees; a list of completion texts is the model's and a tool's in turn, and a tool's are not
-learnt, as its tokens are not in RL. Of messages the last one is learnt, the assistant's, after the model's chat template
-of those before it: so the prompt is that of a task with `template: chat`, and a template that strips the thinking of earlier
+The first form is exactly what the model sees; a list of completion texts alternates between model and tool, and the tool's are
+not learnt, just as in RL. Of messages only the last, the assistant's, is learnt; those before it go through the model's
+chat template. So the prompt equals that of a task with `template: chat`, and a template that strips thinking from earlier
 turns does not strip it from what is learnt. The end token is added here.
 
-    source ──► survey of what the user says ──► template ──► token ids, at most so many
+    source ──► survey of what the user says ──► template ──► token ids, up to a limit
 
-Malformed and empty traces are refused. Left out, counted and named are those whose user says what an evaluation set asks; left
-out and counted are those that are too long. Those that come again are learnt again, for sets weigh their parts so, and counted.
+Malformed and empty traces are refused. Traces whose user text matches an evaluation set are left out, counted and reported;
+those that are too long are left out and counted. Repeated traces are learnt again, since sets weight their parts that way, and
+counted.
 
-Schemas: messages as in TRL and on the hub (HuggingFaceH4/ultrachat_200k); conversations as ShareGPT has them
-(open-thoughts/OpenThoughts-114k: system apart, from user and assistant).
+Schemas: messages as in TRL and on the hub (HuggingFaceH4/ultrachat_200k); conversations as in ShareGPT
+(open-thoughts/OpenThoughts-114k: system separate from user and assistant).
 """
 
 import logging
@@ -43,18 +44,20 @@ log = logging.getLogger(__name__)
 BATCH = 1024
 """Traces encoded at once."""
 ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's names of them."""
+"""Our names for ShareGPT's roles."""
 
 
 class Taught(Row, frozen=True):
-    """A trace as a row of a survey. `answer` is the whole completion, `parts` are its texts: the model's and a tool's in turn,
-    the model's first and last."""
+    """A trace as a row of a survey.
+
+    `answer` is the whole completion; `parts` are its texts, the model's and a tool's in turn, the model's first and last.
+    """
 
     parts: tuple[str, ...] = ()
 
 
 class Trace(NamedTuple):
-    """tokens [n] int32: prompt, completion, end token. learnt [n] bool: not the first `prompt_tokens`, nor a tool's."""
+    """A tokenized trace. tokens [n] int32: prompt, completion, end token. learnt [n] bool: not the prompt, nor a tool's."""
 
     tokens: np.ndarray
     prompt_tokens: int
@@ -64,12 +67,14 @@ class Trace(NamedTuple):
 def load_traces(
     path: Path | str, tokenizer: Tokenizer, max_length: int, decontaminate: Sequence[str] = ()
 ) -> list[Trace]:
-    """The traces of a source that are at most `max_length` tokens long, in its order; the others are counted. decontaminate:
-    evaluation sets."""
-    found = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, several=trace_key)
+    """Load a source's traces of at most `max_length` tokens, in order; longer ones are counted.
+
+    decontaminate: evaluation sets.
+    """
+    surveyed = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, several=trace_key)
     traces: list[Trace] = []
     end, rows = int32([tokenizer.end]), 0
-    for part in batched(chosen(templated(found, tokenizer)), BATCH):
+    for part in batched(chosen(templated(surveyed, tokenizer)), BATCH):
         rows += len(part)
         taught = [row for row, _ in part if isinstance(row, Taught)]
         pieces = iter(tokenizer.encode_all([text for row in taught for text in (row.prompt, *row.parts)]))
@@ -82,42 +87,44 @@ def load_traces(
 
 
 def _trace(prompt: np.ndarray, pieces: Sequence[np.ndarray]) -> Trace:
-    """Every second piece is a tool's; the last is the end token, which the model has to learn."""
+    """Assemble a trace: every second piece is a tool's; the last is the end token, which the model must learn."""
     last = len(pieces) - 1
     learnt = [np.full(len(piece), n % 2 == 0 or n == last) for n, piece in enumerate(pieces)]
     return Trace(np.concatenate([prompt, *pieces]), len(prompt), np.concatenate([np.zeros(len(prompt), bool), *learnt]))
 
 
 def are_traces(source: str) -> bool:
-    """Whether the first row is one: traces and prompts of RL are told apart by it."""
+    """Return whether the first row is a trace, which tells traces from RL prompts."""
     _, raw = next(stream(source), (0, {}))
     known = () if isinstance(raw, Unreadable) else raw.keys()
     return bool({"messages", "conversations"} & set(known)) or ("completion" in known and "answer" not in known)
 
 
 def spoken(raw: Mapping[str, Any]) -> Taught:
-    """A trace as what the user says and the completion, without any template; UnfitError if it is of none of the forms. The id
-    is a hash of all of it."""
+    """Read a trace as the user's text and the completion, without a template; UnfitError if it has none of the forms.
+
+    Its id is a hash of the whole trace.
+    """
     before, parts = _parts(raw)
     if isinstance(before, str):
         return _taught(before, before, parts)
-    all_of_it = "\0".join(f"{message['role']}\0{message['content']}" for message in before)
+    whole = "\0".join(f"{message['role']}\0{message['content']}" for message in before)
     said = "\n".join(message["content"] for message in before if message["role"] == "user")
-    return _taught(all_of_it, said, parts)
+    return _taught(whole, said, parts)
 
 
-def _taught(all_of_it: str, prompt: str, parts: Sequence[str]) -> Taught:
-    name = fingerprint("\0".join([all_of_it, *parts]))
+def _taught(whole: str, prompt: str, parts: Sequence[str]) -> Taught:
+    name = fingerprint("\0".join([whole, *parts]))
     return Taught(f"{name:016x}", prompt, "".join(parts), parts=tuple(parts))
 
 
 def trace_key(row: Row) -> int:
-    """Traces repeat each other if all of them is the same, but for blanks."""
+    """Return a trace's identity for finding repeats: all of its text, up to blanks."""
     return int(row.id, 16)
 
 
 def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
-    """The same traces with prompt and completion exactly as the model sees them."""
+    """Return the same traces with prompt and completion exactly as the model sees them."""
 
     @cache
     def chat() -> ChatTemplate:
@@ -131,7 +138,7 @@ def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
 
 
 def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
-    """What stands before the completion, messages or the text itself, and the completion's texts."""
+    """Return what precedes the completion, as messages or plain text, and the completion's texts."""
     before: str | list[Message]
     for key in ("messages", "conversations"):
         if key in raw:
@@ -154,7 +161,7 @@ def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
 
 
 def _messages(value: Any, system: Any) -> list[Message]:
-    """Messages in the one form; the last is the assistant's and something stands before it."""
+    """Convert messages to our form; the last is the assistant's, and something precedes it."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         raise UnfitError("the messages are no list of role and content")
     pairs = [(one.get("role", one.get("from")), one.get("content", one.get("value"))) for one in value]

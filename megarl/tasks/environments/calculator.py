@@ -1,7 +1,7 @@
-"""A calculator within a thought: the policy writes `[123*456]`, and `56088` is put in behind it.
+"""A calculator within a thought: the policy writes `[123*456]`, and `56088` is inserted after it.
 
-For tokenizers in which `]` is always a token of its own, as in the quickstart's of single characters: it stops the turn. What
-cannot be calculated is answered by `?`. A turn that ends with the end token is the last one.
+For tokenizers in which `]` is always a separate token, such as the quickstart's character tokenizer: it stops the turn. What
+cannot be calculated is answered with `?`. A turn that ends with the end token is the last one.
 """
 
 import ast
@@ -16,7 +16,7 @@ from megarl.tasks.environments.framing import Setting
 
 OPEN, CLOSE, UNKNOWN = "[", "]", "?"
 LONGEST = 200
-"""Characters of an expression: numbers have at most as many digits, and nothing takes long."""
+"""Characters of an expression, which also bounds the digits of numbers and the time."""
 
 
 def _divided(left: int, right: int) -> int:
@@ -36,7 +36,7 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Calculator(Environment):
-    """+ - * / % and brackets of whole numbers; `/` where it leaves no rest."""
+    """Evaluates + - * / % and parentheses over integers; `/` only without a remainder."""
 
     def __init__(self, setting: Setting) -> None:
         self._tokenizer, self._reply_tokens = setting.tokenizer, setting.reply_tokens
@@ -57,7 +57,7 @@ class Calculator(Environment):
 
 
 def calculated(expression: str) -> int | None:
-    """Its value; None if it has none."""
+    """Return the expression's value; None if it has none."""
     if len(expression) > LONGEST:
         return None
     try:

@@ -1,9 +1,9 @@
-"""What an environment is made with (`Setting`), and how the text of a reply stands between two turns (`Framing`).
+"""The arguments of an environment (`Setting`), and how a reply's text is framed between two turns (`Framing`).
 
     … 6*7 ```<|im_end|>  \\n<|im_start|>tool\\n  42  <|im_end|>\\n<|im_start|>assistant\\n  The answer …
     └ sampled ─────────┘ └ before ──────────┘ text └ after ───────────────────────────┘ └ sampled
 
-Only the reply is made into tokens here; the policy's own stay as they were sampled. What a tool prints is text, whatever it
+Only the reply is tokenized here; the policy's tokens stay as they were sampled. A tool's output is plain text, whatever it
 looks like: `<|im_end|>` in it does not become that token.
 """
 
@@ -22,18 +22,18 @@ CUT = "\n…\n"
 
 
 class Framing:
-    """Of a task. limit: most tokens of a reply with what is around it; MegarlError if that leaves no room for text."""
+    """Frames a task's replies. limit: most tokens of a framed reply; MegarlError if that leaves no room for text."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, limit: int, task: str) -> None:
         self._tokenizer, self._template, self._limit, self._task = tokenizer, template, limit, task
         self._parts: tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer] | None = None
 
     def check(self) -> None:
-        """MegarlError if replies cannot be framed with this model."""
+        """Raise MegarlError if replies cannot be framed with this model."""
         self._made()
 
     def tokens(self, text: str) -> np.ndarray:
-        """[m] int32, m at most the limit: of a longer text the middle is left out."""
+        """Return the framed text as [m] int32, m at most the limit; a longer text loses its middle."""
         before, after, cut, literal = self._made()
         ids, room = literal.ids(text), self._limit - len(before) - len(after)
         if len(ids) > room:
@@ -42,7 +42,7 @@ class Framing:
         return np.concatenate([before, ids, after])
 
     def _made(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer]:
-        """Tokens before, after and for the cut; made when first used, for an environment may need none."""
+        """Return tokens before, after and for the cut; made on first use, because an environment may need none."""
         if self._parts is None:
             before, after = RAW
             if self._template == "chat":
@@ -62,9 +62,9 @@ class Framing:
 
 @dataclass(frozen=True)
 class Setting:
-    """What an environment is made with. task: its name; reply_tokens: most tokens of an observation.
+    """The arguments of an environment. task: its name; reply_tokens: most tokens of an observation.
 
-    framing: from a text to the tokens of an observation, in the policy's chat template; sandbox: runs programs.
+    framing: turns a text into an observation's tokens, in the policy's chat template; sandbox: runs programs.
     """
 
     task: str
@@ -75,5 +75,5 @@ class Setting:
     reply_tokens: int
 
     def said(self, tokens: np.ndarray) -> str:
-        """The text of a turn without its thinking, if that is closed."""
+        """Return a turn's text without its thinking, if that is closed."""
         return self.tokenizer.decode(tokens).rpartition(self.end_of_thinking)[2]

@@ -1,9 +1,9 @@
-"""A guessing game: the prompt's answer is a secret whole number, and every turn's last number is a guess at it.
+"""A guessing game: the prompt's answer is a secret whole number, and the last number of each turn is a guess at it.
 
     50 ─► lower ─► 25 ─► higher ─► 37 ─► (right: done)
 
 It gives the reward itself: right if the number was guessed within the turns, else wrong. What is written after the thinking
-budget is used up is no guess any more.
+budget has run out no longer counts as a guess.
 """
 
 import re

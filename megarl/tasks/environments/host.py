@@ -1,8 +1,8 @@
-"""Keeps an environment's process alive, and says whose fault it is when it is not.
+"""Keeps an environment's process alive, and determines which episode is to blame when it fails.
 
-episodes ── ask ──► Process ── frames ──► worker.py          dies, or blocks:  ended, replaced when next asked for;
-                      ▲ reply, or Died(culprit)              the episode whose code ran fails, the others go on anew
-                      └── the memory that says whose code runs
+episodes ── ask ──► Process ── frames ──► worker.py          dies or blocks: ended, and replaced at the next request;
+                      ▲ reply, or Died(culprit)              the episode whose code ran fails, the others are replayed
+                      └── shared memory that says whose code runs
 """
 
 import asyncio
@@ -38,11 +38,11 @@ from megarl.tasks.graders.functions import environment
 log = logging.getLogger(__name__)
 START_LIMIT_S = 120.0
 MARGIN_S = 5.0
-"""The process itself ends a call that takes too long; one that says nothing for so much longer is blocked."""
+"""Grace after the process should have ended a slow call itself; if it says nothing for that long, it is blocked."""
 
 
 class Died(Exception):
-    """The process ended before it had answered. culprit: the episode whose code it ran; 0: none's, or it is not known."""
+    """The process ended before it answered. culprit: the episode whose code it was running; 0 if none was, or unknown."""
 
     def __init__(self, culprit: int, why: str) -> None:
         super().__init__(why)
@@ -50,7 +50,7 @@ class Died(Exception):
 
 
 class Process:
-    """One life of it, from its greeting on."""
+    """One life of the process, after its greeting."""
 
     def __init__(self, process: asyncio.subprocess.Process, mark: mmap.mmap) -> None:
         self._process, self._mark = process, mark
@@ -61,20 +61,20 @@ class Process:
 
     @property
     def over(self) -> bool:
-        """Whether it can be asked nothing any more."""
+        """Whether it can no longer be asked anything."""
         return self._over is not None
 
     async def ask(self, request: Request, limit_s: float) -> Reply:
-        """Its reply. limit_s: within which it should end the call itself. Raises Died."""
+        """Return its reply. limit_s: within which it should end the call itself. Raises Died."""
         assert self._process.stdin
         if self._over:
             raise Died(self._over.culprit, str(self._over))
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[request.call] = reply
         try:
-            with contextlib.suppress(OSError, RuntimeError):  # it has just ended, which `_read` learns too
+            with contextlib.suppress(OSError, RuntimeError):  # it has just ended, which `_read` notices too
                 self._process.stdin.write(frame(encode(request)))
-            for _ in range(2):  # one that is slow with all it has to do is given the time again
+            for _ in range(2):  # a process slow under its whole load gets the time twice
                 if (await asyncio.wait({reply}, timeout=limit_s + MARGIN_S))[0]:
                     return reply.result()
                 if time.monotonic() - self._heard > MARGIN_S:
@@ -86,7 +86,7 @@ class Process:
             self._waiting.pop(request.call, None)
 
     def end(self, why: Died) -> None:
-        """Kill it, and what it has started. Whoever waits for a reply is told."""
+        """Kill it and what it started. Whoever waits for a reply gets the error."""
         if self._over:
             return
         self._over = why
@@ -120,15 +120,15 @@ class Process:
 
 
 class Host:
-    """The process of one environment, started when it is asked for."""
+    """The process of one environment, started on demand."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._starting: asyncio.Task[Process] | None = None
-        self.numbers = itertools.count(1)  # of episodes and calls
+        self.numbers = itertools.count(1)  # for episodes and calls
 
     def check(self) -> None:
-        """MegarlError if the environment cannot be had. Another process looks, for importing it may do anything."""
+        """Raise MegarlError if the environment is unusable. Another process checks: importing it may do anything."""
         try:
             done = subprocess.run(
                 [*_COMMAND, "-1"], input=frame(encode(self._setup)), env=environment(), capture_output=True,
@@ -145,7 +145,7 @@ class Host:
             raise MegarlError(greeting.error)
 
     async def process(self) -> Process:
-        """The one that lives. EnvironmentDown if none starts."""
+        """Return the live process. EnvironmentDown if none can be started."""
         starting = self._starting
         if starting is None or (starting.done() and starting.result().over):
             starting = self._starting = asyncio.create_task(_started(self._setup))
@@ -153,11 +153,11 @@ class Host:
             return await asyncio.shield(starting)
         except EnvironmentDown as error:
             if self._starting is starting:
-                self._starting = None  # who asks next tries again
+                self._starting = None  # so that the next request tries again
             raise EnvironmentDown(f"{self._what()}: {error}") from None
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         if self._starting is None:
             return
         if not self._starting.done():
@@ -177,7 +177,7 @@ _COMMAND = (
 
 
 async def _started(setup: Setup) -> Process:
-    """A process that has said it is ready."""
+    """Start a process and wait until it is ready."""
     descriptor = os.memfd_create("mark")
     try:
         os.ftruncate(descriptor, MARK.size)

@@ -1,11 +1,11 @@
-"""A Python tool: the last program of a turn is run in the sandbox, and what it printed is the reply.
+"""A Python tool: the turn's last program is run in the sandbox, and its output is the reply.
 
     ```python                        or      <tool_call>
     print(6 * 7)                             {"name": "python", "arguments": {"code": "print(6 * 7)"}}
     ```                                      </tool_call>
 
-Each call is a process of its own: nothing is kept from one to the next. Errors are printed as Python prints them. A turn with
-no program in it, thinking aside, is the last one.
+Each call is a separate process: nothing is kept from one to the next. Errors are printed as Python prints them. A turn without
+a program outside its thinking is the last one.
 """
 
 import json
@@ -28,11 +28,11 @@ except Exception as error:
     traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
     sys.exit(1)
 """
-"""Python prints errors on stderr, of which a sandbox says nothing."""
+"""Python prints errors on stderr, which a sandbox does not return."""
 
 
 class Python(Environment):
-    """Stateless; at most so many programs run at once as the sandbox has places."""
+    """Stateless; the sandbox's places limit how many programs run at once."""
 
     def __init__(self, setting: Setting) -> None:
         setting.framing.check()
@@ -51,7 +51,7 @@ class Python(Environment):
 
 
 def program_of(call: re.Match[str]) -> str:
-    """ValueError, with a text for the policy, if a tool call is not as it should be."""
+    """Return the program of a call; ValueError, with a text for the policy, for a malformed tool call."""
     if call["fenced"] is not None:
         return call["fenced"]
     try:
@@ -65,7 +65,7 @@ def program_of(call: re.Match[str]) -> str:
 
 
 def told(ran: Ran) -> str:
-    """What the policy is told of a program that ran."""
+    """Return what the policy is told about a program that ran."""
     printed = ran.stdout.strip("\n")
     match ran.ended:
         case "time":

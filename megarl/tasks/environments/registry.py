@@ -1,11 +1,11 @@
-"""The environments of a recipe, by task; each plays an episode within limits that are named.
+"""A recipe's environments, by task; each plays an episode within limits set by the recipe.
 
 async with bounded.played(prompt):      reset … close
     observation = await bounded.step(turn)
 bounded.told()                          what the rollout's record keeps
 
-An episode outlives the process that plays it, if another one has brought that down: the next process is told the same turns,
-and must answer them in the same way.
+An episode outlives its process if another episode brings that down: the next process is given the same turns, and must answer
+them in the same way.
 """
 
 import asyncio
@@ -42,12 +42,14 @@ from megarl.tasks.environments.worker import (
 
 log = logging.getLogger(__name__)
 LIVES = 3
-"""Processes that an episode may be played in, one after the other."""
+"""Number of successive processes that an episode may be played in."""
 
 
 class Bounded:
-    """turns, turn_tokens: as in the recipe. stop_tokens: once it is played. What is awaited raises EnvironmentDown if the
-    environment fails, is late, or says what cannot be."""
+    """An episode of an environment, within limits. turns, turn_tokens: as in the recipe; stop_tokens: set once it is played.
+
+    Its coroutines raise EnvironmentDown if the environment fails, is late, or gives an invalid answer.
+    """
 
     def __init__(self, host: Host, key: str, task: Rows, vocabulary: int) -> None:
         self._host, self._key, self._task, self._vocabulary = host, key, task, vocabulary
@@ -61,7 +63,7 @@ class Bounded:
 
     @asynccontextmanager
     async def played(self, prompt: Prompt) -> AsyncIterator[None]:
-        """From its reset to its close, which is only logged if it fails."""
+        """Play from reset to close; a failing close is only logged."""
         self._prompt = prompt
         try:
             await self._surely(lambda: asyncio.sleep(0))
@@ -74,7 +76,7 @@ class Bounded:
                 log.warning("%s", error)
 
     async def step(self, tokens: np.ndarray) -> Observation:
-        """Its answer to a turn [n]."""
+        """Return the environment's answer to a turn [n]."""
         began = time.monotonic()
         said = await self._surely(lambda: self._observed(tokens))
         self._past.append((tokens, said))
@@ -96,11 +98,11 @@ class Bounded:
         return said.verdict
 
     def told(self, turns: int, limited: bool) -> Episode:
-        """The record of an episode of so many turns. limited: a limit of turns ended it."""
+        """Return the record of an episode of this many turns. limited: the limit on turns ended it."""
         return Episode(turns=turns, calls=self._calls, errors=self._errors, seconds=self._seconds, limited=limited)
 
     async def _surely[T](self, act: Callable[[], Awaitable[T]]) -> T:
-        """What comes of it with the process that plays the episode, or with the next one."""
+        """Run `act` with the process that plays the episode or, if that dies, with the next one."""
         why = ""
         for _ in range(LIVES):
             try:
@@ -114,7 +116,7 @@ class Bounded:
         raise self._down(f"{why}; the last of {LIVES} processes, and whose fault it was is not known")
 
     async def _begin(self) -> None:
-        """In the process that lives now. One that was played before comes to where it was."""
+        """Begin the episode in the live process; an episode already under way is replayed to where it was."""
         assert self._prompt is not None
         prompt, again = self._prompt, self._process is not None
         self._process = await self._host.process()
@@ -156,8 +158,7 @@ def _differ(said: Observed, before: Observed) -> bool:
 
 
 class TaskEnvironments:
-    """By task or suite; one process for each environment, whatever has it. MegarlError if one that the recipe names cannot be
-    had here."""
+    """Environments by task or suite, with one process per environment. MegarlError if one in the recipe is unusable here."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         rows: dict[str, Rows] = {**recipe.data.tasks, **recipe.evaluation.sampled}
@@ -185,7 +186,7 @@ class TaskEnvironments:
                 host.check()
 
     def of(self, task: str) -> Bounded | None:
-        """A new one for an episode of this task; None: its rollouts are one turn."""
+        """Return a new environment for an episode of this task; None if its rollouts have a single turn."""
         if task not in self._tasks:
             return None
         rows = self._tasks[task]
@@ -197,6 +198,6 @@ class TaskEnvironments:
         )
 
     def close(self) -> None:
-        """End their processes."""
+        """End the environments' processes."""
         for host in self._hosts.values():
             host.close()

@@ -1,12 +1,12 @@
 """The process that plays the episodes of one environment, many at a time.
 
-    stdin   Setup, then Begin, Step, Judge and End of episodes
+    stdin   Setup, then Begin, Step, Judge and End requests of episodes
     stdout  Ready or Refused, then one reply to each request, as it is ready
             frames: 8 bytes with the length of what follows, msgpack
 
-A user's class is made and called here and nowhere else. What it raises, whatever that is, is an answer: Failed. What ends or
-blocks this process is host.py's matter; `mark` is memory that tells it whose code runs at this moment. The process ends with
-its parent or its stdin.
+A user's class is created and called only here. Whatever it raises becomes an answer: Failed. Code that ends or blocks this
+process is handled by host.py; `mark` is shared memory that tells it whose code is running. The process ends with its parent or
+its stdin.
 """
 
 import asyncio
@@ -42,11 +42,11 @@ MARK = struct.Struct("<q")
 LONGEST = 1 << 26
 """Bytes of a frame."""
 SAID = 1000
-"""Characters of an error that are passed on."""
+"""Characters of an error message that are passed on."""
 
 
 class Part(Record, frozen=True):
-    """What an environment needs to know of a task or suite. key: where it stands in the recipe."""
+    """What an environment needs to know about a task or suite. key: its place in the recipe."""
 
     key: str
     template: str
@@ -93,7 +93,7 @@ class Ready(Record, frozen=True, tag="ready"):
 
 
 class Refused(Record, frozen=True, tag="refused"):
-    """There will be none."""
+    """No episodes can begin."""
 
     error: str
 
@@ -120,7 +120,7 @@ class Ended(Record, frozen=True, tag="ended"):
 
 
 class Failed(Record, frozen=True, tag="failed"):
-    """The call came to nothing; error says which and why."""
+    """The call failed; error says which call and why."""
 
     call: int
     error: str
@@ -132,9 +132,9 @@ Greeting = Ready | Refused
 
 
 class Episodes:
-    """Those of this process. mark: is told the number of the episode whose code runs, and 0 when none does.
+    """The episodes of this process. mark: told the number of the episode whose code runs, or 0 when none does.
 
-    MegarlError if the environment cannot be had here: it is made once for each task, to see that it can be.
+    MegarlError if the environment is unusable here: one is made for each task to find out.
     """
 
     def __init__(self, setup: Setup, tokenizer: Tokenizer, mark: Callable[[int], object]) -> None:
@@ -145,31 +145,30 @@ class Episodes:
             sandbox.check()
         self._settings = {
             name: Setting(
-                name, tokenizer, Framing(tokenizer, of.template, of.reply_tokens, name), sandbox, setup.end_of_thinking,
-                of.reply_tokens,
+                name, tokenizer, Framing(tokenizer, part.template, part.reply_tokens, name), sandbox, setup.end_of_thinking,
+                part.reply_tokens,
             )
-            for name, of in setup.parts.items()
+            for name, part in setup.parts.items()
         }  # fmt: skip
         first = next(iter(setup.parts.values()))
         self._factory = _found(first.key, setup.environment)
-        for name, of in setup.parts.items():
+        for name, part in setup.parts.items():
             try:
                 environment = self._factory(self._settings[name])
             except MegarlError:
                 raise
-            except BaseException as error:  # of a user's class: anything
-                raise MegarlError(f"{of.key}: {setup.environment} cannot be made: {_said(error)}") from error
+            except BaseException as error:  # a user's class may raise anything
+                raise MegarlError(f"{part.key}: {setup.environment} cannot be made: {_said(error)}") from error
             if not isinstance(environment, Environment):
                 raise MegarlError(
-                    f"{of.key}: {setup.environment} is no Environment; derive it from megarl.environments.Environment"
+                    f"{part.key}: {setup.environment} is no Environment; derive it from megarl.environments.Environment"
                 )
 
     async def answer(self, request: Request) -> bytes:
-        """A reply, encoded, whatever the environment does; but this may never return, if the environment does not let itself be
-        cancelled."""
+        """Return an encoded reply whatever the environment does; never returns if the environment cannot be cancelled."""
         try:
             return encode(await self._reply(request))
-        except Exception as error:  # a number that no record holds, a text that is no Unicode
+        except Exception as error:  # a number that no record holds, or text that is not Unicode
             return encode(
                 Failed(call=request.call, error=f"answered what cannot be passed on ({type(error).__name__})")
             )
@@ -181,14 +180,14 @@ class Episodes:
         elif request.episode in self._playing:
             part = self._playing[request.episode][1]
         else:
-            return Ended(call=request.call)  # it was not made
+            return Ended(call=request.call)  # it was never made
         late = f"{what} took longer than {part.reply_timeout_s:g} s (reply_timeout_s)"
         try:
             async with asyncio.timeout(part.reply_timeout_s) as limit:
                 return await _Marked(self._answer(request), lambda inside: self._mark(request.episode if inside else 0))
         except GraderDown as error:
             return Failed(call=request.call, error=_said(error).partition(": ")[2])
-        except BaseException as error:  # CancelledError and SystemExit too: they are the environment's, not ours
+        except BaseException as error:  # CancelledError and SystemExit too: they come from the environment
             if limit.expired():
                 return Failed(call=request.call, error=late)
             said = f"{what} failed: {_said(error)}"
@@ -218,7 +217,7 @@ class Episodes:
 
 
 class _Marked[T]:
-    """Awaits `inner`; `mark(True)` whenever its code begins to run, `mark(False)` when it waits or is over."""
+    """Awaits `inner`; calls `mark(True)` whenever its code starts to run, `mark(False)` when it waits or ends."""
 
     def __init__(self, inner: Awaitable[T], mark: Callable[[bool], object]) -> None:
         self._inner, self._mark = inner, mark
@@ -242,7 +241,7 @@ class _Marked[T]:
 
 
 def _observed(call: int, answer: Any) -> Observed:
-    """Of a user's environment: maybe nothing of the kind."""
+    """Validate the answer of a user's environment, which may be anything."""
     if not isinstance(answer, Observation):
         raise TypeError(f"it answered {answer!r:.80}, not an Observation")
     tokens = np.asarray(answer.tokens)
@@ -270,7 +269,7 @@ def _said(error: BaseException) -> str:
 
 
 def _found(key: str, environment: str) -> Factory:
-    """What the recipe means: one of ours, or the user's class in a module on PYTHONPATH or in the working directory."""
+    """Return the class that the recipe names: one of ours, or the user's, from PYTHONPATH or the working directory."""
     if environment in BUILT_IN:
         return BUILT_IN[environment]
     module, _, attribute = environment.partition(":")
@@ -287,17 +286,17 @@ def _found(key: str, environment: str) -> Factory:
 
 
 def frame(message: bytes) -> bytes:
-    """As it is sent."""
+    """Prefix a message with its length."""
     return HEAD.pack(len(message)) + message
 
 
 def main(mark: int) -> None:
-    """mark: descriptor of the memory, or -1."""
+    """Serve one environment until stdin closes. mark: descriptor of the shared memory, or -1."""
     die_with_parent()
     _limit()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what an environment prints is no reply
+    os.dup2(2, 1)  # what an environment prints is not a reply
     setup: Setup = decode(requests.read(*HEAD.unpack(requests.read(HEAD.size))), Setup)
     start_logging(f"environment {setup.environment}")
     memory = mmap.mmap(mark, MARK.size)
@@ -313,7 +312,7 @@ def main(mark: int) -> None:
 
 
 def _limit() -> None:
-    """A quarter of the machine's memory, for this process and again for each of its own; if memory runs out, it goes first."""
+    """Limit data to a quarter of the machine's memory for this and each child process; if memory runs out, it dies first."""
     Path("/proc/self/oom_score_adj").write_text("1000")
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
@@ -332,7 +331,7 @@ async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> N
             (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
             request: Request = decode(await reader.readexactly(length), Request)
         except asyncio.IncompleteReadError:
-            os._exit(0)  # nobody asks any more; what an environment has running is not waited for
+            os._exit(0)  # nobody asks any more; do not wait for what the environment still runs
         task = asyncio.create_task(one(request))
         tasks.add(task)
         task.add_done_callback(tasks.discard)

@@ -1,4 +1,4 @@
-"""What of a completion is its answer, what a grader is asked about it, and what its verdicts are worth."""
+"""Which part of a completion is its answer, what a grader is shown, and what its verdicts are worth."""
 
 import math
 from collections.abc import Mapping
@@ -8,8 +8,11 @@ from megarl.core.base.contracts import RIGHT, WRONG, Grade, GraderDown, Verdict
 
 
 class Submission(NamedTuple):
-    """What a grader sees. All texts: `answer` is what stands after the thinking trace ("": nothing does, or the trace is not
-    closed), `completion` all of it, `expected` the answer of the data set."""
+    """What a grader sees, all as text.
+
+    answer: what follows the thinking trace ("" if nothing does, or the trace is not closed); completion: all of it; expected:
+    the data set's answer.
+    """
 
     answer: str
     expected: str
@@ -19,12 +22,12 @@ class Submission(NamedTuple):
 
 
 def judged(correct: bool, timeout: bool = False) -> Verdict:
-    """The verdict of a grader that knows right and wrong alone."""
+    """Return the verdict of a grader that knows only right and wrong."""
     return Verdict(RIGHT if correct else WRONG, timeout)
 
 
 def graded(answer: str, main: Verdict, others: Mapping[str, Verdict], weights: Mapping[str, float]) -> Grade:
-    """The grade of an answer, of the task's grader's verdict and the others' by name. GraderDown if that is no number."""
+    """Combine the task grader's verdict and the others' by name into a grade. GraderDown if the reward is not finite."""
     verdicts = {"answer": main, **others}
     reward = main.score + sum(weights[name] * verdict.score for name, verdict in others.items())
     if not math.isfinite(reward):

@@ -7,10 +7,10 @@ The prompt's `answer` is the JSON text of the tests, of four kinds, which may be
     {"tests": [{"input": "1 2\\n", "output": "3\\n"},          a program: stdin, stdout
                {"call": "add(1, 2)", "result": "3"},           a function: an expression, and the literal that it must equal
                {"assert": "assert add(1, 2) == 3"},            the same, as MBPP writes it
-               {"check": "def check(candidate): …", "entry_point": "add"}]}       code with asserts, as HumanEval has it
+               {"check": "def check(candidate): …", "entry_point": "add"}]}       code with asserts, as in HumanEval
 
-What is expected is never where the program is: outside, or for a check in a sandbox of its own, which calls the function by a
-pipe. A program that ends before its tests, reads its own memory or lies about its success has nothing to show for it.
+The expected result is never where the program is: it stays outside or, for a check, in a separate sandbox that calls the
+function through a pipe. A program that exits before its tests, reads its own memory or lies about its success gains nothing.
 """
 
 import ast
@@ -29,15 +29,15 @@ from megarl.tasks.graders.sandbox import Ran, Sandbox
 
 FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 SHOWN_BYTES = 1 << 16
-"""Of a result: how much longer than the expected one's it may be and still be read, which takes the controller's time."""
+"""How much longer than the expected result a result may be and still be parsed, which takes the controller's time."""
 PASSED = "passed"
-"""What the sandbox of a check prints if no assert failed."""
+"""What a check's sandbox prints if no assert failed."""
 FLOATS_AGREE = 1e-6
-"""Relative, and absolute around 0: of results that are floats. What is printed must be the same number."""
+"""Tolerance for float results, relative, and absolute around 0. Printed numbers must be equal."""
 
 
 class UnitTest(NamedTuple):
-    """One of `given` (stdin) with `printed`, `call` with `result`, or `check` with `entry_point`."""
+    """One test: `given` (stdin) with `printed`, `call` with `result`, or `check` with `entry_point`."""
 
     given: str = ""
     printed: str = ""
@@ -48,13 +48,13 @@ class UnitTest(NamedTuple):
 
 
 class Code:
-    """`check` is what Graders asks."""
+    """The code grader; TaskGraders calls its `check`."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
 
     async def check(self, submission: Submission) -> Verdict:
-        """Whether the program in the answer passes all tests; a timeout is that of a test."""
+        """Return whether the program in the answer passes all tests; timeout: whether a test timed out."""
         program = program_of(submission.answer)
         if program is None:
             return judged(False)
@@ -69,13 +69,13 @@ class Code:
 
 
 def program_of(answer: str) -> str | None:
-    """The last fenced block; None if there is none that is closed."""
+    """Return the last closed fenced block, or None."""
     blocks = FENCED.findall(answer)
     return blocks[-1] if blocks else None
 
 
 def passed(test: UnitTest, ran: Ran) -> bool:
-    """Whether a program that ended by itself showed what the test expects."""
+    """Return whether a program that exited by itself gave what the test expects."""
     if ran.ended != "exit":
         return False
     if test.check:
@@ -87,11 +87,11 @@ def passed(test: UnitTest, ran: Ran) -> bool:
     try:
         return same_value(ast.literal_eval(ran.stdout), test.result)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
-        return False  # not a literal, or one that is made to break what reads it
+        return False  # not a literal, or one made to break its reader
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Line by line, blanks at the ends and empty lines at the end aside; words that are numbers may be written differently."""
+    """Compare line by line, up to blanks at line ends and trailing empty lines; equal numbers may be written differently."""
     ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (printed, expected))
     if [len(line) for line in ours] != [len(line) for line in theirs]:
         return False
@@ -100,7 +100,7 @@ def same_text(printed: str, expected: str) -> bool:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Python's ==, but a tuple is a list, and floats need not agree to the last bit."""
+    """Compare like Python's ==, but a tuple equals a list, and floats may differ within FLOATS_AGREE."""
     if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(same_value, found, expected))
     if isinstance(found, dict) and isinstance(expected, dict):
@@ -113,7 +113,7 @@ def same_value(found: Any, expected: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def read_tests(text: str) -> tuple[UnitTest, ...]:
-    """The tests in a prompt's answer; ValueError says what is wrong with them."""
+    """Parse the tests in a prompt's answer; ValueError says what is wrong with them."""
     try:
         rows = json.loads(text)["tests"]
     except (ValueError, TypeError, KeyError):
@@ -139,7 +139,7 @@ def _test(row: Any, number: int) -> UnitTest:
 
 
 def _checked(source: str, number: int) -> str:
-    """The source, if it could run: what is wrong with a check must not be held against the programs."""
+    """Return the source if it could run: a faulty check must not be held against the programs."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -1,6 +1,6 @@
-"""The functions that worker processes run: `math`, and the user's own by `package.module:function`.
+"""The functions that worker processes run: `math`, and the user's own, named `package.module:function`.
 
-A function is given a Submission and returns a number, or a bool for right and wrong.
+A function takes a Submission and returns a number, or a bool for right and wrong.
 """
 
 import importlib
@@ -16,12 +16,12 @@ from megarl.tasks.graders.answer import Submission
 
 Function = Callable[[Submission], float]
 MEMORY_BYTES = 4 << 30
-"""Address space of a process of `math`; what wants more is an error of the answer."""
+"""Address space of a `math` process; needing more is an error of the answer."""
 IMPORT_LIMIT_S = 120.0
 
 
 def is_equal(answer: str, expected: str) -> bool:
-    """Whether math-verify holds the answer for mathematically equal to what is expected, boxed, in dollars or bare."""
+    """Return whether math-verify finds the answer mathematically equal to the expected one: boxed, in dollars or bare."""
     from math_verify import parse, verify
 
     gold = parse(f"${expected}$", parsing_timeout=None) or parse(expected, parsing_timeout=None)
@@ -32,16 +32,16 @@ def is_equal(answer: str, expected: str) -> bool:
 
 
 def same_in_mathematics(submission: Submission) -> bool:
-    """The grader `math`."""
+    """Run the grader `math`."""
     return is_equal(submission.answer, submission.expected)
 
 
 def named(grader: str) -> Function:
-    """The function that a recipe means by `math` or `package.module:function`."""
+    """Return the function that a recipe names `math` or `package.module:function`."""
     if grader == "math":
-        import math_verify  # noqa: F401  (before `ready`)
+        import math_verify  # noqa: F401  (imported before `ready`)
 
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that the time is kept by others: by us
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that nothing limits its time; we do
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         return same_in_mathematics
     module, _, name = grader.partition(":")
@@ -50,12 +50,12 @@ def named(grader: str) -> Function:
 
 
 def environment() -> dict[str, str]:
-    """Of a worker: it finds the modules that this process finds, and those in the working directory."""
+    """Return a worker's environment: it finds this process's modules, and those in the working directory."""
     return os.environ | {"PYTHONPATH": os.pathsep.join([*(p for p in sys.path if p), os.getcwd()])}
 
 
 def check_importable(grader: str) -> None:
-    """MegarlError if there is no such function; it is looked for in another process, for importing it may do anything."""
+    """Raise MegarlError if there is no such function; another process looks, since importing may do anything."""
     code = (
         f"from megarl.tasks.graders.functions import named; assert callable(named({grader!r})), 'it cannot be called'"
     )

@@ -1,10 +1,10 @@
-"""The graders of a run: for each task the one that says what is right, and others whose rewards are added by their weights.
+"""The graders of a run: for each task one that decides what is right, and others whose rewards are added with weights.
 
-recipe ─► a Check for each name that stands in it ─┬─ exact, format           here, at once
-                                                   ├─ math                    worker processes (pool.py)
-          tasks share them                         ├─ code                    sandboxes (code.py)
-                                                   ├─ a name of data.services HTTP (remote.py)
-                                                   └─ package.module:function the user's, in worker processes
+recipe ─► a Check for each distinct name      ─┬─ exact, format           here, at once
+                                               ├─ math                    worker processes (pool.py)
+          tasks share them                     ├─ code                    sandboxes (code.py)
+                                               ├─ a name of data.services HTTP (remote.py)
+                                               └─ package.module:function the user's, in worker processes
 """
 
 import asyncio
@@ -24,25 +24,27 @@ from megarl.tasks.graders.remote import Remote, headers
 from megarl.tasks.graders.sandbox import Limits, Sandbox, places
 
 Check = Callable[[Submission], Awaitable[Verdict]]
-"""GraderDown if no verdict can be had."""
+"""Grades a submission; GraderDown if no verdict can be had."""
 Decode = Callable[[np.ndarray], str]
 LIMIT_S = 10.0
-"""For one answer, in a worker process; what takes longer is wrong."""
+"""Limit for one answer in a worker process; slower ones are wrong."""
 
 
 async def exact(submission: Submission) -> Verdict:
-    """Right: the same text as expected, blanks around it aside."""
+    """Right if the text equals the expected one, up to surrounding blanks."""
     return judged(submission.answer == submission.expected.strip())
 
 
 async def well_formed(submission: Submission) -> Verdict:
-    """Right: the thinking trace was closed and something stands after it."""
+    """Right if the thinking trace was closed and something follows it."""
     return Verdict(RIGHT if submission.answer else WRONG)
 
 
 def check_graders(data: Data, suites: Mapping[str, Suite]) -> None:
-    """MegarlError if a grader that a task or a suite names cannot be had here: a sandbox, a function, the key of a service. No
-    service is asked. A user's modules are imported in another process."""
+    """Raise MegarlError if a grader that a task or suite names is unusable here: a sandbox, a function, a service's key.
+
+    No service is asked. A user's modules are imported in another process.
+    """
     for name in _named(data, suites):
         if name == "code":
             Sandbox(data.sandbox, 1).check()
@@ -53,13 +55,13 @@ def check_graders(data: Data, suites: Mapping[str, Suite]) -> None:
 
 
 def _named(data: Data, suites: Mapping[str, Suite]) -> list[str]:
-    """Graders of all tasks and suites, each once."""
+    """Return the graders of all tasks and suites, each once."""
     tasks: Mapping[str, Rows] = {**data.tasks, **suites}
     return sorted({name for task in tasks.values() for name in task.graders})
 
 
 class TaskGrader:
-    """Of one task. check: what is right; others, weights: further rewards, by name. decode: text of a prompt's tokens."""
+    """Grades one task. check: decides what is right; others, weights: further rewards, by name; decode: tokens to text."""
 
     def __init__(
         self,
@@ -73,9 +75,9 @@ class TaskGrader:
         self._check, self._others, self._weights = check, others, weights
 
     async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """The grade of a completion's text. verdict: of the environment, which then says what is right.
+        """Grade a completion's text. verdict: the environment's, which then decides what is right.
 
-        GraderDown if one of the graders cannot be had.
+        GraderDown if one of the graders is unavailable.
         """
         submission = self._submission(text, prompt)
         main, *others = await asyncio.gather(
@@ -84,16 +86,16 @@ class TaskGrader:
         return graded(submission.answer, main, dict(zip(self._others, others, strict=True)), self._weights)
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """The same by the task's grader, or its environment, alone: what an evaluation needs."""
+        """Grade by the task's grader or its environment alone, as an evaluation needs."""
         submission = self._submission(text, prompt)
         return graded(submission.answer, await self._judge(submission, verdict), {}, {})
 
     async def agrees(self, answer: str, expected: str) -> bool:
-        """Whether it would hold the answer for right if this were expected."""
+        """Return whether the answer would be right if this were expected."""
         return (await self._check(Submission(answer, expected))).score > 0
 
     async def _judge(self, submission: Submission, verdict: Verdict | None) -> Verdict:
-        """No answer is wrong, whoever is asked."""
+        """Return the main verdict; an empty answer is wrong without asking the grader."""
         if verdict is not None:
             return verdict
         return await self._check(submission) if submission.answer else Verdict(WRONG)
@@ -104,9 +106,10 @@ class TaskGrader:
 
 
 class TaskGraders:
-    """Of all tasks and suites, by name; made within a running event loop. workers: processes a pool, and programs at once.
+    """The graders of all tasks and suites, by name; made within a running event loop.
 
-    limit_s: for one answer in a worker; limits: of a program. MegarlError as `check_graders`.
+    workers: processes per pool, and programs at once; limit_s: for one answer in a worker; limits: of a program. MegarlError
+    as in `check_graders`.
     """
 
     def __init__(
@@ -128,8 +131,8 @@ class TaskGraders:
             name: TaskGrader(
                 end_of_thinking,
                 checks[task.grader],
-                {reward: checks[of.grader] for reward, of in task.rewards.items()},
-                {reward: of.weight for reward, of in task.rewards.items()},
+                {key: checks[reward.grader] for key, reward in task.rewards.items()},
+                {key: reward.weight for key, reward in task.rewards.items()},
                 decode,
             )
             for name, task in tasks.items()
@@ -137,7 +140,7 @@ class TaskGraders:
 
     @staticmethod
     def of(recipe: Recipe, decode: Decode) -> "TaskGraders":
-        """With as many processes as there are places for programs."""
+        """Make the graders of a recipe, with as many processes as there are places for programs."""
         return TaskGraders(
             recipe.data, recipe.length.end_of_thinking, decode, places(), suites=recipe.evaluation.sampled
         )
@@ -151,7 +154,7 @@ class TaskGraders:
             pool.close()
 
     def _made(self, name: str) -> Check:
-        """What the recipe means by this name."""
+        """Return the check that the recipe means by this name."""
         if name == "exact":
             return exact
         if name == "format":

@@ -1,15 +1,15 @@
-"""What runs inside a sandbox: gives up all that can be given up, then becomes the program. Its text goes to `python -c`.
+"""Runs inside a sandbox: drops every privilege it can, then becomes the program. Its source goes to `python -c`.
 
-    stdin  {"program": …, "input": …, then one of      all of it is read before the program starts, and nothing of it is secret
+    stdin  {"program": …, "input": …, then one of      read in full before the program starts; nothing in it is secret
             "call": …                                  print the value of this expression, and nothing else
             "serves": …, "pipes": [from, to]           answer calls of this function that come over a pipe
-            "checks": true, "pipes": [from, to]}       call `check` of the program, with the function at the pipes' other end
-    stdout `started`, then what the program prints; of the last three the value, nothing, `passed`
+            "checks": true, "pipes": [from, to]}       call the program's `check`, with the function at the pipes' other end
+    stdout `started`, then what the program prints; for the last three the value, nothing, `passed`
 
-Through the pipes go plain values alone (numbers, texts, lists, dicts and the like, pickled, and no class is ever looked up): a
-result has no methods that could deceive who compares it.
+Only plain values go through the pipes (numbers, texts, lists, dicts and the like, pickled, and no class is ever looked up): a
+result has no methods that could deceive the comparison.
 
-Standard library only, and nothing of megarl: it is all that this process has. sandbox.py sets up what surrounds it.
+Standard library only, and nothing of megarl: this process has nothing else. sandbox.py sets up what surrounds it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ import resource
 import struct
 import sys
 
-TYPE_CHECKING = (
-    False  # every program waits for what is imported here: typing and pickle would make it half as long again
-)
+TYPE_CHECKING = False  # imports here delay every program: typing and pickle would add half the time again
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, BinaryIO
@@ -40,17 +38,17 @@ CLONE_NEWUSER, ANY_CLONE_NEW, CLONE_PARENT = 0x10000000, 0x7E020000, 0x8000
 EPERM, ENOSYS, SIGKILL, O_PATH = 1, 38, 9, 0x200000
 KILL, ALLOW, ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-FIRST, SECOND, THIRD = 16, 24, 32  # where the low halves of a call's arguments are
+FIRST, SECOND, THIRD = 16, 24, 32  # offsets of the low halves of a call's arguments
 F_SETFL, O_ASYNC, F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY = 4, 0x2000, 8, 10, 15, 1024, 1026
 FIOASYNC, FIOSETOWN, SIOCSPGRP = 0x5452, 0x8901, 0x8902
 ARCHITECTURES = {
-    # audit number of the architecture; then numbers of clone, clone3, prlimit64, fcntl, ioctl; of what is refused:
+    # audit number of the architecture; then numbers of clone, clone3, prlimit64, fcntl, ioctl; then what is refused:
     # socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, pidfd_open, ptrace,
     # process_vm_readv and writev, setsid, setpgid, unshare, setns, mount, umount2, pivot_root, memfd_create, memfd_secret, bpf,
     # keyctl, add_key, perf_event_open, userfaultfd, io_uring_setup, open_tree, move_mount, fsopen,
     # shmget, shmat, shmctl, semget, semop, semctl, semtimedop, msgget, msgsnd, msgrcv, msgctl, mq_open, mq_unlink,
     # setpriority, ioprio_set, sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, migrate_pages, move_pages;
-    # and of what is also refused where the user's own files are in sight, for Landlock lets it pass:
+    # then what is also refused where the user's own files are in sight, because Landlock lets it pass:
     # (chmod), fchmod, fchmodat, fchmodat2, (chown), fchown, (lchown), fchownat, (utime, utimes, futimesat), utimensat,
     # setxattr, lsetxattr, fsetxattr, removexattr, lremovexattr, fremovexattr, setxattrat, removexattrat, file_setattr, truncate
     "x86_64": (0xC000003E, 56, 435, 302, 72, 16, (
@@ -75,17 +73,19 @@ ARCHITECTURES = {
     )),
 }  # fmt: skip
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF, LANDLOCK_RULE_PATH_BENEATH = 444, 445, 446, 1
-EXECUTE, WRITE, READ, LIST = 1, 2, 4, 8  # Landlock's rights to files and directories
+EXECUTE, WRITE, READ, LIST = 1, 2, 4, 8  # Landlock's access rights to files and directories
 ALL_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""By version: the third knows truncation, the fifth ioctl of devices; later ones know no more of files."""
+"""By version: the third covers truncation, the fifth ioctl on devices; later ones add nothing for files."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def system_call_filter(machine: str, files_in_sight: bool) -> bytes:
-    """A BPF program: no network, no signals, no namespaces or mounts, no memory that no limit sees, no messages or semaphores
-    that outlive the program, no new session, no say in how others are scheduled.
+    """Build a BPF program that refuses what a program may not do.
 
-    files_in_sight: nor another owner, mode, time or length of a file.
+    No network, signals, namespaces or mounts, no memory that escapes the limits, no messages or semaphores that outlive the
+    program, no new session, and no control over how others are scheduled.
+
+    files_in_sight: also no change to a file's owner, mode, times or length.
     """
     audit, clone, clone3, prlimit, fcntl, ioctl, refused, of_files = ARCHITECTURES[machine]
 
@@ -96,7 +96,7 @@ def system_call_filter(machine: str, files_in_sight: bool) -> bytes:
         return op(EQUAL, number, 0, 1) + op(RETURN, ERRNO | error)
 
     def refuse_if(number: int, argument: int, *tests: bytes) -> bytes:
-        """The call `number`, if a test of the low half of the argument holds."""
+        """Refuse the call `number` if a test of the argument's low half holds."""
         return op(EQUAL, number, 0, 2 + 2 * len(tests)) + b"".join(
             [op(LOAD, argument), *(test + op(RETURN, ERRNO | EPERM) for test in tests), op(RETURN, ALLOW)]
         )
@@ -108,13 +108,13 @@ def system_call_filter(machine: str, files_in_sight: bool) -> bytes:
     return b"".join(
         [
             op(LOAD, 4) + op(EQUAL, audit, 1, 0) + op(RETURN, KILL),
-            op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + op(RETURN, ERRNO | EPERM),  # x32, another way to all of them
+            op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + op(RETURN, ERRNO | EPERM),  # x32, another way to every call
             *(refuse(number) for number in (*refused, *(of_files if files_in_sight else ()))),
-            refuse(clone3, ENOSYS),  # its flags cannot be seen; libc falls back to clone
+            refuse(clone3, ENOSYS),  # its flags cannot be inspected; libc falls back to clone
             refuse_if(clone, FIRST, op(ANY_BIT, ANY_CLONE_NEW | CLONE_PARENT, 0, 1)),
-            refuse_if(prlimit, FIRST, op(EQUAL, 0, 1, 0)),  # of another process
+            refuse_if(prlimit, FIRST, op(EQUAL, 0, 1, 0)),  # on another process
             refuse_if(ioctl, SECOND, *equal(FIOASYNC, FIOSETOWN, SIOCSPGRP)),
-            # A pipe with an owner signals that, whoever it is.
+            # A pipe with an owner sends it signals, whoever that is.
             op(EQUAL, fcntl, 1, 0) + op(RETURN, ALLOW) + op(LOAD, SECOND),
             *(
                 test + op(RETURN, ERRNO | EPERM)
@@ -127,12 +127,12 @@ def system_call_filter(machine: str, files_in_sight: bool) -> bytes:
 
 
 def landlock_version(libc: ctypes.CDLL) -> int:
-    """Of this kernel's Landlock; 0 where there is none."""
+    """Return the version of this kernel's Landlock; 0 if there is none."""
     return max(0, int(libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)))
 
 
 def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
-    """Only these directories and files can be read, and the working directory is free; as far as Landlock goes here."""
+    """Allow reading only these paths, and anything in the working directory, as far as Landlock can here."""
     version = landlock_version(libc)
     if not version:
         return
@@ -159,16 +159,16 @@ def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
 
 
 def give_up(limits: dict[str, int], readable: list[str]) -> None:
-    """Identity, limits, files if `readable` names those that stay, system calls; for good."""
+    """Give up identity, resources and system calls for good, and files too if `readable` names those that stay."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if memory runs out, this goes first
+        file.write("1000")  # if memory runs out, this dies first
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
     processes = limits["processes"]
-    if libc.unshare(CLONE_NEWUSER):  # in a user namespace of its own its processes are counted apart from all others
+    if libc.unshare(CLONE_NEWUSER):  # in its own user namespace its processes are counted apart from all others
         processes += limits["processes_of_others"]
     for what, limit in (
         (resource.RLIMIT_NPROC, processes),
@@ -180,7 +180,7 @@ def give_up(limits: dict[str, int], readable: list[str]) -> None:
     ):
         resource.setrlimit(what, (limit, limit))
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no neighbour of the same user looks into its memory
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no other process of the same user can read its memory
     code = system_call_filter(platform.machine(), bool(readable))
     program = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
@@ -193,7 +193,7 @@ def give_up(limits: dict[str, int], readable: list[str]) -> None:
 
 
 def unpickled(data: bytes) -> Any:
-    """Plain values: whatever names a class is refused."""
+    """Unpickle plain values; anything that names a class is refused."""
     import io
     import pickle
 
@@ -205,7 +205,7 @@ def unpickled(data: bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The same without subclasses: a Counter is a dict, a named tuple a tuple. TypeError for what is no plain value."""
+    """Return the value without subclasses: a Counter becomes a dict, a named tuple a tuple. TypeError if it is not plain."""
     if value is None or isinstance(value, bool):
         return value
     for kind in ALONE:
@@ -215,12 +215,12 @@ def plain(value: Any) -> Any:
         if isinstance(value, kind):
             return made(map(plain, value))
     if isinstance(value, dict):
-        return {plain(key): plain(of) for key, of in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()}
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
 def send(to: BinaryIO, message: Any) -> None:
-    """Ends this process if nobody is there."""
+    """Send a message; end this process if nobody is there."""
     import pickle
 
     data = pickle.dumps(message)
@@ -232,7 +232,7 @@ def send(to: BinaryIO, message: Any) -> None:
 
 
 def receive(source: BinaryIO) -> Any:
-    """Ends this process if nobody is there any more, or too much comes."""
+    """Receive a message; end this process if the sender is gone, or the message too long."""
     head = source.read(8)
     if len(head) < 8 or struct.unpack("<Q", head)[0] > LONGEST:
         os._exit(1)
@@ -251,7 +251,7 @@ def serve(function: Callable[..., Any], source: BinaryIO, to: BinaryIO) -> None:
 
 
 def far(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
-    """The function that `serve` has at the other end."""
+    """Return a stand-in for the function that `serve` has at the other end."""
 
     def candidate(*arguments: Any, **named: Any) -> Any:
         send(to, (arguments, named))
@@ -260,7 +260,7 @@ def far(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
             return value
         name, text = value
         kind = getattr(builtins, name, None)
-        # What ends an iteration would end the check's own, `all(map(candidate, …))`, before all of it was asked.
+        # StopIteration would end the check's own iteration, `all(map(candidate, …))`, before everything was asked.
         if (
             not isinstance(kind, type)
             or not issubclass(kind, Exception)
@@ -273,7 +273,7 @@ def far(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
 
 
 def main() -> None:
-    with open(0, "rb", buffering=0, closefd=False) as stdin:  # nothing stays in the buffer of sys.stdin
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: nothing is left in the buffer of sys.stdin
         task = json.loads(stdin.read())
     given = os.memfd_create("input")
     os.write(given, task["input"].encode())

@@ -1,9 +1,9 @@
-"""A pool of grading processes that outlives what an answer can do to one of them.
+"""A pool of grading processes that survives whatever an answer does to one of them.
 
     check(submission) ─► a free worker ─► verdict            worker hangs: killed, replaced, verdict "timeout"
                                                                    worker dies:  replaced, the answer tried once more
 
-Workers are plain subprocesses that import neither torch nor the controller; and are ready in a second.
+Workers are plain subprocesses that import neither torch nor the controller, and are ready within a second.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from megarl.tasks.graders.functions import environment
 log = logging.getLogger(__name__)
 START_LIMIT_S = 120.0
 KILL_MARGIN_S = 2.0
-"""A worker stops by itself at the limit; only one that hangs inside a C call does not."""
+"""Grace before killing: a worker stops by itself at the limit unless it hangs inside a C call."""
 TRIES = 2
 
 
@@ -33,7 +33,7 @@ class Pool:
             self._free.put_nowait(self._start())
 
     async def check(self, submission: Submission) -> Verdict:
-        """The grader's verdict. GraderDown if workers fail at it `TRIES` times."""
+        """Return the grader's verdict. GraderDown if workers fail at it `TRIES` times."""
         for attempt in range(TRIES):
             starting = await self._free.get()
             healthy = False
@@ -75,7 +75,7 @@ class Pool:
 
 
 async def _started(limit_s: float, grader: str) -> asyncio.subprocess.Process:
-    """A worker that has said it is ready."""
+    """Start a worker and wait until it is ready."""
     worker = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "megarl.tasks.graders.worker", str(limit_s), grader,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24,

@@ -1,13 +1,13 @@
-"""A reward service: completions go there by HTTP, many in a request, and come back as numbers.
+"""A reward service: completions go there by HTTP, many per request, and come back as numbers.
 
     check(submission) ─► wait for others, `batch` of them or 20 ms ─► POST url ─► {"rewards": [0.7, -1.0, null, …]}
 
     {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", "expected"}, …]}        Request, Item: texts
-    {"rewards": [number or null, …]}       Reply: one for each item, in their order; null: the service could not judge it
+    {"rewards": [number or null, …]}       Reply: one per item, in order; null: the service could not judge it
 
-A request that may work the next time (connection, time, 408, 429, 5xx) is repeated after 0.5, 1, 2, … s, `retries` times; then,
+A request that may succeed later (connection, timeout, 408, 429, 5xx) is repeated after 0.5, 1, 2, … s, `retries` times; then,
 or at any other status, the service counts as down. The key is sent as `Authorization: Bearer …`; neither it nor a reply's text
-is in any message.
+appears in any message.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 GATHER_S = 0.02
 AT_ONCE = 8
-"""Requests under way."""
+"""Concurrent requests."""
 LONGEST_PAUSE_S = 30.0
 BUSY = (408, 429)
 
@@ -58,11 +58,11 @@ class _Waiting(NamedTuple):
 
 
 class _Again(Exception):
-    """It may work the next time."""
+    """The request may succeed later."""
 
 
 class Remote:
-    """One service of the recipe. MegarlError if its key cannot be had."""
+    """One reward service of the recipe. MegarlError if its key is unavailable."""
 
     def __init__(self, name: str, service: Service) -> None:
         self._service = service
@@ -74,7 +74,7 @@ class Remote:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def check(self, submission: Submission) -> Verdict:
-        """The service's number. GraderDown if it cannot be had."""
+        """Return the service's reward. GraderDown if there is none."""
         loop = asyncio.get_running_loop()
         item = Item(**submission._asdict())
         waiting = _Waiting(item, loop.create_future())
@@ -87,14 +87,14 @@ class Remote:
 
     def _send_all(self) -> None:
         if not self._waiting:
-            return  # a full batch went before the time was over
+            return  # a full batch was sent before the time was over
         batch, self._waiting = self._waiting, []
         task = asyncio.create_task(self._answer(batch))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
     async def _answer(self, batch: list[_Waiting]) -> None:
-        """Give each of the batch its verdict, or the reason why there is none."""
+        """Give each submission of the batch its verdict, or the reason why there is none."""
         try:
             rewards = await self._rewards([waiting.item for waiting in batch])
         except GraderDown as down:
@@ -143,7 +143,7 @@ class Remote:
 
 
 def headers(name: str, service: Service) -> dict[str, str]:
-    """Of a request to the service; MegarlError if its key cannot be had."""
+    """Return the headers of a request to the service; MegarlError if its key is unavailable."""
     key = ""
     if service.api_key_env:
         key = os.environ.get(service.api_key_env, "").strip()

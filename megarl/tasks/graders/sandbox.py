@@ -1,17 +1,17 @@
-"""Runs a Python program that nobody trusts, and gives back what it printed.
+"""Runs an untrusted Python program and returns what it printed.
 
-    program, input ─► bwrap ─► python -c inside.py ─► stdout, at most so much of it, within so much time
+    program, input ─► bwrap ─► python -c inside.py ─► stdout, limited in size and time
                       │          user nobody, resource limits, a filter on system calls
                       └─ namespaces (processes, network, IPC), a root of /usr and Python alone, read-only; a small /tmp
 
-A program may also be asked by a check that is code itself. That runs in a sandbox of its own, and two pipes join them:
+A program may also be tested by a check that is code itself. The check runs in its own sandbox, and two pipes join them:
 
     check ─► sandbox ── calls ──► sandbox ◄─ program        what the check expects is in the first, the program in the second
     `passed` ◄──┘  ◄── results ──────┘
 
-`bubblewrap` is all of this. `rlimits` leaves bwrap out: what a program may use is limited, and the kernel's Landlock keeps it
-from files; where there is none it reads, writes and deletes what the user running the controller can (`remains`). Nothing that
-decides on right or wrong is where the program is.
+`bubblewrap` does all of this. `rlimits` leaves bwrap out: the program's resources are limited, and the kernel's Landlock keeps
+it from files; without Landlock it reads, writes and deletes whatever the user running the controller can (`remains`). Nothing
+that decides on right or wrong is where the program is.
 """
 
 import asyncio
@@ -39,22 +39,22 @@ Kind = Literal["bubblewrap", "rlimits"]
 INSIDE = Path(__file__).with_name("inside.py")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache")
-"""What a program may read, beside its Python."""
+"""What a program may read, besides its Python."""
 LANDLOCK = 3
-"""The first version of Landlock that keeps files from being cut short."""
+"""The first version of Landlock that protects files from truncation."""
 CHECK_LIMIT_S = 60.0
 KILL_LIMIT_S = 60.0
 TRIES = 2
 STARTED = b"started\n"
-"""What inside.py says first: without it nothing is known of the program."""
+"""What inside.py prints first: without it nothing is known of the program."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program. Bytes, but for:
+    """Limits of one program, in bytes except for:
 
-    seconds: by the clock, starting included. processes: threads too; processes_of_others: added to them where a program's
-    cannot be counted apart from those of the user who runs it.
+    seconds: wall-clock time, start-up included. processes: threads count too; processes_of_others: added to them if a
+    program's processes cannot be counted apart from those of the user who runs it.
     """
 
     seconds: int = 10
@@ -68,7 +68,7 @@ class Limits:
 
 
 class Ran(NamedTuple):
-    """stdout: what was printed. ended: `exit` by itself (whatever the status), else the limit that it met."""
+    """A program's run. stdout: what was printed; ended: `exit` by itself (whatever the status), else the limit it met."""
 
     stdout: str
     ended: Literal["exit", "time", "output"]
@@ -76,14 +76,14 @@ class Ran(NamedTuple):
 
 
 def places() -> int:
-    """How many programs may run at once: a quarter of the cores, for servers and learner want the others."""
+    """Return how many programs may run at once: a quarter of the cores; the others are for servers and learner."""
     return max(1, min(32, (os.cpu_count() or 1) // 4))
 
 
 def remains() -> str:
-    """What programs under `rlimits` may do to files here."""
+    """Describe what programs under `rlimits` may do to files here."""
     if landlock_version(ctypes.CDLL(None)) >= LANDLOCK:
-        return "see which files there are"  # `stat` asks nobody
+        return "see which files there are"  # nothing checks `stat`
     return "read, write and delete what you can (this kernel has no Landlock to prevent it, or an old one)"
 
 
@@ -96,7 +96,7 @@ class Sandbox:
         self._places = asyncio.Semaphore(places)
 
     def check(self) -> None:
-        """MegarlError if programs cannot be run here as the recipe wants it; takes a tenth of a second."""
+        """Raise MegarlError if programs cannot be run here as the recipe asks; takes a tenth of a second."""
         if self._kind == "bubblewrap" and shutil.which("bwrap") is None:
             raise MegarlError(
                 "data.sandbox: bubblewrap is not installed, and code is graded in its sandbox; install it (apt-get install "
@@ -129,15 +129,17 @@ class Sandbox:
             log.warning("data.sandbox=rlimits: programs may %s", remains())
 
     async def run(self, program: str, given: str, call: str = "") -> Ran:
-        """What `program` printed when it was given this on stdin; or the repr of the expression `call` after it has run.
+        """Return what `program` printed for this stdin; or, after it has run, the repr of the expression `call`.
 
         GraderDown if the sandbox could not start it, `TRIES` times.
         """
         return await self._tried(lambda: self._run(_task(program, input=given, call=call)))
 
     async def run_checked(self, program: str, function: str, check: str) -> Ran:
-        """What `check(candidate)`, defined by the source `check`, made of this function of the program: it prints `passed`, or
-        nothing. Each is in a sandbox of its own, both within the time of one. GraderDown as above."""
+        """Run `check(candidate)`, defined by the source `check`, on this function of the program.
+
+        It prints `passed` or nothing. Each has its own sandbox, both within the time of one. GraderDown as above.
+        """
         return await self._tried(lambda: self._pair(program, function, check))
 
     async def _tried(self, ran: Callable[[], Awaitable[Ran]]) -> Ran:
@@ -156,16 +158,14 @@ class Sandbox:
             async with asyncio.TaskGroup() as both:
                 asked = both.create_task(self._run(_task(program, serves=function, pipes=_numbers(ends)), ends))
                 judge = both.create_task(self._run(_task(check, checks=True, pipes=_numbers(others)), others))
-                if (
-                    await judge
-                ).stdout:  # else it may have been because no program could be started, which is no verdict
+                if (await judge).stdout:  # empty output may mean that no program could be started, which is no verdict
                     asked.cancel()
         except* (OSError, GraderDown) as errors:
             raise errors.exceptions[0] from None
         return judge.result()
 
     async def _run(self, task: bytes, pipes: Sequence[IO[bytes]] = ()) -> Ran:
-        """One process, in a place of its own. pipes: it has them, and nobody else any more."""
+        """Run one process in its own place. pipes: handed over to it and closed here."""
         with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as scratch:
             os.chmod(scratch, 0o777)
             try:
@@ -215,13 +215,13 @@ class Sandbox:
 
 
 def _task(program: str, **more: Any) -> bytes:
-    """What inside.py is told."""
+    """Encode the task for inside.py."""
     nothing = {"input": "", "call": "", "serves": "", "checks": False, "pipes": []}
     return json.dumps({"program": program} | nothing | more).encode()
 
 
 def _pipe() -> tuple[IO[bytes], IO[bytes]]:
-    """Its reading and its writing end; file objects, so that none is left open whatever happens."""
+    """Return a pipe's reading and writing ends, as file objects so that none is left open whatever happens."""
     reading, writing = os.pipe()
     return os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0)
 
@@ -231,7 +231,7 @@ def _numbers(pipes: Sequence[IO[bytes]]) -> list[int]:
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:
-    """It and its children. What they printed last is read and forgotten: asyncio waits for the end of pipes, too."""
+    """Kill the process and its children. Its last output is read and dropped: asyncio also waits for pipes to end."""
     assert process.stdout
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -245,7 +245,10 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
 
 
 def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
-    """A root of the system's programs and the Python of `prefix`; as root with what inside.py needs to become nobody."""
+    """Build the bwrap command: a root of the system's programs and the Python of `prefix`.
+
+    Run as root, it keeps what inside.py needs to become nobody.
+    """
     command = ["bwrap", "--die-with-parent", "--new-session", "--ro-bind", "/usr", "/usr"]
     for path in SYSTEM[1:]:
         if os.path.islink(path):

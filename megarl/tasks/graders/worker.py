@@ -2,8 +2,8 @@
 
     {"answer": "\\\\frac{2}{4}", "expected": "1/2", …}   ──►   {"score": 1.0, "timeout": false, "error": ""}
 
-It says `ready` first, for importing math-verify takes longer than most answers. Ends with its parent or its stdin. Neither time
-nor the memory that an answer of `math` can take is without limit: huge powers and factorials are answers too.
+It prints `ready` first, because importing math-verify takes longer than most answers. It ends with its parent or its stdin.
+Both the time and the memory of a `math` answer are limited: huge powers and factorials are answers too.
 """
 
 import json
@@ -24,13 +24,13 @@ class TimeUp(BaseException):
 
 
 def judge(function: Function, submission: Submission, limit_s: float) -> Verdict:
-    """The verdict, within `limit_s` unless a single C call hangs (then the pool ends this process)."""
+    """Return the verdict, within `limit_s` unless a single C call hangs (then the pool ends this process)."""
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         return Verdict(_score(function(submission)))
     except TimeUp:
         return Verdict(WRONG, timeout=True)
-    except Exception as error:  # what sympy raises on nonsense, or a user's function: nearly anything
+    except Exception as error:  # sympy, on nonsense, and a user's function may raise nearly anything
         return Verdict(WRONG, error=f"{type(error).__name__}: {error}"[:200])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,10 +1,10 @@
-"""Policy losses, one a file. A loss is a pure function of what is known of each trained token.
+"""Policy losses, one per file. A loss is a pure function of what is known about each trained token.
 
     Tokens ──► cispo.py | clip.py | gspo.py | reinforce.py ──► terms.py: correction, entropy bonus, KL to a reference
                                                ──► per-token loss [n], metrics [n]
 
-The trainer sums `weight * loss`; the weights (batch.py) are the aggregation, so no loss knows about it. terms.py has what they
-share: `Tokens`, the importance ratio, and the losses of the critic and the warm start. own.py takes one of the user's.
+The trainer sums `weight * loss`; the weights (batch.py) do the aggregation, so no loss needs to know about it. terms.py has
+what they share: `Tokens`, the importance ratio, and the losses of the critic and the warm start. own.py loads a user's loss.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from megarl.core.recipe import Reference
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss and the names of its metrics: ranks that do not compute it reduce them all the same.
+    """A loss and the names of its metrics, which ranks that do not compute the loss reduce as well.
 
-    finish: from the reduced metrics to those that are shown.
+    finish: turns the reduced metrics into those shown.
     """
 
     function: TokenLoss
@@ -30,7 +30,7 @@ class Loss:
 
 
 def policy_loss(section: LossSection, reference: Reference | None = None) -> Loss:
-    """The loss of `recipe.loss` and `recipe.reference`."""
+    """Build the loss of `recipe.loss` and `recipe.reference`."""
     loss = _LOSSES[section.kind](section) if section.kind in _LOSSES else Loss(*own(section))
     if section.correction != "none":
         has_ratio = section.kind != "reinforce"
@@ -46,7 +46,7 @@ def policy_loss(section: LossSection, reference: Reference | None = None) -> Los
 
 
 def supervised_loss() -> Loss:
-    """Cross-entropy, for the warm start."""
+    """Return cross-entropy, for the warm start."""
     return Loss(terms.cross_entropy, terms.SUPERVISED_METRICS, finish=dict)
 
 

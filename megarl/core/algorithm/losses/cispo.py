@@ -3,7 +3,7 @@
     loss_t = -sg(clip(rho_t, lower, cap)) * A * log pi(y_t),    rho_t = pi(y_t) / mu(y_t)
 
 mu is the policy that sampled the token, by its log-prob as recorded at sampling (base/types.py), so tokens of one rollout
-may come from several weight versions. Clipping bounds a token's weight and never its gradient's direction: unlike in PPO, a
+may come from several weight versions. Clipping bounds a token's weight but never its gradient's direction: unlike in PPO, a
 clipped token still learns. MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5); ScaleRL (arXiv 2510.13786) with lower = 0.
 """
 
@@ -16,7 +16,7 @@ METRICS = (*terms.RATIO_METRICS, "capped_share")
 
 
 def cispo(cap: float, lower: float = 0.0) -> TokenLoss:
-    """The loss for these bounds of the ratio."""
+    """Return the loss for these bounds of the ratio."""
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = tokens.logp.detach() - tokens.behaviour

@@ -1,9 +1,9 @@
-"""PPO's clipped surrogate, of which GRPO and DAPO are settings.
+"""PPO's clipped surrogate, of which GRPO and DAPO are special cases.
 
     loss_t = -min(rho_t A, clip(rho_t, 1 - low, 1 + high) A),    rho_t = pi(y_t) / mu(y_t)
 
 A token whose ratio has left the bounds in the direction that its advantage pulls has no gradient. PPO (arXiv 1707.06347,
-eq. 7) and GRPO (arXiv 2402.03300, eq. 3): low = high = 0.2. DAPO (arXiv 2503.14476, eq. 8) raises the upper bound alone, so
+eq. 7) and GRPO (arXiv 2402.03300, eq. 3): low = high = 0.2. DAPO (arXiv 2503.14476, eq. 8) raises only the upper bound, so
 that unlikely tokens can grow: 0.2 and 0.28; ScaleRL's DAPO baseline has 0.2 and 0.26.
 """
 
@@ -17,7 +17,7 @@ METRICS = (*terms.RATIO_METRICS, "clipped_share")
 
 
 def clip(low: float, high: float) -> TokenLoss:
-    """The loss for these distances of the bounds from 1."""
+    """Return the loss for these distances of the bounds from 1."""
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = tokens.logp - tokens.behaviour
@@ -29,6 +29,6 @@ def clip(low: float, high: float) -> TokenLoss:
 
 
 def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """The clipped loss [n] of these ratios, and 1 where clipping took the gradient, else 0."""
+    """Return the clipped loss [n] for these ratios, and 1 where clipping removed the gradient, else 0."""
     free, bounded = ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage
     return -torch.minimum(free, bounded), (bounded < free).detach().float()

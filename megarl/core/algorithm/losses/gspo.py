@@ -3,7 +3,7 @@
     s_i = (pi(y_i) / mu(y_i))^(1 / |y_i|) = exp(mean over t of log rho_t)
     loss_t = -min(s_t A, clip(s_t, 1 - low, 1 + high) A),    s_t = sg(s_i) pi(y_t) / sg(pi(y_t))
 
-arXiv 2507.18071: s_i in eq. 7; s_t, of the same value, in eq. 14. As all tokens of a sequence have one advantage and one
+arXiv 2507.18071: s_i in eq. 7; s_t, equal in value, in eq. 14. As all tokens of a sequence have the same advantage and
 weight, the sum of the token losses has the value and gradient of the sequence's own loss (eq. 5), and only numbers
 without gradient pass between the ranks that share a sequence. Bounds are those of a mean: 3e-4 and 4e-4 in the paper.
 """
@@ -18,14 +18,14 @@ METRICS = (*terms.RATIO_METRICS, "clipped_share", "sequence_ratio_max")
 
 
 def gspo(low: float, high: float) -> TokenLoss:
-    """The loss for these distances of the bounds from 1."""
+    """Return the loss for these distances of the bounds from 1."""
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = tokens.logp.detach() - tokens.behaviour
-        of_sequence = tokens.sequence_mean(log_ratio).exp()
-        ratio = of_sequence * (tokens.logp - tokens.logp.detach()).exp()
+        sequence_ratio = tokens.sequence_mean(log_ratio).exp()
+        ratio = sequence_ratio * (tokens.logp - tokens.logp.detach()).exp()
         losses, clipped = surrogate(ratio, tokens.advantage, low, high)
-        metrics = {"clipped_share": clipped, "sequence_ratio_max": of_sequence}
+        metrics = {"clipped_share": clipped, "sequence_ratio_max": sequence_ratio}
         return losses, terms.ratio_metrics(log_ratio) | metrics
 
     return loss

@@ -1,9 +1,9 @@
-"""A loss of the user's own: `loss.kind: package.module:function` (docs/add-a-loss.md).
+"""A user's own loss: `loss.kind: package.module:function` (docs/add-a-loss.md).
 
     function(tokens: Tokens, settings: recipe.loss) ─► (losses [n], metrics {name: [n]})
 
-It is tried on a made-up micro-batch when it is loaded: what it returns is known before anything is trained, and so are the
-names of its metrics, for ranks that do not compute the loss reduce them too. Metrics of the importance ratio are added.
+It is tried on a made-up micro-batch when it is loaded, so what it returns is known before training starts. So are the names
+of its metrics, which ranks that do not compute the loss reduce too. Metrics of the importance ratio are added.
 """
 
 import importlib
@@ -24,14 +24,14 @@ OwnLoss = Callable[[Tokens, Loss], tuple[Tensor, dict[str, Tensor]]]
 
 
 def own(section: Loss) -> tuple[TokenLoss, tuple[str, ...]]:
-    """The loss and the names of its metrics. MegarlError if it cannot be imported, called, or returns something else."""
+    """Return the loss and its metrics' names. MegarlError if it cannot be imported or called, or returns something else."""
     function = _imported(section.kind)
     tried = made_up()
     try:
-        found = function(tried, section)
-    except Exception as error:  # of a user's function: anything
+        returned = function(tried, section)
+    except Exception as error:  # a user's function may raise anything
         raise _refused(section.kind, f"fails on three made-up tokens: {type(error).__name__}: {error}") from None
-    names = _metrics(section.kind, found, tried)
+    names = _metrics(section.kind, returned, tried)
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         losses, metrics = function(tokens, section)
@@ -41,7 +41,7 @@ def own(section: Loss) -> tuple[TokenLoss, tuple[str, ...]]:
 
 
 def made_up() -> Tokens:
-    """Three tokens of two sequences."""
+    """Make three tokens of two sequences."""
     logp = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
     return Tokens(
         logp=logp,
@@ -71,12 +71,12 @@ def _imported(kind: str) -> OwnLoss:
     return function
 
 
-def _metrics(kind: str, found: object, tried: Tokens) -> tuple[str, ...]:
-    """Their names, if `found` is what a loss returns."""
+def _metrics(kind: str, returned: object, tried: Tokens) -> tuple[str, ...]:
+    """Return the metrics' names after checking that `returned` is what a loss must return."""
     n = len(tried.logp)
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-        raise _refused(kind, f"returns a {type(found).__name__}, not (losses, metrics)")
-    losses, metrics = found
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+        raise _refused(kind, f"returns a {type(returned).__name__}, not (losses, metrics)")
+    losses, metrics = returned
     if not isinstance(losses, Tensor) or losses.shape != (n,):
         shape = (
             f"of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"which are a {type(losses).__name__}"

@@ -2,8 +2,8 @@
 
     loss_t = -A log pi(y_t)
 
-Williams 1992. With `batch.centring: leave_one_out` the advantage is that of RLOO (arXiv 2402.14740, eq. 6). Unbiased on
-policy only; `loss.correction` weighs tokens of older weights.
+Williams 1992. With `batch.centring: leave_one_out` the advantage is that of RLOO (arXiv 2402.14740, eq. 6). Unbiased only
+on policy; `loss.correction` weights tokens sampled with older weights.
 """
 
 from torch import Tensor
@@ -15,5 +15,5 @@ METRICS = terms.RATIO_METRICS
 
 
 def reinforce(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A log pi(y)."""
+    """Return -A log pi(y) and the ratio's metrics."""
     return -tokens.advantage * tokens.logp, terms.ratio_metrics(tokens.logp.detach() - tokens.behaviour)

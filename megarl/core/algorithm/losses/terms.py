@@ -1,60 +1,59 @@
-"""What losses share: `Tokens`, which a loss sees, and the terms that go with any of them.
+"""What losses share: their input `Tokens`, and terms that combine with any of them.
 
 Tokens  ──►  per-token loss [n] with gradient, per-token metrics [n] without
 
-Ratios. Every policy loss says of rho_t = pi(y_t) / mu(y_t), the importance ratio of each trained token: k3 and the effective
-sample size.
+Ratios. Every policy loss reports k3 and the effective sample size of rho_t = pi(y_t) / mu(y_t), the importance ratio of each
+trained token.
 
 k3 = rho - 1 - log rho estimates KL(mu || pi) on tokens of mu (http://joschu.net/blog/kl-approx.html).
 The effective sample size, as a share of the tokens, is (sum rho)^2 / (n sum rho^2): 1 where all weigh the same, 1/n where one
 outweighs all others (Kong 1992).
 
-Correction. Truncated (TIS) and masked (MIS) importance sampling: a bound on the weight with which a token of another policy
-learns.
+Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weight with which another policy's token learns.
 
     truncate   rho_t -> min(rho_t, cap)            mask   rho_t -> rho_t [rho_t <= cap]            rho_t = pi(y_t) / mu(y_t)
 
 Truncation: Ionides 2008; between server and learner: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
 Off-Policy RL Training". Masking: Liu et al. 2025, "When Speed Kills Stability".
 
-There the old policy of the clip is recomputed by the learner and the correction is a second factor. Here the old policy is
-what the server recorded, so the ratio of a clip loss already has the mismatch in it: its weight is bounded, not multiplied
-once more. In particular truncation bounds what PPO's clip does not, a large ratio of negative advantage. REINFORCE, which
-has no ratio, gets it: with `truncate` it is CISPO without a lower bound.
+There the learner recomputes the clip's old policy, and the correction is a second factor. Here the old policy is what the
+server recorded, so a clip loss's ratio already contains the mismatch: its weight is bounded, not multiplied again. In
+particular, truncation bounds what PPO's clip does not: a large ratio with a negative advantage. REINFORCE has no ratio, so it
+gains one: with `truncate` it is CISPO without a lower bound.
 
 Entropy bonus, against early determinism: loss_t - coefficient * H(pi(. | y_<t)).
 
 Williams and Peng 1991; PPO (arXiv 1707.06347, eq. 9). The entropy is that of the whole distribution, with its exact gradient
 (core/learner/head/), not an estimate from the sampled token.
 
-KL to a frozen reference, estimated on each sampled token y of the policy's distribution.
+KL to a frozen reference, estimated on each sampled token y from the policy's distribution.
 
     d = log pi(y) - log pi_ref(y)        k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 
 Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html); k3 is GRPO's (arXiv 2402.03300, eq. 4). On
 tokens of pi, k1 and k3 are unbiased for KL(pi || pi_ref); k3 is never negative and varies less; k2 is biased and as steady.
 
-A good estimate need not have a good gradient (Liu et al. 2025, arXiv 2510.01555; Shah et al. 2025, arXiv 2512.21852). On tokens
-of pi the gradients of the estimates are on average
+A good estimate need not have a good gradient (Liu et al. 2025, arXiv 2510.01555; Shah et al. 2025, arXiv 2512.21852). On
+tokens of pi the gradients of the estimates are on average
 
     in the loss      k1   0: it would only add noise, and the recipe refuses it
-                     k2   d KL(pi || pi_ref), what is meant
+                     k2   d KL(pi || pi_ref), as intended
                      k3   d KL(pi_ref || pi), the other direction: the same to first order in d
     in the reward    k1   d KL(pi || pi_ref), of the whole sequence; k2 and k3 are biased there
 
-Off policy none is exact: the tokens are of the policy that sampled, and in the loss the penalty has no importance weight, as in
-GRPO. In the reward it is of that policy itself, by its recorded log-probs, and is weighed as the reward is.
+Off policy none is exact. In the loss, tokens come from the policy that sampled them, and the penalty has no importance weight,
+as in GRPO. In the reward, it is the KL of that policy itself, by its recorded log-probs, and is weighted like the reward.
 
 The critic's loss: half the squared error against the return, clipped like PPO's ratio.
 
     loss_t = 1/2 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)
 
-V_old is what the critic said before the step, so with one epoch a step the clip never acts. It is in the code that came with
-PPO (arXiv 1707.06347); Andrychowicz et al. 2020 (arXiv 2006.05990) found that it does not help. The value coefficient 0.5 of
-PPO is the 1/2: the critic has parameters and an AdamW of its own, to which another factor means nothing but a gradient clip
-at another norm.
+V_old is the critic's value before the step, so with one epoch per step the clip never acts. It is in the code released with
+PPO (arXiv 1707.06347); Andrychowicz et al. 2020 (arXiv 2006.05990) found that it does not help. PPO's value coefficient 0.5 is
+the 1/2 here: the critic has its own parameters and AdamW, for which another factor only means gradient clipping at another
+norm.
 
-Cross-entropy on completion tokens: -log pi(y). What the warm start minimises.
+Cross-entropy on completion tokens: -log pi(y). The warm start minimises it.
 """
 
 from collections.abc import Callable
@@ -75,10 +74,10 @@ class Tokens:
     reference [n] log-prob of the frozen reference, at the sampling temperature; 0 without one
     advantage [n]
     entropy   [n] with gradient: of the policy's distribution, nats
-    counted   [n] 0 for the filler that stands in where there is no trained token, else 1
-    here      [sequences] int64: how many of the n are each sequence's (filler is the first one's)
-    lengths   [sequences] float32: trained tokens of each, |y|, those on other context-parallel ranks too
-    group     of those ranks; None if there is one
+    counted   [n] 0 for the filler that stands in if there is no trained token, else 1
+    here      [sequences] int64: how many of the n belong to each sequence (filler to the first)
+    lengths   [sequences] float32: trained tokens of each, |y|, including those on other context-parallel ranks
+    group     of those ranks; None if there is only one
     """
 
     logp: Tensor
@@ -92,7 +91,7 @@ class Tokens:
     group: dist.ProcessGroup | None = None
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Of each token the mean of `values` [n] (no gradient) over its sequence's trained tokens. COLLECTIVE over `group`."""
+        """Return per token the mean of `values` [n] (no gradient) over its sequence's trained tokens. COLLECTIVE in `group`."""
         sums = torch.segment_reduce(values * self.counted, "sum", lengths=self.here, initial=0)
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
@@ -100,7 +99,7 @@ class Tokens:
 
 
 TokenLoss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
-"""Names of metrics that end in `_max` are reduced by maximum, all others by the mean over trained tokens."""
+"""Metrics named `…_max` are reduced by maximum, all others by the mean over trained tokens."""
 
 RATIO_METRICS = (
     "ratio_mean", "ratio_max", "ratio_square", "kl_k3", "trained_logprob_diff", "trained_logprob_diff_max",
@@ -108,7 +107,7 @@ RATIO_METRICS = (
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
-    """Of log rho [n], without gradient."""
+    """Compute per-token metrics of log rho [n], given without gradient."""
     ratio, gap = log_ratio.exp(), log_ratio.abs()
     return {
         "ratio_mean": ratio,
@@ -121,7 +120,7 @@ def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
-    """Reduced metrics, `effective_sample_size` in place of the mean square that it comes from."""
+    """Replace the mean square among reduced metrics by the `effective_sample_size` computed from it."""
     others = {name: value for name, value in means.items() if name != "ratio_square"}
     return others | {"effective_sample_size": means["ratio_mean"] ** 2 / means["ratio_square"]}
 
@@ -132,31 +131,31 @@ Correction = Literal["truncate", "mask"]
 
 
 def corrected(loss: TokenLoss, kind: Correction, cap: float, has_ratio: bool) -> TokenLoss:
-    """`loss` with the corrected weight. has_ratio: its gradient holds rho already."""
+    """Return `loss` with the corrected weight. has_ratio: its gradient already contains rho."""
 
-    def of_tokens(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    def corrected_loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         losses, metrics = loss(tokens)
         ratio = (tokens.logp.detach() - tokens.behaviour).exp()
         left = kept(ratio, kind, cap)
         factor = left if has_ratio else left * ratio
         return losses * factor, metrics | {"corrected_share": (left < 1).float()}
 
-    return of_tokens
+    return corrected_loss
 
 
 def kept(ratio: Tensor, kind: Correction, cap: float) -> Tensor:
-    """The part of each ratio [n] that is left, from 0 to 1."""
+    """Return the part of each ratio [n] that remains, from 0 to 1."""
     return (cap / ratio).clamp(max=1) if kind == "truncate" else (ratio <= cap).to(ratio.dtype)
 
 
 def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
-    """`loss` with the bonus, for the same tokens with the same weights."""
+    """Return `loss` with the bonus, for the same tokens with the same weights."""
 
-    def of_tokens(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_with_bonus(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         losses, metrics = loss(tokens)
         return losses - coefficient * tokens.entropy, metrics
 
-    return of_tokens
+    return loss_with_bonus
 
 
 REFERENCE_METRICS = ("kl_reference", "kl_reference_max")
@@ -165,7 +164,7 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """Of each token [n], with the gradient of `logp`. exp(-d) - 1 is taken at once: for small d little would be left of it."""
+    """Estimate the KL of each token [n], with the gradient of `logp`. expm1 keeps precision for small d."""
     d = logp - reference
     if estimator == "k1":
         return d
@@ -173,25 +172,25 @@ def estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
 
 
 def with_reference_kl(loss: TokenLoss, estimator: Estimator, coefficient: float) -> TokenLoss:
-    """`loss` plus `coefficient` times the estimate, for the same tokens with the same weights; 0: it is only watched."""
+    """Return `loss` plus `coefficient` times the estimate, same tokens and weights; 0: the estimate is only reported."""
 
-    def of_tokens(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_with_kl(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         losses, metrics = loss(tokens)
-        # Filler has any log-prob at all, and infinity times its weight of 0 is not 0.
+        # Filler may have any log-prob, and infinity times its weight of 0 is not 0.
         reference = torch.where(tokens.counted > 0, tokens.reference, tokens.logp.detach())
         kl = estimate(tokens.logp, reference, estimator)
         if coefficient:
             losses = losses + coefficient * kl
         return losses, metrics | dict.fromkeys(REFERENCE_METRICS, kl.detach())
 
-    return of_tokens
+    return loss_with_kl
 
 
 VALUE_METRICS = ("value_clipped_share",)
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss [n] and metrics [n] of `values` [n] with gradient; clip: eps, or None for no clip."""
+    """Return loss [n] and metrics [n] for `values` [n] with gradient; clip: eps, or None for no clip."""
     free = (values - returns).square()
     if clip is None:
         return free / 2, dict.fromkeys(VALUE_METRICS, torch.zeros_like(free.detach()))
@@ -203,5 +202,5 @@ SUPERVISED_METRICS = ("token_nll",)
 
 
 def cross_entropy(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-    """-logp [n]; behaviour log-probs and advantages play no part."""
+    """Return -logp [n]; behaviour log-probs and advantages are not used."""
     return -tokens.logp, {"token_nll": -tokens.logp.detach()}
