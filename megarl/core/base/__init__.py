@@ -5,6 +5,6 @@ admission.py     the law of the pipeline, pure               contracts.py what t
 rundir.py        the run directory                           errors.py    MegarlError
 process.py       a process: its parent, signals, lock and ports
 ranks.py         what ranks agree on; torch's stores      device.py  which machine and GPUs a process is on
-architecture.py  a model's sizes from its config.json        hf_files.py  files of a Hugging Face directory
+architecture.py  what a model is, by its config.json        hf_files.py  files of a Hugging Face directory
 tokenizer.py     ids of a text, text of ids
 """

@@ -6,7 +6,7 @@
     attention.py     which queries meet which keys of a packed row, and the kernels for that without Transformer Engine
     rope.py          rotary embedding                       value_head.py  a critic's head, in place of the LM head
     family.py        what a family is; how a Megatron tensor is made of Hugging Face ones
-    families/        one file a family: configuration read, names of tensors;  decoder.py  what they share
+    families.py      what each family calls its tensors
     hf.py            load, export, save                     checkpoint.py  distributed checkpoints
 
 Importing any module of this package (or `megarl.core.models` itself) before megatron makes megatron-core importable on a CPU.
@@ -16,6 +16,7 @@ from megarl.shims.megatron_cpu import run_on_cpu
 
 run_on_cpu()
 
-from megarl.core.models.family import Family, family_of  # noqa: E402  megatron is imported below here
+from megarl.core.models.families import family_of  # noqa: E402  megatron is imported below here
+from megarl.core.models.family import Family  # noqa: E402
 
 __all__ = ["Family", "family_of"]

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.core.algorithm.packing import Cost, pack
-from megarl.core.base.architecture import Shape
+from megarl.core.algorithm.packing import HEAD_PASSES, LAYER_PASSES, Cost, pack
+from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
 from megarl.lab.planning import formulas
 from megarl.lab.planning.formulas import WIDTH
@@ -41,7 +41,7 @@ def packing(
     )
 
 
-def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assumed: Assumed) -> float:
+def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu, assumed: Assumed) -> float:
     """Forward, backward, gradients and optimiser of a step on the slowest rank."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     stages, microbatches = model.pipeline_parallel, packed.microbatches
@@ -49,10 +49,10 @@ def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assum
     tokens = (packed.rank_tokens if stages == 1 else packed.largest * microbatches) / model.context_parallel
     attention, recompute = formulas.attention_flop(shape, packed.positions), recipe.learner.recompute
     bf16 = gpu.bf16 * assumed.training_efficiency
-    linear = formulas.BACKWARD * formulas.layer_flop(shape) + formulas.forward_again(recompute, shape)
+    linear = LAYER_PASSES * formulas.layer_flop(shape) + formulas.forward_again(recompute, shape)
     linear_seconds = linear / (bf16 if model.fp8 == "none" else gpu.fp8 * assumed.fp8_efficiency)
-    attention_seconds = (formulas.BACKWARD + (recompute == "full")) * attention / bf16
-    head_seconds = formulas.HEAD_BACKWARD * formulas.head_flop(shape) / bf16
+    attention_seconds = (LAYER_PASSES + (recompute == "full")) * attention / bf16
+    head_seconds = HEAD_PASSES * formulas.head_flop(shape) / bf16
     per_token = ((linear_seconds + attention_seconds) / stages + head_seconds) / model.tensor_parallel
     links = _layer_link_seconds(recipe, shape, tokens, gpu, assumed) / stages
     slowest = tokens * per_token + links
@@ -60,7 +60,7 @@ def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assum
     return pipeline + _update_seconds(recipe, shape, ranks, gpu, assumed)
 
 
-def _layer_link_seconds(recipe: Recipe, shape: Shape, tokens: float, gpu: Gpu, assumed: Assumed) -> float:
+def _layer_link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, assumed: Assumed) -> float:
     """Communication of tensor and expert parallelism within all layers, as if none of it were hidden."""
     model, again = recipe.model, recipe.learner.recompute
     seconds = 0.0
@@ -75,7 +75,7 @@ def _layer_link_seconds(recipe: Recipe, shape: Shape, tokens: float, gpu: Gpu, a
     return seconds
 
 
-def _update_seconds(recipe: Recipe, shape: Shape, ranks: int, gpu: Gpu, assumed: Assumed) -> float:
+def _update_seconds(recipe: Recipe, shape: Architecture, ranks: int, gpu: Gpu, assumed: Assumed) -> float:
     """Gradients over the data-parallel ranks, AdamW on this rank's share, weights back. Nothing of it hidden."""
     model = recipe.model
     dense_shards = model.tensor_parallel * model.pipeline_parallel
@@ -99,7 +99,7 @@ class Decoder:
     """Seconds of a server's decode steps. kv_token: bytes of a token's k and v on each of its GPUs."""
 
     recipe: Recipe
-    shape: Shape
+    shape: Architecture
     gpu: Gpu
     assumed: Assumed
     kv_token: float
@@ -164,7 +164,7 @@ class Publication:
     calls: float  # of transfer, what rank 0's HTTP calls alone would take
 
 
-def publication(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed, devices: int) -> Publication:
+def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed, devices: int) -> Publication:
     """Of the whole model to all servers, bucket by bucket; stages send one after the other."""
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
     size = shape.parameters * WIDTH[recipe.model.dtype]
