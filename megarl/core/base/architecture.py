@@ -246,7 +246,7 @@ def _qwen3_moe(name: str, config: dict[str, Any], where: Path | str) -> Architec
         raise MegarlError(
             f"{where}: norm_topk_prob with num_experts_per_tok=1 is not supported: the router has no effect"
         )
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    dense, step = config.get("mlp_only_layers") or [], _size(config, "decoder_sparse_step", 1)
     layers = range(_size(config, "num_hidden_layers"))
     return _decoder(
         name, config, where, QWEN | NO_BIAS,
@@ -268,17 +268,17 @@ def _llama4_multimodal(name: str, config: dict[str, Any], where: Path | str) -> 
 
 
 def _llama4(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
-    layers, step = range(_size(config, "num_hidden_layers")), config.get("interleave_moe_layer_step", 1)
-    listed, interval = config.get("moe_layers"), config.get("no_rope_layer_interval", 4)
+    layers, step = range(_size(config, "num_hidden_layers")), _size(config, "interleave_moe_layer_step", 1)
+    listed, interval = config.get("moe_layers"), _size(config, "no_rope_layer_interval", 4)
     # 1 where there is rotation, in spite of the name.
     rotary = config.get("no_rope_layers") or [(i + 1) % interval for i in layers]
-    tuned = config.get("attn_temperature_tuning", True)
+    chunked, tuned = config.get("attention_chunk_size"), config.get("attn_temperature_tuning", True)
     inner = _size(config, "intermediate_size")  # an expert's; that of dense layers is intermediate_size_mlp
     return _decoder(
         name, config | {"intermediate_size": config["intermediate_size_mlp"]}, where, NO_BIAS | {"num_experts_per_tok": 1},
         rope_interleaved=True,
         unrotated_layers=tuple(i for i in layers if not rotary[i]),
-        attention_chunk=config.get("attention_chunk_size"),
+        attention_chunk=_size(config, "attention_chunk_size") if chunked else None,
         temperature=(config.get("floor_scale", 8192), config.get("attn_scale", 0.1)) if tuned else None,
         l2_norms=config.get("use_qk_norm", True),
         experts=_size(config, "num_local_experts"),
@@ -339,10 +339,10 @@ def _decoder(
 
 def _size(config: dict[str, Any], key: str, otherwise: int | None = None) -> int:
     """A whole number above 0; `otherwise` if it is not there."""
-    value: int = config[key] if otherwise is None else config.get(key) or otherwise
+    value = config[key] if otherwise is None else config.get(key) or otherwise
     if not 0 < value == int(value):
         raise ValueError(f"{key} is {value}")
-    return value
+    return int(value)
 
 
 @dataclass(frozen=True)
