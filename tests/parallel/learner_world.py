@@ -72,7 +72,7 @@ def main(directory: Path) -> None:
 
 
 def check_model(directory: Path, batch: Batch, world: int) -> None:
-    experts = family_of(directory / "model").experts
+    experts = family_of(directory / "model").architecture.experts
     for layout in (WITH_EXPERTS if experts else LAYOUTS)[world]:
         what = f"{directory.name} {layout}"
         # What packing does to a layer is no other with experts.

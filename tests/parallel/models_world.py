@@ -60,7 +60,7 @@ def main(directory: Path) -> None:
     world = int(os.environ["WORLD_SIZE"])
     for path in sorted(p for p in directory.iterdir() if p.is_dir()):
         written = None
-        layouts = WITH_EXPERTS if family_of(path).experts else DENSE
+        layouts = WITH_EXPERTS if family_of(path).architecture.experts else DENSE
         for i, layout in enumerate(layouts[world]):
             model = Model(path=str(path), dtype="fp32", **layout)
             written = check(

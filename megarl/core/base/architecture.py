@@ -9,7 +9,7 @@ Whatever a vision tower has is neither trained nor published, and not described 
 """
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -302,9 +302,7 @@ READERS: dict[str, Callable[[str, dict[str, Any], Path | str], Architecture]] = 
 """By the name in `architectures` of config.json."""
 
 
-def _decoder(
-    name: str, config: dict[str, Any], where: Path | str, only: Mapping[str, Any], **more: Any
-) -> Architecture:
+def _decoder(name: str, config: dict[str, Any], where: Path | str, only: dict[str, Any], **more: Any) -> Architecture:
     """What most architectures write alike, with `more`. only: settings of which no other value is implemented."""
     for key, value in ({"hidden_act": "silu"} | only).items():
         if config.get(key, value) != value:

@@ -32,7 +32,7 @@ def family_of(hf_dir: Path) -> Family:
 
 def _weights(model: Architecture, prefix: str = "") -> Weights:
     """All of the model. prefix: how Hugging Face names begin."""
-    weights = {}
+    weights: Weights = {}
     for i in range(model.layers):
         hf = f"{prefix}model.layers.{i}."
         layer = _norms(hf) | _attention(model, hf + "self_attn.") | _feed_forward(model, hf, i in model.expert_layers)
