@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.core.algorithm.packing import BY_TOKENS, Cost, pack, step_cost
+from megarl.core.algorithm.packing import BY_TOKENS, Cost, cost_of, pack, step_cost
 from megarl.core.base import architecture
-from megarl.lab.planning import formulas
 
 CONTEXT, ROLLOUTS = 16_384, 768
 MEDIAN, SPREAD = 6000, 0.6
@@ -54,7 +53,7 @@ def lengths(seed: int) -> list[int]:
 
 def measured(model: str, ranks: int, one_size: bool, seeds: int) -> dict:
     """Means over seeds. one_size: a pipeline's micro-batches are all as large as the fullest."""
-    cost = formulas.sequence_cost(architecture.read(model))
+    cost = cost_of(architecture.read(model))
     row: dict = {"model": model, "ranks": ranks, "one_size": one_size}
     for name, by in (("tokens", BY_TOKENS), ("cost", cost)):
         found = [case(lengths(seed), ranks, by, cost, one_size) for seed in range(seeds)]

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -26,7 +25,7 @@ import numpy as np
 import psutil
 
 from megarl.core import recipe as recipes
-from megarl.core.base.hf_files import read_config
+from megarl.core.base.architecture import in_directory
 from megarl.core.base.process import die_with_parent, free_ports
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.recipe import Recipe
@@ -85,7 +84,7 @@ async def measured(
 ) -> dict[str, tuple[float, float, float]]:
     """Of each load, `bare` and `streamed`: median tokens/s, tokens per CPU-second of the server, CPU share of the client."""
     url, limit = endpoints.servers[0], recipe.serving.request_timeout_s
-    vocabulary = read_config(Path(recipe.model.path))["vocab_size"]
+    vocabulary = in_directory(recipe.model.path).vocabulary
     generator = np.random.default_rng(0)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     headers = {"Authorization": f"Bearer {endpoints.api_key}", "Content-Type": "application/json"}

@@ -60,7 +60,7 @@ def groups(hf_dir: Path, family: Family, dtype: str) -> list[Group]:
     """The whole model, in megatron's order."""
     members: dict[str, list[Part]] = {}
     for part in parts(hf_dir, WHOLE, dtype):
-        if not (family.tied and part.name == "output_layer.weight"):
+        if not (family.architecture.tied and part.name == "output_layer.weight"):
             members.setdefault(family.weight(part.name).sources[0].name, []).append(part)
     return [_group(tuple(of_name), family) for of_name in members.values()]
 

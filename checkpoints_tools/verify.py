@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints_tools.layout import WHOLE
 from checkpoints_tools.stored import Stored, stored, tensors_of
-from megarl.core.models import build, checkpoint, family_of, parallel
+from megarl.core.base.architecture import in_directory
+from megarl.core.models import build, checkpoint, parallel
 
 SHOWN = 20
 PROMPT_TOKENS = 64
@@ -63,7 +64,7 @@ def _difference(name: str, x: Tensor, y: Tensor) -> str:
 
 
 def _logits_agree(a: Stored, b: Stored, prompts: int) -> bool:
-    vocabulary = family_of(a.hf_dir).vocabulary
+    vocabulary = in_directory(a.hf_dir).vocabulary
     tokens = torch.randint(vocabulary, (prompts, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
     x, y = _logits(a, tokens), _logits(b, tokens)
     largest = x.abs().max().item()

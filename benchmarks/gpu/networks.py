@@ -20,8 +20,9 @@ import torch
 
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.algorithm.packing import LAYER_PASSES
 from megarl.core.base import architecture
-from megarl.core.base.architecture import CONFIGS, Shape
+from megarl.core.base.architecture import CONFIGS, Architecture
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import Family, hf, parallel
 from megarl.core.recipe import Recipe
@@ -30,7 +31,6 @@ from megarl.lab.planning import formulas
 LIMIT_S = 60.0
 """Of forming the group of one rank, and of its collectives."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NOT_IN_PLANNER = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -46,13 +46,13 @@ PROMPT_SHARE = 16
 
 def llama_8b(**changes: Any) -> dict[str, Any]:
     """config.json of Llama 3.1 8B."""
-    return json.loads((CONFIGS / "llama-3.1-8b.json").read_text()) | NOT_IN_PLANNER | changes
+    return json.loads((CONFIGS / "llama-3.1-8b.json").read_text()) | changes
 
 
 def llama_17bx16(**changes: Any) -> dict[str, Any]:
     """config.json of Llama 4 Scout's language model."""
     text = json.loads((CONFIGS / "llama-4-scout.json").read_text())["text_config"]
-    return text | NOT_IN_PLANNER | {"architectures": ["Llama4ForCausalLM"]} | changes
+    return text | {"architectures": ["Llama4ForCausalLM"]} | changes
 
 
 def recipe_of(config: dict[str, Any], folder: Path, tree: dict[str, Any]) -> Recipe:
@@ -118,15 +118,15 @@ def _prompt(length: int) -> int:
     return max(1, length // PROMPT_SHARE)
 
 
-def flop(shape: Shape, lengths: Sequence[int]) -> float:
+def flop(shape: Architecture, lengths: Sequence[int]) -> float:
     """Forward and backward of a step: what the model costs; the head's logits, which megarl makes twice, count once."""
     tokens, trained = sum(lengths), sum(n - _prompt(n) for n in lengths)
     attention = sum(n * formulas.attention_flop(shape, n / 2) for n in lengths)
     layers = tokens * formulas.layer_flop(shape) + attention
-    return formulas.BACKWARD * (layers + trained * formulas.head_flop(shape))
+    return LAYER_PASSES * (layers + trained * formulas.head_flop(shape))
 
 
-def shape_of(recipe: Recipe) -> Shape:
+def shape_of(recipe: Recipe) -> Architecture:
     return architecture.read(recipe.model.path)
 
 

@@ -125,11 +125,8 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
 
 
 def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
-    """Raise MegarlError unless the servers can serve the model at these lengths."""
-    try:
-        check_server(recipe, cuda=bool(placed[Role("server", 0)].gpus))
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise MegarlError(f"{recipe.model.path}/config.json: not a model's configuration: {error}") from None
+    """The servers can serve the model with these lengths."""
+    check_server(recipe, cuda=bool(placed[Role("server", 0)].gpus))
 
 
 def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:

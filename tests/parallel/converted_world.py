@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 def main(directory: Path) -> None:
     for path in sorted(p for p in directory.iterdir() if p.is_dir()):
-        experts = family_of(path / "hf").experts
+        experts = family_of(path / "hf").architecture.experts
         model = Model(
             path=str(path / "hf"),
             dtype="bf16",

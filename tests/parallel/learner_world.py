@@ -72,7 +72,7 @@ def main(directory: Path) -> None:
 
 
 def check_model(directory: Path, batch: Batch, world: int) -> None:
-    experts = family_of(directory / "model").experts
+    experts = family_of(directory / "model").architecture.experts
     for layout in (WITH_EXPERTS if experts else LAYOUTS)[world]:
         what = f"{directory.name} {layout}"
         # What packing does to a layer is no other with experts.
@@ -126,7 +126,7 @@ def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None
         say(f"{what}: against {name}: gradients {worst:.1e}, loss {off:.1e}")
         # Two roundings of float32, each within 1e-6 of float64, are at most so far apart. Of transformers'
         # own float32, Qwen3-MoE's is 1.5e-6 off and Llama 4's 0.9e-6.
-        dense = trainer.policy.family.experts is None
+        dense = not trainer.policy.family.architecture.experts
         assert worst <= (1e-6 if dense and recipe.model.context_parallel == 1 else 2e-6), what
         assert off <= 1e-6, what
     for name in ("entropy", "ratio_max", "capped_share", "tokens_trained"):

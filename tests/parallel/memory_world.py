@@ -52,7 +52,7 @@ def main(directory: Path) -> None:
     world = int(os.environ["WORLD_SIZE"])
     for model in sorted(p for p in directory.iterdir() if p.is_dir()):
         batch: Batch = decode(model.with_suffix(".msgpack").read_bytes(), Batch)
-        experts = family_of(model).experts is not None
+        experts = family_of(model).architecture.experts > 0
         for layout in (WITH_EXPERTS if experts else LAYOUTS)[world]:
             check_recomputed(model, batch, layout, experts)
         for layout in OVERLAPPED[world]:

@@ -60,7 +60,7 @@ def main(directory: Path) -> None:
     world = int(os.environ["WORLD_SIZE"])
     for path in sorted(p for p in directory.iterdir() if p.is_dir()):
         written = None
-        layouts = WITH_EXPERTS if family_of(path).experts else DENSE
+        layouts = WITH_EXPERTS if family_of(path).architecture.experts else DENSE
         for i, layout in enumerate(layouts[world]):
             model = Model(path=str(path), dtype="fp32", **layout)
             written = check(
@@ -137,7 +137,7 @@ def forward_backward(ddp: list[Any], family: Family, case: dict[str, Any]) -> li
         output = chunk(tokens, None, None, packed_seq_params=packed)
 
         def loss(local: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-            whole = gather_from_tensor_model_parallel_region(local)[..., : family.vocabulary]
+            whole = gather_from_tensor_model_parallel_region(local)[..., : family.architecture.vocabulary]
             logits.append(whole_sequence(whole.detach(), position).flatten(0, 1))
             return (whole * weights).sum() * len(case["micros"]), {}
 

@@ -45,7 +45,8 @@ def tree(tmp_path: Path) -> Tree:
 def write_model(folder: Path) -> None:
     """What of a model's directory is read before a run: a Llama's sizes, the tokenizer of sums, weights that nobody loads."""
     folder.mkdir()
-    config = LLAMA | {"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "max_position_embeddings": 32_768}
+    sizes = {"vocab_size": 32, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
+    config = LLAMA | {"architectures": ["LlamaForCausalLM"]} | sizes
     (folder / "config.json").write_text(json.dumps(config))
     vocabulary = {text: number for number, text in enumerate([*SPECIAL, *CHARACTERS])}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<none>"))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Row, Said
-from megarl.core.base.architecture import Shape
+from megarl.core.base.architecture import Architecture
 from megarl.core.learner.trainer import Trainer
 
 MICROBATCHES = 2
@@ -44,7 +44,7 @@ class Measured(NamedTuple):
     tokens: int
     seconds: float
     peak: int
-    shape: Shape
+    shape: Architecture
     layers: str
 
 

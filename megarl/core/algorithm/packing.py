@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.core.base.architecture import Architecture
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -39,6 +41,22 @@ class Cost:
 
 
 BY_TOKENS = Cost()
+
+LAYER_PASSES, HEAD_PASSES = 3, 4
+"""Forward and backward, in forwards: backward is two, and the head makes its logits again (megarl/core/learner/head)."""
+
+
+def cost_of(model: Architecture) -> Cost:
+    """What training a sequence costs in floating-point operations, in all layers and the head: 2 for each parameter that a
+    token is multiplied with, 4 for each number of a query that meets a position (PaLM, arXiv 2204.02311, appendix B)."""
+    pair = LAYER_PASSES * 4 * model.query
+    return Cost(
+        token=LAYER_PASSES * 2 * model.body_parameters + HEAD_PASSES * 2 * model.embedding_parameters,
+        pair=pair * (model.layers - model.local_layers),
+        local_pair=pair * model.local_layers,
+        chunk=model.attention_chunk or 1,
+    )
+
 
 Packed = list[list[list[int]]]
 """[data-parallel rank][micro-batch][sequence index]"""

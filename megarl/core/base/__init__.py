@@ -4,7 +4,7 @@ types.py         prompts, rollouts, groups, batches          messages.py  messag
 admission.py     the law of the pipeline, pure               contracts.py what tasks implement: graders, environments
 rundir.py        the run directory                           errors.py    MegarlError
 process.py       a process: its parent, signals, lock and ports
-ranks.py         values shared by ranks; torch's stores  device.py  which machine and GPUs a process is on
-architecture.py  a model's sizes from its config.json        hf_files.py  files of a Hugging Face directory
-tokenizer.py     text to ids and back
+ranks.py         what ranks agree on; torch's stores      device.py  which machine and GPUs a process is on
+architecture.py  what a model is, by its config.json        hf_files.py  files of a Hugging Face directory
+tokenizer.py     ids of a text, text of ids
 """

@@ -1,14 +1,18 @@
-"""A model's sizes and parameter counts, from its config.json alone: no weights, no torch.
+"""What a model is, read from its config.json: the only place that interprets one. No weights, no torch.
 
-The tensors counted are those that megarl/core/models/families/ convert; a test holds the two together. What is carried along
-untouched (a vision tower) is neither trained nor published and not counted.
+    config.json ──► Architecture ──┬─► models/            megatron's arguments, each layer's attention, names of tensors
+                                   ├─► RoutedLayers       which experts a server chose, for routing replay
+                                   ├─► server/checks.py   what SGLang would serve wrongly
+                                   └─► algorithm/packing.py, lab/planning/   what a sequence costs, what fits on a GPU
+
+Whatever a vision tower has is neither trained nor published, and not described or counted here.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,12 +24,36 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of a decoder. feed_forward: inner size of a dense layer. expert_feed_forward: of one expert;
-    shared_feed_forward: of the expert that all tokens take, 0 if there is none. moe_layers: how many layers have experts.
-    head_norms: parameters of a layer's norms of each head's q and k. qkv_biases: whether q, k and v have biases.
-    attention_chunk: positions that layers with local attention look back on, None: all; local_layers: how many do."""
+class RopeScaling:
+    """Rotary wavelengths, in positions, as llama3 changes them: those longer than original / low are multiplied by `factor`,
+    those shorter than original / high are kept, those between are interpolated."""
 
+    factor: float
+    low: float
+    high: float
+    original: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder. Layers are counted from 0; sizes are numbers of elements.
+
+    name                  transformers' class, as config.json has it        tied      the embedding is the head
+    groups                heads of k and v                                  context   the longest position it knows
+    feed_forward          inner size of a dense layer's MLP                 epsilon   of the RMS norms
+    rope_theta            base of the rotary embedding                      rope_interleaved   it turns pairs of neighbours
+    unrotated_layers      layers without rotary embedding, which attend to all positions before
+    attention_chunk       the other layers attend within chunks of so many positions; None: to all before
+    temperature           (floor, scale) of the growing factor on q in unrotated layers; None: there is none
+    head_norms, l2_norms  RMS norms of each head's q and k before rotation; norms without weights after it
+    qkv_biases            q, k and v have biases
+    experts               of each layer in expert_layers; 0: the model is dense
+    shared_feed_forward   inner size of the expert that all tokens take; 0: there is none
+    expert_step           what config.json says instead of a list: every so manieth layer has experts
+    router                what weighs an expert's output (sigmoid: its input)
+    """
+
+    name: str
     layers: int
     hidden: int
     heads: int
@@ -33,24 +61,45 @@ class Shape:
     head_dim: int
     feed_forward: int
     vocabulary: int
+    context: int
     tied: bool
+    epsilon: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    rope_interleaved: bool = False
+    unrotated_layers: tuple[int, ...] = ()
+    attention_chunk: int | None = None
+    temperature: tuple[int, float] | None = None
+    head_norms: bool = False
+    l2_norms: bool = False
+    qkv_biases: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_feed_forward: int = 0
     shared_feed_forward: int = 0
-    moe_layers: int = 0
-    head_norms: int = 0
-    qkv_biases: bool = False
-    attention_chunk: int | None = None
-    local_layers: int = 0
+    expert_layers: tuple[int, ...] = ()
+    expert_step: int = 1
+    router: Literal["softmax", "softmax of the chosen", "sigmoid"] = "softmax"
 
     @property
     def query(self) -> int:
+        """Width of q, all heads together."""
         return self.heads * self.head_dim
 
     @property
     def key(self) -> int:
+        """Width of k, and of v."""
         return self.groups * self.head_dim
+
+    @property
+    def moe_layers(self) -> int:
+        """How many layers have experts."""
+        return len(self.expert_layers)
+
+    @property
+    def local_layers(self) -> int:
+        """How many layers attend within chunks."""
+        return 0 if self.attention_chunk is None else self.layers - len(self.unrotated_layers)
 
     @property
     def attention_parameters(self) -> int:
@@ -64,29 +113,30 @@ class Shape:
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert of one layer."""
+        """gate, up and down of one expert of one layer."""
         return 3 * self.hidden * self.expert_feed_forward
 
     @property
     def shared_parameters(self) -> int:
-        """Of one layer with experts: the shared expert and the router."""
+        """The shared expert and the router of one layer with experts."""
         return 3 * self.hidden * self.shared_feed_forward + self.hidden * self.experts
 
     @property
     def embedding_parameters(self) -> int:
+        """The embedding; the head has as many."""
         return self.vocabulary * self.hidden
 
     @property
     def vector_parameters(self) -> int:
-        """Norms and biases of one layer."""
-        return 2 * self.hidden + self.head_norms + self.qkv_biases * (self.query + 2 * self.key)
+        """Norms and biases of all layers, and the norm behind them."""
+        layer = 2 * self.hidden + self.head_norms * 2 * self.head_dim + self.qkv_biases * (self.query + 2 * self.key)
+        return self.layers * layer + self.hidden
 
     @property
     def dense_parameters(self) -> int:
         """All but routed experts, embedding and head: attention, MLPs, shared experts, routers, norms."""
-        dense_layers = self.layers - self.moe_layers
-        every = self.layers * (self.attention_parameters + self.vector_parameters) + self.hidden
-        return every + dense_layers * self.mlp_parameters + self.moe_layers * self.shared_parameters
+        mlps = (self.layers - self.moe_layers) * self.mlp_parameters + self.moe_layers * self.shared_parameters
+        return self.layers * self.attention_parameters + mlps + self.vector_parameters
 
     @property
     def routed_parameters(self) -> int:
@@ -95,26 +145,27 @@ class Shape:
 
     @property
     def head_parameters(self) -> int:
-        """Of the head, if it is not the embedding."""
+        """The head, if it is not the embedding."""
         return 0 if self.tied else self.embedding_parameters
 
     @property
     def parameters(self) -> int:
+        """All of the language model."""
         return self.dense_parameters + self.routed_parameters + self.embedding_parameters + self.head_parameters
 
     @property
     def active_parameters(self) -> int:
-        """That one token meets."""
-        chosen = self.moe_layers * self.experts_per_token * self.expert_parameters
-        return self.dense_parameters + chosen + self.embedding_parameters + self.head_parameters
+        """Those that one token meets."""
+        return self.body_parameters + self.vector_parameters + self.embedding_parameters + self.head_parameters
 
     @property
     def body_parameters(self) -> int:
-        """That one token is multiplied with, without the head: a look-up in the embedding is none."""
-        return self.active_parameters - self.embedding_parameters - self.head_parameters
+        """Matrices that one token is multiplied with, without the head: a look-up in the embedding is no product."""
+        chosen = self.moe_layers * self.experts_per_token * self.expert_parameters
+        return self.dense_parameters - self.vector_parameters + chosen
 
-    def divisible(self) -> Mapping[str, int]:
-        """What layouts must divide, by megatron's names (megarl/core/recipe/rules.py)."""
+    def megatron_sizes(self) -> dict[str, int]:
+        """Sizes by the names of megatron's TransformerConfig; of experts only what there is."""
         sizes = {
             "num_attention_heads": self.heads,
             "num_query_groups": self.groups,
@@ -135,8 +186,8 @@ def known() -> list[str]:
     return sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
-def read(name_or_path: str) -> Shape:
-    """Of a known name, a config.json, or a directory that has one."""
+def read(name_or_path: str) -> Architecture:
+    """The model of a known name, of a config.json, or of a directory that has one."""
     path = Path(name_or_path)
     if name_or_path in known():
         path = CONFIGS / f"{name_or_path}.json"
@@ -147,80 +198,149 @@ def read(name_or_path: str) -> Shape:
             f"--model-config: {name_or_path!r} is neither a config.json, nor a directory with one, nor a known name "
             f"({', '.join(known())})"
         )
+    return of(read_json(path), path)
+
+
+def in_directory(hf_dir: Path | str) -> Architecture:
+    """The model in a Hugging Face directory."""
+    return of(read_config(hf_dir), Path(hf_dir) / "config.json")
+
+
+def of(config: dict[str, Any], where: Path | str) -> Architecture:
+    """The model of a parsed config.json. MegarlError, which begins with `where`, if it is not supported or not whole."""
+    name = ""
     try:
-        return of(read_json(path), str(path))
+        names = config.get("architectures") or ["none"]
+        name = next((name for name in names if name in READERS), "")
+        if not name:
+            raise MegarlError(
+                f"{where}: architecture {', '.join(names)} is not supported; supported: {', '.join(sorted(READERS))}"
+            )
+        return READERS[name](name, config, where)
     except KeyError as error:
-        raise MegarlError(f"{path}: no {error.args[0]!r} there") from None
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise MegarlError(f"{path}: not a model's configuration: {error}") from None
+        raise MegarlError(f"{where}: no {error.args[0]!r} there, which {name} needs") from None
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise MegarlError(f"{where}: not a model's configuration: {error}") from None
 
 
-def of(config: dict[str, Any], where: str) -> Shape:
-    """Of a parsed config.json."""
-    architecture = (config.get("architectures") or ["none"])[0]
-    text = config.get("text_config", config)
-    match architecture:
-        case "LlamaForCausalLM":
-            return _decoder(text)
-        case "Qwen2ForCausalLM":
-            return _decoder(text, qkv_biases=True)
-        case "Qwen3ForCausalLM":
-            return _decoder({"head_dim": 128, **text}, head_norms=True)
-        case "Qwen3MoeForCausalLM":
-            return _qwen3_moe(text)
-        case "Llama4ForCausalLM" | "Llama4ForConditionalGeneration":
-            tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-            return _llama4(text | {"tie_word_embeddings": tied})
-    raise MegarlError(
-        f"{where}: architecture {architecture} is not known to the planner (Llama, Qwen2, Qwen3, Qwen3-MoE and Llama 4 are)"
-    )
+QWEN = {"use_sliding_window": False}
+NO_BIAS = {"attention_bias": False}
 
 
-def _decoder(config: dict[str, Any], head_norms: bool = False, **more: Any) -> Shape:
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return Shape(
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
+def _llama(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
+    return _decoder(name, config, where, NO_BIAS | {"mlp_bias": False})
+
+
+def _qwen2(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
+    return _decoder(name, config, where, QWEN, qkv_biases=True)
+
+
+def _qwen3(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
+    # 128 whatever the number of heads.
+    return _decoder(name, {"head_dim": 128, **config}, where, QWEN | NO_BIAS, head_norms=True)
+
+
+def _qwen3_moe(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
+    chosen, normalised = _size(config, "num_experts_per_tok"), config.get("norm_topk_prob", False)
+    if chosen == 1 and normalised:
+        raise MegarlError(
+            f"{where}: norm_topk_prob with num_experts_per_tok=1 is not supported: the router has no effect"
+        )
+    dense, step = config.get("mlp_only_layers") or [], _size(config, "decoder_sparse_step", 1)
+    layers = range(_size(config, "num_hidden_layers"))
+    return _decoder(
+        name, config, where, QWEN | NO_BIAS,
+        head_norms=True,
+        # transformers 5 writes num_local_experts; before, it was num_experts.
+        experts=_size(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
+        experts_per_token=chosen,
+        expert_feed_forward=_size(config, "moe_intermediate_size"),
+        expert_layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
+        expert_step=step,
+        router="softmax of the chosen" if normalised else "softmax",
+    )  # fmt: skip
+
+
+def _llama4_multimodal(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
+    text = config["text_config"]
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return _llama4(name, text | {"tie_word_embeddings": tied}, where)
+
+
+def _llama4(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
+    layers, step = range(_size(config, "num_hidden_layers")), _size(config, "interleave_moe_layer_step", 1)
+    listed, interval = config.get("moe_layers"), _size(config, "no_rope_layer_interval", 4)
+    # 1 where there is rotation, in spite of the name.
+    rotary = config.get("no_rope_layers") or [(i + 1) % interval for i in layers]
+    chunked, tuned = config.get("attention_chunk_size"), config.get("attn_temperature_tuning", True)
+    inner = _size(config, "intermediate_size")  # an expert's; that of dense layers is intermediate_size_mlp
+    return _decoder(
+        name, config | {"intermediate_size": config["intermediate_size_mlp"]}, where, NO_BIAS | {"num_experts_per_tok": 1},
+        rope_interleaved=True,
+        unrotated_layers=tuple(i for i in layers if not rotary[i]),
+        attention_chunk=_size(config, "attention_chunk_size") if chunked else None,
+        temperature=(config.get("floor_scale", 8192), config.get("attn_scale", 0.1)) if tuned else None,
+        l2_norms=config.get("use_qk_norm", True),
+        experts=_size(config, "num_local_experts"),
+        experts_per_token=1,
+        expert_feed_forward=inner,
+        shared_feed_forward=inner,
+        expert_layers=tuple(i for i in layers if ((i + 1) % step == 0 if listed is None else i in listed)),
+        expert_step=step,
+        router="sigmoid",
+    )  # fmt: skip
+
+
+READERS: dict[str, Callable[[str, dict[str, Any], Path | str], Architecture]] = {
+    "LlamaForCausalLM": _llama,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Llama4ForCausalLM": _llama4,
+    "Llama4ForConditionalGeneration": _llama4_multimodal,
+}
+"""By the name in `architectures` of config.json."""
+
+
+def _decoder(name: str, config: dict[str, Any], where: Path | str, only: dict[str, Any], **more: Any) -> Architecture:
+    """What most architectures write alike, with `more`. only: settings of which no other value is implemented."""
+    for key, value in ({"hidden_act": "silu"} | only).items():
+        if config.get(key, value) != value:
+            raise MegarlError(f"{where}: {key}={config[key]!r} is not supported, only {value!r}")
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    # transformers 5 writes rope_parameters; before, rope_theta stood beside rope_scaling.
+    rope: dict[str, Any] = config.get("rope_parameters") or {
+        "rope_theta": config.get("rope_theta", 10000.0),
+        **(config.get("rope_scaling") or {}),
+    }
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise MegarlError(f"{where}: rope_type {kind!r} is not supported; supported: default, llama3")
+    llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return Architecture(
+        name=name,
+        layers=_size(config, "num_hidden_layers"),
+        hidden=hidden,
         heads=heads,
-        groups=config.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        feed_forward=config["intermediate_size"],
-        vocabulary=config["vocab_size"],
+        groups=_size(config, "num_key_value_heads", heads),
+        head_dim=_size(config, "head_dim", hidden // heads),
+        feed_forward=_size(config, "intermediate_size"),
+        vocabulary=_size(config, "vocab_size"),
+        context=_size(config, "max_position_embeddings"),
         tied=config.get("tie_word_embeddings", False),
-        head_norms=2 * head_dim if head_norms else 0,
+        epsilon=config["rms_norm_eps"],
+        rope_theta=rope["rope_theta"],
+        rope_scaling=RopeScaling(*(rope[key] for key in llama3)) if kind == "llama3" else None,
         **more,
     )
 
 
-def _qwen3_moe(config: dict[str, Any]) -> Shape:
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
-    return _decoder(
-        config,
-        head_norms=True,
-        experts=config["num_local_experts"] if "num_local_experts" in config else config["num_experts"],
-        experts_per_token=config["num_experts_per_tok"],
-        expert_feed_forward=config["moe_intermediate_size"],
-        moe_layers=sum(i not in dense and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])),
-    )
-
-
-def _llama4(config: dict[str, Any]) -> Shape:
-    layers, step = config["num_hidden_layers"], config.get("interleave_moe_layer_step", 1)
-    listed = config.get("moe_layers")
-    interval = config.get("no_rope_layer_interval", 4)
-    rotary = config.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(layers)]
-    inner = config["intermediate_size"]  # an expert's; that of dense layers is intermediate_size_mlp
-    return _decoder(
-        config | {"intermediate_size": config["intermediate_size_mlp"]},
-        experts=config["num_local_experts"],
-        experts_per_token=config["num_experts_per_tok"],
-        expert_feed_forward=inner,
-        shared_feed_forward=inner,
-        moe_layers=len(range(step - 1, layers, step) if listed is None else listed),
-        attention_chunk=config.get("attention_chunk_size"),
-        local_layers=sum(rotary),
-    )
+def _size(config: dict[str, Any], key: str, otherwise: int | None = None) -> int:
+    """A whole number above 0; `otherwise` if it is not there."""
+    value = config[key] if otherwise is None else config.get(key) or otherwise
+    if not 0 < value == int(value):
+        raise ValueError(f"{key} is {value}")
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -238,18 +358,6 @@ class RoutedLayers:
     experts: int
     chosen: int
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Self | None:
-        """From a config.json; None for a dense model."""
-        text = config.get("text_config", config)
-        experts = text.get("num_experts") or text.get("num_local_experts")
-        if not experts:
-            return None
-        layers = text["num_hidden_layers"]
-        step = text.get("interleave_moe_layer_step", 1)
-        with_experts = text.get("moe_layers") or range(step - 1, layers, step)
-        return cls(layers, tuple(with_experts), experts, text["num_experts_per_tok"])
-
     def decoded(self, reply: str) -> np.ndarray:
         """[rows, layers with experts, chosen] uint8, or int16 where there are more experts."""
         if not reply:
@@ -260,10 +368,13 @@ class RoutedLayers:
         return table[:, self.with_experts].astype(np.uint8 if self.experts <= 256 else np.int16)
 
     def joined(self, tables: Sequence[np.ndarray]) -> Routing:
-        """Of a rollout, from the tables of its requests."""
+        """A rollout's choices, from the tables of its requests."""
         return Routing(choices=np.concatenate(tables).reshape(-1), layers=len(self.with_experts), chosen=self.chosen)
 
 
 def layers_of(model_path: str) -> RoutedLayers | None:
     """The routed layers of the model in this directory; None for a dense one."""
-    return RoutedLayers.of(read_config(model_path))
+    model = in_directory(model_path)
+    if not model.experts:
+        return None
+    return RoutedLayers(model.layers, model.expert_layers, model.experts, model.experts_per_token)

@@ -240,7 +240,7 @@ class Learner:
     def _check_recorded(self, step: int, metrics: dict[str, float]) -> None:
         """The end of the run, before anything of it is written over, if its first step here is not the one it has recorded."""
         first, row = self.recorded
-        limits = LIMITS[self.recipe.model.dtype, bool(self.trainer.policy.family.experts)]
+        limits = LIMITS[self.recipe.model.dtype, bool(self.trainer.policy.family.architecture.experts)]
         if step != first or (self.trainer.epochs > 1 and row.get("lr") != metrics.get("lr")):
             return
         if far := contradiction(row, metrics, limits):

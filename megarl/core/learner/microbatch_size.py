@@ -167,7 +167,9 @@ def _full(trainer: Trainer, tokens: int, longest: int) -> list[TrainSequence]:
     count = layout.data_parallel * (2 * layout.pipeline_parallel if layout.pipeline_parallel > 1 else 1)
     pieces = [longest] * (tokens // longest) + [tokens % longest] * bool(tokens % longest)
     random = np.random.default_rng(0)  # tokens of one kind would all choose the same experts
-    ids = [random.integers(0, trainer.policy.family.vocabulary, n).astype(np.int32) for n in pieces * count]
+    ids = [
+        random.integers(0, trainer.policy.family.architecture.vocabulary, n).astype(np.int32) for n in pieces * count
+    ]
     return [unrewarded(i, tokens) for i, tokens in enumerate(ids)]
 
 

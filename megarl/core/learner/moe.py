@@ -70,8 +70,9 @@ class PartialReplay(RouterReplay):
 class Replay:
     """Of one rank: `step` around all passes of a step, `of` around the forward pass of each micro-batch through a chunk."""
 
-    def __init__(self, chunks: Sequence[GPTModel]) -> None:
-        """Gives every router of the chunks a replay. A router chooses by itself outside of `of`."""
+    def __init__(self, chunks: Sequence[GPTModel], expert_layers: Sequence[int]) -> None:
+        """Gives every router of the chunks a replay. A router chooses by itself outside of `of`. expert_layers: of the whole
+        model, counted from 0."""
         self.compares = False
         self._columns: list[list[tuple[int, PartialReplay]]] = []
         self._chosen = chunks[0].config.moe_router_topk
@@ -82,12 +83,11 @@ class Replay:
                 parallel_state.get_tensor_model_parallel_rank(),
             )
         for chunk in chunks:
-            columns = layers_with_experts(chunk.config)
             routers = []
             for layer in chunk.decoder.layers:
                 if isinstance(layer.mlp, MoELayer):
                     layer.mlp.router.router_replay = PartialReplay()
-                    routers.append((columns.index(layer.layer_number - 1), layer.mlp.router.router_replay))
+                    routers.append((expert_layers.index(layer.layer_number - 1), layer.mlp.router.router_replay))
             self._columns.append(routers)
 
     @contextmanager
@@ -137,14 +137,6 @@ class Replay:
             for _, router in routers:
                 router.clear_indices()
                 router.clear_router_replay_action()
-
-
-def layers_with_experts(config: Any) -> list[int]:
-    """Of the whole model, counted from 0, from a TransformerConfig."""
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [i for i in range(config.num_layers) if i % frequency == 0]
-    return [i for i, experts in enumerate(frequency) if experts]
 
 
 class ExpertLoad:

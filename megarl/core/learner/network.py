@@ -4,11 +4,7 @@
                                                           head: what it makes of the trained tokens' hidden states
 
 A `Network` is only asked; one that learns is a `TrainedNetwork` (trained.py). All methods are collective: every
-rank calls them with the same sequences.
-
-`cost_of` says what training a sequence costs, in floating-point operations, for micro-batches of like cost
-(algorithm/packing.py). The planner has the same from a model's config.json alone (lab/planning/formulas.py); a test holds the
-two together."""
+rank calls them with the same sequences."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,7 +24,8 @@ from torch.nn import Module
 
 from megarl.core import models
 from megarl.core.algorithm.batch import TrainSequence
-from megarl.core.algorithm.packing import Cost
+from megarl.core.algorithm.packing import cost_of
+from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.learner.guards import out_of_memory_named
 from megarl.core.learner.head import selected_logprobs
@@ -57,7 +54,7 @@ class Network:
         self.microbatch_tokens = 1 if given == "auto" else given  # until microbatch_size.settle
         wide = recipe.model.fp32_head in ("both", "learner")
         self.head_precision = torch.float32 if wide else build.DTYPES[recipe.model.dtype]
-        self.layout, self.cost = layout_of(recipe), cost_of(family)
+        self.layout, self.cost = layout_of(recipe), cost_of(family.architecture)
         self.device = next(chunks[0].parameters()).device
         # The micro-batches of a step have one size (microbatch.py), so stages need not tell each other shapes.
         chunks[0].config.variable_seq_lengths = False
@@ -66,7 +63,7 @@ class Network:
         """Log-prob and entropy [n] of each trained token."""
         return partial(
             selected_logprobs,
-            vocab_size=self.family.vocabulary,
+            vocab_size=self.family.architecture.vocabulary,
             temperature=temperature,
             precision=self.head_precision,
         )
@@ -171,10 +168,10 @@ def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]
 def chunks_beside(policy: Family, recipe: Recipe, key: str, path: str) -> tuple[list[GPTModel], Family]:
     """The same of a second model, which the recipe's `key` names (empty: the policy's). It must know the policy's tokens."""
     hf_dir = Path(path or recipe.model.path)
-    vocabulary = models.family_of(hf_dir).vocabulary
-    if vocabulary != policy.vocabulary:
+    vocabulary, known = in_directory(hf_dir).vocabulary, policy.architecture.vocabulary
+    if vocabulary != known:
         raise MegarlError(
-            f"{key}: {hf_dir} has a vocabulary of {vocabulary}, the policy has {policy.vocabulary}; "
+            f"{key}: {hf_dir} has a vocabulary of {vocabulary}, the policy has {known}; "
             "give a model with the policy's tokenizer"
         )
     return loaded_chunks(recipe, hf_dir)
@@ -192,32 +189,4 @@ def layout_of(recipe: Recipe) -> Layout:
         pipeline_parallel=model.pipeline_parallel,
         virtual_pipeline_parallel=model.virtual_pipeline_parallel,
         token_multiple=model.token_multiple,
-    )
-
-
-LAYER_PASSES, HEAD_PASSES = 3, 4
-"""Forward and backward, in forwards: backward is two, and the head makes its logits again (megarl/core/learner/head)."""
-
-
-def cost_of(family: Family) -> Cost:
-    """Of a sequence in all layers and the head: 2 operations for each parameter that a token is multiplied with, 4 for each
-    number of a query that meets a position (PaLM, arXiv 2204.02311, appendix B)."""
-    sizes = family.architecture
-    hidden, layers = sizes["hidden_size"], sizes["num_layers"]
-    query, key = (sizes[name] * sizes["kv_channels"] for name in ("num_attention_heads", "num_query_groups"))
-    matrices = layers * hidden * (2 * query + 2 * key)
-    sparse = 0
-    if family.experts:
-        sparse = sum(sizes["moe_layer_freq"])
-        inner = sizes["moe_router_topk"] * sizes["moe_ffn_hidden_size"]
-        inner += sizes.get("moe_shared_expert_intermediate_size", 0)
-        matrices += sparse * hidden * (3 * inner + family.experts)
-    matrices += (layers - sparse) * 3 * hidden * sizes["ffn_hidden_size"]
-    chunks = [layer.chunk for layer in family.attention if layer.chunk is not None]
-    pair = LAYER_PASSES * 4 * query
-    return Cost(
-        token=LAYER_PASSES * 2 * matrices + HEAD_PASSES * 2 * hidden * family.vocabulary,
-        pair=pair * (layers - len(chunks)),
-        local_pair=pair * len(chunks),
-        chunk=chunks[0] if chunks else 1,
     )

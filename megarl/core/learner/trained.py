@@ -42,7 +42,7 @@ class TrainedNetwork(Network):
     ) -> None:
         super().__init__(chunks, family, recipe)
         self.settings = settings
-        self.expert_load = ExpertLoad(chunks, recipe.model.moe) if family.experts else None
+        self.expert_load = ExpertLoad(chunks, recipe.model.moe) if family.architecture.experts else None
         self.ddp, self.optimizer, self.loss_scale = with_optimizer(chunks, settings, recipe, offload)
         self._offload = offload
 

@@ -82,7 +82,9 @@ class Trainer:
         self.policy = TrainedNetwork(
             *loaded_chunks(recipe, hf_dir), optimizer or learner.optimizer, recipe, learner.optimizer_offload
         )
-        self.policy.replay = Replay(self.policy.chunks) if self.policy.family.experts and not supervised else None
+        architecture = self.policy.family.architecture
+        if architecture.experts and not supervised:
+            self.policy.replay = Replay(self.policy.chunks, architecture.expert_layers)
         self.policy.replays = recipe.model.moe.routing_replay
         self.critic = Critic(recipe, self.policy.family) if recipe.has_critic and not supervised else None
         self.reference = (

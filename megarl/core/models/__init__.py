@@ -5,8 +5,8 @@
     local_spec.py    norm and attention without Transformer Engine;   te_attention.py  what its attention lacks
     attention.py     which queries meet which keys of a packed row, and kernels for that without Transformer Engine
     rope.py          rotary embedding                       value_head.py  a critic's head, in place of the LM head
-    family.py        a model family: how Megatron tensors are made from Hugging Face ones
-    families/        one file per family: configuration, tensor names;  decoder.py  what they share
+    family.py        what a family is; how a Megatron tensor is made of Hugging Face ones
+    families.py      what each family calls its tensors
     hf.py            load, export, save                     checkpoint.py  distributed checkpoints
 
 Importing any module of this package (or `megarl.core.models` itself) before megatron makes megatron-core importable on a CPU.
@@ -16,6 +16,7 @@ from megarl.shims.megatron_cpu import run_on_cpu
 
 run_on_cpu()
 
-from megarl.core.models.family import Family, family_of  # noqa: E402  megatron is imported only from here on
+from megarl.core.models.families import family_of  # noqa: E402  megatron is imported below here
+from megarl.core.models.family import Family  # noqa: E402
 
 __all__ = ["Family", "family_of"]

@@ -32,11 +32,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.core.base.architecture import Architecture, in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.models.attention import LayerAttention
-from megarl.core.models.family import Family, family_of
 from megarl.core.models.local_spec import CausalAttention, RMSNorm
-from megarl.core.models.rope import Rope
+from megarl.core.models.rope import Rope, inverse_frequencies
 from megarl.core.models.te_attention import ChunkedTEAttention
 from megarl.core.recipe import Model
 from megarl.core.recipe.rules import impossible_for
@@ -61,26 +61,29 @@ def build(
 
     transformer_engine: whether to use its layers; None: if it can run here. recompute: a key of RECOMPUTE.
 
-    Call after parallel.start with the same `model`. If the vocabulary does not divide by TP, embedding and head have padding
-    rows: family.vocabulary says where they start.
+    After parallel.start with the same `model`. The embedding and the head have rows beyond the vocabulary if it
+    does not divide by TP: padding starts at architecture.vocabulary.
     """
-    family = family_of(hf_dir)
+    architecture = in_directory(hf_dir)
     if transformer_engine is None:
         transformer_engine = HAVE_TE and torch.cuda.is_available()
     check(model, transformer_engine)
     if model.dtype == "fp16":
         fp16_on_cpu.install()
-    config = transformer_config(model, family, transformer_engine, recompute)
+    config = transformer_config(model, architecture, transformer_engine, recompute)
     stages = range(model.virtual_pipeline_parallel) if model.virtual_pipeline_parallel > 1 else [None]
-    return [_chunk(model, family, config, transformer_engine, stage) for stage in stages]
+    return [_chunk(model, architecture, config, transformer_engine, stage) for stage in stages]
 
 
-def transformer_config(model: Model, family: Family, fused: bool, recompute: str = "none") -> TransformerConfig:
-    """Make the TransformerConfig. `fused`: use the kernels that need a GPU and Transformer Engine."""
-    _check_layout(model, family)
+def transformer_config(
+    model: Model, architecture: Architecture, fused: bool, recompute: str = "none"
+) -> TransformerConfig:
+    """`fused`: use the kernels that need a GPU and Transformer Engine."""
+    for problem in impossible_for(model, architecture.megatron_sizes()):
+        raise MegarlError(problem)
     return TransformerConfig(
-        **family.architecture,
-        **(_expert_settings(model, fused) if family.experts else {}),
+        **_described(architecture),
+        **(_expert_settings(model, fused) if architecture.experts else {}),
         **RECOMPUTE[recompute],
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -108,6 +111,34 @@ def transformer_config(model: Model, family: Family, fused: bool, recompute: str
     )
 
 
+def _described(architecture: Architecture) -> dict[str, Any]:
+    """What the model is: not its layout, not its precision."""
+    layers = range(architecture.layers)
+    found: dict[str, Any] = {
+        **architecture.megatron_sizes(),
+        "layernorm_epsilon": architecture.epsilon,
+        "normalization": "RMSNorm",
+        "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": architecture.qkv_biases,
+        "qk_layernorm": architecture.head_norms,
+        "rotary_interleaved": architecture.rope_interleaved,
+    }
+    if architecture.unrotated_layers:
+        found["no_rope_freq"] = [int(i in architecture.unrotated_layers) for i in layers]
+    if architecture.experts:
+        sigmoid = architecture.router == "sigmoid"
+        found |= {
+            "moe_layer_freq": [int(i in architecture.expert_layers) for i in layers],
+            "moe_router_topk": architecture.experts_per_token,
+            "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+            "moe_router_pre_softmax": architecture.router == "softmax",
+            "moe_apply_probs_on_input": sigmoid,
+        }
+    return found
+
+
 def _expert_settings(model: Model, fused: bool) -> dict[str, Any]:
     """Return settings for experts: no token is dropped, no bias moves tokens between them, routing is computed in float32."""
     balanced = model.moe.load_balancing == "aux_loss"
@@ -120,31 +151,25 @@ def _expert_settings(model: Model, fused: bool) -> dict[str, Any]:
     }
 
 
-def _check_layout(model: Model, family: Family) -> None:
-    """Raise MegarlError if the layout does not divide the model, or megatron-core would refuse it."""
-    for problem in impossible_for(model, family.architecture):
-        raise MegarlError(problem)
-
-
 def _chunk(
-    model: Model, family: Family, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
+    model: Model, architecture: Architecture, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
 ) -> GPTModel:
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     chunk = GPTModel(
         config,
-        block_spec(config, family, transformer_engine, vp_stage),
-        vocab_size=-(-family.vocabulary // model.tensor_parallel) * model.tensor_parallel,
-        max_sequence_length=family.context,
+        block_spec(config, architecture, transformer_engine, vp_stage),
+        vocab_size=-(-architecture.vocabulary // model.tensor_parallel) * model.tensor_parallel,
+        max_sequence_length=architecture.context,
         position_embedding_type="rope" if transformer_engine else "none",
-        share_embeddings_and_output_weights=family.tied,
+        share_embeddings_and_output_weights=architecture.tied,
         pre_process=first,
         post_process=last,
         vp_stage=vp_stage,
     )
     if transformer_engine:  # megatron supports only one set of scaling constants
         frequencies = chunk.rotary_pos_emb.inv_freq
-        chunk.rotary_pos_emb.inv_freq = family.inverse_frequencies.to(frequencies.device)
+        chunk.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(frequencies.device)
     if model.moe.freeze_router:
         for name, parameter in chunk.named_parameters():
             if name.endswith(".mlp.router.weight"):
@@ -175,16 +200,17 @@ def check(model: Model, transformer_engine: bool) -> None:
 
 
 def block_spec(
-    config: TransformerConfig, family: Family, transformer_engine: bool, vp_stage: int | None
+    config: TransformerConfig, architecture: Architecture, transformer_engine: bool, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Return this rank's layers of chunk `vp_stage`. Our attention rotates; with Transformer Engine's the model does."""
     spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
+    layers = _layer_attention(architecture)
     if transformer_engine:
-        if set(family.attention) != {LayerAttention()}:
-            _set_attention(spec, functools.partial(ChunkedTEAttention, layers=family.attention))
+        if set(layers) != {LayerAttention()}:
+            _set_attention(spec, functools.partial(ChunkedTEAttention, layers=layers))
         return spec
-    rope = Rope(family.inverse_frequencies, family.architecture.get("rotary_interleaved", False))
-    _set_attention(spec, functools.partial(CausalAttention, rope=rope, layers=family.attention))
+    rope = Rope(inverse_frequencies(architecture), architecture.rope_interleaved)
+    _set_attention(spec, functools.partial(CausalAttention, rope=rope, layers=layers))
     spec.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in spec.layer_specs):
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -195,6 +221,14 @@ def block_spec(
         if attention.q_layernorm is not IdentityOp:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
+
+
+def _layer_attention(architecture: Architecture) -> tuple[LayerAttention, ...]:
+    """What each layer's attention does besides, of the whole model."""
+    l2_epsilon = architecture.epsilon if architecture.l2_norms else None
+    rotated = LayerAttention(chunk=architecture.attention_chunk, l2_epsilon=l2_epsilon)
+    unrotated = LayerAttention(rotary=False, temperature=architecture.temperature)
+    return tuple(unrotated if i in architecture.unrotated_layers else rotated for i in range(architecture.layers))
 
 
 def _set_attention(spec: TransformerBlockSubmodules, core_attention: Any) -> None:

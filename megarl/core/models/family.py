@@ -11,9 +11,7 @@ equal pieces along `split`, and merging a rank's pieces gives that rank's Megatr
 its own part, and one rule serves loading, export and every layout.
 """
 
-import importlib
 import json
-import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +20,7 @@ from typing import Any
 
 import torch
 
-from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import read_config
-from megarl.core.models import families
-from megarl.core.models.attention import LayerAttention
+from megarl.core.base.architecture import Architecture
 
 
 def _only(views: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -67,31 +62,16 @@ class Weight:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture, configured by one config.json.
-
-    vocabulary: rows of the embedding, without padding. tied: the embedding is the LM head. context: the longest position the
-    model knows. architecture: arguments of TransformerConfig that describe the model (not the layout, not the precision).
-    inverse_frequencies: of the rotary embedding, [head_dim / 2] float32, as transformers computes them. attention: one per
-    layer. weights: by Megatron name, as the local layer spec spells it. elsewhere: name prefixes of tensors outside the
-    language model, which are carried along untouched.
+    """One model: what its config.json says, and how its tensors correspond. weights: by Megatron name, in the local layer
+    spec's spelling. elsewhere: how names of tensors start that are not of the language model and are carried along untouched.
     """
 
-    vocabulary: int
-    tied: bool
-    context: int
-    architecture: Mapping[str, Any]
-    inverse_frequencies: torch.Tensor
-    attention: tuple[LayerAttention, ...]
+    architecture: Architecture
     weights: Mapping[str, Weight]
     elsewhere: tuple[str, ...] = ()
 
-    @property
-    def experts(self) -> int | None:
-        """Experts of a layer that has any; None for a dense model."""
-        return self.architecture.get("num_moe_experts")
-
     def weight(self, name: str) -> Weight:
-        """Return a Megatron tensor's Weight, layers and experts counted over the whole model; KeyError if there is none."""
+        """How a Megatron tensor is made, layers and experts counted over the whole model; KeyError if the model has none."""
         for pattern, local in _TRANSFORMER_ENGINE:
             name = pattern.sub(local, name)
         return self.weights[name]
@@ -116,21 +96,3 @@ _TRANSFORMER_ENGINE = [
 def write_config(hf_dir: Path, config: dict[str, Any]) -> None:
     """Write config.json of a Hugging Face directory."""
     (hf_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def family_of(hf_dir: Path) -> Family:
-    """Return the family that can read this Hugging Face directory, configured by it."""
-    known: dict[str, Callable[[dict[str, Any], Path], Family]] = {}
-    for module in pkgutil.iter_modules(families.__path__):
-        known |= importlib.import_module(f"{families.__name__}.{module.name}").ARCHITECTURES
-    config, where = read_config(hf_dir), Path(hf_dir) / "config.json"
-    architectures = config.get("architectures") or ["none"]
-    for architecture in architectures:
-        if architecture in known:
-            try:
-                return known[architecture](config, where)
-            except KeyError as error:
-                raise MegarlError(f"{where}: no {error.args[0]!r} there, which {architecture} needs") from None
-    raise MegarlError(
-        f"{where}: architecture {', '.join(architectures)} is not supported; supported: {', '.join(sorted(known))}"
-    )

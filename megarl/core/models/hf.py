@@ -100,7 +100,7 @@ def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tens
     """
     stacks: dict[str, _Stack] = {}
     for name, parameter in named_parameters(chunks):
-        if family.tied and name == "output_layer.weight":
+        if family.architecture.tied and name == "output_layer.weight":
             continue
         for name_there, shards in _gathered(name, parameter.detach(), family):
             weight = family.weight(name_there)
@@ -110,7 +110,7 @@ def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tens
                     yield source.name, view[: weight.vocabulary].contiguous()
                     continue
                 if source.name not in stacks:
-                    stacks[source.name] = _Stack(family.experts or 0, source, view)
+                    stacks[source.name] = _Stack(family.architecture.experts, source, view)
                 if stacks[source.name].put(source, view):
                     yield source.name, stacks.pop(source.name).whole
     assert not stacks, f"never filled: {', '.join(stacks)}"
@@ -179,8 +179,8 @@ def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[st
         return
     ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
     _, size = shard_of(name)
-    experts_of_a_rank = (family.experts or 0) // ranks
-    # Ranks in this group enumerate an expert's shards first.
+    experts_of_a_rank = family.architecture.experts // ranks
+    # Ranks of this group count through the shards of an expert first.
     shards = _all(parameter, parallel_state.get_expert_tensor_and_model_parallel_group())
     for there in range(ranks):
         yield _of_expert(name, (there - rank) * experts_of_a_rank), shards[there * size : (there + 1) * size]
@@ -216,7 +216,9 @@ def check_names(hf_dir: Path, present: set[str], family: Family) -> None:
     needed = family.names()
     # Left by old versions of transformers; a tied head may be stored twice.
     ignored = {
-        n for n in present if n.endswith("rotary_emb.inv_freq") or (family.tied and n.endswith("lm_head.weight"))
+        n
+        for n in present
+        if n.endswith("rotary_emb.inv_freq") or (family.architecture.tied and n.endswith("lm_head.weight"))
     }
     ignored |= {n for n in present if family.passthrough(n)}
     missing, extra = sorted(needed - present), sorted(present - needed - ignored)

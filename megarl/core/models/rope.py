@@ -1,4 +1,4 @@
-"""Rotary embedding: the frequencies of a config.json, and rotating queries and keys by them.
+"""Rotary embedding: its frequencies, and turning queries and keys by them.
 
 halves         (x0 … x7)  ->  pairs (x0, x4) (x1, x5) (x2, x6) (x3, x7)       most models
 interleaved    (x0 … x7)  ->  pairs (x0, x1) (x2, x3) (x4, x5) (x6, x7)       Llama 4, which rotates in float32
@@ -6,38 +6,24 @@ interleaved    (x0 … x7)  ->  pairs (x0, x1) (x2, x3) (x4, x5) (x6, x7)       
 
 import functools
 import math
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.architecture import Architecture
 
 
-def rope_parameters(config: dict[str, Any], where: Path) -> dict[str, Any]:
-    """Read rope_parameters as transformers 5 writes them, or rope_theta and rope_scaling as before."""
-    rope: dict[str, Any] = config.get("rope_parameters") or {
-        "rope_theta": config.get("rope_theta", 10000.0),
-        **(config.get("rope_scaling") or {}),
-    }
-    if rope.get("rope_type", "default") not in ("default", "llama3"):
-        raise MegarlError(f"{where}: rope_type {rope['rope_type']!r} is not supported; supported: default, llama3")
-    return rope
+def inverse_frequencies(model: Architecture) -> Tensor:
+    """[head_dim / 2] float32, bit for bit transformers' `default` and `llama3` (modeling_rope_utils.py).
 
-
-def inverse_frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
-    """Return [head_dim / 2] float32, bit for bit transformers' `default` and `llama3` (modeling_rope_utils.py).
-
-    llama3: wavelengths longer than original/low_freq_factor are stretched by `factor`, those shorter than
-    original/high_freq_factor are kept, those between are interpolated (Llama 4 has both factors 1: nothing is between).
+    Llama 4 has low and high 1: no wavelength is between.
     """
-    steps = torch.arange(0, head_dim, 2, dtype=torch.int64).float()
-    frequencies = 1.0 / (rope["rope_theta"] ** (steps / head_dim))
-    if rope.get("rope_type", "default") == "default":
+    steps = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float()
+    frequencies = 1.0 / (model.rope_theta ** (steps / model.head_dim))
+    scaling = model.rope_scaling
+    if scaling is None:
         return frequencies
-    factor, original = rope["factor"], rope["original_max_position_embeddings"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    factor, low, high, original = scaling.factor, scaling.low, scaling.high, scaling.original
     wavelengths = 2 * math.pi / frequencies
     stretched = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
     if low == high:

@@ -2,11 +2,9 @@
 supervisor asks it before one is started."""
 
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
+from megarl.core.base.architecture import Architecture, in_directory
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import read_config, text_config
 from megarl.core.recipe import Recipe
 
 TEXT_ONLY = "Llama4ForCausalLM"
@@ -15,16 +13,15 @@ TEXT_ONLY = "Llama4ForCausalLM"
 
 def check(recipe: Recipe, cuda: bool) -> None:
     """What SGLang would say late or not at all: one MegarlError that names the key. cuda: servers have a GPU."""
-    config = language_config(recipe)
-    serving = recipe.serving
+    serving, path = recipe.serving, recipe.model.path
+    model = in_directory(path)
     longest = recipe.length.context_tokens
-    limit = config.get("max_position_embeddings")
-    _check_qwen(recipe, config)
-    _check_llama4(recipe, config, longest, cuda)
-    if limit is not None and limit < longest:
+    _check_qwen(path, model)
+    _check_llama4(path, model, longest, cuda)
+    if model.context < longest:
         raise MegarlError(
-            f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but {recipe.model.path} has positions for "
-            f"{limit} (max_position_embeddings in its config.json)"
+            f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but {path} has positions for "
+            f"{model.context} (max_position_embeddings in its config.json)"
         )
     if serving.kv_tokens is None and not cuda:
         raise MegarlError(
@@ -42,49 +39,38 @@ def check(recipe: Recipe, cuda: bool) -> None:
         )
 
 
-def _check_qwen(recipe: Recipe, config: dict[str, Any]) -> None:
+def _check_qwen(path: str, model: Architecture) -> None:
     """SGLang gives every layer of a Qwen3-MoE experts, and every Qwen2 the usual size of heads, whatever config.json says."""
-    heads, hidden = config.get("num_attention_heads", 1), config.get("hidden_size", 0)
-    if config.get("model_type") == "qwen2" and config.get("head_dim") not in (None, hidden // heads):
+    usual = model.hidden // model.heads
+    if model.name == "Qwen2ForCausalLM" and model.head_dim != usual:
         raise MegarlError(
-            f"{recipe.model.path}: head_dim={config['head_dim']} in config.json: SGLang serves Qwen2 with heads of "
-            f"hidden_size / num_attention_heads = {hidden // heads} and no others"
+            f"{path}: head_dim={model.head_dim} in config.json: SGLang serves Qwen2 with heads of "
+            f"hidden_size / num_attention_heads = {usual} and no others"
         )
-    if config.get("model_type") == "qwen3_moe" and (
-        config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
-    ):
+    if model.name == "Qwen3MoeForCausalLM" and model.moe_layers < model.layers:
         raise MegarlError(
-            f"{recipe.model.path}: mlp_only_layers and decoder_sparse_step in config.json: SGLang serves Qwen3-MoE with "
+            f"{path}: mlp_only_layers and decoder_sparse_step in config.json: SGLang serves Qwen3-MoE with "
             "experts in every layer and no other arrangement"
         )
 
 
-def _check_llama4(recipe: Recipe, config: dict[str, Any], longest: int, cuda: bool) -> None:
+def _check_llama4(path: str, model: Architecture, longest: int, cuda: bool) -> None:
     """Where SGLang would serve another model than the directory has, without a word."""
-    if config.get("model_type") != "llama4_text":
+    if not model.name.startswith("Llama4"):
         return
-    layers = range(config["num_hidden_layers"])
-    rope = config.get("no_rope_layers") or [int((i + 1) % config.get("no_rope_layer_interval", 4) != 0) for i in layers]
-    if list(rope[: len(layers)]) != [int((i + 1) % 4 != 0) for i in layers]:
+    if model.unrotated_layers != tuple(range(3, model.layers, 4)):
         raise MegarlError(
-            f"{recipe.model.path}: no_rope_layers in config.json: SGLang serves Llama 4 with every fourth layer without RoPE "
+            f"{path}: no_rope_layers in config.json: SGLang serves Llama 4 with every fourth layer without RoPE "
             "and no other arrangement"
         )
-    step = config.get("interleave_moe_layer_step", 1)
-    experts = config.get("moe_layers")
-    if experts is not None and sorted(experts) != [i for i in layers if (i + 1) % step == 0]:
+    step, chunk = model.expert_step, model.attention_chunk
+    if model.expert_layers != tuple(range(step - 1, model.layers, step)):
         raise MegarlError(
-            f"{recipe.model.path}: moe_layers in config.json: SGLang puts experts where interleave_moe_layer_step={step} says"
+            f"{path}: moe_layers in config.json: SGLang puts experts where interleave_moe_layer_step={step} says"
         )
-    chunk = config.get("attention_chunk_size")
-    if cuda and chunk and chunk < longest and TEXT_ONLY in read_config(recipe.model.path).get("architectures", []):
+    if cuda and chunk and chunk < longest and model.name == TEXT_ONLY:
         raise MegarlError(
             f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU SGLang does not divide the "
             f"attention of {TEXT_ONLY} into chunks (attention_chunk_size={chunk}); start from the whole "
             "Llama4ForConditionalGeneration directory, or shorten length.*"
         )
-
-
-def language_config(recipe: Recipe) -> dict[str, Any]:
-    """Of the model's config.json, what is about the language model."""
-    return text_config(read_config(recipe.model.path), Path(recipe.model.path) / "config.json")

@@ -18,15 +18,14 @@ import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
-from megarl.core.base.architecture import RoutedLayers
+from megarl.core.base.architecture import in_directory
 from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import read_config
 from megarl.core.base.process import check_free, die_with_parent, start_logging
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import workers
-from megarl.core.server.checks import TEXT_ONLY, check, language_config
+from megarl.core.server.checks import TEXT_ONLY, check
 from megarl.core.server.proxy import Answers, Gate
 
 WATCHDOG_MARGIN_S = 120.0
@@ -68,7 +67,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     from sglang.srt.utils import kill_process_tree
 
     app.add_middleware(Answers, place=here())
-    handles, vocabulary = recipe.weights.transport == "cuda_ipc", int(language_config(recipe)["vocab_size"])
+    handles, vocabulary = recipe.weights.transport == "cuda_ipc", in_directory(recipe.model.path).vocabulary
     app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=vocabulary)  # the outer one
     try:
         launch_server(
@@ -124,7 +123,7 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, Any]:
 def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dict[str, str]:
     """Environment variables of the server and of the processes it spawns."""
     common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if not cuda or TEXT_ONLY in read_config(recipe.model.path).get("architectures", []):
+    if not cuda or in_directory(recipe.model.path).name == TEXT_ONLY:
         common["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS
     if cuda:
         return common
@@ -143,7 +142,7 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dic
 def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: bool) -> dict[str, Any]:
     """SGLang's ServerArgs. What is not here keeps SGLang's default (radix cache on, attention backend, CUDA graphs)."""
     serving, weights = recipe.serving, recipe.weights
-    config = language_config(recipe)
+    model = in_directory(recipe.model.path)
     # A token of the interruption phrase is at least one byte.
     context = recipe.length.context_tokens + len(recipe.length.interruption.encode()) + KEPT_FROM_INPUT
     return {
@@ -151,7 +150,7 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "dtype": DTYPES[recipe.model.dtype],
         "device": "cuda" if cuda else "cpu",
         "enable_fp32_lm_head": recipe.model.fp32_head in ("both", "server"),
-        "context_length": min(context, config.get("max_position_embeddings", context)),
+        "context_length": min(context, model.context),
         "skip_tokenizer_init": True,
         "sampling_defaults": "openai",  # every request states its own; generation_config.json has no say
         "host": host,
@@ -176,7 +175,7 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "sleep_on_idle": not cuda and recipe.resources.server_tensor_parallel == 1,
         "enable_metrics": recipe.monitor.prometheus,
         # For routing replay, and to compare the choices of both sides.
-        "enable_return_routed_experts": RoutedLayers.of(config) is not None,
+        "enable_return_routed_experts": bool(model.experts),
         "log_level": "info",
         "log_level_http": "warning",
     }

@@ -8,11 +8,12 @@ embed_tokens, lm_head                               ►  the same, with zero row
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megarl.core.base.architecture import Architecture
 
 VOCABULARY_MULTIPLE = 64
 PADDED = ("embed_tokens.weight", "lm_head.weight")
@@ -48,10 +49,9 @@ def place(name: str) -> Place:
     return Place(name)
 
 
-def rotary_head_dim(config: Mapping[str, Any]) -> int | None:
-    """Of a config.json: the head_dim of a family whose q and k the server reorders (Llama 4), else None."""
-    text = config.get("text_config", config)
-    return text["head_dim"] if text.get("model_type") == "llama4_text" else None
+def rotary_head_dim(model: Architecture) -> int | None:
+    """The head_dim of a model whose q and k the server reorders (Llama 4), else None."""
+    return model.head_dim if model.rope_interleaved else None
 
 
 def as_held(name: str, tensor: Tensor, rotary_head_dim: int | None) -> Tensor:

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.nn import Module
 
-from megarl.core.base.hf_files import read_config
 from megarl.core.base.messages import Publish, Published, ServerResult
 from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir
@@ -38,7 +37,7 @@ def transport_of(recipe: Recipe, chunks: Sequence[Module], family: Family) -> Tr
     flush, bucket_bytes = weights.pause == "retract", weights.bucket_mb << 20
     if weights.transport == "disk":
         return DiskTransport(chunks, family, source, RunDir(recipe.run.path).weights, flush)
-    turned = rotary_head_dim(read_config(source))
+    turned = rotary_head_dim(family.architecture)
     if weights.transport == "cuda_ipc":
         return CudaIpcTransport(chunks, family, bucket_bytes, flush, turned)
     return ProcessGroupTransport(chunks, family, bucket_bytes, weights.timeout_s, flush, turned)

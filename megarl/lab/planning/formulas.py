@@ -10,8 +10,7 @@
 Activations are those of megarl's own layers: flash attention, no dropout, gated MLPs, RMS norms, bf16.
 """
 
-from megarl.core.algorithm.packing import Cost
-from megarl.core.base.architecture import Shape
+from megarl.core.base.architecture import Architecture
 
 HALF, FP32, FP8 = 2, 4, 1
 WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}
@@ -40,8 +39,8 @@ def fp8_weight_bytes(parameters: float) -> float:
     return 2 * FP8 * parameters
 
 
-def replicated_activation_bytes(shape: Shape, width: int, kept: int) -> float:
-    """Return bytes per token and layer divided by TP only with sequence parallelism: input and output of both norms.
+def replicated_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
+    """A token's, of one layer, that tensor parallelism divides only with sequence parallelism: input and output of both norms.
 
     [AR] section 4.2.1 counts 10 sbh outside tensor-parallel parts: 4 for the layer norms' inputs, 4 for the inputs of the parts
     after them (here the norms' outputs), and 2 for dropout masks, of which there are none. width: bytes of an activation; kept:
@@ -50,13 +49,13 @@ def replicated_activation_bytes(shape: Shape, width: int, kept: int) -> float:
     return 2 * shape.hidden * (width + kept)
 
 
-def layer_input_bytes(shape: Shape, width: int) -> float:
-    """Return bytes per token of the input of a layer that is recomputed whole. Divided as the one above. [AR] section 5."""
+def layer_input_bytes(shape: Architecture, width: int) -> float:
+    """A token's, of a layer that is computed again whole: what goes into it. Divided as the one above. [AR] section 5."""
     return shape.hidden * width
 
 
-def attention_activation_bytes(shape: Shape, width: int, kept: int) -> float:
-    """Return bytes per token and layer divided by TP: q, k, v, the output, and the softmax's normaliser (FP32).
+def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
+    """A token's, of one layer, that tensor parallelism divides: q, k, v, the output, and the softmax's normaliser (FP32).
 
     [AR] equation 1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The map after it keeps the same
     output, unless it keeps it in FP8.
@@ -70,8 +69,8 @@ def mlp_activation_bytes(feed_forward: int, width: int, kept: int) -> float:
     return feed_forward * (2 * width + kept)
 
 
-def routed_activation_bytes(shape: Shape, expert_tensor_parallel: int, width: int, kept: int) -> float:
-    """Return bytes per token and layer of all chosen routed experts together, if tokens are spread evenly over experts.
+def routed_activation_bytes(shape: Architecture, expert_tensor_parallel: int, width: int, kept: int) -> float:
+    """A token's, of one layer's routed experts, all chosen together, where tokens fall evenly on the experts.
 
     Each choice is a separate row: gathered input and output [hidden], and the gated MLP within. Router logits in FP32.
     """
@@ -107,58 +106,39 @@ def head_bytes(tokens: float, vocabulary: int, hidden: int, tensor_parallel: int
 # Memory of a server.
 
 
-def kv_bytes(shape: Shape, tensor_parallel: int, width: int) -> float:
-    """Return bytes per token of k and v of every layer on each GPU of a server. [Inf] More GPUs than groups hold copies."""
+def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:
+    """A token's, on each GPU of a server: k and v of every layer. [Inf] More GPUs than groups hold copies."""
     return 2 * shape.layers * max(shape.groups / tensor_parallel, 1) * shape.head_dim * width
 
 
 # Work.
 
 
-def layer_flop(shape: Shape) -> float:
-    """Return forward FLOP per token: 2 for each parameter it is multiplied by, without embedding and head. [PaLM]"""
+def layer_flop(shape: Architecture) -> float:
+    """Forward, of a token: 2 for each parameter it is multiplied with, without embedding and head. [PaLM]"""
     return 2 * shape.body_parameters
 
 
-def attention_flop(shape: Shape, positions: float) -> float:
-    """Return forward FLOP of a token's attention to this many positions: scores and weighted values. [PaLM], causal."""
+def attention_flop(shape: Architecture, positions: float) -> float:
+    """Forward, of a token that looks back on so many positions: scores and their sum over values. [PaLM], causal."""
     chunk = shape.attention_chunk or positions
     local = shape.local_layers * min(positions, chunk)
     return 4 * shape.query * (local + (shape.layers - shape.local_layers) * positions)
 
 
-def head_flop(shape: Shape) -> float:
-    """Return forward FLOP of the head per token. [PaLM]"""
+def head_flop(shape: Architecture) -> float:
+    """Forward, of a token. [PaLM] FP32 logits of bf16 numbers are products of bf16 numbers summed in FP32, on learner and
+    server, so they cost what bf16 ones do."""
     return 2 * shape.embedding_parameters
 
 
-BACKWARD = 3
-"""Forward and backward together, in forwards. [PaLM]"""
-HEAD_BACKWARD = 4
-"""The same for the learner's head, which recomputes its logits (core/learner/head).
-
-FP32 logits of bf16 numbers are products of bf16 numbers summed in FP32, on both sides, so they cost the same as bf16 ones.
-"""
-
-
-def forward_again(recompute: str, shape: Shape) -> float:
-    """Return FLOP of a token's forward pass through the layers' matrices that the backward pass recomputes. [AR] section 5.
+def forward_again(recompute: str, shape: Architecture) -> float:
+    """Of a token's forward pass through the layers' matrices, what the backward pass computes again, in FLOP. [AR] section 5.
 
     recompute: as in the recipe; selective means MLPs and experts (megarl/core/models/build.py).
     """
     attention = 2 * shape.layers * shape.attention_parameters
     return {"none": 0.0, "selective": layer_flop(shape) - attention, "full": layer_flop(shape)}[recompute]
-
-
-def sequence_cost(shape: Shape) -> Cost:
-    """Return the learner's cost model of a sequence (megarl/core/learner/network.py), in FLOP."""
-    pair = BACKWARD * 4 * shape.query
-    return Cost(
-        token=BACKWARD * layer_flop(shape) + HEAD_BACKWARD * head_flop(shape),
-        pair=pair * (shape.layers - shape.local_layers),
-        local_pair=pair * shape.local_layers,
-        chunk=shape.attention_chunk or 1,
-    )
 
 
 def bubble(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
@@ -167,7 +147,7 @@ def bubble(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
 
 
 def tensor_parallel_bytes(
-    tokens: float, shape: Shape, ranks: int, sequence_parallel: bool, recompute: str = "none"
+    tokens: float, shape: Architecture, ranks: int, sequence_parallel: bool, recompute: str = "none"
 ) -> float:
     """Return bytes over a rank's link for the tensor parallelism of one layer, forward and backward. [AR] 4.2.2.
 
@@ -178,11 +158,9 @@ def tensor_parallel_bytes(
     return passes * HALF * tokens * shape.hidden * (ranks - 1) / ranks
 
 
-def expert_parallel_bytes(tokens: float, shape: Shape, ranks: int, recompute: str = "none") -> float:
-    """Return bytes over a rank's link for one layer's experts: to them and back, forward, backward and when recomputed.
-
-    GShard, arXiv 2006.16668.
-    """
+def expert_parallel_bytes(tokens: float, shape: Architecture, ranks: int, recompute: str = "none") -> float:
+    """Over a rank's link for one layer's experts: to them and back, forward, backward and in a forward pass that is run again.
+    GShard, arXiv 2006.16668."""
     return (
         (4 if recompute == "none" else 6) * HALF * tokens * shape.experts_per_token * shape.hidden * (ranks - 1) / ranks
     )

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from megarl.core.algorithm.packing import sizes_to_try
-from megarl.core.base.architecture import Shape
+from megarl.core.algorithm.packing import cost_of, sizes_to_try
+from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import impossible, impossible_for
-from megarl.lab.planning import formulas, memory, speed
+from megarl.lab.planning import memory, speed
 from megarl.lab.planning.hardware import GB, Assumed, Gpu
 from megarl.lab.planning.memory import LearnerMemory, ServerMemory
 from megarl.lab.planning.speed import Decoder, Packing, Publication
@@ -36,7 +36,7 @@ class Problem:
     """What is planned for: the recipe's layout and GPU counts are open, the rest of it is given."""
 
     recipe: Recipe
-    shape: Shape
+    shape: Architecture
     gpu: Gpu
     assumed: Assumed
     gpus: int
@@ -214,7 +214,7 @@ def _with_layout(recipe: Recipe, ranks: int, tp: int, pp: int, cp: int, ep: int)
 def _learner(problem: Problem, recipe: Recipe) -> LearnerChoice | str:
     """Return the learner of this recipe, or why it is impossible, in a few words so that reasons can be counted."""
     model = recipe.model
-    for broken in itertools.chain(impossible(recipe), impossible_for(model, problem.shape.divisible())):
+    for broken in itertools.chain(impossible(recipe), impossible_for(model, problem.shape.megatron_sizes())):
         return f"{broken.split(':')[0]}: {_RULES.get(broken.split(':')[0], 'breaks a rule of the recipe')}"
     if model.fp8 != "none" and not problem.gpu.fp8:
         return f"model.fp8: {problem.gpu.name} has no FP8 products"
@@ -267,12 +267,12 @@ def _largest_part(need: LearnerMemory) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _packed(work: Workload, shape: Shape, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
-    """Pack the step's sequences; if there are very many, extrapolate from a share of them on a share of the ranks."""
+def _packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
+    """Of the step's sequences; of very many, from what a share of them needs on a share of the ranks."""
     count = len(work.trained)
     ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
     taken = min(count * ranks // data_parallel, MOST_PACKED)
-    lengths, cost = work.trained[:taken].tolist(), formulas.sequence_cost(shape)
+    lengths, cost = work.trained[:taken].tolist(), cost_of(shape)
     packed = speed.packing(lengths, microbatch_tokens, ranks, cost, one_size)
     more = (count / data_parallel) / (taken / ranks)
     return replace(packed, microbatches=round(packed.microbatches * more), rank_tokens=round(packed.rank_tokens * more))

@@ -6,7 +6,7 @@ the head: the larger of the two counts.
 
 from dataclasses import dataclass
 
-from megarl.core.base.architecture import Shape
+from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
 from megarl.lab.planning import formulas
 from megarl.lab.planning.formulas import FP8, FP32, WIDTH
@@ -48,8 +48,8 @@ def colocated(recipe: Recipe, learner: LearnerMemory, server: ServerMemory) -> f
     return always + (max(step, server.kv) if recipe.serving.release_memory else step + server.kv)
 
 
-def learner(recipe: Recipe, shape: Shape, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
-    """Return memory for the recipe's layout. microbatch_tokens: of the largest micro-batch, before context parallelism."""
+def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
+    """Of the recipe's layout. microbatch_tokens: of the largest packed micro-batch, before context parallelism divides it."""
     model, last = recipe.model, recipe.model.pipeline_parallel == 1
     width = WIDTH[model.dtype]
     tokens = microbatch_tokens / model.context_parallel
@@ -71,14 +71,14 @@ def learner(recipe: Recipe, shape: Shape, microbatch_tokens: float, microbatches
     return max(first, end, key=lambda m: m.total)
 
 
-def critic_state(recipe: Recipe, shape: Shape) -> float:
-    """Return bytes of state per rank of a critic that starts from the policy's model, in its own precision."""
+def critic_state(recipe: Recipe, shape: Architecture) -> float:
+    """Weights, gradients and optimiser on a rank of a critic that starts from the policy's model, in its own precision."""
     changed = {"model": recipe.critic_model, "learner": recipe.learner.model_copy(update={"optimizer_offload": 0.0})}
     return _state(recipe.model_copy(update=changed), shape, shape.embedding_parameters / recipe.model.tensor_parallel)
 
 
-def _state(recipe: Recipe, shape: Shape, ends: float) -> float:
-    """Return bytes of weights, gradients and optimiser of a stage with `ends` embedding and head parameters on this rank."""
+def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
+    """Weights, gradients and optimiser of a stage with `ends` parameters of embedding and head on this rank."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     dense = shape.dense_parameters / (model.tensor_parallel * model.pipeline_parallel) + ends
     experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
@@ -93,8 +93,8 @@ def _state(recipe: Recipe, shape: Shape, ends: float) -> float:
     )
 
 
-def _stage_activations(recipe: Recipe, shape: Shape, width: int) -> float:
-    """Return bytes that a token keeps in all layers of one stage, on one rank, until its backward pass."""
+def _stage_activations(recipe: Recipe, shape: Architecture, width: int) -> float:
+    """What a token keeps of all layers of one stage, on one rank, until its backward pass."""
     model = recipe.model
     if recipe.learner.recompute == "full":
         shards = model.tensor_parallel if model.sequence_parallel else 1
@@ -106,8 +106,8 @@ def _stage_activations(recipe: Recipe, shape: Shape, width: int) -> float:
     return whole / model.pipeline_parallel
 
 
-def _recomputed_activations(recipe: Recipe, shape: Shape, width: int) -> float:
-    """Return bytes that a token takes in the one layer being recomputed."""
+def _recomputed_activations(recipe: Recipe, shape: Architecture, width: int) -> float:
+    """What a token has of the one layer that is being computed again."""
     if recipe.learner.recompute == "none":
         return 0.0
     attention, dense, sparse = _layer_activations(recipe, shape, width)
@@ -115,8 +115,8 @@ def _recomputed_activations(recipe: Recipe, shape: Shape, width: int) -> float:
     return largest + (attention if recipe.learner.recompute == "full" else 0.0)
 
 
-def _layer_activations(recipe: Recipe, shape: Shape, width: int) -> tuple[float, float, float]:
-    """Return bytes per token in one layer, on one rank: of norms and attention, of a dense MLP, of experts."""
+def _layer_activations(recipe: Recipe, shape: Architecture, width: int) -> tuple[float, float, float]:
+    """A token's, of one layer, on one rank: of norms and attention, of a dense MLP, of experts."""
     model = recipe.model
     shards = model.tensor_parallel if model.sequence_parallel else 1
     kept = width if model.fp8 == "none" else FP8
@@ -130,8 +130,8 @@ def _layer_activations(recipe: Recipe, shape: Shape, width: int) -> tuple[float,
     return attention, dense, shared + routed
 
 
-def server(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed) -> ServerMemory:
-    """Return the memory of a server with resources.server_tensor_parallel GPUs."""
+def server(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed) -> ServerMemory:
+    """Of resources.server_tensor_parallel GPUs."""
     ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
     width = WIDTH[recipe.model.dtype]
     weights = shape.parameters * width / ranks

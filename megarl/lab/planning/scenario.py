@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megarl.lab.planning import formulas, speed
+from megarl.core.algorithm.packing import cost_of
+from megarl.lab.planning import speed
 from megarl.lab.planning.layouts import Plan, Problem
 from megarl.lab.planning.simulate import Costs, Scenario, Step, Summary, simulate, summary
 from megarl.lab.planning.workload import LogNormal, workload
@@ -26,8 +27,8 @@ def costs(problem: Problem, plan: Plan) -> Costs:
     """Return the simulator's costs for this plan."""
     recipe = plan.recipe
     microbatch_tokens = recipe.learner.microbatch_tokens
-    assert microbatch_tokens != "auto"  # a plan has a number
-    cost, one_size = formulas.sequence_cost(problem.shape), recipe.model.pipeline_parallel > 1
+    assert microbatch_tokens != "auto"  # a plan says how many
+    cost, one_size = cost_of(problem.shape), recipe.model.pipeline_parallel > 1
 
     def train_seconds(lengths: Sequence[int]) -> float:
         packed = speed.packing(lengths, microbatch_tokens, recipe.data_parallel, cost, one_size)

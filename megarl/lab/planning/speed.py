@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.core.algorithm.packing import Cost, pack
-from megarl.core.base.architecture import Shape
+from megarl.core.algorithm.packing import HEAD_PASSES, LAYER_PASSES, Cost, pack
+from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
 from megarl.lab.planning import formulas
 from megarl.lab.planning.formulas import WIDTH
@@ -44,18 +44,18 @@ def packing(
     )
 
 
-def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assumed: Assumed) -> float:
-    """Return seconds of forward, backward, gradients and optimiser in a step on the slowest rank."""
+def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu, assumed: Assumed) -> float:
+    """Forward, backward, gradients and optimiser of a step on the slowest rank."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     stages, microbatches = model.pipeline_parallel, packed.microbatches
     # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
     tokens = (packed.rank_tokens if stages == 1 else packed.largest * microbatches) / model.context_parallel
     attention, recompute = formulas.attention_flop(shape, packed.positions), recipe.learner.recompute
     bf16 = gpu.bf16 * assumed.training_efficiency
-    linear = formulas.BACKWARD * formulas.layer_flop(shape) + formulas.forward_again(recompute, shape)
+    linear = LAYER_PASSES * formulas.layer_flop(shape) + formulas.forward_again(recompute, shape)
     linear_seconds = linear / (bf16 if model.fp8 == "none" else gpu.fp8 * assumed.fp8_efficiency)
-    attention_seconds = (formulas.BACKWARD + (recompute == "full")) * attention / bf16
-    head_seconds = formulas.HEAD_BACKWARD * formulas.head_flop(shape) / bf16
+    attention_seconds = (LAYER_PASSES + (recompute == "full")) * attention / bf16
+    head_seconds = HEAD_PASSES * formulas.head_flop(shape) / bf16
     per_token = ((linear_seconds + attention_seconds) / stages + head_seconds) / model.tensor_parallel
     links = _layer_link_seconds(recipe, shape, tokens, gpu, assumed) / stages
     slowest = tokens * per_token + links
@@ -63,8 +63,8 @@ def train_seconds(recipe: Recipe, shape: Shape, packed: Packing, gpu: Gpu, assum
     return pipeline + _update_seconds(recipe, shape, ranks, gpu, assumed)
 
 
-def _layer_link_seconds(recipe: Recipe, shape: Shape, tokens: float, gpu: Gpu, assumed: Assumed) -> float:
-    """Return seconds of tensor and expert parallel communication in all layers, as if none overlapped with compute."""
+def _layer_link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, assumed: Assumed) -> float:
+    """Communication of tensor and expert parallelism within all layers, as if none of it were hidden."""
     model, again = recipe.model, recipe.learner.recompute
     seconds = 0.0
     if model.tensor_parallel > 1:
@@ -78,8 +78,8 @@ def _layer_link_seconds(recipe: Recipe, shape: Shape, tokens: float, gpu: Gpu, a
     return seconds
 
 
-def _update_seconds(recipe: Recipe, shape: Shape, ranks: int, gpu: Gpu, assumed: Assumed) -> float:
-    """Return seconds to reduce gradients over data-parallel ranks, run AdamW and gather weights, assuming no overlap."""
+def _update_seconds(recipe: Recipe, shape: Architecture, ranks: int, gpu: Gpu, assumed: Assumed) -> float:
+    """Gradients over the data-parallel ranks, AdamW on this rank's share, weights back. Nothing of it hidden."""
     model = recipe.model
     dense_shards = model.tensor_parallel * model.pipeline_parallel
     expert_shards = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
@@ -102,7 +102,7 @@ class Decoder:
     """Computes seconds of a server's decode steps. kv_token: bytes of a token's k and v on each of its GPUs."""
 
     recipe: Recipe
-    shape: Shape
+    shape: Architecture
     gpu: Gpu
     assumed: Assumed
     kv_token: float
@@ -170,8 +170,8 @@ class Publication:
     calls: float  # part of transfer: what rank 0's HTTP calls alone would take
 
 
-def publication(recipe: Recipe, shape: Shape, gpu: Gpu, assumed: Assumed, devices: int) -> Publication:
-    """Return the cost of publishing the whole model to all servers, bucket by bucket; stages send one after the other."""
+def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed, devices: int) -> Publication:
+    """Of the whole model to all servers, bucket by bucket; stages send one after the other."""
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
     size = shape.parameters * WIDTH[recipe.model.dtype]
     bucket = recipe.weights.bucket_mb * 2**20

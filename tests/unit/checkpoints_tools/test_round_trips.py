@@ -49,7 +49,7 @@ def test_every_bit_survives_two_layouts(tmp_path: Path, name: str, dtype: torch.
     tiny, overrides = FAMILIES[name]
     tiny(tmp_path / "hf", dtype, **overrides)
     family = family_of(tmp_path / "hf")
-    first, second = EXPERTS if family.experts else DENSE
+    first, second = EXPERTS if family.architecture.experts else DENSE
     if name == "llama 4":
         second = ["--tp", "2"]  # experts divided by TP
     run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "one", *first)

@@ -12,8 +12,9 @@ import torch
 
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base.architecture import in_directory
 from megarl.core.learner.trainer import Trainer
-from megarl.core.models import family_of, hf, parallel
+from megarl.core.models import hf, parallel
 
 LENGTHS = [40, 7, 23, 64, 31, 12]
 
@@ -35,7 +36,7 @@ def sequences(experts: bool) -> list[TrainSequence]:
 
 def step(model: Path, dtype: str) -> dict[str, torch.Tensor]:
     """ "loss", and the gradient of each weight in float64 on the CPU. Ends with the gradients in the weights' place."""
-    experts = family_of(model).experts is not None
+    experts = in_directory(model).experts > 0
     tree = {
         "model": {"path": str(model), "dtype": dtype, "moe": {"routing_replay": experts}},
         "learner": {"microbatch_tokens": 96, "optimizer": {"lr": 1e-3, "warmup_steps": 0}},

@@ -80,7 +80,7 @@ def test_logits_gradients_and_export_are_those_of_transformers(one_rank: None, t
     assert all(torch.equal(stored[name], exported[name]) for name in exported)
 
     generator = torch.Generator().manual_seed(1)
-    vocabulary = family.vocabulary
+    vocabulary = family.architecture.vocabulary
     rectangle = torch.randint(0, vocabulary, (2, 48), generator=generator)
     with torch.no_grad():
         assert (chunk(rectangle, None, None) - reference(rectangle).logits).abs().max() <= 5e-6

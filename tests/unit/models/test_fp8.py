@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.learner.microbatch import Layout, assemble, plan
 from megarl.core.learner.network import layout_of
-from megarl.core.models import build, family_of
+from megarl.core.models import build
 from megarl.core.recipe import Model
 from megarl.core.recipe.rules import impossible_for
 from tests.tiny import tiny_llama, tiny_qwen3_moe
@@ -27,10 +28,10 @@ WIDE: dict[str, Any] = {
 def test_megatron_is_told(one_rank: None, tmp_path: Path, recipe: Any, format_: str) -> None:
     """Format and recipe; weights stay in bf16, attention too."""
     tiny_llama(tmp_path)
-    config = build.transformer_config(Model(path=str(tmp_path), fp8=recipe), family_of(tmp_path), fused=False)
+    config = build.transformer_config(Model(path=str(tmp_path), fp8=recipe), in_directory(tmp_path), fused=False)
     assert (config.fp8, config.fp8_recipe, config.fp8_param) == (format_, recipe, False)
     assert not any((config.fp8_dot_product_attention, config.fp8_multi_head_attention, config.fp8_output_proj))
-    assert build.transformer_config(Model(path=str(tmp_path)), family_of(tmp_path), fused=False).fp8 is None
+    assert build.transformer_config(Model(path=str(tmp_path)), in_directory(tmp_path), fused=False).fp8 is None
 
 
 def test_refused_without_transformer_engine(one_rank: None, tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_widths_that_do_not_divide(layout: dict[str, Any], sizes: dict[str, Any]
 def test_experts_of_a_family_are_looked_at(one_rank: None, tmp_path: Path) -> None:
     tiny_qwen3_moe(tmp_path, moe_intermediate_size=40)
     with pytest.raises(MegarlError, match=r"model\.fp8: moe_ffn_hidden_size of .* is 40 on each rank"):
-        build.transformer_config(Model(path=str(tmp_path), fp8="blockwise"), family_of(tmp_path), fused=False)
+        build.transformer_config(Model(path=str(tmp_path), fp8="blockwise"), in_directory(tmp_path), fused=False)
 
 
 @pytest.mark.parametrize("context", [1, 2, 3])

@@ -1,6 +1,7 @@
 """Memory against published footprints, and against what the parts must add up to."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_activations_of_a_gpt_are_those_of_the_paper() -> None:
     (1 + 2 of the 34; attention's own falls with the scores), with SwiGLU's three inner values where the GPT has two of 4 h
     (16 of the 34), and with both ends of a norm kept: what is left must agree."""
     h = 12288
-    shape = architecture.Shape(1, h, 96, 96, 128, 4 * h, 50257, False)
+    shape = replace(EIGHT, hidden=h, heads=96, groups=96, feed_forward=4 * h)
     ours = formulas.replicated_activation_bytes(shape, 2, 2) + formulas.attention_activation_bytes(shape, 2, 2)
     paper = (4 + 2 + 2) * h + (2 + 2 + 2 + 2) * h  # norms' inputs and outputs; q, k, v and attention's output
     assert ours == paper + 4 * 96

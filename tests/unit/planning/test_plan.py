@@ -10,10 +10,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from megarl import cli
+from megarl.core.algorithm.packing import cost_of
 from megarl.core.base import architecture
 from megarl.core.recipe import load
 from megarl.core.recipe.rules import impossible, impossible_for
-from megarl.lab.planning import formulas, scenario, show, speed
+from megarl.lab.planning import scenario, show, speed
 from megarl.lab.planning.hardware import Assumed, assumed, gpu_named
 from megarl.lab.planning.layouts import Plan, Problem, as_written, search
 from megarl.lab.planning.speed import Decoder
@@ -139,7 +140,7 @@ def test_every_plan_obeys_the_rules_and_fits(name: str, config: str, gpu: str) -
         r = plan.recipe.resources
         assert r.servers * r.server_tensor_parallel + r.learner_ranks == 80
         assert not impossible(plan.recipe)
-        assert not impossible_for(plan.recipe.model, asked.shape.divisible())
+        assert not impossible_for(plan.recipe.model, asked.shape.megatron_sizes())
         assert plan.learner.total <= room
         assert plan.server.weights + plan.server.kv + plan.server.transient <= room
         assert plan.server.kv_tokens >= plan.recipe.length.context_tokens
@@ -192,7 +193,7 @@ def test_training_time_is_flop_over_rate_where_nothing_is_communicated() -> None
     """One rank: 6 x parameters (no embedding; the head's 8) x tokens, and attention, at half of the peak; then AdamW."""
     layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
     recipe, shape, gpu = load("scalerl-8b", layout), architecture.read("llama-3.1-8b"), gpu_named("h100")
-    packed = speed.packing([1000] * 160, 16384, 1, formulas.sequence_cost(shape))
+    packed = speed.packing([1000] * 160, 16384, 1, cost_of(shape))
     found = speed.train_seconds(recipe, shape, packed, gpu, assumed())
     tokens = 160_000
     matrices = (6 * (shape.parameters - shape.embedding_parameters) + 2 * shape.embedding_parameters) * tokens
@@ -205,7 +206,7 @@ def test_recomputation_is_a_further_forward_pass_of_the_layers() -> None:
     """A third more of them and nothing of the head; selective: without attention."""
     layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
     shape, gpu = architecture.read("llama-3.1-8b"), gpu_named("h100")
-    packed = speed.packing([1000] * 160, 16384, 1, formulas.sequence_cost(shape))
+    packed = speed.packing([1000] * 160, 16384, 1, cost_of(shape))
     none, selective, full = (
         speed.train_seconds(load("scalerl-8b", [*layout, f"learner.recompute={what}"]), shape, packed, gpu, assumed())
         for what in ("none", "selective", "full")
@@ -220,7 +221,7 @@ def test_fp8_quickens_the_linear_maps_and_nothing_else() -> None:
     """6 x parameters of the layers at the FP8 rate; attention, head and AdamW as before."""
     layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
     shape, gpu = architecture.read("llama-3.1-8b"), gpu_named("h100")
-    packed = speed.packing([1000] * 160, 16384, 1, formulas.sequence_cost(shape))
+    packed = speed.packing([1000] * 160, 16384, 1, cost_of(shape))
     bf16, fp8 = (
         speed.train_seconds(load("scalerl-8b", [*layout, f"model.fp8={x}"]), shape, packed, gpu, assumed())
         for x in ("none", "blockwise")
@@ -239,7 +240,7 @@ def test_an_offloaded_optimiser_is_as_slow_as_the_host() -> None:
     """8B parameters on one rank: 4 bytes each way over PCIe, 30 through the host's memory."""
     layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
     shape, gpu = architecture.read("llama-3.1-8b"), gpu_named("h100")
-    packed = speed.packing([1000], 16384, 1, formulas.sequence_cost(shape))
+    packed = speed.packing([1000], 16384, 1, cost_of(shape))
     here, there = (
         speed.train_seconds(
             load("scalerl-8b", [*layout, f"learner.optimizer_offload={x}"]), shape, packed, gpu, assumed()

@@ -1,11 +1,13 @@
 """Parameter counts against the published ones, and against the models that transformers builds of the same config.json."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
@@ -49,7 +51,9 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen3": (tiny_qwen3, {}),
     "qwen3-moe": (tiny_qwen3_moe, {}),
     "qwen3-moe, some layers dense": (tiny_qwen3_moe, {"mlp_only_layers": [1]}),
+    "qwen3-moe, every second layer": (tiny_qwen3_moe, {"decoder_sparse_step": 2}),
     "llama4": (tiny_llama4, {}),
+    "llama4, without chunks": (tiny_llama4, {"attention_chunk_size": None}),
     "llama4, multimodal": (tiny_llama4_multimodal, {}),
 }
 
@@ -61,6 +65,43 @@ def test_counts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     elsewhere = ("vision_model.", "multi_modal_projector.", "model.vision_model.", "model.multi_modal_projector.")
     real = sum(p.numel() for n, p in model.named_parameters() if not n.startswith(elsewhere))
     assert architecture.read(str(tmp_path)).parameters == real
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    """Which have experts, which do not rotate q and k, and which attend within chunks."""
+    make, overrides = MODELS[name]
+    modules = make(tmp_path, **overrides).named_modules()
+    layers = [module for path, module in modules if re.search(r"^(?!.*vision).*\.layers\.\d+$", path)]
+    experts = [any(path.endswith("experts") for path, _ in layer.named_modules()) for layer in layers]
+    rotated = [getattr(layer.self_attn, "use_rope", True) for layer in layers]
+    found = architecture.read(str(tmp_path))
+    assert found.layers == len(layers)
+    assert found.expert_layers == tuple(i for i, has in enumerate(experts) if has)
+    assert found.unrotated_layers == tuple(i for i, turns in enumerate(rotated) if not turns)
+    assert found.local_layers == (sum(rotated) if name in ("llama4", "llama4, multimodal") else 0)
+
+
+SAME = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "groups": "num_key_value_heads",
+    "vocabulary": "vocab_size", "context": "max_position_embeddings", "tied": "tie_word_embeddings", "epsilon": "rms_norm_eps",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", architecture.known())
+def test_what_is_not_written_is_what_transformers_takes(name: str) -> None:
+    """The configurations that come with megarl leave most of a config.json out."""
+    config = json.loads((architecture.CONFIGS / f"{name}.json").read_text())
+    found = architecture.read(name)
+    text = CONFIG_MAPPING[config["model_type"]](**config).get_text_config()
+    assert {ours: getattr(found, ours) for ours in SAME} == {ours: getattr(text, key) for ours, key in SAME.items()}
+    assert found.head_dim == (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    assert found.rope_theta == text.rope_parameters["rope_theta"]
+    if config["model_type"] == "llama4":
+        assert found.expert_layers == tuple(text.moe_layers)
+        assert found.unrotated_layers == tuple(i for i, turns in enumerate(text.no_rope_layers) if not turns)
+        assert found.temperature == (text.floor_scale, text.attn_scale)
+        assert (found.l2_norms, found.attention_chunk) == (text.use_qk_norm, text.attention_chunk_size)
 
 
 def test_active_parameters_leave_out_experts_that_are_not_chosen(tmp_path: Path) -> None:
@@ -79,7 +120,7 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match="not JSON"):
         architecture.read(str(config))
     config.write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(MegarlError, match="GPT2LMHeadModel is not known"):
+    with pytest.raises(MegarlError, match=r"GPT2LMHeadModel is not supported; supported: .*LlamaForCausalLM"):
         architecture.read(str(tmp_path))
     config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4}))
     with pytest.raises(MegarlError, match="no 'hidden_size' there"):

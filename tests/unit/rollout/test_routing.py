@@ -2,24 +2,24 @@
 
 import asyncio
 import base64
-import json
-from functools import partial
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.core.base.architecture import RoutedLayers
+from megarl.core.base.architecture import CONFIGS, RoutedLayers, layers_of
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Prompt, Rollout, Segment, decode, encode
 from megarl.core.recipe import from_tree
 from megarl.core.sampling.sampler import Job, Sampler, routed_layers
 from megarl.core.server.client import Generation, ServerLost, Span
 from megarl.tasks.environments.registry import TaskEnvironments
+from tests.tiny import tiny_qwen3_moe
 
-LLAMA4 = {"num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
-QWEN3 = {"num_hidden_layers": 3, "num_experts": 300, "num_experts_per_tok": 2}
+EVERY_SECOND = RoutedLayers(layers=4, with_experts=(1, 3), experts=16, chosen=1)
+MANY = RoutedLayers(layers=3, with_experts=(0, 1, 2), experts=300, chosen=2)
 
 
 def reply(table: np.ndarray) -> str:
@@ -27,20 +27,15 @@ def reply(table: np.ndarray) -> str:
 
 
 def test_layers_without_experts_are_left_out() -> None:
-    routed = RoutedLayers.of({"text_config": LLAMA4})
-    assert routed is not None
     table = np.arange(2 * 4).reshape(2, 4, 1)
-    decoded = routed.decoded(reply(table))
+    decoded = EVERY_SECOND.decoded(reply(table))
     assert decoded.dtype == np.uint8
     np.testing.assert_array_equal(decoded, [[[1], [3]], [[5], [7]]])
-    assert RoutedLayers.of({"num_hidden_layers": 3}) is None
 
 
 def test_many_experts_and_the_way_through_msgpack() -> None:
-    routed = RoutedLayers.of(QWEN3)
-    assert routed is not None
     table = np.random.default_rng(0).integers(0, 300, (5, 3, 2))
-    routing = routed.joined([routed.decoded(reply(table[:2])), routed.decoded(reply(table[2:]))])
+    routing = MANY.joined([MANY.decoded(reply(table[:2])), MANY.decoded(reply(table[2:]))])
     segment = Segment(tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32), weight_version=0)
     rollout = Rollout(sample=0, segments=(segment,), reward=1, correct=True, finish="stop", routing=routing)
     again = decode(encode(rollout), Rollout).routing
@@ -49,15 +44,18 @@ def test_many_experts_and_the_way_through_msgpack() -> None:
     np.testing.assert_array_equal(again.table, table)
 
 
+def test_those_of_a_model(tmp_path: Path) -> None:
+    tiny_qwen3_moe(tmp_path, decoder_sparse_step=2)
+    assert layers_of(str(tmp_path)) == RoutedLayers(layers=4, with_experts=(1, 3), experts=4, chosen=2)
+
+
 def test_asked_for_of_a_model_or_server_that_has_none(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
+    shutil.copyfile(CONFIGS / "llama-3.1-8b.json", tmp_path / "config.json")
     recipe = from_tree({"model": {"path": str(tmp_path), "moe": {"routing_replay": True}}})
     with pytest.raises(MegarlError, match=r"model\.moe\.routing_replay: .* has no experts"):
         routed_layers(recipe)
-    routed = RoutedLayers.of(QWEN3)
-    assert routed is not None
     with pytest.raises(MegarlError, match="did not say which experts"):
-        routed.decoded("")
+        MANY.decoded("")
 
 
 class OneExpertATime:
@@ -109,12 +107,10 @@ def test_every_token_but_the_last_has_a_row_over_losses_and_legs() -> None:
     server, places = OneExpertATime(), OnePlace()
     recipe = from_tree({"length": {"answer_tokens": 4}})
     sampler = Sampler(recipe, Words(), {0: server}, places, Nobody(), TaskEnvironments(recipe, Words()))  # type: ignore[arg-type, dict-item]
-    routed = RoutedLayers.of(LLAMA4)
     prompt = Prompt(id="", tokens=np.arange(6, dtype=np.int32), answer="")
-    job = Job(prompt, (0, 0, 0), partial(places.take, (0, 0, 0), lambda *_: True), "", 5, 1.0, 1.0, routed=routed)
+    job = Job(prompt, (0, 0, 0), lambda *_: True, "", 5, 1.0, 1.0, routed=EVERY_SECOND)
     done = asyncio.run(sampler.complete(job))
-    assert routed is not None
     # Lost after 2 of 5, 3 more, the phrase of 3, the answer of 4; the row of the last token of a request comes with the next.
     assert server.asked == [(6, 0), (8, 0), (14, 10)]
     assert len(done.tokens) == 12
-    np.testing.assert_array_equal(routed.joined(done.routing).table[:, 0, 0], np.arange(6 + 12 - 1))
+    np.testing.assert_array_equal(EVERY_SECOND.joined(done.routing).table[:, 0, 0], np.arange(6 + 12 - 1))

@@ -13,10 +13,21 @@ from megarl.core.server import launch
 from megarl.core.server.checks import check
 from megarl.core.server.launch import engine_arguments, environment, memory_arguments
 
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+
 
 def a_recipe(path: Path, positions: int = 512, config: dict[str, Any] | None = None, **sections: Any) -> Recipe:
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({"max_position_embeddings": positions} | (config or {})))
+    (path / "config.json").write_text(json.dumps(SIZES | {"max_position_embeddings": positions} | (config or {})))
     tree = {
         "model": {"path": str(path)},
         "length": {"prompt_tokens": 100, "thinking_tokens": [100, 200], "answer_tokens": 100},
@@ -85,8 +96,9 @@ def test_a_shared_gpu_is_said_to_sglang(tmp_path: Path, monkeypatch: pytest.Monk
 
 LLAMA4 = {
     "architectures": ["Llama4ForCausalLM"],
-    "model_type": "llama4_text",
-    "num_hidden_layers": 4,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
     "no_rope_layers": [1, 1, 1, 0],
     "interleave_moe_layer_step": 2,
     "moe_layers": [1, 3],
@@ -98,7 +110,10 @@ def test_llama_4_without_its_vision_tower_is_always_ours(tmp_path: Path) -> None
     recipe = a_recipe(tmp_path, config=LLAMA4)
     for cuda in (False, True):
         assert environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.core.server.sglang_models"
-    whole = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": LLAMA4 | {"architectures": None}}
+    whole = {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "text_config": SIZES | LLAMA4 | {"architectures": None},
+    }
     assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in environment(a_recipe(tmp_path, config=whole), 0, [0], cuda=True)
 
 
@@ -106,12 +121,12 @@ def test_llama_4_without_its_vision_tower_is_always_ours(tmp_path: Path) -> None
     ("changed", "cuda", "message"),
     [
         ({"no_rope_layers": [1, 0, 1, 0]}, False, "no_rope_layers .* every fourth layer"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, False, "experts in every layer"),
         (
-            {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 8, "head_dim": 16},
+            {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 32, "mlp_only_layers": [0]},
             False,
-            "heads of .* = 8",
+            "experts in every layer",
         ),
+        ({"architectures": ["Qwen2ForCausalLM"], "head_dim": 16}, False, "heads of .* = 8"),
         ({"moe_layers": [0, 3]}, False, "moe_layers .* interleave_moe_layer_step=2"),
         ({}, True, "does not divide the attention of Llama4ForCausalLM into chunks"),
     ],
