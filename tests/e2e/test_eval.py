@@ -93,6 +93,7 @@ def test_nothing_is_started_where_nothing_is_to_be_asked_or_it_would_be_mixed(pl
     assert logs.read_bytes() == written, "no server was started"
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_whole_rows_and_no_process(place: tuple[Path, Any]) -> None:
     folder, _ = place
     command = [sys.executable, "-m", "megarl", "eval", "--model", "model", "--suite", "gsm8k", "--samples", "400"]

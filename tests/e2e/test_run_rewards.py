@@ -167,6 +167,7 @@ def voids(run: LiveRun) -> list[Group]:
     return [g for groups in batches(run.rundir, run.recipe, steps) for g in groups if g.void]
 
 
+@pytest.mark.slow
 def test_programs_and_a_service_that_comes_late_and_goes_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

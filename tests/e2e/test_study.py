@@ -16,6 +16,7 @@ LIMIT_S = 300.0
 
 @pytest.mark.stack
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_study(workplace: Path) -> None:
     """Ctrl-C stops the run under way with a checkpoint; the same command ends the study with a table, plots and CSVs."""
     study = workplace / "runs" / "studies" / "small"

@@ -46,6 +46,7 @@ def required(name: str, found: set[str]) -> set[str]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_whole(tmp_path: Path) -> None:
     wheels = {
         canonical(line.partition("==")[0]) for line in WHEELS.read_text().splitlines() if not line.startswith("#")

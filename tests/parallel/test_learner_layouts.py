@@ -147,6 +147,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_every_layout_takes_the_same_step(directory: Path, ranks: int) -> None:
     print(run_world(ranks, "tests.parallel.learner_world", str(directory)))

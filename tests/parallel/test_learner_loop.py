@@ -242,6 +242,7 @@ def test_a_learner_that_lost_its_steps_replays_them_bit_for_bit(tmp_path: Path, 
     assert not list(killed.rundir.checkpoints.iterdir())
 
 
+@pytest.mark.slow
 def test_two_ranks_save_when_told_to_stop_and_go_on(tmp_path: Path, model: Path, runs: list[Run]) -> None:
     run = Run(tmp_path, model, 4, resources={"learner_ranks": 2}, monitor={"profile": {"start": 1, "steps": 1}})
     runs.append(run)

@@ -49,6 +49,6 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_layouts_compute_what_transformers_computes(references: Path, ranks: int) -> None:
     print(run_world(ranks, "tests.parallel.models_world", str(references)))

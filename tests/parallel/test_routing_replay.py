@@ -113,6 +113,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> object:
     return path
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 4])
 def test_told_experts_are_taken(directory: object, ranks: int) -> None:
     print(run_world(ranks, "tests.parallel.replay_world", str(directory)))

@@ -91,6 +91,7 @@ def test_the_warm_start_learns_and_is_written_whole(whole: Path) -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.slow
 def test_told_to_stop_it_saves_and_the_same_command_goes_on(whole: Path, tmp_path: Path) -> None:
     """To the same weights as without a stop, bit for bit."""
     saved = tmp_path / "stopped.unfinished"

@@ -41,6 +41,7 @@ def restart(run: Run, server: Running) -> None:
     server.process = serve(run.rundir, server.address, server.log)
 
 
+@pytest.mark.slow
 def test_a_server_is_killed_while_it_is_held_and_comes_back(pair: tuple[Run, list[Running]]) -> None:
     run, servers = pair
     process = run.start()

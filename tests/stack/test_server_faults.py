@@ -147,6 +147,7 @@ def test_killed_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     assert "pause" in bad.error
 
 
+@pytest.mark.slow
 def test_standing_still_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pair.publish("a", 1).bytes_sent > 2 * BUCKET_MB << 20
     tree: list[psutil.Process] = []

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_every_token_but_the_last_has_a_row_over_losses_and_legs() -> None:
     recipe = from_tree({"length": {"answer_tokens": 4}})
     sampler = Sampler(recipe, Words(), {0: server}, places, Nobody(), TaskEnvironments(recipe, Words()))  # type: ignore[arg-type, dict-item]
     prompt = Prompt(id="", tokens=np.arange(6, dtype=np.int32), answer="")
-    job = Job(prompt, (0, 0, 0), lambda *_: True, "", 5, 1.0, 1.0, routed=EVERY_SECOND)
+    job = Job(prompt, (0, 0, 0), partial(places.take, (0, 0, 0), lambda *_: True), "", 5, 1.0, 1.0, routed=EVERY_SECOND)
     done = asyncio.run(sampler.complete(job))
     # Lost after 2 of 5, 3 more, the phrase of 3, the answer of 4; the row of the last token of a request comes with the next.
     assert server.asked == [(6, 0), (8, 0), (14, 10)]
