@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.workload import EOS, Workload, make_model, prompt_texts
 from megarl.core import recipe as recipes
+from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe
@@ -135,7 +136,9 @@ def server_alone(recipe: Recipe, work: Workload) -> float:
 
         async def rounds() -> list[float]:
             places = asyncio.Semaphore(recipe.serving.max_running_requests)
-            async with ServerClient(endpoints.servers[0], endpoints.api_key, endpoints.admin_key, 300) as client:
+            async with ServerClient(
+                ServerAddress(id=0, url=endpoints.servers[0]), endpoints.api_key, endpoints.admin_key, 300
+            ) as client:
 
                 async def one(i: int) -> int:
                     async with places:

@@ -29,6 +29,7 @@ import numpy as np
 
 from benchmarks.server import start
 from megarl.core import recipe as recipes
+from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient, wait_ready
@@ -133,7 +134,9 @@ async def _decode_seconds(recipe: Recipe, url: str, api_key: str, admin_key: str
             await client.generate(prompt, TOKENS, cache_salt=salt, ignore_eos=True)
 
     found = []
-    async with ServerClient(url, api_key, admin_key, recipe.serving.request_timeout_s) as client:
+    async with ServerClient(
+        ServerAddress(id=0, url=url), api_key, admin_key, recipe.serving.request_timeout_s
+    ) as client:
         for concurrency in CONCURRENCY:
             rates = []
             for _ in range(REPEATS):

@@ -21,6 +21,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Fleet, Server, wait_ready
+from megarl.core.server.client import Fleet, ServerClient, wait_ready
 from megarl.core.weights.checksum import SentChecksums
 from megarl.core.weights.process_group import ProcessGroupTransport, form_group
 from megarl.core.weights.publisher import Publisher
@@ -111,10 +112,9 @@ def measure(recipe: Recipe, endpoints: Endpoints, repeats: int) -> None:
         return sum(len(bucket.flat) for bucket in buckets(SentChecksums().watch(hf.export(chunks, family)), limit))
 
     def transfer() -> int:
-        server = Server(address, version, endpoints.api_key, endpoints.admin_key, recipe.weights.timeout_s)
-        fleet = Fleet([server])
-        sent = transport.send(fleet, [0], version)
-        fleet.close()
+        server = ServerClient(address, endpoints.api_key, endpoints.admin_key, recipe.weights.timeout_s)
+        with closing(Fleet([server], version)) as fleet:
+            sent = transport.send(fleet, [0], version)
         assert not sent.errors, sent.errors
         return sent.bytes
 

@@ -28,7 +28,7 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, encode
 from megarl.core.journal.journal import Admitted, Finished, Journal
 from megarl.core.sampling.places import Places
-from megarl.core.server.client import Fleet, Server, ServerClient
+from megarl.core.server.client import Fleet, ServerClient
 from megarl.core.server.membership import Membership
 
 REPEATS = 3
@@ -136,7 +136,7 @@ def streaming(url: str) -> float:
     """32 completions of TOKENS tokens at once."""
 
     async def work() -> float:
-        async with ServerClient(url, "", "", 600) as client:
+        async with ServerClient(ServerAddress(id=0, url=url), "", "", 600) as client:
             prompt = np.arange(256, dtype=np.int32)
             begin = time.process_time()
             await asyncio.gather(*(client.generate(prompt, TOKENS) for _ in range(32)))
@@ -147,14 +147,14 @@ def streaming(url: str) -> float:
 
 def control(url: str, servers: int) -> float:
     """A bucket's call, whose body names 20 tensors."""
-    fleet = Fleet([Server(ServerAddress(i, url), 0, "", "", 60.0) for i in range(servers)])
+    fleet = Fleet([ServerClient(ServerAddress(i, url), "", "", 60.0) for i in range(servers)], 0)
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(20)]
     call = 20 if servers > 1 else 200
     begin = time.process_time()
     for _ in range(call):
         fleet.each(
-            list(fleet.servers),
-            lambda s: s.receive(names, ["bfloat16"] * 20, [[4096, 4096]] * 20, "group", False, False),
+            fleet.servers,
+            lambda s: s.receive(names, ["bfloat16"] * 20, [[4096, 4096]] * 20, "group", None, False),
         )
     seconds = (time.process_time() - begin) / (call * servers)
     fleet.close()

@@ -26,6 +26,7 @@ import psutil
 
 from megarl.core import recipe as recipes
 from megarl.core.base.architecture import in_directory
+from megarl.core.base.messages import ServerAddress
 from megarl.core.base.process import die_with_parent, free_ports
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.recipe import Recipe
@@ -93,7 +94,7 @@ async def measured(
         return generator.integers(0, vocabulary, PROMPT_TOKENS, dtype=np.int32)
 
     async with (
-        ServerClient(url, endpoints.api_key, endpoints.admin_key, limit) as client,
+        ServerClient(ServerAddress(id=0, url=url), endpoints.api_key, endpoints.admin_key, limit) as client,
         aiohttp.ClientSession(connector=connector, headers=headers) as session,
     ):
 

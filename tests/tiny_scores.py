@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
 from megarl.core.server.client import ServerClient
 
@@ -28,7 +29,7 @@ def difference(url: str, endpoints: Endpoints, model: Any) -> float:
     sequences = [generator.integers(0, model.config.get_text_config().vocab_size, 64, dtype=np.int32) for _ in range(4)]
 
     async def served() -> list[np.ndarray]:
-        async with ServerClient(url, endpoints.api_key, endpoints.admin_key, 60) as client:
+        async with ServerClient(ServerAddress(id=0, url=url), endpoints.api_key, endpoints.admin_key, 60) as client:
             # A salt of its own for each call: nothing of earlier weights is in the cache under it.
             found = await client.score(sequences, [1] * len(sequences), f"difference {id(sequences)}")
         return [each.logprobs for each in found]

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 from megarl.core import recipe as recipes
+from megarl.core.base.messages import ServerAddress
 from megarl.core.base.process import free_ports
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows
 from megarl.core.base.tokenizer import load_tokenizer
@@ -253,7 +254,7 @@ def greedy_of_server(model: Path, cwd: Path, prompts: list[list[int]], end: int)
         wait_ready(url, START_LIMIT_S, server.poll)
 
         async def ask() -> list[list[int]]:
-            client = ServerClient(url, endpoints.api_key, endpoints.admin_key, timeout_s=60)
+            client = ServerClient(ServerAddress(id=0, url=url), endpoints.api_key, endpoints.admin_key, timeout_s=60)
             try:
                 answers = await asyncio.gather(
                     *(

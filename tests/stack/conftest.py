@@ -3,11 +3,12 @@
 Starting a server costs seconds, so it is started once. A test that changes its weights says with which version.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.process import die_with_parent, free_ports
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Server, ServerClient, wait_ready
+from megarl.core.server.client import ServerClient, wait_ready
 from tests.processes import ForkedServer
 from tests.tiny import tiny_llama
 
@@ -55,11 +56,20 @@ class Stack:
     server: Running
 
     def client(self) -> ServerClient:
-        return client_of(self.server.address.url, self.endpoints)
+        return client_of(self.server, self.endpoints)
+
+    def ask[T](self, call: Callable[[ServerClient], Coroutine[Any, Any, T]]) -> T:
+        """One call of the server, from synchronous code."""
+
+        async def asked() -> T:
+            async with self.client() as client:
+                return await call(client)
+
+        return asyncio.run(asked())
 
 
-def client_of(url: str, endpoints: Endpoints, timeout_s: float = 120) -> ServerClient:
-    return ServerClient(url, endpoints.api_key, endpoints.admin_key, timeout_s)
+def client_of(server: Running, endpoints: Endpoints, timeout_s: float = 120) -> ServerClient:
+    return ServerClient(server.address, endpoints.api_key, endpoints.admin_key, timeout_s)
 
 
 def stack_recipe(directory: Path, **sections: Any) -> Recipe:
@@ -174,8 +184,7 @@ def stack(models: tuple[Path, dict[str, Any]]) -> Iterator[Stack]:
 @pytest.fixture(scope="module")
 def serves_a(stack: Stack) -> None:
     """The server has model `a`, whatever the tests before have published."""
-    server = Server(stack.server.address, 0, stack.endpoints.api_key, stack.endpoints.admin_key, 60)
-    server.load(str(stack.directory / "a"), flush=True)
+    stack.ask(lambda client: client.load(str(stack.directory / "a"), 0, flush=True))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import pytest
 from megarl.core.base import device
 from megarl.core.base.messages import Publish, Published
 from megarl.core.models.family import Family, Weight
-from megarl.core.server.client import Server
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
 from megarl.core.weights.offload import Lending
 from megarl.core.weights.publisher import Publisher
@@ -65,10 +64,6 @@ def served_difference(stack: Stack, name: str) -> float:
     return difference(stack.server.address.url, stack.endpoints, stack.models[name])
 
 
-def admin(stack: Stack, version: int = 0) -> Server:
-    return Server(stack.server.address, version, stack.endpoints.api_key, stack.endpoints.admin_key, 20)
-
-
 async def test_weights_arrive_whole_while_a_request_goes_on(sharing: Stack, learner: Any) -> None:
     by = publisher(sharing, learner, "a")
     async with sharing.client() as client:
@@ -95,8 +90,8 @@ async def test_weights_arrive_whole_while_a_request_goes_on(sharing: Stack, lear
 
 def test_it_brings_the_same_weights_as_disk(sharing: Stack, learner: Any) -> None:
     (handed,) = publish(sharing, publisher(sharing, learner, "b"), "b", 3).results
-    admin(sharing, 4).load(str(sharing.directory / "b"), flush=True)
-    assert handed.checksum == admin(sharing).checksums()[0]
+    sharing.ask(lambda client: client.load(str(sharing.directory / "b"), 4, flush=True))
+    assert handed.checksum == sharing.ask(lambda client: client.checksums())[0]
 
 
 async def test_memory_is_lent_for_a_step_and_requests_go_on_after_it(sharing: Stack, learner: Any) -> None:
@@ -107,7 +102,7 @@ async def test_memory_is_lent_for_a_step_and_requests_go_on_after_it(sharing: St
         task = asyncio.create_task(client.generate(PROMPT, 900))
         await asyncio.sleep(0.7)
         with lending.borrowed(10):
-            admin(sharing).release_memory()  # said twice
+            await client.release_memory()  # said twice
             await asyncio.sleep(0.5)
             assert not task.done()
             assert await client.health()
@@ -127,8 +122,8 @@ async def test_what_a_lost_learner_has_borrowed_comes_back_with_the_next_publica
     (result,) = (await asyncio.to_thread(publish, sharing, publisher(sharing, learner, "b"), "b", 11)).results
     assert result.error == ""
     assert await asyncio.to_thread(served_difference, sharing, "b") <= 1e-5
-    admin(sharing).resume_memory()  # said twice
     async with sharing.client() as client:
+        await client.resume_memory()  # said twice
         assert (await client.generate(PROMPT, 5)).spans[0].version == 11
 
 

@@ -87,7 +87,7 @@ async def test_gone_in_a_transfer_and_back(
         cable("down")
         back.start()
 
-    async with client_of(url, pair.endpoints, LIMIT_S) as client:
+    async with client_of(pair.servers[1], pair.endpoints, LIMIT_S) as client:
         before(monkeypatch, "receive", 1, cut)
         under_way = asyncio.create_task(client.generate(PROMPT, 1400))
         await asyncio.sleep(0.5)
@@ -100,7 +100,7 @@ async def test_gone_in_a_transfer_and_back(
     assert good.error == ""
     assert await asyncio.to_thread(pair.difference, "b") < 1e-4
     assert "version 2 to server 1" in bad.error
-    async with client_of(pair.servers[0].address.url, pair.endpoints) as client:
+    async with client_of(pair.servers[0], pair.endpoints) as client:
         assert (await client.generate(PROMPT, 5)).spans[0].version == 2
     back.join()
     returned = time.monotonic()
@@ -110,9 +110,9 @@ async def test_gone_in_a_transfer_and_back(
     pair.servers[1].process = serve(
         RunDir(pair.recipe.run.path), pair.servers[1].address, pair.servers[1].log, networks[1]
     )
-    wait_ready(url, START_LIMIT_S, pair.servers[1].process.poll)
+    await asyncio.to_thread(wait_ready, url, START_LIMIT_S, pair.servers[1].process.poll)
     again = await asyncio.to_thread(pair.publish, "a", 3)
     record_property("from the network's return to new weights, seconds", round(time.monotonic() - returned, 1))
     assert [r.error for r in again.results] == ["", ""]
-    async with client_of(url, pair.endpoints) as client:
+    async with client_of(pair.servers[1], pair.endpoints) as client:
         assert (await client.generate(PROMPT, 5)).spans[0].version == 3

@@ -108,13 +108,10 @@ def test_weights_that_a_server_did_not_take_are_noticed(
 
 
 async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(stack: Stack, learner: Any) -> None:
-    from megarl.core.server.client import Server
-
-    server = Server(stack.server.address, 30, stack.endpoints.api_key, stack.endpoints.admin_key, 20)
-    server.pause("in_place")
-    server.begin()
-    assert_good(await asyncio.to_thread(publish, stack, learner, "a", 31))
     async with stack.client() as client:
+        await client.pause("in_place")
+        await client.begin()
+        assert_good(await asyncio.to_thread(publish, stack, learner, "a", 31))
         assert (await client.generate(PROMPT, 5)).spans[0].version == 31
 
 

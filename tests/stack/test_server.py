@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.base.errors import MegarlError
-from megarl.core.server.client import Server, ServerClient, ServerLost, ServerRefused
+from megarl.core.server.client import ServerClient, ServerLost, ServerRefused, ServerSaid
 from tests.stack.conftest import Stack
 from tests.tiny_scores import scores
 
@@ -127,12 +126,12 @@ async def test_a_request_that_cannot_be_is_refused(stack: Stack) -> None:
 
 
 async def test_keys_are_asked_for(stack: Stack) -> None:
-    url = stack.server.address.url
-    async with ServerClient(url, "wrong", "wrong", 30) as client:
+    async with ServerClient(stack.server.address, "wrong", "wrong", 30) as client:
         with pytest.raises(ServerRefused, match="401"):
             await client.generate(PROMPT, 5)
-    with pytest.raises(MegarlError, match="401"):
-        await asyncio.to_thread(Server(stack.server.address, 0, "user-key", "user-key", 30).resume)
+    async with ServerClient(stack.server.address, "user-key", "user-key", 30) as client:
+        with pytest.raises(ServerSaid, match="continue: 401"):
+            await client.resume()
     assert "admin-key" not in stack.server.log.read_text()
 
 

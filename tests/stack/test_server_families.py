@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from megarl.core.sampling.sampler import routed_layers
-from megarl.core.server.client import Server
 from tests.stack.conftest import POSITIONS, Stack, running, two_models
 from tests.stack.publish_world import publish_from
 from tests.tiny import tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
@@ -69,11 +68,11 @@ async def assert_serves(stack: Stack, name: str) -> None:
 
 async def test_logprobs_are_transformers_also_after_weights_from_disk(served: Stack) -> None:
     await assert_serves(served, "a")
-    server = Server(served.server.address, 1, served.endpoints.api_key, served.endpoints.admin_key, 60)
-    before, _ = await asyncio.to_thread(server.checksums)
-    await asyncio.to_thread(server.load, str(served.directory / "b"), True)
-    await assert_serves(served, "b")
-    assert (await asyncio.to_thread(server.checksums))[0] != before
+    async with served.client() as client:
+        before, _ = await client.checksums()
+        await client.load(str(served.directory / "b"), 1, flush=True)
+        await assert_serves(served, "b")
+        assert (await client.checksums())[0] != before
 
 
 @torch.no_grad()
@@ -100,10 +99,9 @@ async def test_the_server_says_which_experts_it_chose(served: Stack, request: py
         assert routed is None
         return
     assert routed is not None
-    server = Server(served.server.address, 2, served.endpoints.api_key, served.endpoints.admin_key, 60)
-    await asyncio.to_thread(server.load, str(served.directory / "a"), True)
     prompt = random_prompt(30)
     async with served.client() as client:
+        await client.load(str(served.directory / "a"), 2, flush=True)
         first = await client.generate(prompt, 20, routing_from=0)
         tables = [routed.decoded(first.routing)]
         longer = np.concatenate([prompt, first.tokens, random_prompt(5)])
@@ -125,11 +123,11 @@ async def test_divided_learners_publish_the_whole_model(served: Stack, request: 
     """Experts and stages that no rank has all of: the server then has the same bits as from the directory."""
     if request.node.callspec.params["served"] not in ("qwen3_moe", "llama4_multimodal"):
         return  # tested otherwise: dense models and Llama 4 without its vision tower
-    server = Server(served.server.address, 3, served.endpoints.api_key, served.endpoints.admin_key, 60)
     from_disk = {}
-    for name in ("a", "b", "a"):
-        await asyncio.to_thread(server.load, str(served.directory / name), True)
-        from_disk[name], _ = await asyncio.to_thread(server.checksums)
+    async with served.client() as client:
+        for name in ("a", "b", "a"):
+            await client.load(str(served.directory / name), 3, flush=True)
+            from_disk[name], _ = await client.checksums()
     assert from_disk["a"] != from_disk["b"]
     publications = list(zip(["b", "a"], EXPERT_LAYOUTS, strict=True))
     found = await asyncio.to_thread(publish_from, served, 4, 4, publications)

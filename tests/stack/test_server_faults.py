@@ -16,7 +16,7 @@ import pytest
 
 from megarl.core.base.messages import Publish, Published
 from megarl.core.base.rundir import Endpoints
-from megarl.core.server.client import Server, ServerLost
+from megarl.core.server.client import ServerClient, ServerLost
 from megarl.core.weights.publisher import Publisher
 from tests.stack.conftest import POSITIONS, Network, Running, client_of, stack_recipe, start_servers, two_models
 from tests.tiny import tiny_llama
@@ -87,14 +87,14 @@ def family_tree(server: Running) -> list[psutil.Process]:
 
 def before(monkeypatch: pytest.MonkeyPatch, call: str, victim: int, action: Callable[[], Any], number: int = 1) -> None:
     """Do it just before the victim is called so for the `number`th time; what it was called for before, it has answered."""
-    real, calls = vars(Server)[call], itertools.count(1)
+    real, calls = vars(ServerClient)[call], itertools.count(1)
 
-    def act_then_call(self: Server, *args: Any) -> Any:
+    async def act_then_call(self: ServerClient, *args: Any) -> Any:
         if self.address.id == victim and next(calls) == number:
-            action()
-        return real(self, *args)
+            await asyncio.to_thread(action)
+        return await real(self, *args)
 
-    monkeypatch.setattr(Server, call, act_then_call)
+    monkeypatch.setattr(ServerClient, call, act_then_call)
 
 
 def freeze(server: Running) -> list[psutil.Process]:
@@ -109,8 +109,8 @@ async def test_killed_while_generating(pair: Pair) -> None:
     assert [r.error for r in pair.publish("a", 1).results] == ["", ""]
     tree = family_tree(pair.servers[0])
     async with (
-        client_of(pair.servers[0].address.url, pair.endpoints) as first,
-        client_of(pair.servers[1].address.url, pair.endpoints) as second,
+        client_of(pair.servers[0], pair.endpoints) as first,
+        client_of(pair.servers[1], pair.endpoints) as second,
     ):
         task = asyncio.create_task(first.generate(PROMPT, 1400))
         await asyncio.sleep(1.0)
@@ -194,15 +194,15 @@ async def test_standing_still_and_killed_in_a_pause(
     record_property("killed in the pause: publication took, seconds", round(time.monotonic() - began, 1))
     assert good.error == ""
     assert "version 4 to server 1" in bad.error
-    async with client_of(pair.servers[0].address.url, pair.endpoints) as client:
+    async with client_of(pair.servers[0], pair.endpoints) as client:
         assert (await client.generate(PROMPT, 5)).spans[0].version == 4
 
 
 async def test_standing_still_while_generating(pair: Pair, record_property: Any) -> None:
     """What had arrived goes on elsewhere, after the limit of a silent request."""
     assert [r.error for r in pair.publish("a", 1).results] == ["", ""]
-    first = client_of(pair.servers[0].address.url, pair.endpoints, LIMIT_S)
-    second = client_of(pair.servers[1].address.url, pair.endpoints)
+    first = client_of(pair.servers[0], pair.endpoints, LIMIT_S)
+    second = client_of(pair.servers[1], pair.endpoints)
     async with first, second:
         task = asyncio.create_task(first.generate(PROMPT, 1400))
         await asyncio.sleep(1.0)

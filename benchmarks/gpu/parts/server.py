@@ -139,7 +139,9 @@ def parity(trainer: Trainer, endpoints: Endpoints) -> float:
     prompt, other = np.arange(16, dtype=np.int32), 0
 
     async def sampled() -> tuple[list[np.ndarray], list[Prefill]]:
-        async with ServerClient(endpoints.servers[0], endpoints.api_key, endpoints.admin_key, START_LIMIT_S) as client:
+        async with ServerClient(
+            ServerAddress(id=0, url=endpoints.servers[0]), endpoints.api_key, endpoints.admin_key, START_LIMIT_S
+        ) as client:
             found = [await client.generate(prompt, PARITY_TOKENS, ignore_eos=True) for _ in range(4)]
             rollouts = [np.concatenate([prompt, each.tokens]) for each in found]
             return rollouts, await client.score(rollouts, [len(prompt)] * len(rollouts), "parity", against=other)

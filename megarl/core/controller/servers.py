@@ -12,13 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Published, ServerAddress, ServerResult
 from megarl.core.base.rundir import Endpoints
 from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.journal.records import PublishedVersion
 from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient, ServerLost, ServerRefused
+from megarl.core.server.client import ServerClient
 from megarl.core.server.membership import Membership
 from megarl.core.telemetry.spans import Spans
 
@@ -38,7 +39,7 @@ class Servers:
         addresses = [ServerAddress(id=n, url=u, tensor_parallel=width) for n, u in enumerate(endpoints.servers)]
         self.membership = Membership(addresses)
         self.clients = {
-            a.id: ServerClient(a.url, endpoints.api_key, endpoints.admin_key, recipe.serving.request_timeout_s)
+            a.id: ServerClient(a, endpoints.api_key, endpoints.admin_key, recipe.serving.request_timeout_s)
             for a in addresses
         }
         self._lives = dict.fromkeys(self.clients, 0)
@@ -64,7 +65,7 @@ class Servers:
             self._lives[server] += 1
             try:
                 await self.clients[server].abort_all()
-            except (ServerLost, ServerRefused) as error:
+            except MegarlError as error:
                 log.warning("could not abort the requests of server %d: %s", server, error)
 
     def seconds_without(self) -> float:
@@ -90,12 +91,12 @@ class Servers:
     async def _greet(self, server: int) -> None:
         try:
             await self.clients[server].abort_all()
-        except (ServerLost, ServerRefused) as error:
+        except MegarlError as error:
             log.warning("server %d is healthy but does not obey: %s", server, error)
             return
         self.membership.seen(server)
         self._spans.event(f"server {server}/busy", "up")
-        log.info("server %d at %s is up", server, self.clients[server].url)
+        log.info("server %d at %s is up", server, self.clients[server].address.url)
         self._changed()
 
     async def close(self) -> None:
@@ -134,7 +135,7 @@ class Publications:
                     compute_hours=spent.total,
                     startup_hours=spent.startup,
                     evaluation_hours=spent.evaluation,
-                    servers=tuple(self._servers.clients[r.id].url for r in clean),
+                    servers=tuple(self._servers.clients[r.id].address.url for r in clean),
                     pause_seconds=result.pause_seconds,
                     transfer_seconds=result.transfer_seconds,
                     resume_seconds=result.resume_seconds,

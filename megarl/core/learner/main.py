@@ -14,6 +14,7 @@ explains between server and learner: the limit of parity. What differs by more i
 The first step alone tells: a learning rate that was changed makes the steps behind it other ones, and may.
 """
 
+import asyncio
 import logging
 import math
 import os
@@ -42,7 +43,7 @@ from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Server
+from megarl.core.server.client import ServerClient
 from megarl.core.telemetry.metrics import MetricsWriter
 from megarl.core.telemetry.profiler import Profiler
 from megarl.core.telemetry.spans import Spans
@@ -76,7 +77,7 @@ def main(recipe: Recipe) -> int:
     start_logging(f"learner {os.environ.get('RANK', '0')}")
     torch.set_num_threads(recipe.resources.threads)
     if recipe.resources.colocate:
-        _let_servers_first(recipe, rundir)
+        asyncio.run(_let_servers_first(recipe, rundir))
     # Ranks other than 0 wait in a collective as long as rank 0 waits for the controller.
     parallel.start(recipe.model, recipe.run.seed, CONTROLLER_LIMIT_S + recipe.weights.timeout_s)
     learner = Learner(recipe, rundir)
@@ -91,22 +92,22 @@ def main(recipe: Recipe) -> int:
     return 0
 
 
-def _let_servers_first(recipe: Recipe, rundir: RunDir) -> None:
+async def _let_servers_first(recipe: Recipe, rundir: RunDir) -> None:
     """Servers on our GPUs take their share of the memory that they find free, so they come first: they answer once they have
     it. They need not be healthy: a learner that died may have left them paused."""
     endpoints, limit_s = rundir.endpoints(), recipe.serving.start_timeout_s
     until = time.monotonic() + limit_s
     for i, url in enumerate(endpoints.servers):
         keys = (endpoints.api_key, endpoints.admin_key)
-        server = Server(ServerAddress(id=i, url=url), 0, *keys, recipe.weights.timeout_s)
-        while not rundir.stop_file.exists():
-            try:
-                server.whereabouts()
-                break
-            except MegarlError as error:
-                if time.monotonic() > until:
-                    raise MegarlError(f"not within {limit_s:g} s (serving.start_timeout_s): {error}") from None
-                time.sleep(SERVERS_POLL_S)
+        async with ServerClient(ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s) as server:
+            while not rundir.stop_file.exists():
+                try:
+                    await server.whereabouts()
+                    break
+                except MegarlError as error:
+                    if time.monotonic() > until:
+                        raise MegarlError(f"not within {limit_s:g} s (serving.start_timeout_s): {error}") from None
+                    await asyncio.sleep(SERVERS_POLL_S)
 
 
 class Learner:

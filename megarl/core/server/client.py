@@ -1,6 +1,6 @@
-"""One SGLang server as the controller sees it: token ids in; ids, behaviour log-probs and weight versions out, streamed.
+"""The client of SGLang servers: token ids in; ids, behaviour log-probs and weight versions out, streamed; weights and memory.
 
-    client = ServerClient("http://127.0.0.1:30000", api_key, admin_key, timeout_s=3600)
+    client = ServerClient(ServerAddress(id=0, url="http://127.0.0.1:30000"), api_key, admin_key, timeout_s=3600)
     try:
         generation = await client.generate(prompt, 256, temperature=1.0, stop_token_ids=[2], cache_salt="17")
     except ServerLost as lost:      # its tokens go on elsewhere: prompt + lost.tokens
@@ -13,25 +13,21 @@ Behaviour log-probs are those of the distribution that was sampled from: SGLang 
 and with top_p < 1 its sampling support is asked for, whose log-probs are renormalised over what top_p left (of the 4096
 likeliest tokens). Greedy requests (temperature 0) record the log-prob at temperature 1.
 
-`Server` has the calls that replace weights and free memory, and `Fleet` makes them of all servers at once:
+The learner is synchronous, and publishes to all servers at once through a `Fleet`:
 
-    fleet.each("pause", lambda server: server.pause("in_place"))  ──►  results and errors, by server id
+    fleet.each(ids, lambda server: server.pause("in_place"))  ──►  results and errors, by server id
 
-Every call has a limit, and its error names the step, the server and the version. Calls go to all servers in parallel, so a
-dead server costs the others nothing but its limit.
+Every call has a limit, and its error names the step and the server. Calls go to all servers in parallel, so a dead server
+costs the others nothing but its limit. No request is sent twice: aiohttp repeats none but a GET, which changes nothing.
 """
 
-import http.client
-import json
+import asyncio
+import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import Any, Literal, NamedTuple, Self
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -43,7 +39,9 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import float32, int32
 
 CONNECT_LIMIT_S = 10.0
-HEALTH_LIMIT_S, ABORT_LIMIT_S = 5.0, 30.0
+HEALTH_LIMIT_S = 5.0
+CONTROL_LIMIT_S = 30.0
+"""Of calls whose duration does not depend on the model; the client's own limit if that is shorter."""
 KEEP_ALIVE_S = 2.0
 """Idle connections are not used again after this; the server closes them after 5 s, and a request on a closed one is lost."""
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
@@ -91,6 +89,10 @@ class ServerLost(MegarlError):
 
 class ServerRefused(MegarlError):
     """The server says that the request itself is wrong; the same one would be refused elsewhere too."""
+
+
+class ServerSaid(MegarlError):
+    """The server answered a call with an error: it lives."""
 
 
 class _VersionSpan(msgspec.Struct):
@@ -167,23 +169,24 @@ class _Received:
 
 
 class ServerClient:
-    """Asynchronous client of one server, for one event loop: `async with`, or `close()` at the end."""
+    """Asynchronous client of one server, for one event loop: `async with`, or `close()` at the end.
 
-    def __init__(self, url: str, api_key: str, admin_key: str, timeout_s: float) -> None:
-        """`timeout_s`: limit of one request, from sending to its last token (serving.request_timeout_s)."""
-        self.url = url
-        self._api = {"Authorization": f"Bearer {api_key}"}
-        self._admin = {"Authorization": f"Bearer {admin_key}"}
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_LIMIT_S)
+    `generate` and `score` raise ServerLost or ServerRefused. The other calls raise ServerSaid if the server answered with an
+    error, else MegarlError.
+    """
+
+    def __init__(self, address: ServerAddress, api_key: str, admin_key: str, timeout_s: float) -> None:
+        """`timeout_s`: limit of one request, from sending to its last token (serving.request_timeout_s), and of one call that
+        moves weights (weights.timeout_s)."""
+        self.address = address
+        self._api_key, self._admin_key = api_key, admin_key
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -208,8 +211,7 @@ class ServerClient:
 
         cache_salt: requests with different ones never share cached prefixes. ignore_eos: go on to `max_new_tokens` whatever
         is sampled (benchmarks). routing_from: ask for the experts chosen for all tokens but the last, from this one of
-        `input_ids` on.
-        Raises ServerLost or ServerRefused. Cancelling it aborts the request on the server.
+        `input_ids` on. Cancelling it aborts the request on the server.
         """
         body: dict[str, Any] = {
             "input_ids": input_ids.tolist() if isinstance(input_ids, np.ndarray) else list(input_ids),
@@ -230,18 +232,15 @@ class ServerClient:
             body["return_sampling_mask"] = True
             body["sampling_params"]["top_k"] = TOP_K_WITH_TOP_P
         received = _Received()
-        with self._losses(received):
-            async with self._post("/generate", body, self._api, self._timeout) as reply:
-                if reply.status != 200:
-                    raise self._refusal_or_loss(reply.status, await reply.text(), received)
-                async for event in events(reply.content.iter_any()):
-                    chunk = _decode_chunk(event)
-                    if chunk.error is not None:
-                        raise self._refusal_or_loss(chunk.error.code, chunk.error.message, received)
-                    if chunk.meta_info.finish_reason is not None:
-                        return self._finished(chunk, received)
-                    received.add(chunk)
-        raise ServerLost(f"{self.url} ended a stream before its last token", *received.joined())
+        async with self._sampling(body, received) as reply:
+            async for event in events(reply.content.iter_any()):
+                chunk = _decode_chunk(event)
+                if chunk.error is not None:
+                    raise self._refusal_or_loss(chunk.error.code, chunk.error.message, received)
+                if chunk.meta_info.finish_reason is not None:
+                    return self._finished(chunk, received)
+                received.add(chunk)
+        raise ServerLost(f"{self.address.url} ended a stream before its last token", *received.joined())
 
     async def score(
         self,
@@ -256,7 +255,6 @@ class ServerClient:
         What stands before `first` may come from cached prefixes of the same salt; what is scored is computed anew, for SGLang
         matches a prefix only up to `logprob_start_len`. The one token that every request must sample is ignored.
         against: also score this token in each place. routing: ask for the experts chosen for all tokens.
-        Raises ServerLost or ServerRefused.
         """
         body: dict[str, Any] = {
             "input_ids": [s.tolist() for s in sequences],
@@ -270,11 +268,8 @@ class ServerClient:
         if routing:
             body |= {"return_routed_experts": True, "routed_experts_start_len": 0}
         nothing = _Received()
-        with self._losses(nothing):
-            async with self._post("/generate", body, self._api, self._timeout) as reply:
-                if reply.status != 200:
-                    raise self._refusal_or_loss(reply.status, await reply.text(), nothing)
-                replies = msgspec.json.decode(await reply.read())
+        async with self._sampling(body, nothing) as reply:
+            replies = msgspec.json.decode(await reply.read())
         for each in replies:
             finish = each["meta_info"]["finish_reason"]
             if finish["type"] == "abort":
@@ -282,18 +277,21 @@ class ServerClient:
                 raise self._refusal_or_loss(finish.get("status_code") or 500, reason, nothing)
         return [_prefill(each["meta_info"]) for each in replies]
 
-    @contextmanager
-    def _losses(self, received: _Received) -> Iterator[None]:
-        """What aiohttp raises, as ServerLost with what had been received."""
+    @asynccontextmanager
+    async def _sampling(self, body: dict[str, Any], received: _Received) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A good reply to a request for tokens. What goes wrong while it is read becomes ServerLost with what was received."""
+        limit = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_LIMIT_S)
+        url = self.address.url
         try:
-            yield
+            async with self._request("/generate", body, self._api_key, limit) as reply:
+                if reply.status != 200:
+                    raise self._refusal_or_loss(reply.status, await reply.text(), received)
+                yield reply
         except TimeoutError:
-            raise ServerLost(
-                f"{self.url} did not finish a request within {self._timeout_s:g} s (serving.request_timeout_s)",
-                *received.joined(),
-            ) from None
+            reason = f"{url} did not finish a request within {self._timeout_s:g} s (serving.request_timeout_s)"
+            raise ServerLost(reason, *received.joined()) from None
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            raise ServerLost(f"{self.url} was lost: {type(error).__name__}: {error}", *received.joined()) from None
+            raise ServerLost(f"{url} was lost: {type(error).__name__}: {error}", *received.joined()) from None
 
     def _finished(self, chunk: _Chunk, received: _Received) -> Generation:
         received.add(chunk)
@@ -302,53 +300,162 @@ class ServerClient:
         if finish is None or finish.type not in ("stop", "length"):
             reason = finish.message if finish is not None else "no finish reason"
             if finish is not None and finish.status_code in REFUSALS:
-                raise ServerRefused(f"{self.url} refused a request: {reason}")
+                raise ServerRefused(f"{self.address.url} refused a request: {reason}")
             # A request aborted while its server was paused still gets one token, from weights that may be half replaced.
-            raise ServerLost(f"{self.url} aborted a request: {reason}", tokens[:-1], logprobs[:-1])
+            raise ServerLost(f"{self.address.url} aborted a request: {reason}", tokens[:-1], logprobs[:-1])
         spans = tuple(Span(int(s.version), s.start, s.end) for s in chunk.meta_info.weight_versions)
         ended: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
         return Generation(tokens, logprobs, spans, ended, chunk.meta_info.routed_experts)
 
     def _refusal_or_loss(self, status: int, text: str, received: _Received) -> MegarlError:
         if status in REFUSALS:
-            return ServerRefused(f"{self.url} refused a request ({status}): {text[:500]}")
-        return ServerLost(f"{self.url} answered with status {status}: {text[:500]}", *received.joined())
+            return ServerRefused(f"{self.address.url} refused a request ({status}): {text[:500]}")
+        return ServerLost(f"{self.address.url} answered with status {status}: {text[:500]}", *received.joined())
 
     async def health(self) -> bool:
-        """Whether it says within HEALTH_LIMIT_S that it takes requests."""
+        """Whether it says within HEALTH_LIMIT_S that it takes requests. Needs no key."""
         try:
-            async with self._connected().get(
-                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_LIMIT_S)
-            ) as reply:
-                return reply.status == 200
-        except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            await self._call("ask for its health", "/health", None, HEALTH_LIMIT_S, "")
+        except MegarlError:
             return False
+        return True
+
+    async def warm_up(self) -> None:
+        """Generate one token."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+        await self._call("generate a token", "/generate", body, self._timeout_s, self._api_key)
+
+    async def pause(self, mode: str) -> None:
+        """No request is worked on from here on; `mode`: in_place or retract."""
+        await self._call("pause", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._call("continue", "/continue_generation", {"torch_empty_cache": False})
 
     async def abort_all(self) -> None:
-        """Abort every request on the server; each raises ServerLost at its caller. Raises ServerLost or ServerRefused."""
-        url, nothing = f"{self.url}/abort_request", _Received().joined()
-        limit = aiohttp.ClientTimeout(total=ABORT_LIMIT_S)
+        """Abort every request on the server; each raises ServerLost at its caller."""
+        await self._call("abort", "/abort_request", {"abort_all": True})
+
+    async def served_version(self) -> int:
+        """What it labels tokens with; -1 if nothing has been published to this process."""
+        said = await self._call("ask for its version", "/model_info", key=self._api_key)
+        return int(said["weight_version"])
+
+    async def begin(self) -> None:
+        """Open an update; one that a lost learner left open is closed first."""
         try:
-            async with self._post("/abort_request", {"abort_all": True}, self._admin, limit) as reply:
-                text = await reply.text()
-                if reply.status != 200:
-                    raise ServerRefused(f"{url} refused ({reply.status}): {text[:500]}")
+            await self._call("begin", "/begin_weight_update", {})
+        except ServerSaid as error:
+            if "already open" not in str(error):
+                raise
+            await self.end()
+            await self._call("begin", "/begin_weight_update", {})
+
+    async def end(self) -> None:
+        await self._call("end", "/end_weight_update", {}, self._timeout_s)
+
+    async def join_group(self, name: str, master: str, port: int, first_rank: int, world: int, backend: str) -> None:
+        """Its tensor-parallel ranks become ranks `first_rank` … of a process group with the learner's rank 0."""
+        body = {
+            "master_address": master,
+            "master_port": port,
+            "rank_offset": first_rank,
+            "world_size": world,
+            "group_name": name,
+            "backend": backend,
+        }
+        await self._call("form a process group", "/init_weights_update_group", body, self._timeout_s)
+
+    async def leave_group(self, name: str) -> None:
+        await self._call("leave a process group", "/destroy_weights_update_group", {"group_name": name})
+
+    async def receive(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group: str,
+        complete: int | None,
+        flush: bool,
+    ) -> None:
+        """Take part in one broadcast of a bucket. complete: the version, if this is its last bucket."""
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group}
+        path = "/update_weights_from_distributed"
+        await self._call("transfer", path, body | _bucket(complete, flush), self._timeout_s)
+
+    async def take(self, handles: list[str], complete: int | None, flush: bool) -> None:
+        """Take a bucket out of the learner's memory: a handle (cuda_ipc.py) for each of its ranks. complete: see `receive`."""
+        body = {"serialized_named_tensors": handles} | _bucket(complete, flush)
+        await self._call("hand over", "/update_weights_from_tensor", body, self._timeout_s)
+
+    async def load(self, path: str, version: int, flush: bool) -> None:
+        """Load all weights from a Hugging Face directory."""
+        body = {"model_path": path, "flush_cache": flush, "weight_version": str(version)}
+        await self._call("load from disk", "/update_weights_from_disk", body, self._timeout_s)
+
+    async def checksums(self) -> tuple[str, dict[str, str] | None]:
+        """One over all its ranks; and by parameter, where one rank has whole parameters (tensor_parallel 1)."""
+        said = await self._call("checksum", "/weights_checker", {"action": "checksum"}, self._timeout_s)
+        ranks = said["ranks"]
+        return said["per_engine_checksum"], ranks[0]["checksums"] if len(ranks) == 1 else None
+
+    async def whereabouts(self) -> DeviceIdentity:
+        """Its machine and GPUs."""
+        return msgspec.convert(await self._call("ask where it is", "/whereabouts"), DeviceIdentity)
+
+    async def release_memory(self) -> None:
+        """Give up the memory of keys and values. Only while it is paused with its requests retracted. May be said twice."""
+        await self._call("release memory", "/release_memory_occupation", {"tags": ["kv_cache"]})
+
+    async def resume_memory(self) -> None:
+        """Have it again. May be said twice, and to one that never gave it up."""
+        await self._call("resume memory", "/resume_memory_occupation", {"tags": ["kv_cache"]})
+
+    def error(self, step: str, what: str) -> MegarlError:
+        return MegarlError(f"server {self.address.id} ({self.address.url}): {step}: {what}")
+
+    async def _call(
+        self, step: str, path: str, body: Any = None, limit_s: float | None = None, key: str | None = None
+    ) -> Any:
+        """The reply's JSON, None if it has none. Without a body it is a GET. The key is the admin key if none is given."""
+        limit_s = min(self._timeout_s, CONTROL_LIMIT_S) if limit_s is None else limit_s
+        key, limit = self._admin_key if key is None else key, aiohttp.ClientTimeout(total=limit_s)
+        try:
+            async with self._request(path, body, key, limit) as reply:
+                text = await reply.text(errors="replace")
         except TimeoutError:
-            raise ServerLost(f"{url} did not answer within {ABORT_LIMIT_S:g} s", *nothing) from None
+            setting = " (weights.timeout_s)" if limit_s == self._timeout_s else ""
+            raise self.error(step, f"no answer within {limit_s:g} s{setting}") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerLost(f"{url}: {type(error).__name__}: {error}", *nothing) from None
+            raise self.error(step, f"{type(error).__name__}: {error}") from None
+        try:
+            said = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            said = None
+        if reply.status != 200:
+            fields = said if isinstance(said, dict) else {}
+            message = str(fields.get("message") or fields.get("error") or text)
+            raise ServerSaid(str(self.error(step, f"{reply.status}: {message[:500]}")))
+        return said
 
-    def _post(self, path: str, body: dict[str, Any], headers: dict[str, str], timeout: aiohttp.ClientTimeout) -> Any:
-        data = msgspec.json.encode(body)
-        headers = headers | {"Content-Type": "application/json"}
-        return self._connected().post(f"{self.url}{path}", data=data, headers=headers, timeout=timeout)
-
-    def _connected(self) -> aiohttp.ClientSession:
-        """The session belongs to the running event loop, so it is made at the first request."""
-        if self._session is None:
+    def _request(self, path: str, body: Any, key: str, limit: aiohttp.ClientTimeout) -> Any:
+        if self._session is None:  # it belongs to the running event loop, so it is made at the first request
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
-        return self._session
+        return self._session.request(
+            "GET" if body is None else "POST",
+            f"{self.address.url}{path}",
+            data=None if body is None else msgspec.json.encode(body),
+            headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+            timeout=limit,
+            allow_redirects=False,
+        )
+
+
+def _bucket(complete: int | None, flush: bool) -> dict[str, Any]:
+    """What SGLang is told with every bucket. The version comes with the last one, and cached prefixes may go then."""
+    version = None if complete is None else str(complete)
+    return {"load_format": "flattened_bucket", "flush_cache": flush and version is not None, "weight_version": version}
 
 
 def _prefill(meta: dict[str, Any]) -> Prefill:
@@ -360,169 +467,52 @@ def _prefill(meta: dict[str, Any]) -> Prefill:
     return Prefill(logprobs, against, int(meta["weight_version"]), meta.get("routed_experts") or "")
 
 
-CONTROL_LIMIT_S = 30.0
-"""Of calls whose duration does not depend on the model; weights.timeout_s if that is shorter."""
+CLOSE_LIMIT_S = 5.0
 
-
-KV_CACHE = {"tags": ["kv_cache"]}
-
-
-class Server:
-    """The calls of one server. Each raises MegarlError."""
-
-    def __init__(self, address: ServerAddress, version: int, api_key: str, admin_key: str, limit_s: float) -> None:
-        self.address = address
-        self.version = version
-        self._api_key, self._admin_key = api_key, admin_key
-        self._limit_s = limit_s
-        self._control_s = min(limit_s, CONTROL_LIMIT_S)
-        place = urlsplit(address.url)
-        self._host, self._port = str(place.hostname), place.port or 80
-
-    def pause(self, mode: str) -> None:
-        """No request is worked on from here on; `mode`: in_place or retract."""
-        self._call("pause", "/pause_generation", {"mode": mode}, self._control_s)
-
-    def resume(self) -> None:
-        self._call("continue", "/continue_generation", {"torch_empty_cache": False}, self._control_s)
-
-    def abort_all(self) -> None:
-        self._call("abort", "/abort_request", {"abort_all": True}, self._control_s)
-
-    def served_version(self) -> int:
-        """What it labels tokens with; -1 if nothing has been published to this process."""
-        return int(
-            self._call("ask for its version", "/model_info", None, self._control_s, self._api_key)["weight_version"]
-        )
-
-    def begin(self) -> None:
-        """Open an update; one that a lost learner left open is closed first."""
-        try:
-            self._call("begin", "/begin_weight_update", {}, self._control_s)
-        except MegarlError as error:
-            if "already open" not in str(error):
-                raise
-            self.end()
-            self._call("begin", "/begin_weight_update", {}, self._control_s)
-
-    def end(self) -> None:
-        self._call("end", "/end_weight_update", {}, self._limit_s)
-
-    def join_group(self, name: str, master: str, port: int, first_rank: int, world: int, backend: str) -> None:
-        """Its tensor-parallel ranks become ranks `first_rank` … of a process group with the learner's rank 0."""
-        body = {
-            "master_address": master,
-            "master_port": port,
-            "rank_offset": first_rank,
-            "world_size": world,
-            "group_name": name,
-            "backend": backend,
-        }
-        self._call("form a process group", "/init_weights_update_group", body, self._limit_s)
-
-    def leave_group(self, name: str) -> None:
-        self._call("leave a process group", "/destroy_weights_update_group", {"group_name": name}, self._control_s)
-
-    def receive(
-        self, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, last: bool, flush: bool
-    ) -> None:
-        """Take part in one broadcast of a bucket. The last one carries the version."""
-        body = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "flush_cache": last and flush,
-            "weight_version": str(self.version) if last else None,
-        }
-        self._call("transfer", "/update_weights_from_distributed", body, self._limit_s)
-
-    def take(self, handles: list[str], last: bool, flush: bool) -> None:
-        """Take a bucket out of the learner's memory: a handle (cuda_ipc.py) for each of its ranks. The last one carries the
-        version."""
-        body = {
-            "serialized_named_tensors": handles,
-            "load_format": "flattened_bucket",
-            "flush_cache": last and flush,
-            "weight_version": str(self.version) if last else None,
-        }
-        self._call("hand over", "/update_weights_from_tensor", body, self._limit_s)
-
-    def whereabouts(self) -> DeviceIdentity:
-        """Its machine and GPUs."""
-        found = self._call("ask where it is", "/whereabouts", None, self._control_s)
-        return msgspec.convert(found, DeviceIdentity)
-
-    def release_memory(self) -> None:
-        """Give up the memory of keys and values. Only while it is paused with its requests retracted. May be said twice."""
-        self._call("release memory", "/release_memory_occupation", KV_CACHE, self._control_s)
-
-    def resume_memory(self) -> None:
-        """Have it again. May be said twice, and to one that never gave it up."""
-        self._call("resume memory", "/resume_memory_occupation", KV_CACHE, self._control_s)
-
-    def load(self, path: str, flush: bool) -> None:
-        """Load all weights from a Hugging Face directory."""
-        body = {"model_path": path, "flush_cache": flush, "weight_version": str(self.version)}
-        self._call("load from disk", "/update_weights_from_disk", body, self._limit_s)
-
-    def checksums(self) -> tuple[str, dict[str, str] | None]:
-        """One over all its ranks; and by parameter, where one rank has whole parameters (tensor_parallel 1)."""
-        reply = self._call("checksum", "/weights_checker", {"action": "checksum"}, self._limit_s)
-        ranks = reply["ranks"]
-        return reply["per_engine_checksum"], ranks[0]["checksums"] if len(ranks) == 1 else None
-
-    def _call(self, step: str, path: str, body: Any, limit_s: float, key: str = "") -> Any:
-        """The reply's JSON (or text). Without a body it is a GET."""
-        headers = {"Authorization": f"Bearer {key or self._admin_key}", "Content-Type": "application/json"}
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=limit_s)
-        try:
-            connection.request(
-                "GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers
-            )
-            reply = connection.getresponse()
-            text = reply.read().decode()
-        except TimeoutError:
-            raise self.error(step, f"no answer within {limit_s:g} s (weights.timeout_s)") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise self.error(step, f"{type(error).__name__}: {error}") from None
-        finally:
-            connection.close()
-        try:
-            content = json.loads(text)
-        except ValueError:
-            content = {"message": text}
-        if reply.status != 200:
-            message = content.get("message") or content.get("error") or text
-            raise ServerSaid(str(self.error(step, f"{reply.status}: {str(message)[:500]}")))
-        return content
-
-    def error(self, step: str, what: str) -> MegarlError:
-        a = self.address
-        return MegarlError(f"publishing version {self.version} to server {a.id} ({a.url}): {step}: {what}")
-
-
-class ServerSaid(MegarlError):
-    """The server answered, and said no: it lives."""
+type Call[T] = Callable[[ServerClient], Coroutine[Any, Any, T]]
 
 
 class Fleet:
-    """Calls to several servers at once."""
+    """Calls to several servers at once, from synchronous code, to bring them to weights of `version`.
 
-    def __init__(self, servers: Sequence[Server]) -> None:
-        self.servers = {s.address.id: s for s in servers}
-        self._pool = ThreadPoolExecutor(max_workers=max(1, len(servers)), thread_name_prefix="publish")
+    An event loop in a thread makes them. The thread ends with `close`, so none is left when a checkpoint forks, and it does
+    not keep a process that ends otherwise.
+    """
 
-    def start[T](self, ids: Sequence[int], call: Callable[[Server], T]) -> dict[int, Future[T]]:
-        return {i: self._pool.submit(call, self.servers[i]) for i in ids}
+    def __init__(self, servers: Iterable[ServerClient], version: int) -> None:
+        self.servers, self.version = {s.address.id: s for s in servers}, version
+        self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="publish", daemon=True)
+        self._thread.start()
 
-    def each[T](self, ids: Sequence[int], call: Callable[[Server], T]) -> tuple[dict[int, T], dict[int, MegarlError]]:
+    def start[T](self, ids: Iterable[int], call: Call[T]) -> dict[int, Future[T]]:
+        return {i: asyncio.run_coroutine_threadsafe(self._named(call, self.servers[i]), self._loop) for i in ids}
+
+    def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, MegarlError]]:
         """Results and errors by server id."""
         return collect(self.start(ids, call))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False)
+        """Drop all connections, with the calls that still run on them."""
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(CLOSE_LIMIT_S)
+
+    async def _named[T](self, call: Call[T], server: ServerClient) -> T:
+        """The call. Its error also names the version."""
+        try:
+            return await call(server)
+        except MegarlError as error:
+            error.args = (f"publishing version {self.version} to {error}",)
+            raise
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        await self._over.wait()
+        for server in self.servers.values():
+            await server.close()
 
 
 def collect[T](futures: dict[int, Future[T]]) -> tuple[dict[int, T], dict[int, MegarlError]]:
@@ -540,26 +530,26 @@ def collect[T](futures: dict[int, Future[T]]) -> tuple[dict[int, T], dict[int, M
 POLL_S = 0.1
 
 
-def is_healthy(url: str) -> bool:
-    """Whether the server at `url` says within HEALTH_LIMIT_S that it takes requests. Needs no key."""
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_LIMIT_S) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
 def wait_ready(url: str, limit_s: float, exit_code: Callable[[], int | None] = lambda: None) -> float:
     """Wait for the server at `url`; seconds waited. `exit_code` tells whether its process has ended (None: it runs).
 
     MegarlError when it ended or when `limit_s` (serving.start_timeout_s) ran out.
     """
-    start = time.monotonic()
-    while not is_healthy(url):
-        code = exit_code()
-        if code is not None:
-            raise MegarlError(f"the server for {url} ended with status {code} before it was ready; its log says why")
-        if time.monotonic() - start > limit_s:
-            raise MegarlError(f"the server at {url} was not ready within {limit_s:g} s (serving.start_timeout_s)")
-        time.sleep(POLL_S)
-    return time.monotonic() - start
+
+    async def wait() -> float:
+        start = time.monotonic()
+        async with ServerClient(ServerAddress(id=0, url=url), "", "", limit_s) as client:
+            while not await client.health():
+                code = exit_code()
+                if code is not None:
+                    raise MegarlError(
+                        f"the server for {url} ended with status {code} before it was ready; its log says why"
+                    )
+                if time.monotonic() - start > limit_s:
+                    raise MegarlError(
+                        f"the server at {url} was not ready within {limit_s:g} s (serving.start_timeout_s)"
+                    )
+                await asyncio.sleep(POLL_S)
+        return time.monotonic() - start
+
+    return asyncio.run(wait())

@@ -8,28 +8,28 @@ How much of a GPU a server takes that is not alone there: SGLang's mem_fraction_
 starts, and what is in use then it never counts. So a server that starts again beside a learner would get less each time; here
 the share is always of the whole GPU."""
 
-import json
+import asyncio
 import logging
 import os
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import ServerAddress
 from megarl.core.base.process import check_free, die_with_parent, start_logging
-from megarl.core.base.rundir import RunDir
+from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import workers
 from megarl.core.server.checks import TEXT_ONLY, check
+from megarl.core.server.client import ServerClient, ServerSaid
 from megarl.core.server.proxy import Answers, Gate
 
 WATCHDOG_MARGIN_S = 120.0
-WARM_UP_TRIES, WARM_UP_LIMIT_S = 1200, 600.0
+WARM_UP_LIMIT_S = 600.0
 MODELS = "megarl.core.server.sglang_models"
 KEPT_FROM_INPUT = 6
 """SGLang refuses inputs that reach into the last positions of its context; an answer may be shorter than these."""
@@ -74,7 +74,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
             ServerArgs(**engine_arguments(recipe, index, host, port, cuda), **memory_arguments(recipe, cuda)),
             run_scheduler_process_func=workers.scheduler,
             run_detokenizer_process_func=workers.no_detokenizer,
-            execute_warmup_func=lambda _: warm_up(f"http://{host}:{port}", endpoints.api_key),
+            execute_warmup_func=lambda _: asyncio.run(warm_up(f"http://{host}:{port}", endpoints)),
         )
     except SystemExit:
         # Uvicorn's, of a port that somebody took since the check. The warm-up, which then asks that somebody, would keep this
@@ -85,28 +85,26 @@ def main(recipe: Recipe, index: int, port: int) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def warm_up(url: str, api_key: str) -> bool:
+async def warm_up(url: str, endpoints: Endpoints) -> bool:
     """One generated token, then /health says yes. Runs in a thread beside the HTTP server, as SGLang's own warm-up does;
     that one first sleeps for a second. The last request's errors are SGLang's to report: the server then never gets ready.
     """
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-    body = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}).encode()
-    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-    for _ in range(WARM_UP_TRIES):
-        try:
-            urllib.request.urlopen(
-                urllib.request.Request(f"{url}/generate", body, headers), timeout=WARM_UP_LIMIT_S
-            ).close()
-        except urllib.error.HTTPError:
-            logging.getLogger(__name__).exception("the first request failed")
-            return False
-        except urllib.error.URLError:  # the port is not open yet
-            time.sleep(0.05)
-        else:
-            get_global_state().tokenizer_manager.server_status = ServerStatus.Up
-            return True
+    address, until = ServerAddress(id=0, url=url), time.monotonic() + WARM_UP_LIMIT_S
+    async with ServerClient(address, endpoints.api_key, endpoints.admin_key, WARM_UP_LIMIT_S) as client:
+        while time.monotonic() < until:
+            try:
+                await client.warm_up()
+            except ServerSaid:
+                logging.getLogger(__name__).exception("the first request failed")
+                return False
+            except MegarlError:  # the port is not open yet
+                await asyncio.sleep(0.05)
+            else:
+                get_global_state().tokenizer_manager.server_status = ServerStatus.Up
+                return True
     return False
 
 

@@ -27,7 +27,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import gathered
 from megarl.core.models import hf
 from megarl.core.models.family import Family
-from megarl.core.server.client import Fleet, Server
+from megarl.core.server.client import Fleet, ServerClient
 from megarl.core.weights.checksum import SentChecksums
 from megarl.core.weights.transport import Bucket, Sent, buckets, texts, with_last
 
@@ -77,18 +77,20 @@ class CudaIpcTransport:
         for bucket, last in with_last(buckets(sums.watch(exported), self._bucket_bytes)):
             size += bucket.flat.nbytes
             alive = [i for i in mine if i not in errors]
-            errors |= texts(self._hand_over(fleet, alive, bucket, last))
+            errors |= texts(self._hand_over(fleet, alive, bucket, fleet.version if last else None))
         alive = [i for i in mine if i not in errors]
         errors |= texts(fleet.each(alive, lambda server: server.end())[1])
         return errors, sums.expected(), size
 
-    def _hand_over(self, fleet: Fleet, ids: Sequence[int], bucket: Bucket, last: bool) -> dict[int, MegarlError]:
-        """Until all of them have read it; errors."""
+    def _hand_over(
+        self, fleet: Fleet, ids: Sequence[int], bucket: Bucket, complete: int | None
+    ) -> dict[int, MegarlError]:
+        """Until all of them have read it; errors. complete: see ServerClient.take."""
         if bucket.flat.is_cuda:
             torch.cuda.current_stream().synchronize()
         # Each handle counts as a reader of the memory, so every rank of a server has one of its own.
         handles = {i: [handle(bucket) for _ in range(fleet.servers[i].address.tensor_parallel)] for i in ids}
-        errors = fleet.each(ids, lambda server: server.take(handles[server.address.id], last, self._flush))[1]
+        errors = fleet.each(ids, lambda server: server.take(handles[server.address.id], complete, self._flush))[1]
         if bucket.flat.is_cuda:
             torch.cuda.ipc_collect()
         return errors
@@ -125,13 +127,13 @@ class _Handle:
         return rebuild, arguments
 
 
-def _check_and_begin(server: Server) -> None:
+async def _check_and_begin(server: ServerClient) -> None:
     """MegarlError for a server that cannot read this rank's memory; SGLang would die of the first handle."""
-    mine, theirs = device.of_rank(), server.whereabouts()
+    mine, theirs = device.of_rank(), await server.whereabouts()
     if mine.machine != theirs.machine or not set(mine.gpus) <= set(theirs.gpus):
         where = "machine" if mine.machine != theirs.machine else f"GPU ({', '.join(mine.gpus)})"
         raise server.error(
             "hand over",
             f"it is not on the learner's {where}; set resources.colocate=true, or weights.transport=process_group",
         )
-    server.begin()
+    await server.begin()

@@ -40,7 +40,7 @@ class DiskTransport:
         size = 0
         if dist.get_rank() == 0:
             place = str(path.resolve())
-            failed = fleet.each(ids, lambda server: server.load(place, self._flush))[1]
+            failed = fleet.each(ids, lambda server: server.load(place, version, self._flush))[1]
             errors = texts(failed)
             size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
             self._remove_old(path)

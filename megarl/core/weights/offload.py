@@ -9,7 +9,7 @@ them (publisher.py). A server that does not answer has nothing to lend.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.ranks import gathered
 from megarl.core.base.rundir import Endpoints
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Fleet, Server
+from megarl.core.server.client import Fleet, ServerClient
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ class Lending:
         if not self._on:
             yield
             return
-        fleet = self._fleet(version) if dist.get_rank() == 0 else None
         lent: list[int] = []
-        if fleet is not None:
-            lenders, failed = fleet.each(list(fleet.servers), _release)
+        if dist.get_rank() == 0:
+            with closing(self._fleet(version)) as fleet:
+                lenders, failed = fleet.each(fleet.servers, _release)
             lent = list(lenders)
             for error in failed.values():
                 log.warning("not borrowed: %s", error)
@@ -48,26 +48,23 @@ class Lending:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         gathered(None)
-        if fleet is not None:
-            for error in fleet.each(lent, _resume)[1].values():
+        if lent:
+            with closing(self._fleet(version)) as fleet:
+                failed = fleet.each(lent, _resume)[1]
+            for error in failed.values():
                 log.warning("not given back: %s", error)
-            fleet.close()
 
     def _fleet(self, version: int) -> Fleet:
         keys = (self._endpoints.api_key, self._endpoints.admin_key)
-        return Fleet(
-            [
-                Server(ServerAddress(id=i, url=url), version, *keys, self._limit_s)
-                for i, url in enumerate(self._endpoints.servers)
-            ]
-        )
+        addresses = [ServerAddress(id=i, url=url) for i, url in enumerate(self._endpoints.servers)]
+        return Fleet([ServerClient(a, *keys, self._limit_s) for a in addresses], version)
 
 
-def _release(server: Server) -> None:
-    server.pause("retract")
-    server.release_memory()
+async def _release(server: ServerClient) -> None:
+    await server.pause("retract")
+    await server.release_memory()
 
 
-def _resume(server: Server) -> None:
-    server.resume_memory()
-    server.resume()
+async def _resume(server: ServerClient) -> None:
+    await server.resume_memory()
+    await server.resume()

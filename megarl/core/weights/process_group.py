@@ -35,7 +35,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import bound_store, from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.family import Family
-from megarl.core.server.client import Fleet, Server, ServerSaid, collect
+from megarl.core.server.client import Fleet, ServerClient, ServerSaid, collect
 from megarl.core.weights.checksum import SentChecksums
 from megarl.core.weights.transport import Bucket, Sent, buckets, texts, with_last
 
@@ -153,9 +153,9 @@ class ProcessGroupTransport:
 
     def _launch(self, fleet: Fleet, ids: tuple[int, ...], bucket: Bucket, last: bool) -> tuple[dist.Work, Any, Bucket]:
         assert self._group is not None
-        name = self._group.name
+        name, complete = self._group.name, fleet.version if last else None
         calls = fleet.start(
-            ids, lambda s: s.receive(bucket.names, bucket.dtypes, bucket.shapes, name, last, self._flush)
+            ids, lambda s: s.receive(bucket.names, bucket.dtypes, bucket.shapes, name, complete, self._flush)
         )
         return dist.broadcast(bucket.flat, group_src=0, group=self._group.group, async_op=True), calls, bucket
 
@@ -238,9 +238,9 @@ class _Turn:
             self.broken = self.broken or str(error)
 
 
-def refuse_one_gpu(server: Server, mine: DeviceIdentity) -> None:
+async def refuse_one_gpu(server: ServerClient, mine: DeviceIdentity) -> None:
     """MegarlError for a server that is on the GPU `mine`: NCCL refuses two processes of a group on one device."""
-    common = set(mine.gpus) & set(server.whereabouts().gpus)
+    common = set(mine.gpus) & set((await server.whereabouts()).gpus)
     if common:
         raise server.error(
             "form a process group",

@@ -10,6 +10,7 @@ for each server within bounded time. A server that did not get the new weights, 
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.models.family import Family
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Fleet, Server
+from megarl.core.server.client import Fleet, ServerClient
 from megarl.core.server.served import rotary_head_dim
 from megarl.core.weights.checksum import differing
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
@@ -58,16 +59,10 @@ class Publisher:
 
         Errors of servers are in the result. Raises only for what is wrong on the learner's side.
         """
-        fleet = Fleet(
-            [
-                Server(a, command.version, self._endpoints.api_key, self._endpoints.admin_key, self._limit_s)
-                for a in command.servers
-            ]
-        )
-        try:
+        keys = (self._endpoints.api_key, self._endpoints.admin_key)
+        clients = [ServerClient(a, *keys, self._limit_s) for a in command.servers]
+        with closing(Fleet(clients, command.version)) as fleet:
             return self._publish(fleet, command, incarnation)
-        finally:
-            fleet.close()
 
     def _publish(self, fleet: Fleet, command: Publish, incarnation: str) -> Published | None:
         leader = dist.get_rank() == 0
@@ -109,11 +104,11 @@ class Publisher:
             bytes_sent=sent.bytes,
         )
 
-    def _stop(self, server: Server) -> None:
+    async def _stop(self, server: ServerClient) -> None:
         """Pause it, with all its memory, of which a learner that has died may have borrowed a part."""
-        server.pause(self._pause)
+        await server.pause(self._pause)
         if self._wakes:
-            server.resume_memory()
+            await server.resume_memory()
 
     def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str], version: int) -> dict[int, str]:
         """Checksum of each server; adds those to `errors` that differ from what was sent, or from the other servers."""

@@ -59,12 +59,11 @@ class AskedServers:
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, tokenizer: Tokenizer) -> None:
         width = recipe.resources.server_tensor_parallel
-        members = Membership(
-            [ServerAddress(id=n, url=url, tensor_parallel=width) for n, url in enumerate(endpoints.servers)]
-        )
+        addresses = [ServerAddress(id=n, url=u, tensor_parallel=width) for n, u in enumerate(endpoints.servers)]
+        members = Membership(addresses)
         self.clients = {
-            n: ServerClient(url, endpoints.api_key, endpoints.admin_key, recipe.serving.request_timeout_s)
-            for n, url in enumerate(endpoints.servers)
+            a.id: ServerClient(a, endpoints.api_key, endpoints.admin_key, recipe.serving.request_timeout_s)
+            for a in addresses
         }
         for n in self.clients:
             members.seen(n)

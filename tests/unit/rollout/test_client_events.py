@@ -9,6 +9,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.core.base.messages import ServerAddress
 from megarl.core.base.process import free_ports
 from megarl.core.server.client import ServerClient, ServerLost, ServerRefused, events
 
@@ -62,7 +63,8 @@ def answered(*pieces: bytes, status: int = 200, text: str = "", cut: bool = Fals
         (port,) = free_ports(1)
         await web.TCPSite(runner, "127.0.0.1", port).start()
         try:
-            async with ServerClient(f"http://127.0.0.1:{port}", "user", "admin", timeout_s=1.0) as client:
+            address = ServerAddress(id=0, url=f"http://127.0.0.1:{port}")
+            async with ServerClient(address, "user", "admin", timeout_s=1.0) as client:
                 return await client.generate([1, 2], 4)
         except (ServerLost, ServerRefused) as error:
             return error

@@ -1,5 +1,6 @@
 """Handles, as SGLang reads them; and servers that NCCL could not reach, or whose memory nobody could read."""
 
+import asyncio
 import base64
 import io
 import pickle
@@ -12,7 +13,7 @@ from megarl.core.base import device
 from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
-from megarl.core.server.client import Server
+from megarl.core.server.client import ServerClient
 from megarl.core.weights import cuda_ipc
 from megarl.core.weights.process_group import refuse_one_gpu
 from megarl.core.weights.transport import buckets
@@ -32,17 +33,17 @@ class Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class Elsewhere(Server):
+class Elsewhere(ServerClient):
     """A server that says it is there, and is asked nothing more."""
 
     def __init__(self, place: DeviceIdentity) -> None:
-        super().__init__(ServerAddress(id=3, url="http://127.0.0.1:1"), 7, "", "", 1)
+        super().__init__(ServerAddress(id=3, url="http://127.0.0.1:1"), "", "", 1)
         self._place, self.began = place, False
 
-    def whereabouts(self) -> DeviceIdentity:
+    async def whereabouts(self) -> DeviceIdentity:
         return self._place
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         self.began = True
 
 
@@ -77,8 +78,8 @@ def test_a_server_elsewhere_is_handed_nothing(
 ) -> None:
     monkeypatch.setattr(device, "of_rank", lambda: HERE)
     server = Elsewhere(place)
-    with pytest.raises(MegarlError, match=rf"version 7 to server 3 .*{said}; set resources.colocate=true, or"):
-        cuda_ipc._check_and_begin(server)
+    with pytest.raises(MegarlError, match=rf"server 3 .*{said}; set resources.colocate=true, or"):
+        asyncio.run(cuda_ipc._check_and_begin(server))
     assert not server.began
 
 
@@ -86,14 +87,14 @@ def test_one_with_the_learners_gpu_among_its_own_is(monkeypatch: pytest.MonkeyPa
     for mine, theirs in ((("GPU-0",), ("GPU-1", "GPU-0")), ((), ())):
         monkeypatch.setattr(device, "of_rank", lambda mine=mine: DeviceIdentity("this", mine))
         server = Elsewhere(DeviceIdentity("this", theirs))
-        cuda_ipc._check_and_begin(server)
+        asyncio.run(cuda_ipc._check_and_begin(server))
         assert server.began
 
 
 def test_nccl_on_one_gpu_is_refused_and_the_right_transport_named() -> None:
-    refuse_one_gpu(Elsewhere(DeviceIdentity("this", ("GPU-1", "GPU-2"))), HERE)
+    asyncio.run(refuse_one_gpu(Elsewhere(DeviceIdentity("this", ("GPU-1", "GPU-2"))), HERE))
     with pytest.raises(MegarlError, match=r"both on GPU GPU-0, and NCCL .* weights.transport=cuda_ipc"):
-        refuse_one_gpu(Elsewhere(DeviceIdentity("this", ("GPU-1", "GPU-0"))), HERE)
+        asyncio.run(refuse_one_gpu(Elsewhere(DeviceIdentity("this", ("GPU-1", "GPU-0"))), HERE))
 
 
 def test_this_process_is_on_this_machine() -> None:
