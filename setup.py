@@ -35,6 +35,7 @@ setup(
         "safetensors",
         "scipy",
         "tensorboard",
+        "typer",
     ],
     extras_require={
         "wandb": ["wandb"],

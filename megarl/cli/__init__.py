@@ -1,151 +1,141 @@
-"""The command line: every subcommand, thin. Each imports its part when it runs, so that `megarl --help` answers at once.
+"""The command line: every command is a function, thin. Each imports its part when it runs, so that `megarl --help` answers at
+once.
 
 roles.py       the roles with the tasks and the forecast that they are given
-commands.py    how subcommands are declared
-data.py, evaluation.py, planning.py, scaling.py, supervisor.py   subcommands of each part
+parameters.py  parameters that several commands share
+data.py        `megarl data`
+scaling.py     `megarl scaling`
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer import Argument, Option
+from typer.core import TyperGroup
 
 from megarl import __version__
-from megarl.cli import data, evaluation, planning, scaling, supervisor
-from megarl.cli.commands import add_command, add_group, add_recipe_command, at_least
+from megarl.cli import data, scaling
+from megarl.cli import parameters as p
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import die_with_supervisor, have_streams
 
 if TYPE_CHECKING:
     from megarl.core.recipe import Recipe
-    from megarl.lab.study.main import Options as StudyOptions
+    from megarl.lab.study.main import Options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 well; 1 failed; 2 a message for the user on stderr; 130 interrupted."""
     have_streams()
     die_with_supervisor()
-    options = _parsed(arguments)
     try:
-        status: int = options.command(options)
-        sys.stdout.flush()
+        status: int = app(arguments, prog_name="megarl", standalone_mode=False)
         return status
     except MegarlError as error:
         print(f"megarl: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `megarl recipes show x | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except typer.TyperException as error:
+        print(f"megarl: {_misused(error)}", file=sys.stderr)
+    return 2
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """argparse ends a list of positionals at the first option: overrides behind `--dry-run` are put back to the others."""
-    top = parser()
-    options, rest = top.parse_known_args(arguments)
-    if rest and ("overrides" not in options or any(word.startswith("-") for word in rest)):
-        top.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.overrides += rest
-    return options
+def _misused(error: typer.TyperException) -> str:
+    """One line: what is wrong with the command line, and where its help is."""
+    message = error.format_message().removesuffix(".").replace("Value error, ", "")
+    if error.__cause__ is not None:  # pydantic's: it leaves out what was given
+        given = repr(error.__cause__.errors()[0]["input"])  # type: ignore[attr-defined]
+        message += "" if given in message else f", not {given}"
+    context: typer.Context | None = getattr(error, "ctx", None)
+    return message + (f"{'' if message.endswith('?') else '.'} See `{context.command_path} --help`" if context else "")
 
 
-def parser() -> argparse.ArgumentParser:
-    """All subcommands; `command` of the parsed options runs the chosen one."""
-    top = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning with Megatron-Core and SGLang.")
-    top.add_argument("--version", action="version", version=f"megarl {__version__}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+class _Commands(TyperGroup):
+    """All commands; a reader that leaves early, as of `megarl recipes show x | head`, ends them well."""
 
-    train = add_recipe_command(commands, "train", _train, "train a policy: start, watch and restart all roles")
-    train.add_argument("--dry-run", action="store_true", help="print the resolved recipe and start nothing")
-    train.add_argument(
-        "--plan",
-        metavar="GPU",
-        help="divide this machine's GPUs as `megarl plan --gpu GPU` does best: servers, learner, layout",
-    )
-    sft = add_recipe_command(commands, "sft", _sft, "supervised warm start with the same learner")
-    sft.add_argument("--dry-run", action="store_true", help="print the resolved recipe and start nothing")
-
-    serve = add_recipe_command(commands, "serve", _serve, "role: one SGLang server")
-    serve.add_argument("--index", type=at_least(0), required=True, help="which of the recipe's servers this is, from 0")
-    serve.add_argument("--port", type=at_least(1, 65_535), required=True)
-    add_recipe_command(commands, "rollout", _rollout, "role: the controller")
-    add_recipe_command(commands, "learn", _learn, "role: the learner")
-
-    recipes = add_command(commands, "recipes", _recipes, "the recipes that come with megarl")
-    shown = recipes.add_subparsers(metavar="show NAME")
-    show = add_command(shown, "show", _recipes_show, "a recipe, resolved, with what each key means")
-    show.add_argument("recipe", help="name or file")
-    show.add_argument("overrides", nargs="*", metavar="key=value")
-    suggest = add_command(
-        shown, "suggest", _recipes_suggest, "a recipe for a model of yours, with numbers for its size"
-    )
-    suggest.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory with weights")
-    suggest.add_argument(
-        "--preset", choices=("scalerl", "ppo"), default="scalerl", help="whose numbers (default: scalerl)"
-    )
-
-    about = "variants of a recipe, several seeds each, compared by their scaling curves"
-    studies = add_group(commands, "study", about, "loo | compare | results")
-    loo = add_command(
-        studies, "loo", _study_loo, "leave-one-out: a recipe, and variants of it that revert one ScaleRL component each"
-    )
-    loo.add_argument("recipe", help="name of a recipe or a YAML file")
-    loo.add_argument("--with", dest="beside", default="", metavar="A,B", help="more recipes to run beside the variants")
-    compare = add_command(studies, "compare", _study_compare, "several recipes")
-    compare.add_argument(
-        "recipes", nargs="+", metavar="recipe", help="names or YAML files; then key=value for all of them"
-    )
-    compare.set_defaults(overrides=[])
-    for one in (loo, compare):
-        one.add_argument("--seeds", default="0,1,2", help="of run.seed (default 0,1,2)")
-        one.add_argument("--dir", default="", help="the study's directory (default runs/studies/KIND-RECIPE)")
-        one.add_argument(
-            "--task", type=at_least(0), help="run this one alone, such as $SLURM_ARRAY_TASK_ID, and make no table"
-        )
-        one.add_argument("--dry-run", action="store_true", help="show the variants and start nothing")
-    loo.add_argument("overrides", nargs="*", metavar="key=value", help="for all runs, such as run.steps=80")
-    of_study = add_command(
-        studies, "results", _study_results, "table, plots and CSVs of a study, also of an unfinished one"
-    )
-    of_study.add_argument("directory", type=Path)
-
-    looked = add_group(commands, "rollouts", "the journal of a run", "show RUN")
-    from_journal = add_command(looked, "show", _rollouts_show, "what the policy wrote, also while the run lives")
-    from_journal.add_argument("run", type=Path, help="run directory")
-    from_journal.add_argument("--ticket", type=at_least(0), help="all rollouts of this ticket, token by token")
-    from_journal.add_argument("--step", type=at_least(0), help="the groups that this step trains")
-    from_journal.add_argument("--limit", type=at_least(1), default=20, help="how many groups, or rollouts of a ticket")
-    from_journal.add_argument("--json", action="store_true", help="one group a line")
-
-    data.add(commands)
-    evaluation.add(commands)
-    scaling.add(commands)
-    supervisor.add(commands)
-
-    report = add_command(commands, "report", _report, "write report.html and reward.png of a run anew")
-    report.add_argument("run", type=Path, help="run directory")
-    traced = add_command(
-        commands, "trace", _trace, "where the time of a run's last steps went, for Perfetto; also while it runs"
-    )
-    traced.add_argument("run", type=Path, help="run directory")
-    traced.add_argument("--steps", type=at_least(1), default=20, metavar="N", help="the last N (default 20)")
-    traced.add_argument(
-        "--output", type=Path, metavar="FILE", help="JSON, compressed if it ends in .gz (RUN/trace.json.gz)"
-    )
-    plan = add_recipe_command(commands, "plan", _plan, "what a recipe needs on N GPUs, and how fast it will be")
-    planning.add_arguments(plan)
-    add_command(commands, "doctor", _doctor, "what this machine can run, and what to do about what it cannot")
-    return top
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            status = super().invoke(ctx)
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
 
 
-def _load(options: argparse.Namespace) -> "Recipe":
+app = typer.Typer(
+    cls=_Commands,
+    rich_markup_mode=None,  # its panels take longer than all else
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+recipes = typer.Typer(name="recipes")
+study = typer.Typer(name="study", help="Variants of a recipe, several seeds each, compared.")
+rollouts = typer.Typer(name="rollouts", help="The journal of a run.")
+answers = typer.Typer(name="answers", help="Answers of evaluations: best-of-n curves, comparisons.")
+for group in (recipes, study, rollouts, data.app, answers, scaling.app):
+    app.add_typer(group)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"megarl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")] = False,
+) -> None:  # fmt: skip
+    """Reinforcement learning with Megatron-Core and SGLang."""
+
+
+@app.command()
+def train(
+    recipe: p.Recipe,
+    overrides: p.Overrides,
+    dry_run: p.DryRun = False,
+    plan: Annotated[
+        str | None,
+        Option(metavar="GPU", help="divide this machine's GPUs into servers and learner as `megarl plan --gpu GPU` does best"),
+    ] = None,
+) -> int:  # fmt: skip
+    """Train a policy: start, watch and restart all roles."""
+    from megarl.lab import preflight
+
+    if plan is None:
+        loaded = _load(recipe, overrides)
+    else:
+        from megarl.lab.planning.command import planned
+
+        loaded = planned(recipe, overrides, plan)
+    if dry_run:
+        return _dry_run(loaded, preflight.check_all)
+    from megarl.cli import roles
+
+    return roles.train(loaded)
+
+
+@app.command()
+def sft(recipe: p.Recipe, overrides: p.Overrides, dry_run: p.DryRun = False) -> int:
+    """Warm start, supervised, with the same learner."""
+    from megarl.lab import preflight
+
+    loaded = _load(recipe, overrides)
+    if dry_run:
+        return _dry_run(loaded, preflight.check_sft)
+    preflight.check_sft(loaded)
+    from megarl.lab.sft import main
+
+    return main(loaded)
+
+
+def _load(recipe: str, overrides: Sequence[str]) -> "Recipe":
     from megarl.core.recipe import load
 
-    return load(options.recipe, options.overrides)
+    return load(recipe, overrides)
 
 
 def _dry_run(recipe: "Recipe", checked: Callable[["Recipe"], str]) -> int:
@@ -161,58 +151,167 @@ def _dry_run(recipe: "Recipe", checked: Callable[["Recipe"], str]) -> int:
     return 0
 
 
-def _train(options: argparse.Namespace) -> int:
-    from megarl.lab import preflight
+@app.command()
+def plan(
+    recipe: p.Recipe,
+    overrides: p.Overrides,
+    gpus: Annotated[int, Option(min=1, help="how many there are, generators and trainers together")],
+    gpu: Annotated[str, Option(help="which: a name in megarl/lab/planning/hardware.yaml, such as h100")],
+    model_config: p.ModelConfig = None,
+    mean_tokens: Annotated[float | None, Option(help="mean length of a completion; else half of the longest")] = None,
+    spread: Annotated[float, Option(help="deviation of the lengths' logarithm")] = 0.5,
+    lengths: Annotated[Path | None, Option(metavar="RUN", help="lengths of this run's journal instead")] = None,
+    trained_share: Annotated[float, Option(help="of the groups, those with variance")] = 1.0,
+    simulate: Annotated[bool, Option("--simulate", help="run the pipeline in virtual time, and draw it")] = False,
+    steps: Annotated[int, Option(min=1, help="of --simulate")] = 20,
+    out: Annotated[Path, Option(help="picture of --simulate")] = Path("plan.png"),
+    as_json: p.Json = False,
+) -> int:
+    """What a recipe needs on N GPUs, and how fast it will be."""
+    from megarl.lab.planning.command import main, problem, work
 
-    if options.plan is None:
-        recipe = _load(options)
-    else:
-        from megarl.lab.planning.command import planned
-
-        recipe = planned(options.recipe, options.overrides, options.plan)
-    if options.dry_run:
-        return _dry_run(recipe, preflight.check_all)
-    from megarl.cli import roles
-
-    return roles.train(recipe)
-
-
-def _sft(options: argparse.Namespace) -> int:
-    from megarl.lab import preflight
-
-    recipe = _load(options)
-    if options.dry_run:
-        return _dry_run(recipe, preflight.check_sft)
-    preflight.check_sft(recipe)
-    from megarl.lab.sft import main as sft
-
-    return sft(recipe)
+    loaded = _load(recipe, overrides)
+    expected = work(loaded, mean_tokens, spread, lengths, trained_share)
+    return main(problem(loaded, gpus, gpu, model_config, expected), (steps, out) if simulate else None, as_json)
 
 
-def _serve(options: argparse.Namespace) -> int:
-    from megarl.core.server.launch import main as serve
+@app.command()
+def submit(
+    recipe: p.Recipe,
+    overrides: p.Overrides,
+    nodes: Annotated[int, Option(min=1)],
+    gpus_per_node: Annotated[int, Option(min=0, help="0: nodes without GPUs")] = 8,
+    gpu: Annotated[str, Option(help="a name of `megarl plan`: adds its figures, and its layout if need be")] = "",
+    model_config: p.ModelConfig = None,
+    time: Annotated[str, Option(help="limit of the job, after which it goes on as a new one")] = "24:00:00",
+    partition: str | None = None,
+    account: str | None = None,
+    container: Literal["none", "pyxis", "apptainer"] = "none",
+    image: Annotated[str, Option(help="of the container")] = "",
+    mounts: Annotated[str, Option(metavar="A,B", help="folders that the container sees")] = "",
+    out: Annotated[Path | None, Option(help="the script; else run.dir/run.name.sbatch")] = None,
+    yes: Annotated[bool, Option("--yes", help="submit it")] = False,
+) -> int:
+    """Write a Slurm batch script for a recipe, and submit it."""
+    from megarl.lab.submit import Job, main
 
-    recipe = _load(options)
-    last = recipe.resources.servers - 1
-    if options.index > last:
-        raise MegarlError(f"--index: {options.index}, and the recipe's servers are numbered from 0 to {last}")
-    serve(recipe, options.index, options.port)
+    job = Job(
+        recipe, overrides, nodes, gpus_per_node, gpu, model_config, time, partition, account, container, image, mounts
+    )
+    return main(job, out, yes)
+
+
+@app.command()
+def status(run: p.Run) -> int:
+    """How a run stands, from any terminal, also after its end."""
+    from megarl.run.status import main
+
+    return main(run)
+
+
+@app.command()
+def logs(
+    run: p.Run,
+    role: Annotated[str, Option(help="server, server-3, learner, learner-0, controller or supervisor")] = "learner-0",
+    lines: Annotated[int, Option("-n", min=1, metavar="LINES", help="of each file")] = 20,
+    follow: Annotated[bool, Option("-f", "--follow", help="go on until the run has ended")] = False,
+) -> int:
+    """What the processes of a run wrote."""
+    from megarl.run.logs import main
+
+    return main(run, role, lines, follow)
+
+
+@app.command()
+def report(run: p.Run) -> int:
+    """Write report.html and reward.png of a run anew."""
+    from megarl.lab.report.report import main
+
+    return main(run)
+
+
+@app.command()
+def trace(
+    run: p.Run,
+    steps: Annotated[int, Option(min=1, help="the last so many")] = 20,
+    output: Annotated[Path | None, Option(help="JSON, compressed if it ends in .gz; else RUN/trace.json.gz")] = None,
+) -> int:
+    """Where the time of a run's last steps went, for Perfetto. Also while it runs."""
+    from megarl.lab.report.trace import main
+
+    return main(run, steps, output)
+
+
+@app.command("eval")
+def evaluate(
+    overrides: p.Overrides,
+    model: Annotated[str, Option(help="a Hugging Face directory, RUN (newest checkpoint) or RUN@STEP")],
+    suite: Annotated[
+        str,
+        Option(
+            metavar="NAME[,NAME]",
+            help="aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, a suite or task of the run, RUN:TASK (held "
+            "out of that run), or a YAML file",
+        ),
+    ],
+    samples: Annotated[int | None, Option(help="answers a prompt; else as many as the suite says")] = None,
+    limit: Annotated[int | None, Option(help="prompts of each suite, chosen by hash; else all")] = None,
+    data: Annotated[str | None, Option(help="rows of the one suite, instead of its set on the hub")] = None,
+    out: Annotated[Path | None, Option(help="else runs/evaluations/MODEL")] = None,
+) -> int:
+    """Score a model or a run's checkpoint on suites. It starts servers of its own."""
+    from megarl.lab.evaluation.main import main
+
+    return main(model, suite, overrides, samples, limit, data, out)
+
+
+@app.command()
+def doctor() -> int:
+    """What this machine can run, and what to do about what it cannot."""
+    from megarl.lab.doctor import main
+
+    return main()
+
+
+@app.command()
+def serve(
+    recipe: p.Recipe,
+    overrides: p.Overrides,
+    index: Annotated[int, Option(min=0, help="which of the recipe's servers this is, from 0")],
+    port: Annotated[int, Option(min=1, max=65_535)],
+) -> int:
+    """Role: one SGLang server."""
+    from megarl.core.server.launch import main
+
+    loaded = _load(recipe, overrides)
+    last = loaded.resources.servers - 1
+    if index > last:
+        raise MegarlError(f"--index: {index}, and the recipe's servers are numbered from 0 to {last}")
+    main(loaded, index, port)
     return 0
 
 
-def _rollout(options: argparse.Namespace) -> int:
+@app.command()
+def rollout(recipe: p.Recipe, overrides: p.Overrides) -> int:
+    """Role: the controller."""
     from megarl.cli import roles
 
-    return roles.rollout(_load(options))
+    return roles.rollout(_load(recipe, overrides))
 
 
-def _learn(options: argparse.Namespace) -> int:
-    from megarl.core.learner.main import main as learn
+@app.command()
+def learn(recipe: p.Recipe, overrides: p.Overrides) -> int:
+    """Role: the learner."""
+    from megarl.core.learner.main import main
 
-    return learn(_load(options))
+    return main(_load(recipe, overrides))
 
 
-def _recipes(options: argparse.Namespace) -> int:
+@recipes.callback(invoke_without_command=True)
+def _recipes(context: typer.Context) -> int:
+    """The recipes that come with megarl. Without a command: their list."""
+    if context.invoked_subcommand is not None:
+        return 0
     from rich.console import Console
     from rich.table import Table
 
@@ -231,80 +330,113 @@ def _recipes(options: argparse.Namespace) -> int:
     return 0
 
 
-def _recipes_show(options: argparse.Namespace) -> int:
+@recipes.command("show")
+def show_recipe(recipe: p.Recipe, overrides: p.Overrides) -> int:
+    """A recipe, resolved, with what each key means."""
     from megarl.core.recipe import describe
 
-    print(describe(_load(options)), end="")
+    print(describe(_load(recipe, overrides)), end="")
     return 0
 
 
-def _recipes_suggest(options: argparse.Namespace) -> int:
+@recipes.command()
+def suggest(
+    model: Annotated[Path, Option(help="Hugging Face directory with weights")],
+    preset: Annotated[Literal["scalerl", "ppo"], Option(help="whose numbers")] = "scalerl",
+) -> int:
+    """A recipe for a model of yours, with numbers for its size."""
     from megarl.lab.presets import suggest
 
-    return suggest(options.model, options.preset)
+    return suggest(model, preset)
 
 
-def _study_options(options: argparse.Namespace, overrides: Sequence[str]) -> "StudyOptions":
+@study.command()
+def loo(
+    recipe: p.Recipe,
+    overrides: p.Overrides,
+    beside: Annotated[str, Option("--with", metavar="A,B", help="more recipes to run beside the variants")] = "",
+    seeds: p.Seeds = "0,1,2",
+    directory: p.StudyDirectory = "",
+    task: p.Task = None,
+    dry_run: p.DryRun = False,
+) -> int:
+    """Leave-one-out: variants of a recipe that revert one ScaleRL part each."""
+    from megarl.lab.study.main import loo
+
+    others = [name for name in beside.split(",") if name]
+    return loo(recipe, others, _study_options(seeds, directory, task, dry_run, overrides))
+
+
+@study.command("compare")
+def compare_recipes(
+    words: Annotated[list[str], Argument(metavar="recipe", help=p.RECIPES, autocompletion=p.recipe_names)],
+    seeds: p.Seeds = "0,1,2",
+    directory: p.StudyDirectory = "",
+    task: p.Task = None,
+    dry_run: p.DryRun = False,
+) -> int:
+    """Several recipes, run and compared."""
+    from megarl.lab.study.main import compare
+
+    recipes, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    return compare(recipes, _study_options(seeds, directory, task, dry_run, overrides))
+
+
+def _study_options(seeds: str, directory: str, task: int | None, dry_run: bool, overrides: Sequence[str]) -> "Options":
     from megarl.lab.study.main import Options
 
     try:
-        seeds = [int(seed) for seed in options.seeds.split(",")]
+        return Options([int(seed) for seed in seeds.split(",")], directory, task, dry_run, overrides)
     except ValueError:
-        raise MegarlError(f"--seeds: {options.seeds!r} is not a list of numbers such as 0,1,2") from None
-    return Options(seeds, options.dir, options.task, options.dry_run, overrides)
+        raise MegarlError(f"--seeds: {seeds!r} is not a list of numbers such as 0,1,2") from None
 
 
-def _study_loo(options: argparse.Namespace) -> int:
-    from megarl.lab.study.main import loo
-
-    beside = [name for name in options.beside.split(",") if name]
-    return loo(options.recipe, beside, _study_options(options, options.overrides))
-
-
-def _study_compare(options: argparse.Namespace) -> int:
-    from megarl.lab.study.main import compare
-
-    words = [*options.recipes, *options.overrides]
-    recipes, overrides = [w for w in words if "=" not in w], [w for w in words if "=" in w]
-    return compare(recipes, _study_options(options, overrides))
-
-
-def _study_results(options: argparse.Namespace) -> int:
+@study.command("results")
+def study_results(directory: Path) -> int:
+    """Table, plots and CSVs of a study, also of an unfinished one."""
     from megarl.lab.study.main import table_and_plots
 
-    return table_and_plots(options.directory)
+    return table_and_plots(directory)
 
 
-def _rollouts_show(options: argparse.Namespace) -> int:
+@rollouts.command("show")
+def show_rollouts(
+    run: p.Run,
+    ticket: Annotated[int | None, Option(min=0, help="all rollouts of this ticket, token by token")] = None,
+    step: Annotated[int | None, Option(min=0, help="the groups that this step trains")] = None,
+    limit: Annotated[int, Option(min=1, help="how many groups, or rollouts of a ticket")] = 20,
+    as_json: p.Json = False,
+) -> int:
+    """What the policy wrote, also while the run lives."""
     from megarl.core.base.rundir import RunDir
     from megarl.core.base.tokenizer import load_tokenizer
-    from megarl.core.recipe import load
     from megarl.lab.inspection.rollouts import show
 
-    tokenizer = load_tokenizer(load(str(RunDir.opened(options.run).recipe)).model.path)
-    show(options.run, options.ticket, options.step, options.limit, tokenizer, options.json)
+    tokenizer = load_tokenizer(_load(str(RunDir.opened(run).recipe), ()).model.path)
+    show(run, ticket, step, limit, tokenizer, as_json)
     return 0
 
 
-def _report(options: argparse.Namespace) -> int:
-    from megarl.lab.report.report import main as report
+@answers.command()
+def curve(
+    out: Annotated[list[Path], Argument(help="of megarl eval, or RUN/evaluations/step-N; or RUN")],
+    suite: p.Suite = None,
+    picture: Annotated[Path | None, Option(help="a PNG; else curve-SUITE.png in the first `out`")] = None,
+) -> int:
+    """Score against tokens generated: best of n by majority, reward, oracle."""
+    from megarl.lab.evaluation.curve import main
 
-    return report(options.run)
-
-
-def _trace(options: argparse.Namespace) -> int:
-    from megarl.lab.report.trace import main as trace
-
-    return trace(options.run, options.steps, options.output)
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from megarl.lab.planning.command import main as plan
-
-    return plan(options)
+    return main(out, suite, picture)
 
 
-def _doctor(options: argparse.Namespace) -> int:
-    from megarl.lab.doctor import main as doctor
+@answers.command("compare")
+def compare_answers(
+    out_a: Annotated[Path, Argument(help="of megarl eval, or RUN/evaluations/step-N")],
+    out_b: Annotated[Path, Argument(help="the same, of the other model")],
+    suite: p.Suite = None,
+    page: Annotated[Path | None, Option("-o", "--page", help="HTML; else compare-SUITE.html in `out_b`")] = None,
+) -> int:
+    """Two models on the same prompts: a table, and a page to read their answers side by side."""
+    from megarl.lab.evaluation.compare import main
 
-    return doctor()
+    return main(out_a, out_b, suite, page)

@@ -1,11 +1,13 @@
 """`megarl data`: arguments in, files and views out. Everything heavy is imported when a command runs."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from megarl.cli.commands import Commands, add_command, add_group, at_least
+import typer
+from typer import Argument, Option
+
+from megarl.cli import parameters as p
 from megarl.core.base.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -15,49 +17,79 @@ if TYPE_CHECKING:
     from megarl.core.recipe import Recipe
     from megarl.tasks.data.survey import Reader
 
-MAPPING_HELP = (
-    "published set whose columns it has: polaris, deepscaler, dapo-math-17k, deepcoder, gsm8k, math, livecodebench, "
-    "humaneval, mbpp"
-)
+app = typer.Typer(name="data", help="Look at prompt sets, prepare them, make the quickstart's.")
 
 
-def add(commands: Commands) -> None:
-    """The subcommand `data` and its own."""
-    inner = add_group(commands, "data", "look at prompt sets, prepare them, make the quickstart's")
+@app.command()
+def inspect(
+    source: Annotated[
+        str, Argument(help="prompts or traces: a file or hub:…; or a recipe", autocompletion=p.recipe_names)
+    ],
+    overrides: p.Overrides,
+    column: p.Column,
+    mapping: p.Mapping = "",
+    tokenizer: Annotated[Path | None, Option(help="count tokens with that of this model directory")] = None,
+    samples: Annotated[int, Option(min=0, help="rows shown of each set")] = 3,
+) -> int:
+    """Lengths, difficulties, answer types and samples."""
+    from rich.console import Console
 
-    look = add_command(inner, "inspect", _inspect, "lengths, difficulties, answer types and samples")
-    look.add_argument(
-        "what", metavar="SOURCE_OR_RECIPE", help="a file of prompts or traces, hub:…, or a recipe: all it has"
+    from megarl.core.base.tokenizer import load_tokenizer
+    from megarl.core.recipe import load
+    from megarl.lab.inspection.data import look, show, show_left_out
+    from megarl.tasks.data.sources import is_source
+    from megarl.tasks.data.survey import survey
+    from megarl.tasks.data.traces import are_traces
+
+    if not is_source(source):
+        if mapping or column:
+            raise MegarlError("--mapping, --column: of a recipe its tasks say them (data.tasks.NAME.mapping, .columns)")
+        _inspect_recipe(load(source, overrides), tokenizer, samples)
+        return 0
+    console, counter = Console(), load_tokenizer(tokenizer) if tokenizer else None
+    if not mapping and not column and are_traces(source):
+        _inspect_traces(source, counter, samples, None, [], console)
+        return 0
+    found = survey(source, _reader(mapping, column))
+    show_left_out(found, console)
+    seen, _ = look(found, str, counter, samples)
+    show(source, seen, console, "tokens" if counter else "characters", None, str)
+    return 0
+
+
+@app.command()
+def prepare(
+    source: Annotated[str, Argument(metavar="SOURCE", help="JSONL, JSON, Parquet or Arrow, or hub:ORG/NAME:CONFIG:SPLIT")],
+    out: Annotated[Path, Argument(metavar="DIR", help="gets train, heldout, report.json, removed.jsonl")],
+    column: p.Column,
+    against: Annotated[list[str], p.repeated("SOURCE", "evaluation set whose prompts are removed")],
+    mapping: p.Mapping = "",
+    heldout: Annotated[int, Option(min=0, metavar="N", help="rows to hold out, chosen by hash")] = 0,
+    form: Annotated[Literal["jsonl", "parquet", "arrow"], Option("--format", help="of the files")] = "jsonl",
+) -> int:  # fmt: skip
+    """Clean, split and decontaminate a source into the project's own rows."""
+    from rich.console import Console
+
+    from megarl.tasks.data.prepare import prepare
+
+    console = Console()
+    done = prepare(source, out, _reader(mapping, column), heldout, against, form, console)
+    console.print(
+        f"{out}: {done.train:,} to train on, {done.heldout:,} held out, of {done.rows:,} rows", soft_wrap=True
     )
-    look.add_argument("overrides", nargs="*", metavar="key=value", help="of a recipe")
-    _columns(look)
-    look.add_argument("--tokenizer", type=Path, metavar="DIR", help="count tokens with that of this model directory")
-    look.add_argument("--samples", type=at_least(0), default=3, help="rows shown of each set (default 3)")
-
-    make = add_command(
-        inner, "prepare", _prepare, "clean, split and decontaminate a source into the project's own rows"
-    )
-    make.add_argument("source", metavar="SOURCE", help="JSONL, JSON, Parquet or Arrow, or hub:ORG/NAME:CONFIG:SPLIT")
-    make.add_argument("out", type=Path, metavar="DIR", help="gets train, heldout, report.json, removed.jsonl")
-    _columns(make)
-    make.add_argument("--heldout", type=int, default=0, metavar="N", help="rows to hold out, chosen by hash")
-    make.add_argument(
-        "--against", action="append", default=[], metavar="SOURCE",
-        help="evaluation set whose prompts are removed; may be given several times",
-    )  # fmt: skip
-    make.add_argument("--format", choices=("jsonl", "parquet", "arrow"), default="jsonl")
-
-    sums = add_command(inner, "arithmetic", _arithmetic, "the quickstart's task, tokenizer and untrained model")
-    sums.add_argument("directory", type=Path)
-    sums.add_argument("--seed", type=at_least(0), default=0)
+    for reason, count in done.left_out.counts.most_common():
+        number, what = done.left_out.first[reason][0]
+        line = f"  {count:,} left out ({reason}), the first: {source}:{number}: {what[:120]}"
+        console.print(line, markup=False, soft_wrap=True)
+    return 0
 
 
-def _columns(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--mapping", default="", metavar="SET", help=MAPPING_HELP)
-    command.add_argument(
-        "--column", action="append", default=[], metavar="FIELD=COLUMN",
-        help="column of prompt, answer, difficulty or id, such as prompt=problem; may be given several times",
-    )  # fmt: skip
+@app.command()
+def arithmetic(directory: Path, seed: Annotated[int, Option(min=0)] = 0) -> int:
+    """The quickstart's task, tokenizer and untrained model."""
+    from megarl.tasks.data.arithmetic import main
+
+    return main(directory, seed)
 
 
 def _reader(mapping: str, columns: Sequence[str]) -> "Reader":
@@ -73,57 +105,7 @@ def _reader(mapping: str, columns: Sequence[str]) -> "Reader":
     return mapping_of(mapping, given)
 
 
-def _prepare(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from megarl.tasks.data.prepare import prepare
-
-    if options.heldout < 0:
-        raise MegarlError(f"--heldout: {options.heldout} rows cannot be held out")
-    console = Console()
-    read = _reader(options.mapping, options.column)
-    done = prepare(options.source, options.out, read, options.heldout, options.against, options.format, console)
-    console.print(
-        f"{options.out}: {done.train:,} to train on, {done.heldout:,} held out, of {done.rows:,} rows", soft_wrap=True
-    )
-    for reason, count in done.left_out.counts.most_common():
-        number, what = done.left_out.first[reason][0]
-        line = f"  {count:,} left out ({reason}), the first: {options.source}:{number}: {what[:120]}"
-        console.print(line, markup=False, soft_wrap=True)
-    return 0
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    from megarl.core.recipe import load
-    from megarl.tasks.data.sources import is_source
-
-    if is_source(options.what):
-        return _inspect_source(options)
-    if options.mapping or options.column:
-        raise MegarlError("--mapping, --column: of a recipe its tasks say them (data.tasks.NAME.mapping, .columns)")
-    return _inspect_recipe(load(options.what, options.overrides), options)
-
-
-def _inspect_source(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from megarl.core.base.tokenizer import load_tokenizer
-    from megarl.lab.inspection.data import look, show, show_left_out
-    from megarl.tasks.data.survey import survey
-    from megarl.tasks.data.traces import are_traces
-
-    console, tokenizer = Console(), load_tokenizer(options.tokenizer) if options.tokenizer else None
-    if not options.mapping and not options.column and are_traces(options.what):
-        _inspect_traces(options.what, tokenizer, options.samples, None, [], console)
-        return 0
-    found = survey(options.what, _reader(options.mapping, options.column))
-    show_left_out(found, console)
-    seen, _ = look(found, str, tokenizer, options.samples)
-    show(options.what, seen, console, "tokens" if tokenizer else "characters", None, str)
-    return 0
-
-
-def _inspect_recipe(recipe: "Recipe", options: argparse.Namespace) -> int:
+def _inspect_recipe(recipe: "Recipe", tokenizer_of: Path | None, samples: int) -> None:
     """Each task as a run of the recipe would have it: its template around, its evaluation sets removed."""
     from rich.console import Console
 
@@ -135,25 +117,22 @@ def _inspect_recipe(recipe: "Recipe", options: argparse.Namespace) -> int:
     from megarl.tasks.data.sources import problem
     from megarl.tasks.data.survey import survey
 
-    console, tokenizer = Console(), load_tokenizer(options.tokenizer or recipe.model.path)
+    console, tokenizer = Console(), load_tokenizer(tokenizer_of or recipe.model.path)
     evaluation = overlap_with(recipe.data.decontaminate)
     for name, task in recipe.data.tasks.items():
         read, render = mapping_of(task.mapping, task.columns.model_dump()), renderer(task, tokenizer)
         split = task.heldout if isinstance(task.heldout, int) else 0
         found = survey(task.train, read, split, evaluation)
         show_left_out(found, console)
-        train, heldout = look(found, render, tokenizer, options.samples)
+        train, heldout = look(found, render, tokenizer, samples)
         if isinstance(task.heldout, str):
             apart = survey(task.heldout, read)
             show_left_out(apart, console)
-            heldout, _ = look(apart, render, tokenizer, options.samples)
+            heldout, _ = look(apart, render, tokenizer, samples)
         for part, seen in (("train", train), ("heldout", heldout)):
             show(f"{name}.{part}", seen, console, "tokens", recipe.length.prompt_tokens, render)
     if recipe.sft.data and problem(recipe.sft.data) is None:
-        _inspect_traces(
-            recipe.sft.data, tokenizer, options.samples, recipe.sft.max_length, recipe.data.decontaminate, console
-        )
-    return 0
+        _inspect_traces(recipe.sft.data, tokenizer, samples, recipe.sft.max_length, recipe.data.decontaminate, console)
 
 
 def _inspect_traces(
@@ -174,9 +153,3 @@ def _inspect_traces(
     show_left_out(found, console)
     seen = look_at_traces(found, tokenizer, samples)
     show_traces(source, seen, console, "tokens" if tokenizer else "characters", limit)
-
-
-def _arithmetic(options: argparse.Namespace) -> int:
-    from megarl.tasks.data.arithmetic import main as arithmetic
-
-    return arithmetic(options.directory, options.seed)

@@ -4,10 +4,10 @@ recipe ─► does it fit N nodes? ──yes──► as written ─┐
                  └─no, and --gpu is given ─► plan ───┴─► placement, figures, #SBATCH lines ─► FILE ─► sbatch
 """
 
-import argparse
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,25 @@ SUBMIT_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
+class Job:
+    """What is asked of Slurm. recipe, overrides, model_config: as of `megarl plan`; gpu: "" if none is named; mounts: folders
+    that the container sees, with commas."""
+
+    recipe: str
+    overrides: Sequence[str]
+    nodes: int
+    gpus_per_node: int
+    gpu: str
+    model_config: str | None
+    time: str
+    partition: str | None
+    account: str | None
+    container: str
+    image: str
+    mounts: str
+
+
+@dataclass(frozen=True)
 class Chosen:
     """What to submit. recipe: with the plan's changes, listed in `overrides`; figures: expected performance, in lines."""
 
@@ -34,20 +53,20 @@ class Chosen:
     figures: tuple[str, ...]
 
 
-def main(options: argparse.Namespace) -> int:
-    """Write the script, show it, and submit it with --yes."""
+def main(job: Job, out: Path | None, submitted: bool) -> int:
+    """Write the script to `out`, show it, submit it if it is to be."""
     if not LIBRARY.is_file():
         raise MegarlError(
             f"{LIBRARY} is not there: batch scripts need the folder launch/ of megarl's source; install from it "
             "(`pip install -e .`)"
         )
-    chosen = choose(load(options.recipe, options.overrides), options)
-    file = options.out or Path(chosen.recipe.run.dir) / f"{chosen.recipe.run.name}.sbatch"
+    chosen = choose(load(job.recipe, job.overrides), job)
+    file = out or Path(chosen.recipe.run.dir) / f"{chosen.recipe.run.name}.sbatch"
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = script(chosen, options)
+    text = script(chosen, job)
     write_atomically(file, text.encode())
     print(text)
-    if not options.yes:
+    if not submitted:
         print(f"{file} is written, nothing is submitted: `sbatch {file}`, or the same with --yes", file=sys.stderr)
         return 0
     return submit(file)
@@ -69,28 +88,24 @@ def submit(file: Path) -> int:
     return 0
 
 
-def choose(recipe: Recipe, options: argparse.Namespace) -> Chosen:
-    """Choose the recipe as written if it fits the nodes (and, with --gpu, their memory), else the best plan that does.
-
-    MegarlError if nothing fits.
-    """
-    per_node = options.gpus_per_node
+def choose(recipe: Recipe, job: Job) -> Chosen:
+    """The recipe as written if it fits the nodes (and, with --gpu, their memory), else the best plan that does. MegarlError if
+    nothing does."""
+    per_node = job.gpus_per_node
     if not per_node:
         return Chosen(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))
-    nodes = [
-        Node(f"node {i + 1}", f"{i}", "", "", tuple(map(str, range(per_node))), 0, ()) for i in range(options.nodes)
-    ]
+    nodes = [Node(f"node {i + 1}", f"{i}", "", "", tuple(map(str, range(per_node))), 0, ()) for i in range(job.nodes)]
     try:
         placed, misfit = place(recipe, nodes), ""
     except MegarlError as error:
         placed, misfit = {}, str(error)
     idle = len(nodes) * per_node - needed(recipe)
     spare = (f"{idle} GPUs have nothing to do; `megarl plan` has layouts for all of them",) if idle else ()
-    if not options.gpu:
+    if not job.gpu:
         if misfit:
-            raise MegarlError(f"{misfit}\n--gpu NAME has `megarl plan` choose a layout for {options.nodes} nodes")
+            raise MegarlError(f"{misfit}\n--gpu NAME has `megarl plan` choose a layout for {job.nodes} nodes")
         return Chosen(recipe, (), (*described(placed, nodes), *spare))
-    problem = command.problem(recipe, len(nodes) * per_node, options.gpu, options.model_config, command.work(recipe))
+    problem = command.problem(recipe, len(nodes) * per_node, job.gpu, job.model_config, command.work(recipe))
     if not misfit:
         written = as_written(problem)
         if not isinstance(written, str):
@@ -104,7 +119,7 @@ def choose(recipe: Recipe, options: argparse.Namespace) -> Chosen:
         why = f"the layout is the plan's; as written it does not fit: {misfit}"
         return Chosen(plan.recipe, tuple(show.overrides(plan)), (why, *described(placed, nodes), *_figures(plan)))
     raise MegarlError(
-        f"as written: {misfit}\nno layout fits {options.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is refused"
+        f"as written: {misfit}\nno layout fits {job.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is refused"
     )
 
 
@@ -118,18 +133,18 @@ def _figures(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def script(chosen: Chosen, options: argparse.Namespace) -> str:
-    """Write the batch script."""
+def script(chosen: Chosen, job: Job) -> str:
+    """The batch script."""
     recipe = chosen.recipe
     settings = {
         "job-name": recipe.run.name,
-        "nodes": options.nodes,
+        "nodes": job.nodes,
         "ntasks-per-node": 1,
-        "gpus-per-node": options.gpus_per_node or None,
+        "gpus-per-node": job.gpus_per_node or None,
         "exclusive": "",
-        "time": options.time,
-        "partition": options.partition,
-        "account": options.account,
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
         "output": "%x-%j.out",
         "open-mode": "append",
         "requeue": "",
@@ -137,17 +152,17 @@ def script(chosen: Chosen, options: argparse.Namespace) -> str:
         "signal": "B:USR1@600",
     }
     lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in settings.items() if value is not None]
-    name = str(Path(options.recipe).resolve()) if options.recipe.endswith((".yaml", ".yml")) else options.recipe
+    name = str(Path(job.recipe).resolve()) if job.recipe.endswith((".yaml", ".yml")) else job.recipe
     network = [] if recipe.run.interface else [f"run.interface={OF_SLURM}"]
-    words = ["train", name, "run.resume=auto", *network, *options.overrides, *chosen.overrides]
-    variables = {"CONTAINER": options.container, "IMAGE": options.image, "MOUNTS": options.mounts}
+    words = ["train", name, "run.resume=auto", *network, *job.overrides, *chosen.overrides]
+    variables = {"CONTAINER": job.container, "IMAGE": job.image, "MOUNTS": job.mounts}
     exports = [f"export {key}={shlex.quote(value)}" for key, value in variables.items() if value]
     exports.append(f"export MEGARL={shlex.quote(str(Path(sys.executable).with_name('megarl')))}")
     return "\n".join(
         [
             "#!/usr/bin/env bash",
             *lines,
-            f"# Written by `megarl submit {options.recipe}`.",
+            f"# Written by `megarl submit {job.recipe}`.",
             *(f"# {line}" for line in chosen.figures),
             *exports,
             "# shellcheck disable=SC1091",

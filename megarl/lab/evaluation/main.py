@@ -6,7 +6,6 @@
 Re-running asks only questions without an answer. Ctrl-C leaves only complete rows.
 """
 
-import argparse
 import asyncio
 import json
 import re
@@ -39,25 +38,28 @@ from megarl.lab.evaluation.subject import Subject, recipe_of, subject_of
 from megarl.tasks.graders.grader import TaskGraders
 
 
-def main(options: argparse.Namespace) -> int:
-    """Run the evaluation. Return 0 if all is answered; 1 if a void answer is left, which the same command asks again."""
+def main(
+    model: str,
+    suite: str,
+    overrides: Sequence[str],
+    samples: int | None,
+    limit: int | None,
+    data: str | None,
+    out: Path | None,
+) -> int:
+    """0 when all is answered; 1 if a void answer is left, which the same command asks again. The parameters are those of the
+    command; None: as the suites say, and the usual directory."""
     outlive_screen()
     console = Console()
-    subject = subject_of(options.model)
-    out = options.out or Path("runs") / "evaluations" / re.sub(r"[^\w@.-]+", "-", subject.name).strip(".-")
-    given = {
-        "samples": options.samples,
-        "prompts": options.limit,
-        "data": json.dumps(options.data) if options.data else None,
-    }
-    words = [word for word in options.suite.split(",") if word]
+    subject = subject_of(model)
+    out = out or Path("runs") / "evaluations" / re.sub(r"[^\w@.-]+", "-", subject.name).strip(".-")
+    given = {"samples": samples, "prompts": limit, "data": json.dumps(data) if data else None}
+    words = [word for word in suite.split(",") if word]
     if not words:
         raise MegarlError("--suite: names none")
-    if options.data and len(words) != 1:
+    if data and len(words) != 1:
         raise MegarlError("--data: belongs to one suite; of several, give evaluation.suites.NAME.data=SOURCE")
-    recipe, names = recipe_of(
-        subject, words, [f"{k}={v}" for k, v in given.items() if v is not None], options.overrides, out
-    )
+    recipe, names = recipe_of(subject, words, [f"{k}={v}" for k, v in given.items() if v is not None], overrides, out)
     tokenizer = load_tokenizer(subject.hf)
     loaded = [_loaded(name, recipe, tokenizer, console) for name in names]
     with lock(RunDir(recipe.run.path).path, "megarl eval", "--out"):

@@ -5,7 +5,6 @@
 `megarl train RECIPE --plan GPU` divides this machine's GPUs among servers and learner like the best plan for them.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,31 +15,29 @@ from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import show
 from megarl.lab.planning.hardware import assumed, gpu_named
 from megarl.lab.planning.layouts import Found, Plan, Problem, as_written, search
-from megarl.lab.planning.workload import Lengths, Workload, lognormal, workload
+from megarl.lab.planning.workload import Lengths, Workload, lengths_of, lognormal, workload
 from megarl.run.devices import gpus
 
 BEST = 5
 SIMULATED = 3
-SPREAD = 0.5
 
 
-def main(options: argparse.Namespace) -> int:
-    recipe = load(options.recipe, options.overrides)
-    if options.gpus < 2 and not recipe.resources.colocate:
+def main(posed: Problem, drawn: tuple[int, Path] | None, as_json: bool) -> int:
+    """Search and show. drawn: steps to simulate, and where their picture goes."""
+    if posed.gpus < 2 and not posed.recipe.resources.colocate:
         raise MegarlError(
-            f"--gpus: {options.gpus} is too few: at least one generates and one trains, unless they share it "
+            f"--gpus: {posed.gpus} is too few: at least one generates and one trains, unless they share it "
             "(resources.colocate, as in scalerl-1gpu)"
         )
-    posed = problem(recipe, options.gpus, options.gpu, options.model_config, _work(recipe, options))
     written, found = as_written(posed), search(posed)
     chosen = _chosen(posed, written, found)
-    simulated = _simulated(posed, chosen, found, options) if options.simulate and chosen else show.Simulated()
-    if options.json:
+    simulated = _simulated(posed, chosen, found, *drawn) if drawn and chosen else show.Simulated()
+    if as_json:
         print(json.dumps(show.as_json(posed, written, found, BEST, simulated), indent=2))
     else:
         show.tables(posed, written, found, BEST, simulated)
-        if simulated.plans:
-            print(f"\n{options.out}")
+        if drawn and simulated.plans:
+            print(f"\n{drawn[1]}")
     return 0 if found.plans or not isinstance(written, str) else 1
 
 
@@ -56,23 +53,16 @@ def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work:
     )
 
 
-def work(recipe: Recipe) -> Workload:
-    """Return the workload that the recipe's limits suggest, with all groups trained."""
-    return workload(recipe, lognormal(recipe, None, SPREAD), 1.0, recipe.run.seed)
-
-
-def _work(recipe: Recipe, options: argparse.Namespace) -> Workload:
-    if options.lengths is not None:
-        lengths: Lengths = _measured(options.lengths)
-    else:
-        lengths = lognormal(recipe, options.mean_tokens, options.spread)
-    return workload(recipe, lengths, options.trained_share, recipe.run.seed)
-
-
-def _measured(run: Path) -> Lengths:
-    from megarl.lab.planning.workload import lengths_of
-
-    return lengths_of(run)
+def work(
+    recipe: Recipe,
+    mean_tokens: float | None = None,
+    spread: float = 0.5,
+    run: Path | None = None,
+    trained_share: float = 1.0,
+) -> Workload:
+    """Lengths that the recipe's limits suggest, or with this mean, or those in the journal of `run`."""
+    lengths: Lengths = lognormal(recipe, mean_tokens, spread) if run is None else lengths_of(run)
+    return workload(recipe, lengths, trained_share, recipe.run.seed)
 
 
 def _chosen(problem: Problem, written: Plan | str, found: Found) -> dict[str, Plan]:
@@ -86,14 +76,14 @@ def _swept(chosen: dict[str, Plan]) -> tuple[str, Plan]:
     return next(((n, p) for n, p in chosen.items() if n == "plan 1"), next(iter(chosen.items())))
 
 
-def _simulated(problem: Problem, chosen: dict[str, Plan], found: Found, options: argparse.Namespace) -> show.Simulated:
+def _simulated(problem: Problem, chosen: dict[str, Plan], found: Found, steps: int, out: Path) -> show.Simulated:
     from megarl.lab.planning import figures, scenario
 
-    results = {name: scenario.run(problem, plan, options.steps) for name, plan in chosen.items()}
+    results = {name: scenario.run(problem, plan, steps) for name, plan in chosen.items()}
     first_name, first = _swept(chosen)
-    by_lag = scenario.by_lag(problem, first, options.steps)
-    by_spread = scenario.by_spread(problem, first, options.steps)
-    figures.draw(results, found.plans, first_name, by_lag, by_spread, options.out)
+    by_lag = scenario.by_lag(problem, first, steps)
+    by_spread = scenario.by_spread(problem, first, steps)
+    figures.draw(results, found.plans, first_name, by_lag, by_spread, out)
     return show.Simulated({name: result.summary for name, result in results.items()}, first_name, by_lag, by_spread)
 
 

@@ -78,7 +78,7 @@ def test_it_is_the_same_again_and_leaves_nothing_of_another_format(source):
         (["--mapping", "gsm9k"], "--mapping: 'gsm9k' is none of polaris"),
         (["--column", "promt=x"], "--column: write FIELD=COLUMN, with a field of prompt, answer"),
         (["--heldout", "20"], "20 rows to hold out of 20 that can be used leave none"),
-        (["--heldout", "-1"], "cannot be held out"),
+        (["--heldout", "-1"], "'--heldout': Input should be greater than or equal to 0"),
         (["--against", "none.jsonl"], "'none.jsonl' is not a file"),
     ],
 )

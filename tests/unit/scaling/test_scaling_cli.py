@@ -141,7 +141,7 @@ from megarl.cli import main
 main(["scaling", "fit", {str(points)!r}])
 main(["scaling", "extrapolate", {str(points)!r}, "--to", "1e5"])
 main(["scaling", "compare", {str(points)!r}, {str(other)!r}])
-heavy = {{"torch", "transformers", "scipy", "matplotlib", "pydantic"}} & set(sys.modules)
+heavy = {{"torch", "transformers", "scipy", "matplotlib", "megarl.core.recipe"}} & set(sys.modules)
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
