@@ -163,8 +163,13 @@ def to_frames(message: Any) -> list[bytes]:
     return [_SCHEMA, encode(message)]
 
 
-def from_frames(frames: Sequence[bytes], kind: Any) -> Any:
-    """The message of union `kind` (Request or Reply); msgspec.DecodeError if these frames are none of this schema."""
+def body_of(frames: Sequence[bytes]) -> bytes:
+    """The msgpack body; msgspec.DecodeError if these frames are none of this schema."""
     if len(frames) != 2 or frames[0] != _SCHEMA:
         raise msgspec.DecodeError(f"not a frame of schema {_SCHEMA.decode()!r}: {[f[:20] for f in frames]}")
-    return decode(frames[1], kind)
+    return frames[1]
+
+
+def from_frames(frames: Sequence[bytes], kind: Any) -> Any:
+    """The message of union `kind` (Request or Reply); msgspec.DecodeError if these frames are none of this schema."""
+    return decode(body_of(frames), kind)
