@@ -29,6 +29,7 @@ from megarl.core.base.messages import (
     Published,
     Refused,
     Reply,
+    Request,
     Score,
     Scored,
     ServerResult,
@@ -39,7 +40,7 @@ from megarl.core.base.messages import (
 )
 from megarl.core.base.process import die_with_parent, free_ports
 from megarl.core.base.rundir import RunDir, read_jsonl
-from megarl.core.base.types import Group, encode
+from megarl.core.base.types import Group, decode, encode
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Admitted
 from megarl.core.learner.link import Link
@@ -110,7 +111,7 @@ class Learner:
         """Do as told until `until` steps are trained or the controller says stop, for as long as the link waits for a reply."""
         end = time.monotonic() + self.link.limit_s
         while time.monotonic() < end:
-            reply = self.link.ask(Next(incarnation=self.incarnation, step=self.step, version=self.step))
+            reply = self.ask(Next(incarnation=self.incarnation, step=self.step, version=self.step))
             match reply:
                 case Train():
                     assert reply.batch.step == self.step
@@ -132,6 +133,10 @@ class Learner:
                     return reply
         raise AssertionError(f"not done within {LIMIT_S} s; the controller says:\n{self.run.log()[-3000:]}")
 
+    def ask(self, request: Request) -> Reply:
+        reply: Reply = decode(self.link.ask(request), Reply)
+        return reply
+
     def publish(self, command: Publish) -> None:
         results = []
         for server in command.servers:
@@ -143,7 +148,7 @@ class Learner:
                 results.append(ServerResult(id=server.id, checksum="same"))
         self.published.append(command.version)
         seconds = {f"{part}_seconds": 0.1 for part in ("pause", "transfer", "resume")}
-        self.link.ask(
+        self.ask(
             Published(
                 incarnation=self.incarnation, version=command.version, results=tuple(results), bytes_sent=1, **seconds
             )
@@ -155,7 +160,7 @@ class Learner:
         model = self.run.stack.models["ab"[command.version % 2]]
         found = [s[r.first - 1 :] for s, r in zip(scores(model, tokens), command.rollouts, strict=True)]
         self.scored += len(found)
-        self.link.ask(
+        self.ask(
             Scored(
                 incarnation=self.incarnation,
                 version=command.version,
@@ -370,7 +375,7 @@ def test_nonsense_is_dropped_an_old_learner_refused_and_stop_obeyed(run: Run) ->
         wait_for(lambda: json.loads(run.rundir.status.read_text())["malformed_requests"] == 3)
     new = run.learner(step=1)
     new.go(until=2)
-    assert isinstance(old.link.ask(Next(incarnation=old.incarnation, step=1, version=1)), Refused)
+    assert isinstance(old.ask(Next(incarnation=old.incarnation, step=1, version=1)), Refused)
     run.rundir.stop_file.touch()
     reply = new.go()
     assert isinstance(reply, Stop)

@@ -167,8 +167,13 @@ def to_frames(message: Any) -> list[bytes]:
     return [_SCHEMA, encode(message)]
 
 
-def from_frames(frames: Sequence[bytes], kind: Any) -> Any:
-    """Decode a message of union `kind` (Request or Reply); msgspec.DecodeError if the frames do not have this schema."""
+def body_of(frames: Sequence[bytes]) -> bytes:
+    """Return the msgpack body; msgspec.DecodeError if the frames do not have this schema."""
     if len(frames) != 2 or frames[0] != _SCHEMA:
         raise msgspec.DecodeError(f"not a frame of schema {_SCHEMA.decode()!r}: {[f[:20] for f in frames]}")
-    return decode(frames[1], kind)
+    return frames[1]
+
+
+def from_frames(frames: Sequence[bytes], kind: Any) -> Any:
+    """Decode a message of union `kind` (Request or Reply); msgspec.DecodeError if the frames do not have this schema."""
+    return decode(body_of(frames), kind)

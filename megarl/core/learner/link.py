@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import LARGEST_REPLY, Reply, Request, from_frames, to_frames
+from megarl.core.base.messages import LARGEST_REPLY, Request, body_of, to_frames
 from megarl.core.base.rundir import LinkKeys
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,11 @@ class Link:
         self._context = zmq.Context()
         self._socket = self._connect()
 
-    def ask(self, request: Request) -> Reply:
-        """The controller's reply. Raises Interrupted, or MegarlError after `limit_s` of silence."""
+    def ask(self, request: Request) -> bytes:
+        """The controller's Reply, still encoded: every rank decodes it once.
+
+        Raises Interrupted, or MegarlError after `limit_s` of silence.
+        """
         frames = to_frames(request)
         limit = time.monotonic() + self.limit_s
         while True:
@@ -77,15 +80,15 @@ class Link:
     def close(self) -> None:
         self._context.destroy()
 
-    def _receive(self, until: float) -> Reply | None:
+    def _receive(self, until: float) -> bytes | None:
         """A reply, or None when the time is up. What is no reply of this schema is an error: both sides are one version."""
         while not self._socket.poll(int(1000 * max(0.0, min(LOOK_S, until - time.monotonic())))):
             self._look()
             if time.monotonic() >= until:
                 return None
         try:
-            return from_frames(self._socket.recv_multipart(), Reply)
-        except msgspec.MsgspecError as error:
+            return body_of(self._socket.recv_multipart())
+        except msgspec.DecodeError as error:
             raise MegarlError(f"the controller at {self.address} speaks another protocol: {error}") from None
 
     def _look(self) -> None:

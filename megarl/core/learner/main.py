@@ -191,15 +191,15 @@ class Learner:
 
     def _ask(self, request: Request | None) -> Reply:
         """The controller's reply to rank 0's request, on all ranks. What ends the wait early is a Stop."""
-        reply: Reply | None = None
+        reply = b""
         if self.link is not None and request is not None:
             try:
                 reply = self.link.ask(request)
             except Interrupted as reason:
-                reply = Stop(reason=str(reason))
+                reply = encode(Stop(reason=str(reason)))
             except MegarlError as error:
-                reply = Stop(reason=str(error), error=True)
-        return decode(from_rank_0(encode(reply)), Reply)
+                reply = encode(Stop(reason=str(error), error=True))
+        return decode(from_rank_0(reply), Reply)
 
     def _train(self, command: Train) -> None:
         received = time.monotonic()

@@ -475,8 +475,8 @@ type Call[T] = Callable[[ServerClient], Coroutine[Any, Any, T]]
 class Fleet:
     """Calls to several servers at once, from synchronous code, to bring them to weights of `version`.
 
-    An event loop in a thread makes them. The thread ends with `close`, so none is left when a checkpoint forks, and it does
-    not keep a process that ends otherwise.
+    An event loop in a thread of its own makes them. `close` ends the thread, so that no later fork meets it; a process that
+    ends without `close` does not wait for it.
     """
 
     def __init__(self, servers: Iterable[ServerClient], version: int) -> None:

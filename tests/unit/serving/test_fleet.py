@@ -1,0 +1,91 @@
+"""Calls to several servers from synchronous code: one that is silent costs the others nothing, and no call is made twice."""
+
+import socket
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.process import free_ports
+from megarl.core.server.client import Fleet, ServerClient, ServerSaid, collect, wait_ready
+
+LIMIT_S = 1.0
+YES = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnull"
+NO = b'HTTP/1.1 400 Bad Request\r\nContent-Length: 15\r\n\r\n{"message":"x"}'
+SILENCE = b""
+
+
+def scripted(*answers: bytes) -> tuple[str, list[bytes]]:
+    """A server that gives its first connection these answers in turn, then ends it; its address, and what it heard."""
+    listener, heard = socket.create_server(("127.0.0.1", 0)), list[bytes]()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            for answer in answers:
+                heard.append(connection.recv(1 << 16))
+                connection.sendall(answer)
+                if answer == SILENCE:
+                    time.sleep(60)
+            heard.append(connection.recv(1 << 16))
+        while True:
+            heard.append(listener.accept()[0].recv(1 << 16))
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}", heard
+
+
+def fleet_of(*urls: str) -> Fleet:
+    return Fleet([ServerClient(ServerAddress(id=i, url=u), "user", "admin", LIMIT_S) for i, u in enumerate(urls)], 7)
+
+
+def test_each_server_costs_no_more_than_its_own_limit() -> None:
+    urls = [scripted(YES)[0], scripted(SILENCE)[0], f"http://127.0.0.1:{free_ports(1)[0]}", scripted(NO)[0]]
+    with closing(fleet_of(*urls)) as fleet:
+        began = time.monotonic()
+        calls = fleet.start(fleet.servers, lambda server: server.pause("in_place"))
+        calls[0].result()
+        assert not calls[1].done()
+        results, errors = collect(calls)
+        assert time.monotonic() - began < 2 * LIMIT_S
+    assert list(results) == [0]
+    said = {i: f"publishing version 7 to server {i} ({urls[i]}): pause: " for i in errors}
+    assert str(errors[1]) == said[1] + "no answer within 1 s (weights.timeout_s)"
+    assert str(errors[2]).startswith(said[2] + "ClientConnectorError")
+    assert str(errors[3]) == said[3] + "400: x"
+    assert [type(errors[i]) for i in (1, 2, 3)] == [MegarlError, MegarlError, ServerSaid]
+
+
+def test_a_call_whose_connection_ends_is_not_made_again() -> None:
+    """The connection has been kept from the call before, which is when an HTTP client may try another one."""
+    url, heard = scripted(YES)
+    with closing(fleet_of(url)) as fleet:
+        assert fleet.each([0], lambda server: server.pause("in_place"))[1] == {}
+        (error,) = fleet.each([0], lambda server: server.end())[1].values()
+        assert "end: ServerDisconnectedError" in str(error)
+        time.sleep(LIMIT_S / 4)
+    assert [each.split()[1] for each in heard] == [b"/pause_generation", b"/end_weight_update"]
+    assert all(b"Authorization: Bearer admin" in each for each in heard)
+
+
+def test_closing_waits_for_no_call() -> None:
+    fleet = fleet_of(scripted(SILENCE)[0])
+    (call,) = fleet.start([0], lambda server: server.end()).values()
+    time.sleep(LIMIT_S / 4)
+    began = time.monotonic()
+    fleet.close()
+    assert call.done()
+    assert time.monotonic() - began < LIMIT_S / 2
+    assert "publish" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_waiting_for_a_server_ends_with_its_process() -> None:
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
+    with pytest.raises(MegarlError, match="ended with status 3 before it was ready"):
+        wait_ready(url, 60, lambda: 3)
+    with pytest.raises(MegarlError, match=r"not ready within 0.2 s \(serving.start_timeout_s\)"):
+        wait_ready(url, 0.2)
+    assert wait_ready(scripted(YES)[0], 60) < 60
