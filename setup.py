@@ -35,7 +35,7 @@ setup(
         "safetensors",
         "scipy",
         "tensorboard",
-        "typer",
+        "typer>=0.29",
     ],
     extras_require={
         "wandb": ["wandb"],

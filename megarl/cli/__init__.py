@@ -44,9 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _misused(error: typer.TyperException) -> str:
     """One line: what is wrong with the command line, and where its help is."""
+    from pydantic import ValidationError
+
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
-    if error.__cause__ is not None:  # pydantic's: it leaves out what was given
-        given = repr(error.__cause__.errors()[0]["input"])  # type: ignore[attr-defined]
+    if isinstance(error.__cause__, ValidationError):  # its message leaves out what was given
+        given = repr(error.__cause__.errors()[0]["input"])
         message += "" if given in message else f", not {given}"
     context: typer.Context | None = getattr(error, "ctx", None)
     return message + (f"{'' if message.endswith('?') else '.'} See `{context.command_path} --help`" if context else "")
