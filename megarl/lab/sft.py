@@ -23,7 +23,6 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megarl.core.algorithm.batch import TrainSequence
-from megarl.core.algorithm.losses import supervised_loss
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import Wish, free_ports, lock, outlive_screen, wishes
 from megarl.core.base.ranks import gathered
@@ -65,9 +64,7 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
     init = Path(recipe.sft.init)
-    trainer = Trainer(
-        recipe, init, optimizer=recipe.sft.optimizer, loss=supervised_loss(), temperature=1.0, steps=recipe.sft.steps
-    )
+    trainer = Trainer(recipe, init, supervised=True)
     checkpoints = Checkpoints(unfinished, 1, trainer, init)
     checkpoints.load_latest()
     microbatch_size.settle(trainer, recipe.sft.max_length, recipe.sft.batch_tokens, unfinished / "microbatch.json")

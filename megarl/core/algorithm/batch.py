@@ -23,7 +23,6 @@ from megarl.core.recipe import Recipe
 
 Aggregation = Literal["prompt", "sample", "token", "constant"]
 
-
 PerToken = float | np.ndarray
 """[prompt + completion] float32, or one number for all tokens."""
 
@@ -36,7 +35,7 @@ class TrainSequence:
     behaviour_logprobs [prompt + completion] float32, 0 where not trained
     loss_weight        [prompt + completion] float32, 0 where not trained (prompt, masked segments)
     reward             of the rollout, for the critic
-    advantage          of the rollout; of each token with a critic
+    advantage          of the rollout; with a critic, of each token
     value, value_target  with a critic: its expectation before each trained token, and the value to learn
     reference_logprobs [prompt + completion] float32, 0 where not trained: log-probs of the frozen reference; None: no reference
     kl_penalty         [prompt + completion] float32, 0 where not trained: what the KL to it takes off the reward at each token

@@ -1,4 +1,4 @@
-"""Packs a step's sequences into micro-batches for every data-parallel rank, balanced by cost. Pure functions of lengths.
+"""Pack a step's sequences into micro-batches for every data-parallel rank, balanced by cost. Pure functions of lengths.
 
     lengths ─► as few rounds as longest-first filling needs ─► bins, filled by tokens or by cost, whichever is faster
             ─► sorted by cost: each round has a similar micro-batch for every rank ─► the costliest to the least loaded rank
@@ -8,7 +8,6 @@ than in eight. Ranks wait for each other: once per step where only gradients are
 exchange tokens of experts. Rounds of similar micro-batches serve both.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,12 +42,12 @@ class Cost:
 BY_TOKENS = Cost()
 
 LAYER_PASSES, HEAD_PASSES = 3, 4
-"""Forward and backward, in forwards: backward is two, and the head makes its logits again (megarl/core/learner/head)."""
+"""Cost of forward and backward in forward passes: backward is two, and the head computes its logits again (learner/head)."""
 
 
 def cost_of(model: Architecture) -> Cost:
-    """What training a sequence costs in floating-point operations, in all layers and the head: 2 for each parameter that a
-    token is multiplied with, 4 for each number of a query that meets a position (PaLM, arXiv 2204.02311, appendix B)."""
+    """Return the cost of training in floating-point operations, in all layers and the head: 2 for each parameter that a token
+    is multiplied with, 4 for each number of a query that meets a position (PaLM, arXiv 2204.02311, appendix B)."""
     pair = LAYER_PASSES * 4 * model.query
     return Cost(
         token=LAYER_PASSES * 2 * model.body_parameters + HEAD_PASSES * 2 * model.embedding_parameters,
@@ -67,8 +66,7 @@ def pack(
 ) -> Packed:
     """Pack sequences into micro-batches of at most `max_tokens` tokens.
 
-    one_size: all micro-batches are computed at the size of the fullest (pipeline stages exchange one size).
-
+    one_size: all micro-batches are computed at the size of the fullest, because pipeline stages exchange one size.
     Every rank gets the same number of micro-batches, as few as longest-first filling by tokens finds; a sequence longer than
     `max_tokens` is alone in one. Micro-batches are empty only if sequences run out: fewer than `data_parallel` are. No
     sequences give no micro-batches.
@@ -78,13 +76,13 @@ def pack(
     rest = order[len(alone) :]
     tokens = sum(lengths[i] for i in rest)
     rounds = -(-(len(alone) + -(-tokens // max_tokens)) // data_parallel)
-    while (filled := _by_tokens(lengths, rest, rounds * data_parallel - len(alone), max_tokens)) is None:
+    while (filled := _filled(lengths, rest, rounds * data_parallel - len(alone), max_tokens, lengths)) is None:
         rounds += 1
     costs = [cost.of(n) for n in lengths]
     # Micro-batches of one size differ only in attention.
     apart = [cost.attention(n) for n in lengths] if one_size else costs
     candidates = [_deal(alone + filled, apart, data_parallel)]
-    if cost != BY_TOKENS and (filled := _by_cost(lengths, rest, len(filled), max_tokens, costs)) is not None:
+    if cost != BY_TOKENS and (filled := _filled(lengths, rest, len(filled), max_tokens, costs)) is not None:
         candidates.append(_deal(alone + filled, apart, data_parallel))
     return min(candidates, key=lambda packed: step_cost(packed, lengths, cost, one_size))
 
@@ -113,23 +111,10 @@ def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool
     return sum(max(map(cost_of, microbatches)) for microbatches in zip(*packed, strict=True))
 
 
-def _by_tokens(lengths: Sequence[int], order: list[int], bins: int, max_tokens: int) -> list[list[int]] | None:
-    """Put each sequence into the emptiest bin, longest first; None if one does not fit."""
-    contents: list[list[int]] = [[] for _ in range(bins)]
-    loads = [(0, b) for b in range(bins)]
-    for i in order:
-        if not loads or loads[0][0] + lengths[i] > max_tokens:
-            return None
-        load, b = loads[0]
-        heapq.heapreplace(loads, (load + lengths[i], b))
-        contents[b].append(i)
-    return contents
-
-
-def _by_cost(
+def _filled(
     lengths: Sequence[int], order: list[int], bins: int, max_tokens: int, costs: Sequence[float]
 ) -> list[list[int]] | None:
-    """Put each sequence into the cheapest bin with room for it, longest first; None if there is none."""
+    """Put each sequence into the cheapest bin with room for it, in this order; None if there is none."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     tokens, so_far = np.zeros(bins, np.int64), np.zeros(bins)
     for i in order:

@@ -53,7 +53,7 @@ def test_each_trained_token_once_with_its_predecessor(packing: bool, shards: int
                 np.testing.assert_array_equal(micro.reference.numpy()[:n], -2 * labels)
                 np.testing.assert_array_equal(micro.advantage.numpy()[:n], labels // 100)
                 joined = np.concatenate([s.tokens for s in chosen]) if chosen else np.zeros(0)
-                np.testing.assert_array_equal(joined[micro.of], labels)
+                np.testing.assert_array_equal(joined[micro.source], labels)
                 assert micro.tokens.numel() % shards == 0
                 assert micro.lengths.tolist() == [int((s.loss_weight > 0).sum()) for s in chosen] or not chosen
                 if n:
@@ -88,7 +88,7 @@ def test_an_empty_microbatch_is_filler_without_weight() -> None:
     micro = assemble([], 1, 8, Layout(True, 2), CPU)
     assert micro.tokens.shape == (1, 8)
     assert micro.weight.tolist() == micro.counted.tolist() == [0.0]
-    assert len(micro.of) == 0
+    assert len(micro.source) == 0
     assert micro.here.tolist() == micro.lengths.tolist() == [1]
 
 
