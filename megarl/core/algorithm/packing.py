@@ -4,8 +4,8 @@
             ─► sorted by cost: each round has a similar micro-batch for every rank ─► the costliest to the least loaded rank
 
 A sequence has a cost per token (matrices) and per pair of positions (attention), so 16,000 tokens in one sequence take longer
-than in eight. Ranks wait for each other: once per step where only gradients are summed, in each micro-batch where they
-exchange tokens of experts. Rounds of similar micro-batches serve both.
+than in eight. Ranks wait for each other once per step where only gradients are summed, in each micro-batch where they exchange
+tokens of experts; rounds of similar micro-batches serve both.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,8 @@ from megarl.core.base.architecture import Architecture
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a sequence, in any unit.
-
-    token: per token. pair: per pair of positions, in layers with full attention; local_pair: in layers with attention within
-    chunks of `chunk` positions.
-    """
+    """Cost of a sequence, in any unit: per token, and per pair of positions in layers with full attention (pair) and in layers
+    with attention within chunks of `chunk` positions (local_pair)."""
 
     token: float = 1.0
     pair: float = 0.0
@@ -93,10 +90,9 @@ def sizes_to_try(longest: int, most: int) -> list[int]:
     Two parts of the longest sequence, from which larger sizes are extrapolated; that sequence; then four sizes per doubling, up
     to `most` and 16 times the longest.
     """
-    quarters = [4, 5, 6, 7]
-    more = [longest * quarter * 2**octave // 4 for octave in range(5) for quarter in quarters]
-    sizes = [max(1, longest // 4), max(1, longest // 2), longest]
-    return sorted({*sizes, *(n for n in more if n <= min(most, 16 * longest))})
+    more = {longest * quarter * 2**octave // 4 for octave in range(5) for quarter in (4, 5, 6, 7)}
+    parts = {max(1, longest // 4), max(1, longest // 2), longest}
+    return sorted(parts | {n for n in more if n <= min(most, 16 * longest)})
 
 
 def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool = False) -> float:

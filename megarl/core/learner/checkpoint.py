@@ -32,7 +32,7 @@ from megarl.core.algorithm.advantages import Moments
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import step_folder
-from megarl.core.learner.guards import out_of_memory_named
+from megarl.core.learner.network import out_of_memory_named
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import checkpoint
@@ -49,9 +49,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, trainer: Trainer, hf_source: Path) -> None:
         self.folder, self.keep, self.trainer, self.hf_source = folder, keep, trainer, hf_source
-        filesystem_async._results_queue = (
-            queue.Queue()
-        )  # megatron would start a manager process for the writers' results
+        # megatron would start a manager process for the results of writers.
+        filesystem_async._results_queue = queue.Queue()
         self._calls = _ThreadCalls()
         self._writing = folder  # the latest that was begun
 
@@ -59,30 +58,28 @@ class Checkpoints:
         """Begin to write the state as it is now, unless it is on disk already. Wait for an earlier write first."""
         self.finish()
         trainer = self.trainer
-        path = step_folder(self.folder, trainer.step)
-        if trainer.step == 0 or from_rank_0(path.exists()):
+        step, path = trainer.step, step_folder(self.folder, trainer.step)
+        if step == 0 or from_rank_0(path.exists()):
             return
         begin = time.monotonic()
-        meta = checkpoint.Meta(
-            step=trainer.step,
-            version=trainer.step,
-            hf_source=str(self.hf_source),
-            model=trainer.recipe.model.model_dump(mode="json"),
-            critic=trainer.critic is not None,
-        )
+        model, critic = trainer.recipe.model.model_dump(mode="json"), trainer.critic is not None
+        meta = checkpoint.Meta(step=step, version=step, hf_source=str(self.hf_source), model=model, critic=critic)
         self._writing = path
         with out_of_memory_named("learner.optimizer_offload", "gathering the optimiser for a checkpoint; set it"):
             state = _state(trainer, is_loading=False)
         checkpoint.save(path, state, meta, self._calls)
         log.info("checkpoint %s: the step stopped for %.2f s", path.name, time.monotonic() - begin)
 
-    def poll(self) -> None:
-        """Complete a write that all ranks have finished."""
-        self._complete(blocking=False)
+    def poll(self, blocking: bool = False) -> None:
+        """Complete a write that all ranks have finished. blocking: wait until they have."""
+        with checkpoint.whole_or_gone(self._writing):
+            completed = self._calls.maybe_finalize_async_calls(blocking=blocking)
+        if completed and dist.get_rank() == 0:
+            checkpoint.prune(self.folder, self.keep)
 
     def finish(self) -> None:
-        """Wait for a write under way."""
-        self._complete(blocking=True)
+        """Wait for an unfinished write."""
+        self.poll(blocking=True)
 
     def load_latest(self) -> bool:
         """Continue from the newest checkpoint that can be read; False if there is none at all.
@@ -106,10 +103,8 @@ class Checkpoints:
             log.info("continuing from %s", path)
             return True
         if unreadable:
-            raise MegarlError(
-                f"{self.folder}: none of the {len(unreadable)} checkpoints can be loaded; move them away to "
-                "train again from the beginning"
-            )
+            advice = "move them away to train again from the beginning"
+            raise MegarlError(f"{self.folder}: none of the {len(unreadable)} checkpoints can be loaded; {advice}")
         return False
 
     def load(self, path: Path) -> None:
@@ -128,12 +123,6 @@ class Checkpoints:
         trainer.step, trainer.moments = loaded["step"], Moments(**loaded["moments"])
         trainer.skipped_steps, trainer.skipped_in_row = loaded["skipped_steps"], loaded["skipped_in_row"]
         trainer.scaler_skipped_steps = loaded.get("scaler_skipped_steps", 0)
-
-    def _complete(self, blocking: bool) -> None:
-        with checkpoint.whole_or_gone(self._writing):
-            completed = self._calls.maybe_finalize_async_calls(blocking=blocking)
-        if completed and dist.get_rank() == 0:
-            checkpoint.prune(self.folder, self.keep)
 
 
 def _state(trainer: Trainer, is_loading: bool) -> State:
@@ -193,25 +182,22 @@ class _ThreadCalls(AsyncCallsQueue):
 class _ThreadCaller(AsyncCaller):
     """One write. Errors come back through the results queue and are raised on all ranks when the write is completed."""
 
-    _thread: threading.Thread | None = None
-
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        if async_req.async_fn is None:  # this rank has nothing to write
-            return
-        rank, live, results = async_req.async_fn_args
-        buckets = _copied(live, async_req.preload_fn())
-        self._thread = threading.Thread(target=async_req.async_fn, args=(rank, buckets, results), name="checkpoint")
+        self._thread = threading.Thread()  # does nothing, on a rank that has nothing to write
+        if async_req.async_fn is not None:
+            rank, live, results = async_req.async_fn_args
+            arguments = (rank, _copied(live, async_req.preload_fn()), results)
+            self._thread = threading.Thread(target=async_req.async_fn, args=arguments, name="checkpoint")
         self._thread.start()
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        if blocking and self._thread is not None:
+        if blocking:
             self._thread.join()
-        alive = int(self._thread is not None and self._thread.is_alive())
+        alive = int(self._thread.is_alive())
         return not alive if no_dist else self.sync_all_async_calls(alive)
 
     def close(self, abort: bool = False) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def __del__(self) -> None: ...
 

@@ -89,14 +89,10 @@ class Reference:
     def scored(self, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
         """Return the sequences with `reference_logprobs`, and with `kl_penalty` if the reward pays it. COLLECTIVE."""
         logprobs = self.network.ask(sequences, self.network.lm_head(self.temperature), pick=lambda output: output[0])
-        in_reward = self.settings.where == "reward"
-        penalties = [
-            kl_penalty(s, r, self.settings) if in_reward else None for s, r in zip(sequences, logprobs, strict=True)
-        ]
-        return [
-            replace(s, reference_logprobs=reference, kl_penalty=penalty)
-            for s, reference, penalty in zip(sequences, logprobs, penalties, strict=True)
-        ]
+        scored = [replace(s, reference_logprobs=r) for s, r in zip(sequences, logprobs, strict=True)]
+        if self.settings.where == "loss":
+            return scored
+        return [replace(s, kl_penalty=kl_penalty(s, r, self.settings)) for s, r in zip(scored, logprobs, strict=True)]
 
 
 def kl_penalty(sequence: TrainSequence, reference: np.ndarray, settings: recipes.Reference) -> np.ndarray:

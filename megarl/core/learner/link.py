@@ -46,48 +46,44 @@ class Link:
 
     def ask(self, request: Request) -> bytes:
         """Return the controller's Reply, still encoded. Raises Interrupted, or MegarlError after `limit_s` of silence."""
-        frames = to_frames(request)
+        frames, name = to_frames(request), type(request).__name__
         limit = time.monotonic() + self.limit_s
-        while True:
-            self._check_interrupted()  # a controller that always answers at once leaves no wait to do it in
-            self._socket.send_multipart(frames)
-            reply = self._receive(min(time.monotonic() + self.resend_s, limit))
-            if reply is not None:
-                return reply
-            name = type(request).__name__
+        self._check_interrupted()  # a controller that always answers at once leaves no wait to do it in
+        self._socket.send_multipart(frames)
+        resend = time.monotonic() + self.resend_s
+        while not self._socket.poll(int(1000 * LOOK_S)):
+            self._check_interrupted()
             if time.monotonic() >= limit:
                 raise MegarlError(
                     f"the controller at {self.address} has not answered {name} for {self.limit_s:g} s; "
                     "look at logs/controller/ of the run, then start again with run.resume=auto"
                 )
-            log.warning("no answer to %s within %g s; sending it again", name, self.resend_s)
-            self._socket.close()
-            self._socket = self._connect()
+            if time.monotonic() >= resend:
+                log.warning("no answer to %s within %g s; sending it again", name, self.resend_s)
+                self._reconnect()
+                self._socket.send_multipart(frames)
+                resend = time.monotonic() + self.resend_s
+        try:
+            return body_of(self._socket.recv_multipart())
+        except msgspec.DecodeError as error:  # both sides should have one version
+            raise MegarlError(f"the controller at {self.address} speaks another protocol: {error}") from None
 
     def tell(self, request: Request) -> None:
         """Send a last word; whether it is heard does not matter."""
-        self._socket.close()
-        self._socket = self._connect()
+        self._reconnect()
         self._socket.send_multipart(to_frames(request))
         self._socket.poll(int(1000 * LAST_WORD_S))
 
     def close(self) -> None:
         self._context.destroy()
 
-    def _receive(self, until: float) -> bytes | None:
-        """Return a reply, or None when the time is up. Another schema is an error: both sides have the same version."""
-        while not self._socket.poll(int(1000 * max(0.0, min(LOOK_S, until - time.monotonic())))):
-            self._check_interrupted()
-            if time.monotonic() >= until:
-                return None
-        try:
-            return body_of(self._socket.recv_multipart())
-        except msgspec.DecodeError as error:
-            raise MegarlError(f"the controller at {self.address} speaks another protocol: {error}") from None
-
     def _check_interrupted(self) -> None:
         if reason := self.interrupted():
             raise Interrupted(reason)
+
+    def _reconnect(self) -> None:
+        self._socket.close()
+        self._socket = self._connect()
 
     def _connect(self) -> zmq.Socket:
         socket = self._context.socket(zmq.REQ)

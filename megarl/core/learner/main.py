@@ -28,8 +28,8 @@ from megarl.core.base.types import decode, encode
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.clock import StepClock
-from megarl.core.learner.guards import OutOfMemory
 from megarl.core.learner.link import Interrupted, Link
+from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel

@@ -154,7 +154,7 @@ def assemble(
         at=on_device(at),
         labels=each(ids),
         behaviour=joined([s.behaviour_logprobs for s in sequences]),
-        reference=joined([s.reference for s in sequences]),
+        reference=joined([s.reference_logprobs for s in sequences]),
         advantage=joined([s.advantage for s in sequences]),
         value=joined([s.value for s in sequences]),
         value_target=joined([s.value_target for s in sequences]),

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from megarl.core.algorithm.packing import sizes_to_try
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import write_atomically
-from megarl.core.learner.guards import OutOfMemory
+from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -36,28 +35,25 @@ SHARE = 0.9
 tokens choose, and buckets of a publication."""
 
 
-class Memory(Protocol):
-    """Measures trials."""
-
-    def used(self, trial: Callable[[], None]) -> float:
-        """Return the largest share that the trial took of the memory it may take: above 1 is too much, inf ran out."""
+type Memory = Callable[[Callable[[], None]], float]
+"""Runs a trial and returns the largest share that it took of the memory it may take: above 1 is too much, inf ran out."""
 
 
-class GpuMemory:
-    """The memory of this rank's GPU that other processes leave free now."""
+def gpu_memory() -> Memory:
+    """Measure this rank's GPU, of which trials may take what other processes leave free now."""
+    torch.cuda.empty_cache()
+    room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 
-    def __init__(self) -> None:
-        torch.cuda.empty_cache()
-        self._room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
-
-    def used(self, trial: Callable[[], None]) -> float:
+    def used(trial: Callable[[], None]) -> float:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
             trial()
         except OutOfMemory:
             return math.inf
-        return torch.cuda.max_memory_reserved() / self._room
+        return torch.cuda.max_memory_reserved() / room
+
+    return used
 
 
 def settle(
@@ -82,7 +78,7 @@ def settle(
     tokens = from_rank_0(known["microbatch_tokens"] if known.get("of") == conditions else None)
     if tokens is None:
         with within or nullcontext():
-            tokens = _found(trainer, longest, batch_tokens, memory or GpuMemory())
+            tokens = _found(trainer, longest, batch_tokens, memory or gpu_memory())
         if record is not None and dist.get_rank() == 0:
             found = {"microbatch_tokens": tokens, "of": conditions}
             write_atomically(record, json.dumps(found, indent=2).encode() + b"\n")
@@ -138,7 +134,7 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
                 trainee.forward_backward(sequences)
 
         try:
-            used = memory.used(trial)
+            used = memory(trial)
         finally:
             for network in networks:
                 network.clear()

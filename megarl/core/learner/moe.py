@@ -42,12 +42,11 @@ TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 class PartialReplay(RouterReplay):
     """Fills targets of -1 with the router's own choice, once; backward replays the filled ones.
 
-    compares: take the router's own choice throughout, and count how many tokens were compared with their target, and how many
-    of them have another set of experts: counts [2] int64.
+    counts [2] int64: if set, take the router's own choice throughout, and add how many tokens were compared with their target,
+    and how many of them have another set of experts.
     """
 
     target_topk_idx: Tensor
-    compares = False
     counts: Tensor | None = None
 
     def get_replay_topk(
@@ -56,22 +55,18 @@ class PartialReplay(RouterReplay):
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
             probabilities, own = compute(scores, topk, num_groups, group_topk)
             target = self.target_topk_idx.to(scores.device)
-            if self.compares:
-                self._count(own, target)
+            if self.counts is not None:
+                known = (target >= 0).all(-1)
+                same = (own.unsqueeze(-1) == target.unsqueeze(-2)).any(-1).all(-1)
+                self.counts += torch.stack([known.sum(), (known & ~same).sum()])
                 return probabilities, own
             self.target_topk_idx = torch.where(target < 0, own, target)
             self.replay_backward_list[-1] = self.target_topk_idx
         return super().get_replay_topk(scores, topk, num_groups, group_topk, compute)
 
-    def _count(self, own: Tensor, target: Tensor) -> None:
-        known = (target >= 0).all(-1)
-        same = (own.unsqueeze(-1) == target.unsqueeze(-2)).any(-1).all(-1)
-        found = torch.stack([known.sum(), (known & ~same).sum()])
-        self.counts = found if self.counts is None else self.counts + found
-
 
 class Replay:
-    """All routers of one rank: `step` wraps all passes of a step, `of` the forward pass of a micro-batch through a chunk."""
+    """Replays for one rank's routers: `step` wraps all passes of a step, `of` a micro-batch's forward pass through a chunk."""
 
     def __init__(self, chunks: Sequence[GPTModel], expert_layers: Sequence[int]) -> None:
         """Give every router of the chunks a replay. expert_layers: of the whole model, counted from 0."""
@@ -86,10 +81,7 @@ class Replay:
 
     @contextmanager
     def of(self, chunk: int, experts: Tensor | None, tokens: int) -> Iterator[None]:
-        """Replay `experts` (None: nothing recorded for these `tokens` tokens) through the chunk of this index.
-
-        Outside of it a router chooses by itself.
-        """
+        """Replay `experts` (None: nothing recorded for these `tokens` tokens). Outside of this a router chooses by itself."""
         for column, router in self._columns[chunk]:
             recorded = torch.full((tokens, self._chosen), -1) if experts is None else experts[:, column]
             router.set_target_indices((_own_part(recorded, 0) if self._sharded else recorded).long())
@@ -110,19 +102,17 @@ class Replay:
 
     @contextmanager
     def comparing(self, counts: Tensor) -> Iterator[None]:
-        """Let passes within keep to the routers' own choices. Adds to `counts` [2] int64 this rank's (token, layer) choices
-        that were compared with recorded ones, and those that are another set of experts."""
+        """Let routers keep to their own choices within, and count into `counts` [2] how they compare with recorded ones."""
         routers = [router for column in self._columns for _, router in column]
         self.compares = True
         for router in routers:
-            router.compares, router.counts = True, None
+            router.counts = counts
         try:
             yield
-            counts += sum(router.counts for router in routers if router.counts is not None)
         finally:
             self.compares = False
             for router in routers:
-                router.compares = False
+                router.counts = None
 
     def end(self) -> None:
         """Forget the step's choices."""
@@ -133,7 +123,7 @@ class Replay:
 
 
 class ExpertLoad:
-    """Counts on one rank: `begin` a step, `padding_mask` for each forward pass, `metrics` at its end."""
+    """Counts tokens on one rank: `begin` a step, `padding_mask` for each forward pass, `metrics` at its end."""
 
     def __init__(self, chunks: Sequence[GPTModel], settings: Moe) -> None:
         config, device = chunks[0].config, next(chunks[0].parameters()).device

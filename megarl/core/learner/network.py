@@ -7,7 +7,7 @@ A `Network` is only asked; one that learns is a `TrainedNetwork` (trained.py). A
 rank calls them with the same sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.packing import cost_of
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
-from megarl.core.learner.guards import microbatches_of, out_of_memory_named
 from megarl.core.learner.head import selected_logprobs
 from megarl.core.learner.microbatch import Layout, MicroBatch, MicroBatchPlan, assemble, plan
 from megarl.core.learner.moe import ExpertLoad, Replay
@@ -36,8 +35,22 @@ from megarl.core.recipe import Recipe
 type Head[Output] = Callable[..., Output]
 """GPTModel's `output_processor`: makes the output from the last stage's hidden states and a MicroBatch, its `context`."""
 type Each[Output] = Callable[[Sequence[int], MicroBatch, Output], Tensor]
-"""Makes a scalar of a micro-batch's output, on the last stage only; its gradient is taken when training. The first argument
-says which of the sequences the micro-batch holds."""
+"""Makes a scalar from a micro-batch of these sequences and its output, on the last stage. Training takes its gradient."""
+
+
+class OutOfMemory(MegarlError):
+    """This rank ran out of memory. Others may wait for it in a collective, so a world of several cannot go on."""
+
+
+@contextmanager
+def out_of_memory_named(key: str, doing: str) -> Iterator[None]:
+    """Turn torch's error within into one that names the recipe's key. doing: what was done, and what to set."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).splitlines()[0]
+        what = f"{key}: rank {dist.get_rank()} ran out of memory {doing}, or divide the model further ({first})"
+        raise OutOfMemory(what) from None
 
 
 class Network:
@@ -81,6 +94,12 @@ class Network:
 
         return both
 
+    def memory_named(self) -> AbstractContextManager[None]:
+        """Wrap work on micro-batches, of which a GPU may have too little memory."""
+        advice = "lower it, set learner.recompute=full or learner.optimizer_offload"
+        doing = f"with {self.microbatch_tokens} tokens a micro-batch; {advice}"
+        return out_of_memory_named("learner.microbatch_tokens", doing)
+
     def plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
         """Decide which sequences go where."""
         return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)
@@ -93,8 +112,7 @@ class Network:
         pick: Callable[[Output], Tensor] = lambda output: output,
         shape: tuple[int, ...] = (),
     ) -> list[np.ndarray]:
-        """Return what `pick` takes, [n, *shape], from the head's output for each trained token: [len, *shape] float32 per
-        sequence, 0 elsewhere, on all ranks."""
+        """Return `pick` [n, *shape] of the head's output for each trained token: [len, *shape] per sequence, on all ranks."""
         starts = np.cumsum([0] + [len(s) for s in sequences])
         out = torch.zeros(int(starts[-1]), *shape, device=self.device)
 
@@ -145,7 +163,7 @@ class Network:
                 )
             return output, partial(loss, members, micro)
 
-        with out_of_memory_named(*microbatches_of(self.microbatch_tokens)), replay.step() if replay else nullcontext():
+        with self.memory_named(), replay.step() if replay else nullcontext():
             get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=[iter(mine) for _ in modules],

@@ -1,7 +1,5 @@
 """AdamW over data-parallel chunks, the learning rate of a step, and dynamic loss scaling for fp16.
 
-Loss scaling: the loss is multiplied by a number before the backward pass, and gradients are divided by it after.
-
     loss ──x scale──► backward in fp16 ──► FP32 gradients ──/ scale──► finite? ──yes──► clip, AdamW; after WINDOW: scale x 2
                                                                          └─────no───► no update; HYSTERESIS of them: scale / 2
 
@@ -101,11 +99,8 @@ def overlaps() -> bool:
 def with_optimizer(
     chunks: list[GPTModel], settings: Optimizer, recipe: Recipe, offload: float = 0.0
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer, LossScale | None]:
-    """Wrap the chunks for data parallelism with FP32 gradients, and divide AdamW's state among the ranks. Also return the loss
-    scale of an fp16 model, by which the pipeline schedule multiplies each loss.
-
-    offload: share of AdamW that lies in the host's memory and is updated by its cores; with bf16 only.
-    """
+    """Wrap the chunks for data parallelism with FP32 gradients, and make AdamW, its state divided among the ranks, and the loss
+    scale of an fp16 model. offload: share of AdamW that lies in the host's memory and is updated by its cores; bf16 only."""
     if offload and not torch.cuda.is_available():
         raise MegarlError("learner.optimizer_offload: takes AdamW off a GPU, and there is none here; set it to 0")
     config = chunks[0].config

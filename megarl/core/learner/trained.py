@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.ranks import gathered
-from megarl.core.learner.guards import microbatches_of, out_of_memory_named
 from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.learner.moe import ExpertLoad
 from megarl.core.learner.network import Head, Network
@@ -107,8 +106,7 @@ class TrainedNetwork(Network):
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Return the norm of the latest pass's gradients over all ranks, divided by the loss scale, and prepare them for
-        `update`. It is finite only if all of them are."""
+        """Divide gradients by the loss scale, for `update`; return their norm over all ranks, finite only if they all are."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
@@ -123,7 +121,7 @@ class TrainedNetwork(Network):
             clip_grad_by_total_norm_fp32(
                 parameters, self.settings.grad_clip, norm, use_decoupled_grad=self._offload > 0
             )
-        with out_of_memory_named(*microbatches_of(self.microbatch_tokens)):
+        with self.memory_named():
             self.optimizer.step_with_ready_grads()
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # or its time would be counted as that of whatever waits next

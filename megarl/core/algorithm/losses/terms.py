@@ -1,9 +1,8 @@
 """What losses share: their input `Tokens`, and the terms that combine with any of them.
 
-Ratios. Every policy loss reports k3 and the effective sample size of rho_t = pi(y_t) / mu(y_t), the importance ratio of each
-trained token. k3 = rho - 1 - log rho estimates KL(mu || pi) on tokens of mu (http://joschu.net/blog/kl-approx.html). The
-effective sample size, as a share of the tokens, is (sum rho)^2 / (n sum rho^2): 1 where all weigh the same, 1/n where one
-outweighs all others (Kong 1992).
+Ratios. Every policy loss reports two numbers of rho_t = pi(y_t) / mu(y_t), the importance ratio of each trained token. k3 =
+rho - 1 - log rho estimates KL(mu || pi) on tokens of mu (http://joschu.net/blog/kl-approx.html). The effective sample size as
+a share of the tokens, (sum rho)^2 / (n sum rho^2), is 1 where all weigh the same, 1/n where one outweighs all (Kong 1992).
 
 Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weight with which another policy's token learns.
 
@@ -12,13 +11,11 @@ Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weigh
 Truncation: Ionides 2008; between server and learner: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
 Off-Policy RL Training". Masking: Liu et al. 2025, "When Speed Kills Stability". There the learner recomputes the clip's old
 policy, and the correction is a second factor. Here the old policy is what the server recorded, so a clip loss's ratio already
-contains the mismatch: its weight is bounded, not multiplied again. In particular, truncation bounds what PPO's clip does not:
-a large ratio with a negative advantage. REINFORCE has no ratio, so it gains one: with `truncate` it is CISPO without a lower
-bound.
+contains the mismatch: its weight is bounded, not multiplied again. That also bounds a large ratio with a negative advantage,
+which PPO's clip does not. REINFORCE has no ratio, so it gains one: with `truncate` it is CISPO without a lower bound.
 
 Entropy bonus, against early determinism: loss_t - coefficient * H(pi(. | y_<t)). Williams and Peng 1991; PPO (arXiv
-1707.06347, eq. 9). The entropy is that of the whole distribution, with its exact gradient (core/learner/head/), not an
-estimate from the sampled token.
+1707.06347, eq. 9). The entropy is exact, with its gradient (core/learner/head/), not estimated from the sampled token.
 
 KL to a frozen reference, estimated on each sampled token y from the policy's distribution.
 

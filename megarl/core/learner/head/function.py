@@ -8,14 +8,12 @@ Nothing of size [n, V/tp] ever exists: the backward pass computes each chunk ane
 has three. Ranks exchange four numbers a row: the maximum; then the sum of exponentials, the sum the entropy needs, and the
 label's logit.
 
-An "FP32 head" means here that logits are FP32 sums of exact products (`product`), whatever the type of hidden states and
-weight. Against float64 a log-prob of bf16 states then errs as FP32 arithmetic does, where logits rounded to bf16 err by 0.03
-to 0.06. A product of two bf16 numbers is exact in FP32, so a tensor core that takes bf16 and sums in FP32 gives the FP32
-product of the same numbers, up to the order of the sum, at the speed of bf16. SGLang's FP32 head on a GPU is the same product.
-
-Backward, d is rounded to the weight's type, which tensor cores take, and summed in FP32; the gradients have that type outside
-anyway. With fp16 the loss, and so d, has been multiplied by the loss scale before: small gradients survive the rounding, and
-one beyond 65,504 becomes infinite, which the norm of the gradients shows (megarl/core/learner/optimizer.py).
+Logits are FP32 sums of exact products (`product`), whatever the type of hidden states and weight. Against float64 a log-prob
+of bf16 states then errs as FP32 arithmetic does, where logits rounded to bf16 err by 0.03 to 0.06. A product of two bf16
+numbers is exact in FP32, so tensor cores that sum in FP32 give the FP32 product at the speed of bf16, as SGLang's FP32 head
+does. Backward, d is rounded to the weight's type, which tensor cores take, and summed in FP32. With fp16 the loss, and so d,
+has been multiplied by the loss scale: small gradients survive the rounding, and one beyond 65,504 becomes infinite, which the
+norm of the gradients shows (megarl/core/learner/optimizer.py).
 """
 
 from collections.abc import Iterator
@@ -99,7 +97,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
 
 def _over_ranks(sums: Tensor, here: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the highest logit of all ranks' columns, the log of the sum of exponentials, entropy and the label's logit, all [n].
+    """Return the highest logit of all ranks' columns, log of the sum of exponentials, entropy and the label's logit, all [n].
 
     The last three have the highest logit as origin and are divided by the temperature. here [n]: whether the label is among
     this rank's columns.
