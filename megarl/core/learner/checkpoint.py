@@ -40,7 +40,7 @@ from megarl.core.models.hf import everywhere
 
 log = logging.getLogger(__name__)
 
-type State = dict[str, Any]
+type StateDict = dict[str, Any]
 """A sharded state dict, nested as megatron nests it."""
 
 
@@ -115,7 +115,7 @@ class Checkpoints:
                 f"{path}: has no critic, which batch.centring=critic asks for; start another run (run.name) from its weights "
                 "(`python -m checkpoints_tools convert megatron-to-hf`), or set the centring it was trained with"
             )
-        loaded: State = {}
+        loaded: StateDict = {}
         everywhere(lambda: loaded.update(checkpoint.load(path, _state(trainer, is_loading=True))))
         _restore(trainer.policy, loaded)
         if trainer.critic:
@@ -125,7 +125,7 @@ class Checkpoints:
         trainer.scaler_skipped_steps = loaded.get("scaler_skipped_steps", 0)
 
 
-def _state(trainer: Trainer, is_loading: bool) -> State:
+def _state(trainer: Trainer, is_loading: bool) -> StateDict:
     """Return the trainer's whole state. The critic's tensors are named `critic.` and then as the policy's are."""
     state = _network_state(trainer.policy, is_loading)
     if trainer.critic:
@@ -140,9 +140,9 @@ def _state(trainer: Trainer, is_loading: bool) -> State:
     }
 
 
-def _network_state(network: TrainedNetwork, is_loading: bool) -> State:
+def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
     """Return the state of weights and optimiser."""
-    state: State = checkpoint.model_state(network.chunks)
+    state: StateDict = checkpoint.model_state(network.chunks)
     optimizers = [
         optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())
         for optimizer in network.optimizer.chained_optimizers
@@ -155,7 +155,7 @@ def _network_state(network: TrainedNetwork, is_loading: bool) -> State:
     }
 
 
-def _restore(network: TrainedNetwork, loaded: State) -> None:
+def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
     """Put a saved `_network_state` back."""
     checkpoint.set_model_state(network.chunks, loaded)
     kind = {"param_state_sharding_type": checkpoint.metadata()["distrib_optim_sharding_type"]}
@@ -202,11 +202,11 @@ class _ThreadCaller(AsyncCaller):
     def __del__(self) -> None: ...
 
 
-type Bucket = tuple[str, str, tuple[list[object], list[tuple[object, Tensor]]]]
+type WriteBucket = tuple[str, str, tuple[list[object], list[tuple[object, Tensor]]]]
 """megatron's write bucket: file, key, and what goes into it: data, and tensors after their descriptions."""
 
 
-def _copied(live: list[Bucket], preloaded: list[Bucket]) -> list[Bucket]:
+def _copied(live: list[WriteBucket], preloaded: list[WriteBucket]) -> list[WriteBucket]:
     """Return buckets that the next step does not change: preloading copies from a GPU, but not from a CPU."""
     buckets = []
     for (file, key, (data, tensors)), (_, _, (_, present)) in zip(preloaded, live, strict=True):

@@ -36,7 +36,7 @@ from megarl.core.models.value_head import ValueHead
 from megarl.core.recipe import Recipe
 
 
-class Critic:
+class CriticModel:
     """`recipe.critic` on this rank. Every method is collective."""
 
     def __init__(self, recipe: Recipe, policy: Family) -> None:
@@ -76,7 +76,7 @@ def selected_values(*, hidden_states: Tensor, output_layer: ValueHead, context: 
     return values
 
 
-class Reference:
+class ReferenceModel:
     """`recipe.reference` on this rank, with the weights of its Hugging Face directory, also when the run is resumed."""
 
     def __init__(self, recipe: Recipe, policy: Family) -> None:

@@ -26,7 +26,7 @@ class Interrupted(Exception):
     """The learner was asked to stop while it waited; the text says how."""
 
 
-class Link:
+class ControllerLink:
     """A connection to the controller at `address` (tcp://host:port), which must prove that it has the key in `keys`."""
 
     def __init__(

@@ -28,7 +28,7 @@ from megarl.core.base.types import decode, encode
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.clock import StepClock
-from megarl.core.learner.link import Interrupted, Link
+from megarl.core.learner.link import ControllerLink, Interrupted
 from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer
@@ -108,7 +108,9 @@ class LearnerRank:
         self.leader = dist.get_rank() == 0
         self.link = self.metrics = None
         if self.leader:
-            self.link = Link(endpoints.controller, endpoints.link, self._interrupted, limit_s=CONTROLLER_LIMIT_S)
+            self.link = ControllerLink(
+                endpoints.controller, endpoints.link, self._interrupted, limit_s=CONTROLLER_LIMIT_S
+            )
         self.incarnation: str = from_rank_0(uuid.uuid4().hex)
         source = Path(recipe.model.path)
         self.trainer = Trainer(recipe, source)

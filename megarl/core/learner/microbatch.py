@@ -22,7 +22,7 @@ from megarl.core.algorithm.packing import BY_TOKENS, Cost, pack
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """The part of the model's layout that micro-batches depend on."""
 
     packing: bool
@@ -87,7 +87,7 @@ class MicroBatch:
     experts: Tensor | None = None
 
 
-def plan(lengths: Sequence[int], max_tokens: int, layout: Layout, cost: Cost = BY_TOKENS) -> MicroBatchPlan:
+def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost = BY_TOKENS) -> MicroBatchPlan:
     """Balance micro-batches of at most `max_tokens` tokens (padding of a row counted only when not packing)."""
     padded = [_up(n, layout.sequence_multiple) for n in lengths]
     longest = _up(max(padded), layout.row_multiple)
@@ -108,14 +108,14 @@ def plan(lengths: Sequence[int], max_tokens: int, layout: Layout, cost: Cost = B
 
 
 def assemble(
-    sequences: Sequence[TrainSequence], rows: int, length: int, layout: Layout, device: torch.device
+    sequences: Sequence[TrainSequence], rows: int, length: int, layout: RowLayout, device: torch.device
 ) -> MicroBatch:
     """Make this rank's tensors of a micro-batch of these sequences (none: filler only), of at least `rows` x `length`."""
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
     boundaries, place, at = (_packed if layout.packing else _unpacked)(lengths, rows, length, layout)
     ids = _joined([s.tokens for s in sequences], np.int64)
     tokens, padding = np.zeros(boundaries[-1], dtype=np.int64), np.ones(boundaries[-1], dtype=np.bool_)
-    tokens[place], padding[place] = ids, False
+    tokens[place], padding[place] = ids[:-1], False
     experts = _experts(sequences, lengths, boundaries, place)
     weight = _joined([s.loss_weight for s in sequences], np.float32)
     trained = np.flatnonzero(weight)
@@ -130,36 +130,32 @@ def assemble(
     rows = 1 if layout.packing else len(boundaries) - 1
     if experts is not None and not layout.packing:  # hidden states lie [length, rows]
         experts = experts.reshape(rows, -1, *experts.shape[1:]).swapaxes(0, 1).reshape(experts.shape)
-    counted = np.ones(len(trained), np.float32)
-    if not len(trained):
-        # Empty tensors would need care in every collective; one position of no weight needs none.
-        at, counted = np.zeros(1, np.int64), np.zeros(1, np.float32)
+    chosen = trained
+    if not len(trained):  # empty tensors would need care in every collective; one position of no weight needs none
+        chosen, at = np.array([-1]), np.zeros(1, np.int64)
         here = (np.arange(len(here)) == 0).astype(np.int64)
 
     def on_device(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
-
-    def each(values: np.ndarray) -> Tensor:
-        chosen = values[trained] if len(trained) else np.zeros(1, values.dtype)
-        return torch.from_numpy(chosen).to(device, non_blocking=True)
+        return torch.from_numpy(values).to(device, non_blocking=True)
 
     def joined(values: Sequence[PerToken]) -> Tensor:
-        return each(_joined([np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)], np.float32))
+        whole = [np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)]
+        return on_device(_joined(whole, np.float32)[chosen])
 
     return MicroBatch(
         tokens=on_device(tokens).view(rows, -1),
         padding=on_device(padding).view(rows, -1),
-        sequence_tokens=len(ids),
+        sequence_tokens=int(lengths.sum()),
         packed=_packed_parameters(boundaries, device) if layout.packing else None,
         at=on_device(at),
-        labels=each(ids),
+        labels=on_device(ids[chosen]),
         behaviour=joined([s.behaviour_logprobs for s in sequences]),
         reference=joined([s.reference_logprobs for s in sequences]),
         advantage=joined([s.advantage for s in sequences]),
         value=joined([s.value for s in sequences]),
         value_target=joined([s.value_target for s in sequences]),
-        weight=each(weight),
-        counted=on_device(counted),
+        weight=on_device(weight[chosen]),
+        counted=on_device((chosen >= 0).astype(np.float32)),
         source=trained,
         here=on_device(here),
         lengths=on_device(np.maximum(trained_lengths, 1).astype(np.float32)),
@@ -167,8 +163,12 @@ def assemble(
     )
 
 
-def _packed(lengths: np.ndarray, rows: int, length: int, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Boundaries of the sequences in the row; for each token its place in the row, and that of the hidden state before it."""
+type Places = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Boundaries of the sequences; for each token its place among all rows' tokens, and the hidden state's that predicts it."""
+
+
+def _packed(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> Places:
+    """Return the places of sequences end to end in one row."""
     padded = -(-lengths // layout.sequence_multiple) * layout.sequence_multiple
     starts = np.concatenate([[0], np.cumsum(padded)])
     size = max(length, _up(int(starts[-1]), layout.row_multiple))
@@ -178,8 +178,8 @@ def _packed(lengths: np.ndarray, rows: int, length: int, layout: Layout) -> tupl
     return boundaries, place, place - 1
 
 
-def _unpacked(lengths: np.ndarray, rows: int, length: int, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same for one sequence a row; hidden states lie [length, rows]."""
+def _unpacked(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> Places:
+    """Return the places of one sequence a row; hidden states lie [length, rows]."""
     rows = max(rows, len(lengths))
     length = max(length, _up(int(lengths.max(initial=1)), layout.row_multiple))
     row, column = np.repeat(np.arange(len(lengths)), lengths), _within(lengths)
@@ -205,7 +205,7 @@ def _within(lengths: np.ndarray) -> np.ndarray:
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def _zigzag(boundaries: np.ndarray, layout: Layout) -> np.ndarray:
+def _zigzag(boundaries: np.ndarray, layout: RowLayout) -> np.ndarray:
     """Which tokens of the row this context-parallel rank has: of each sequence's 2 CP chunks the r-th from either end."""
     lengths = np.diff(boundaries)
     chunk = _within(lengths) // np.repeat(lengths // (2 * layout.context_parallel), lengths)
@@ -221,7 +221,8 @@ def _packed_parameters(boundaries: np.ndarray, device: torch.device) -> PackedSe
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
+    """Return the parts end to end, and a 0 for the filler."""
+    return np.concatenate([*parts, np.zeros(1, dtype)]).astype(dtype, copy=False)
 
 
 def _up(n: int, multiple: int) -> int:

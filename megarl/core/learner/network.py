@@ -27,7 +27,7 @@ from megarl.core.algorithm.packing import cost_of
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.learner.head import selected_logprobs
-from megarl.core.learner.microbatch import Layout, MicroBatch, MicroBatchPlan, assemble, plan
+from megarl.core.learner.microbatch import MicroBatch, MicroBatchPlan, RowLayout, assemble, plan
 from megarl.core.learner.moe import ExpertLoad, Replay
 from megarl.core.models import Family, build, hf
 from megarl.core.recipe import Recipe
@@ -195,10 +195,10 @@ def chunks_beside(policy: Family, recipe: Recipe, key: str, path: str) -> tuple[
     return loaded_chunks(recipe, hf_dir)
 
 
-def layout_of(recipe: Recipe) -> Layout:
+def layout_of(recipe: Recipe) -> RowLayout:
     """Return what micro-batches need to know about the recipe and this rank."""
     model = recipe.model
-    return Layout(
+    return RowLayout(
         packing=recipe.learner.packing,
         data_parallel=parallel_state.get_data_parallel_world_size(),
         context_parallel=model.context_parallel,

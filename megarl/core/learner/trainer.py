@@ -36,7 +36,7 @@ from megarl.core.algorithm.losses import policy_loss, supervised_loss
 from megarl.core.algorithm.losses.terms import Tokens
 from megarl.core.base.messages import Score, Scored
 from megarl.core.base.types import Batch
-from megarl.core.learner.critic_and_reference import Critic, Reference
+from megarl.core.learner.critic_and_reference import CriticModel, ReferenceModel
 from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.learner.moe import Replay
 from megarl.core.learner.network import Network, loaded_chunks
@@ -97,8 +97,8 @@ class Trainer:
         if family.architecture.experts and not supervised:
             self.policy.replay = Replay(chunks, family.architecture.expert_layers)
         self.policy.replays = recipe.model.moe.routing_replay
-        self.critic = Critic(recipe, family) if recipe.has_critic and not supervised else None
-        self.reference = Reference(recipe, family) if recipe.reference.coefficient and not supervised else None
+        self.critic = CriticModel(recipe, family) if recipe.has_critic and not supervised else None
+        self.reference = ReferenceModel(recipe, family) if recipe.reference.coefficient and not supervised else None
         self.epochs = 1 if supervised else recipe.learner.epochs
         self.step = 0
         self.moments = NOTHING_SEEN

@@ -19,12 +19,11 @@ from megarl.core.algorithm.losses.gspo import gspo
 from megarl.core.algorithm.losses.own import own
 from megarl.core.algorithm.losses.reinforce import reinforce
 from megarl.core.algorithm.losses.terms import TokenLoss, Tokens, made_up_tokens
-from megarl.core.recipe import Loss as LossSection
-from megarl.core.recipe import Reference
+from megarl.core.recipe import Loss, Reference
 
 
 @dataclass(frozen=True)
-class Loss:
+class TrainingLoss:
     """A loss, and the function that turns its reduced metrics into those shown."""
 
     function: TokenLoss
@@ -36,7 +35,7 @@ class Loss:
         return tuple(self.function(made_up_tokens())[1])
 
 
-def policy_loss(section: LossSection, reference: Reference | None = None) -> Loss:
+def policy_loss(section: Loss, reference: Reference | None = None) -> TrainingLoss:
     """Build the loss of `recipe.loss` and `recipe.reference`."""
     bare = _LOSSES[section.kind](section) if section.kind in _LOSSES else own(section)
 
@@ -59,15 +58,15 @@ def policy_loss(section: LossSection, reference: Reference | None = None) -> Los
             metrics |= dict.fromkeys(("kl_reference", "kl_reference_max"), kl.detach())
         return losses, metrics
 
-    return Loss(loss)
+    return TrainingLoss(loss)
 
 
-def supervised_loss() -> Loss:
+def supervised_loss() -> TrainingLoss:
     """Return cross-entropy, which the warm start minimises."""
-    return Loss(terms.cross_entropy, finish=dict)
+    return TrainingLoss(terms.cross_entropy, finish=dict)
 
 
-_LOSSES: dict[str, Callable[[LossSection], TokenLoss]] = {
+_LOSSES: dict[str, Callable[[Loss], TokenLoss]] = {
     "cispo": lambda s: cispo(s.cap, s.lower),
     "clip": lambda s: clip(s.clip_low, s.clip_high),
     "gspo": lambda s: gspo(s.clip_low, s.clip_high),
