@@ -1,4 +1,4 @@
-"""What losses share: their input `Tokens`, and the terms that combine with any of them.
+"""What losses share: their input `Tokens`, and the terms that combine with any of them. docs/recipe.md says when to use which.
 
 Ratios. Every policy loss reports two numbers of rho_t = pi(y_t) / mu(y_t), the importance ratio of each trained token. k3 =
 rho - 1 - log rho estimates KL(mu || pi) on tokens of mu (http://joschu.net/blog/kl-approx.html). The effective sample size as
@@ -11,11 +11,10 @@ Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weigh
 Truncation: Ionides 2008; between server and learner: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
 Off-Policy RL Training". Masking: Liu et al. 2025, "When Speed Kills Stability". There the learner recomputes the clip's old
 policy, and the correction is a second factor. Here the old policy is what the server recorded, so a clip loss's ratio already
-contains the mismatch: its weight is bounded, not multiplied again. That also bounds a large ratio with a negative advantage,
-which PPO's clip does not. REINFORCE has no ratio, so it gains one: with `truncate` it is CISPO without a lower bound.
+contains the mismatch: its weight is bounded, not multiplied again. REINFORCE has no ratio, so it gains one.
 
-Entropy bonus, against early determinism: loss_t - coefficient * H(pi(. | y_<t)). Williams and Peng 1991; PPO (arXiv
-1707.06347, eq. 9). The entropy is exact, with its gradient (core/learner/head/), not estimated from the sampled token.
+Entropy bonus: loss_t - coefficient * H(pi(. | y_<t)). Williams and Peng 1991; PPO (arXiv 1707.06347, eq. 9). The entropy is
+exact, with its gradient (core/learner/head/), not estimated from the sampled token.
 
 KL to a frozen reference, estimated on each sampled token y from the policy's distribution.
 
@@ -23,15 +22,8 @@ KL to a frozen reference, estimated on each sampled token y from the policy's di
 
 k3 is GRPO's (arXiv 2402.03300, eq. 4). On tokens of pi, k1 and k3 are unbiased for KL(pi || pi_ref); k3 is never negative and
 varies less; k2 is biased and as steady. A good estimate need not have a good gradient (Liu et al. 2025, arXiv 2510.01555;
-Shah et al. 2025, arXiv 2512.21852). On tokens of pi the gradients of the estimates are on average
-
-    in the loss      k1   0: it would only add noise, and the recipe refuses it
-                     k2   d KL(pi || pi_ref), as intended
-                     k3   d KL(pi_ref || pi), the other direction: the same to first order in d
-    in the reward    k1   d KL(pi || pi_ref), of the whole sequence; k2 and k3 are biased there
-
-Off policy none is exact. In the loss, tokens come from the policy that sampled them, and the penalty has no importance weight,
-as in GRPO. In the reward, it is the KL of that policy itself, by its recorded log-probs, and is weighted like the reward.
+Shah et al. 2025, arXiv 2512.21852): in the loss, k1's is 0 on average, k2's that of KL(pi || pi_ref), k3's that of
+KL(pi_ref || pi); in the reward, k1's is that of KL(pi || pi_ref) and the others' are biased.
 
 The critic's loss: half the squared error against the return, clipped like PPO's ratio.
 
