@@ -29,7 +29,7 @@ TESTED_ELSEWHERE = {
     "make bench": "a benchmark",
     'make soak ARGS="--seconds 900"': "hours; docs/reliability.md says what was run",
     "megarl plan scalerl-8b --gpus 80 --gpu h100 --model-config llama-3.1-8b --mean-tokens 8000 --simulate --out plan.png": (
-        "minutes of simulation; tests/unit/planning/test_plan.py simulates a smaller one"
+        "minutes of simulation; tests/unit/lab/planning/test_plan.py simulates a smaller one"
     ),
     "megarl study loo quickstart --with grpo-tiny,dapo-tiny --seeds 0,1,2 run.steps=80": "tests/e2e/test_study.py",
     "megarl study compare quickstart grpo-tiny dapo-tiny --seeds 0,1 run.steps=80": "the same",

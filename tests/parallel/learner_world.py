@@ -25,7 +25,7 @@ from megarl.core.learner.trainer import Trainer
 from megarl.core.models import family_of, hf, parallel
 from megarl.core.recipe import Recipe
 from tests.sequences import logprobs, training_sequences
-from tests.unit.learner.test_expert_load import COEFFICIENT
+from tests.unit.core.learner.test_expert_load import COEFFICIENT
 
 # isort: split
 from megatron.core import parallel_state
