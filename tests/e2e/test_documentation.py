@@ -12,7 +12,7 @@ from megarl.core.telemetry.names import NAMES
 from tests.e2e.runs import LiveRun, quiet
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TESTED_ELSEWHERE = {
     "make setup": "every test runs in what it makes",
     "make test": "the gate",
@@ -27,7 +27,7 @@ TESTED_ELSEWHERE = {
     "make quickstart-tools": "its three commands: test_run_tools.py",
     "megarl train quickstart-tools run.name=without-tools \"data.tasks.products.environment=''\"": "the same",
     "make bench": "a benchmark",
-    'make soak ARGS="--seconds 900"': "hours; docs/reliability.md says what was run",
+    'make soak ARGS="--seconds 900"': "hours; docs/failures.md says what was run",
     "megarl plan scalerl-8b --gpus 80 --gpu h100 --model-config llama-3.1-8b --mean-tokens 8000 --simulate --out plan.png": (
         "minutes of simulation; tests/unit/lab/planning/test_plan.py simulates a smaller one"
     ),
