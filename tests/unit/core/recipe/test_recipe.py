@@ -73,7 +73,7 @@ def file(tmp_path: Path) -> Path:
         ),
         (
             "data:\n  tasks:\n    math: {train: x, heldout: 5, columns: {promt: y}}\n",
-            "mine.yaml:3: data.tasks.math.columns.promt: unknown key; did you mean prompt?",
+            "mine.yaml:3: data.tasks.math.columns.promt: input should be 'prompt', 'answer', 'difficulty' or 'id', got 'promt'",
         ),
         (
             "data:\n  tasks:\n    math: {train: x, heldout: 5, system: y}\n",

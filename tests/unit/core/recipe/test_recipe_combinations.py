@@ -77,8 +77,8 @@ IMPOSSIBLE = [
         "resources.learner_ranks: 2 ranks do not divide into copies of the experts of EP x ETP x PP = 4 ranks",
     ),
     (
-        {"model": {"moe": {"load_balancing": "aux_loss", "freeze_router": True}}},
-        "model.moe.load_balancing: balances by training the router",
+        {"model": {"moe": {"aux_loss": 1e-3, "freeze_router": True}}},
+        "model.moe.aux_loss: balances by training the router",
     ),
     ({"model": {"sequence_parallel": True}}, "model.sequence_parallel: needs model.tensor_parallel"),
     (
@@ -162,7 +162,7 @@ def test_impossible_combinations(tree: Tree, said: str) -> None:
 def test_neighbours_of_the_impossible_are_possible() -> None:
     from_tree(
         {
-            "model": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "overlap_p2p": True},
+            "model": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
             "resources": {"learner_ranks": 2},
         }
     )
