@@ -120,7 +120,7 @@ def _inspect_recipe(recipe: "Recipe", tokenizer_of: Path | None, samples: int) -
     console, tokenizer = Console(), load_tokenizer(tokenizer_of or recipe.model.path)
     evaluation = overlap_with(recipe.data.decontaminate)
     for name, task in recipe.data.tasks.items():
-        read, render = mapping_of(task.mapping, task.columns.model_dump()), renderer(task, tokenizer)
+        read, render = mapping_of(task.mapping, task.columns), renderer(task, tokenizer)
         split = task.heldout if isinstance(task.heldout, int) else 0
         found = survey(task.train, read, split, evaluation)
         show_left_out(found, console)

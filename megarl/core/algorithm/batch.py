@@ -115,7 +115,7 @@ def with_advantages(
         return list(sequences), before
     groups = groups_in_loss(batch.groups, settings.zero_variance)
     penalties = {(s.ticket, s.sample): float(np.sum(s.kl_penalty)) for s in sequences}
-    after = before.after(centred(groups, settings.centring, penalties), settings.running_decay)
+    after = before.after(centred(groups, settings.centring, penalties))
     gains = advantages(groups, settings.advantage, settings.centring, after, penalties)
     gain_of = {
         (group.ticket, rollout.sample): float(gain)

@@ -41,10 +41,10 @@ class CriticModel:
 
     def __init__(self, recipe: Recipe, policy: Family) -> None:
         self.settings, self.batch = recipe.critic, recipe.batch
-        recipe = recipe.model_copy(update={"model": recipe.critic_model})
+        optimizer, recipe = recipe.critic_optimizer, recipe.model_copy(update={"model": recipe.critic_model})
         chunks, family = chunks_beside(policy, recipe, "critic.path", self.settings.path)
         ValueHead.adopt(chunks)
-        self.network = TrainedNetwork(chunks, family, self.settings.optimizer, recipe)
+        self.network = TrainedNetwork(chunks, family, optimizer, recipe)
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
         """Return the reward expected before each trained token: [len] float32 a sequence, 0 elsewhere, on all ranks."""
@@ -54,10 +54,9 @@ class CriticModel:
         self, sequences: Sequence[TrainSequence], before: Moments = NOTHING_SEEN
     ) -> tuple[list[TrainSequence], Moments]:
         """Return the sequences with advantages, values and returns, and the statistics with this batch's."""
-        normalisation, decay = self.batch.advantage, self.batch.running_decay
+        settings, normalisation = self.settings, self.batch.advantage
         assert normalisation != "group"  # megarl/core/recipe/rules.py
-        values, settings = self.values(sequences), self.settings
-        return gae.estimated(sequences, values, settings.gamma, settings.lam, normalisation, before, decay)
+        return gae.estimated(sequences, self.values(sequences), settings.gamma, settings.lam, normalisation, before)
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Compute gradients of the value loss into the network's buffers, reduced over ranks; return its metrics."""

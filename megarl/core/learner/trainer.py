@@ -91,7 +91,7 @@ class Trainer:
         self.steps = recipe.sft.steps if supervised else recipe.run.steps
         self.loss = supervised_loss() if supervised else policy_loss(recipe.loss, recipe.reference)
         self.temperature = 1.0 if supervised else recipe.sampling.temperature
-        optimizer = recipe.sft.optimizer if supervised else recipe.learner.optimizer
+        optimizer = recipe.sft_optimizer if supervised else recipe.learner.optimizer
         chunks, family = loaded_chunks(recipe, hf_dir)
         self.policy = TrainedNetwork(chunks, family, optimizer, recipe, recipe.learner.optimizer_offload)
         if family.architecture.experts and not supervised:

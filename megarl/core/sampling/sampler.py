@@ -30,6 +30,9 @@ from megarl.core.sampling.places import Order, Places
 from megarl.core.server.client import Generation, ServerClient, ServerLost, ServerRefused
 from megarl.core.telemetry.spans import UNRECORDED, Spans
 
+MAX_RETRIES = 5
+"""Lost requests of one rollout after which it becomes void: so many servers do not die by chance."""
+
 
 class Void(Exception):
     """This rollout cannot be made; the text says why."""
@@ -125,7 +128,6 @@ class Sampler:
         spans: Spans = UNRECORDED,
     ) -> None:
         self._length = recipe.length
-        self._max_retries = recipe.serving.max_retries
         self._tokenizer = tokenizer
         # Where nothing is interrupted the tokenizer need not know the phrase.
         self._phrase = tokenizer.ids(recipe.length.interruption if recipe.length.control == "interruption" else "")
@@ -211,8 +213,8 @@ class Sampler:
             except ServerLost as lost:
                 self.watcher.server_lost(server, life, str(lost))
                 done.retries += 1
-                if done.retries > self._max_retries:
-                    raise Void(f"{done.retries} requests were lost (serving.max_retries), the last: {lost}") from None
+                if done.retries > MAX_RETRIES:
+                    raise Void(f"{done.retries} requests were lost, the last: {lost}") from None
                 segments = _salvaged(lost, version)
                 finish = "stop" if len(lost.tokens) and int(lost.tokens[-1]) in stop_tokens else None
             except ServerRefused as refused:

@@ -67,7 +67,7 @@ def supervised_loss() -> TrainingLoss:
 
 
 _LOSSES: dict[str, Callable[[Loss], TokenLoss]] = {
-    "cispo": lambda s: cispo(s.cap, s.lower),
+    "cispo": lambda s: cispo(s.cap),
     "clip": lambda s: clip(s.clip_low, s.clip_high),
     "gspo": lambda s: gspo(s.clip_low, s.clip_high),
     "reinforce": lambda _: reinforce,
