@@ -40,6 +40,9 @@ from megarl.core.models.hf import everywhere
 
 log = logging.getLogger(__name__)
 
+COUNTS = ("step", "skipped_steps", "skipped_in_row", "scaler_skipped_steps")
+"""The trainer's attributes that a checkpoint keeps under their names."""
+
 type StateDict = dict[str, Any]
 """A sharded state dict, nested as megatron nests it."""
 
@@ -120,9 +123,9 @@ class Checkpoints:
         _restore(trainer.policy, loaded)
         if trainer.critic:
             _restore(trainer.critic.network, loaded["critic"])
-        trainer.step, trainer.moments = loaded["step"], Moments(**loaded["moments"])
-        trainer.skipped_steps, trainer.skipped_in_row = loaded["skipped_steps"], loaded["skipped_in_row"]
-        trainer.scaler_skipped_steps = loaded.get("scaler_skipped_steps", 0)
+        trainer.moments = Moments(**loaded["moments"])
+        for name in COUNTS:
+            setattr(trainer, name, loaded.get(name, 0))  # early checkpoints lack the last one
 
 
 def _state(trainer: Trainer, is_loading: bool) -> StateDict:
@@ -131,13 +134,7 @@ def _state(trainer: Trainer, is_loading: bool) -> StateDict:
     if trainer.critic:
         state["critic"] = _network_state(trainer.critic.network, is_loading)
         add_prefix_for_sharding(state["critic"], checkpoint.CRITIC)
-    return state | {
-        "step": trainer.step,
-        "skipped_steps": trainer.skipped_steps,
-        "skipped_in_row": trainer.skipped_in_row,
-        "scaler_skipped_steps": trainer.scaler_skipped_steps,
-        "moments": asdict(trainer.moments),
-    }
+    return state | {name: getattr(trainer, name) for name in COUNTS} | {"moments": asdict(trainer.moments)}
 
 
 def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:

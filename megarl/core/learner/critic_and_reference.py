@@ -40,7 +40,7 @@ class CriticModel:
     """`recipe.critic` on this rank. Every method is collective."""
 
     def __init__(self, recipe: Recipe, policy: Family) -> None:
-        self.settings, self.batch = recipe.critic, recipe.batch
+        self.settings, self.normalisation = recipe.critic, recipe.batch.advantage
         optimizer, recipe = recipe.critic_optimizer, recipe.model_copy(update={"model": recipe.critic_model})
         chunks, family = chunks_beside(policy, recipe, "critic.path", self.settings.path)
         ValueHead.adopt(chunks)
@@ -54,9 +54,9 @@ class CriticModel:
         self, sequences: Sequence[TrainSequence], before: Moments = NOTHING_SEEN
     ) -> tuple[list[TrainSequence], Moments]:
         """Return the sequences with advantages, values and returns, and the statistics with this batch's."""
-        settings, normalisation = self.settings, self.batch.advantage
-        assert normalisation != "group"  # megarl/core/recipe/rules.py
-        return gae.estimated(sequences, self.values(sequences), settings.gamma, settings.lam, normalisation, before)
+        assert self.normalisation != "group"  # megarl/core/recipe/rules.py
+        gamma, lam = self.settings.gamma, self.settings.lam
+        return gae.estimated(sequences, self.values(sequences), gamma, lam, self.normalisation, before)
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Compute gradients of the value loss into the network's buffers, reduced over ranks; return its metrics."""
@@ -70,7 +70,7 @@ class CriticModel:
 
 
 def selected_values(*, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **_: object) -> Tensor:
-    """Be GPTModel's `output_processor`: return the value [n] float32 before each trained token of a micro-batch."""
+    """Act as GPTModel's `output_processor`: return the value [n] float32 before each trained token of a micro-batch."""
     values: Tensor = output_layer(trained_positions(hidden_states, output_layer, context.at, in_parts=False))
     return values
 

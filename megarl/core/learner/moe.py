@@ -66,7 +66,7 @@ class PartialReplay(RouterReplay):
 
 
 class Replay:
-    """Replays for one rank's routers: `step` wraps all passes of a step, `of` a micro-batch's forward pass through a chunk."""
+    """Replays for one rank's routers: `step` wraps a step's passes, `replaying` a micro-batch's way through a chunk."""
 
     def __init__(self, chunks: Sequence[GPTModel], expert_layers: Sequence[int]) -> None:
         """Give every router of the chunks a replay. expert_layers: of the whole model, counted from 0."""
@@ -80,7 +80,7 @@ class Replay:
                 self._columns[-1].append((expert_layers.index(layer), router.router_replay))
 
     @contextmanager
-    def of(self, chunk: int, experts: Tensor | None, tokens: int) -> Iterator[None]:
+    def replaying(self, chunk: int, experts: Tensor | None, tokens: int) -> Iterator[None]:
         """Replay `experts` (None: nothing recorded for these `tokens` tokens). Outside of this a router chooses by itself."""
         for column, router in self._columns[chunk]:
             recorded = torch.full((tokens, self._chosen), -1) if experts is None else experts[:, column]
@@ -94,7 +94,7 @@ class Replay:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Forget behind it what was replayed within, also when a pass breaks off."""
+        """Forget at the end what was replayed, also when a pass breaks off."""
         try:
             yield
         finally:

@@ -77,12 +77,8 @@ class Network:
 
     def lm_head(self, temperature: float) -> Head[tuple[Tensor, Tensor]]:
         """Return the head that gives log-prob and entropy [n] of each trained token."""
-        return partial(
-            selected_logprobs,
-            vocab_size=self.family.architecture.vocabulary,
-            temperature=temperature,
-            precision=self.head_precision,
-        )
+        vocabulary, precision = self.family.architecture.vocabulary, self.head_precision
+        return partial(selected_logprobs, vocab_size=vocabulary, temperature=temperature, precision=precision)
 
     def scoring_head(self, against: int) -> Head[Tensor]:
         """Return the head that gives [n, 2]: log-probs at temperature 1 of each trained token and of `against` in its place."""
@@ -94,8 +90,8 @@ class Network:
 
         return both
 
-    def memory_named(self) -> AbstractContextManager[None]:
-        """Wrap work on micro-batches, of which a GPU may have too little memory."""
+    def full_memory_named(self) -> AbstractContextManager[None]:
+        """Wrap work on micro-batches: a GPU whose memory runs out then gets an error that says what to change."""
         advice = "lower it, set learner.recompute=full or learner.optimizer_offload"
         doing = f"with {self.microbatch_tokens} tokens a micro-batch; {advice}"
         return out_of_memory_named("learner.microbatch_tokens", doing)
@@ -151,7 +147,7 @@ class Network:
 
         def forward(iterator: Iterator[tuple[list[int], MicroBatch]], module: Module) -> tuple[Tensor, partial]:
             (members, micro), index = next(iterator), modules.index(module)
-            with replay.of(index, micro.experts, micro.tokens.numel()) if replay else nullcontext():
+            with replay.replaying(index, micro.experts, micro.tokens.numel()) if replay else nullcontext():
                 output = module(
                     micro.tokens,
                     None,
@@ -163,7 +159,7 @@ class Network:
                 )
             return output, partial(loss, members, micro)
 
-        with self.memory_named(), replay.step() if replay else nullcontext():
+        with self.full_memory_named(), replay.step() if replay else nullcontext():
             get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=[iter(mine) for _ in modules],
@@ -184,7 +180,7 @@ def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]
 
 
 def chunks_beside(policy: Family, recipe: Recipe, key: str, path: str) -> tuple[list[GPTModel], Family]:
-    """Do the same for a second model with the policy's vocabulary, which the recipe's `key` names (empty: the policy's)."""
+    """Load a second model with the policy's vocabulary. path: what the recipe's `key` says (empty: the policy's)."""
     hf_dir = Path(path or recipe.model.path)
     vocabulary, known = in_directory(hf_dir).vocabulary, policy.architecture.vocabulary
     if vocabulary != known:

@@ -121,7 +121,7 @@ class TrainedNetwork(Network):
             clip_grad_by_total_norm_fp32(
                 parameters, self.settings.grad_clip, norm, use_decoupled_grad=self._offload > 0
             )
-        with self.memory_named():
+        with self.full_memory_named():
             self.optimizer.step_with_ready_grads()
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # or its time would be counted as that of whatever waits next

@@ -162,7 +162,7 @@ def selected_logprobs(
     precision: torch.dtype,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
-    """Be GPTModel's `output_processor`: return log-probs and entropies [n] of a micro-batch's trained tokens.
+    """Act as GPTModel's `output_processor`: return log-probs and entropies [n] of a micro-batch's trained tokens.
 
     hidden_states [s/tp or s, b, h]; output_weight: the embedding, where it is the head.
     """
