@@ -47,6 +47,7 @@ class Reward(Section):
     weight: float = Field(description="its score is multiplied by this, which may be negative")
 
 
+ColumnName = Literal["prompt", "answer", "difficulty", "id"]
 MappingName = Literal[
     "", "polaris", "deepscaler", "dapo-math-17k", "deepcoder", "gsm8k", "math",
     "livecodebench", "humaneval", "mbpp",
@@ -59,7 +60,7 @@ class Rows(Section):
     mapping: MappingName = Field(
         "", description="published set whose columns they have; empty: id, prompt, answer, difficulty"
     )
-    columns: dict[Literal["prompt", "answer", "difficulty", "id"], str] = Field(
+    columns: dict[ColumnName, str] = Field(
         {},
         description="instead of the mapping's columns; a dot reaches into a nested one. A row without id gets its hash",
     )
