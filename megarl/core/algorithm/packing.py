@@ -8,6 +8,7 @@ than in eight. Ranks wait for each other once per step where only gradients are 
 tokens of experts; rounds of similar micro-batches serve both.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,13 +74,13 @@ def pack(
     rest = order[len(alone) :]
     tokens = sum(lengths[i] for i in rest)
     rounds = -(-(len(alone) + -(-tokens // max_tokens)) // data_parallel)
-    while (filled := _filled(lengths, rest, rounds * data_parallel - len(alone), max_tokens, lengths)) is None:
+    while (filled := _by_tokens(lengths, rest, rounds * data_parallel - len(alone), max_tokens)) is None:
         rounds += 1
     costs = [cost.of(n) for n in lengths]
     # Micro-batches of one size differ only in attention.
     apart = [cost.attention(n) for n in lengths] if one_size else costs
     candidates = [_deal(alone + filled, apart, data_parallel)]
-    if cost != BY_TOKENS and (filled := _filled(lengths, rest, len(filled), max_tokens, costs)) is not None:
+    if cost != BY_TOKENS and (filled := _by_cost(lengths, rest, len(filled), max_tokens, costs)) is not None:
         candidates.append(_deal(alone + filled, apart, data_parallel))
     return min(candidates, key=lambda packed: step_cost(packed, lengths, cost, one_size))
 
@@ -107,7 +108,20 @@ def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool
     return sum(max(map(cost_of, microbatches)) for microbatches in zip(*packed, strict=True))
 
 
-def _filled(
+def _by_tokens(lengths: Sequence[int], order: list[int], bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Put each sequence into the emptiest bin, in this order; None if one does not fit. `pack` may have to try often."""
+    contents: list[list[int]] = [[] for _ in range(bins)]
+    loads = [(0, b) for b in range(bins)]
+    for i in order:
+        load, b = loads[0]
+        if load + lengths[i] > max_tokens:
+            return None
+        heapq.heapreplace(loads, (load + lengths[i], b))
+        contents[b].append(i)
+    return contents
+
+
+def _by_cost(
     lengths: Sequence[int], order: list[int], bins: int, max_tokens: int, costs: Sequence[float]
 ) -> list[list[int]] | None:
     """Put each sequence into the cheapest bin with room for it, in this order; None if there is none."""
