@@ -8,7 +8,6 @@ One parameter is in memory at a time. Values are copied, never computed with; on
 """
 
 import gc
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -22,14 +21,14 @@ from checkpoints_tools.layout import WHOLE, Layout, Part, parts
 from checkpoints_tools.mapping import Group, box_of, check_keys, groups, stored_value, value_of, views
 from checkpoints_tools.partial import PROGRESS, Partial, fingerprint, refuse_existing, writing
 from checkpoints_tools.region import Region
-from checkpoints_tools.safetensors_files import Directory, File, Shape, index_of
+from checkpoints_tools.safetensors_files import Directory, File, Shape
 from checkpoints_tools.shards import OPTIMIZER, Shards, Writer, no_objects, plan_files
 from checkpoints_tools.stored import Dtype, checked, stored
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import Family, checkpoint, family_of
 from megarl.core.models.build import DTYPES
 from megarl.core.models.checkpoint import checksums
-from megarl.core.models.hf import INDEX, copy_description
+from megarl.core.models.hf import copy_description, write_index
 
 FILE_BYTES = 4 << 30
 """Of a file: what a kill costs at most. All ranks' files that are open at once have as much together."""
@@ -127,8 +126,12 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
         partial.flush()
         copy_description(what.hf_dir, partial.path, DTYPES[what.dtype])
         if len(files) > 1:
-            index = index_of({name: tensors for name, (tensors, _) in files.items()})
-            (partial.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            shapes = [
+                (tensor, name, shape.nbytes)
+                for name, (tensors, _) in files.items()
+                for tensor, shape in tensors.items()
+            ]
+            write_index(partial.path, {tensor: file for tensor, file, _ in shapes}, sum(n for *_, n in shapes))
         (partial.path / card.FILE).write_text(card.render(what.path, what.meta))
 
 

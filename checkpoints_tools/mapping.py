@@ -15,7 +15,8 @@ from checkpoints_tools.layout import WHOLE, Part, parts
 from checkpoints_tools.safetensors_files import Shape
 from checkpoints_tools.shards import OPTIMIZER, Box, Shards
 from megarl.core.base.errors import MegarlError
-from megarl.core.models.family import Family, Source, Weight
+from megarl.core.models.families import Family, Source
+from megarl.core.models.hf import read_view
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -41,8 +42,9 @@ def box_of(shard: ShardedTensor) -> Box:
 def value_of(part: Part, family: Family, tensors: Mapping[str, Tensor]) -> Tensor:
     """The part's parameter, of Hugging Face tensors."""
     weight = family.weight(part.name)
-    pieces = [_piece(_view(tensors[source.name], source), weight, *part.place) for source in weight.sources]
-    value = weight.merge(pieces).to(part.dtype).contiguous()
+    views = [(source, tensors[source.name]) for source in weight.sources]
+    value = weight.merge([read_view(t, t.shape, s, weight, *part.place) for s, t in views])
+    value = value.to(part.dtype).contiguous()
     assert value.shape == part.shape, (part.name, value.shape, part.shape)  # `check` has compared them
     return value
 
@@ -113,25 +115,3 @@ def _group(members: tuple[Part, ...], family: Family) -> Group:
                 experts[source.name] = max(experts.get(source.name, 0), source.expert + 1)
     stacked = {name: Shape((count, *shapes[name].shape), shapes[name].dtype) for name, count in experts.items()}
     return Group(members, shapes | stacked)
-
-
-def _view(tensor: Tensor, source: Source) -> Tensor:
-    if source.expert is not None:
-        tensor = tensor[source.expert]
-    if source.part is not None:
-        k, n = source.part
-        tensor = tensor.chunk(n, -1)[k]
-    return tensor
-
-
-def _piece(view: Tensor, weight: Weight, rank: int, size: int) -> Tensor:
-    """A rank's part of one view; zeros where the vocabulary is padded."""
-    if weight.split is None or size == 1:
-        return view
-    rows = view.shape[weight.split]
-    length = -(-rows // size)
-    start = min(rank * length, rows)
-    piece = view.narrow(weight.split, start, min(length, rows - start))
-    if piece.shape[weight.split] < length:
-        piece = torch.cat([piece, piece.new_zeros(length - len(piece), *piece.shape[1:])])
-    return piece

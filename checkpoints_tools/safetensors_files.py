@@ -20,7 +20,7 @@ from torch import Tensor
 
 from checkpoints_tools.region import Region, write_all
 from megarl.core.base.errors import MegarlError
-from megarl.core.models.hf import INDEX
+from megarl.core.base.hf_files import weight_files
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -45,7 +45,7 @@ class Directory(Mapping[str, Tensor]):
     def __init__(self, hf_dir: Path) -> None:
         self.path = hf_dir
         self.regions: dict[str, Region] = {}
-        for path in _files(hf_dir):
+        for path in weight_files(hf_dir):
             self.regions |= _regions(path)
 
     def only(self, names: Set[str]) -> "Directory":
@@ -108,29 +108,6 @@ class File:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-def index_of(files: Mapping[str, Mapping[str, Shape]]) -> dict[str, Any]:
-    """model.safetensors.index.json."""
-    size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
-    weight_map = {name: file for file, tensors in files.items() for name in tensors}
-    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-
-
-def _files(hf_dir: Path) -> list[Path]:
-    if not hf_dir.is_dir():
-        raise MegarlError(f"{hf_dir}: no such directory")
-    index = hf_dir / INDEX
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
-    except (OSError, KeyError, ValueError) as error:
-        raise MegarlError(f"{index}: unreadable: {error}") from None
-    paths = [hf_dir / name for name in names] if names else sorted(hf_dir.glob("*.safetensors"))
-    if not paths:
-        raise MegarlError(f"{hf_dir}: no *.safetensors there (other formats: convert with transformers first)")
-    if missing := [path.name for path in paths if not path.is_file()]:
-        raise MegarlError(f"{hf_dir}: weights incomplete: no {', '.join(missing)}")
-    return paths
 
 
 def _regions(path: Path) -> dict[str, Region]:

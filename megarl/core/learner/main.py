@@ -48,7 +48,7 @@ from megarl.core.telemetry.metrics import MetricsWriter
 from megarl.core.telemetry.profiler import Profiler
 from megarl.core.telemetry.spans import Spans
 from megarl.core.telemetry.warnings import flags
-from megarl.core.weights.offload import Lending
+from megarl.core.weights.offload import Offload
 from megarl.core.weights.parity import LIMITS, Limits
 from megarl.core.weights.publisher import Publisher
 
@@ -134,13 +134,13 @@ class Learner:
         if recipe.run.resume == "auto":
             self.checkpoints.load_latest()
         longest, batch = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
-        self.lending = Lending(recipe, endpoints)
+        self.offload = Offload(recipe, endpoints)
         microbatch_size.settle(
             self.trainer,
             longest,
             longest * batch,
             rundir.microbatch,
-            within=self.lending.borrowed(self.trainer.step),  # as in training
+            within=self.offload.released(self.trainer.step),  # as in training
         )
         rows = by_step(read_jsonl(rundir.metrics)) if self.leader else {}
         self.recorded: tuple[int, dict[str, Any]] = self.trainer.step, from_rank_0(rows.get(self.trainer.step, {}))
@@ -207,7 +207,7 @@ class Learner:
         step = trainer.step
         if command.batch.step != step:
             raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
-        with self.clock.spent("train", step), self.lending.borrowed(step):
+        with self.clock.spent("train", step), self.offload.released(step):
             metrics = trainer.train_step(trainer.sequences(command.batch))
         self._check_recorded(step, metrics)
         with self.clock.spent("checkpoint", step):

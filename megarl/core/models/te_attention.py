@@ -8,8 +8,7 @@ longer sequences are refused.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -28,10 +27,10 @@ class ChunkedTEAttention(torch.nn.Module):
         self,
         config: TransformerConfig,
         layer_number: int,
-        *args: Any,
+        *args: object,
         layers: Sequence[LayerAttention],
-        kernels: Any = TEDotProductAttention,
-        **kwargs: Any,
+        kernels: Callable[..., torch.nn.Module] = TEDotProductAttention,
+        **kwargs: object,
     ) -> None:
         super().__init__()
         self.layer = layers[layer_number - 1]
@@ -43,9 +42,9 @@ class ChunkedTEAttention(torch.nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *args: Any,
+        *args: object,
         packed_seq_params: PackedSeqParams | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         if self.layer.l2_epsilon is not None:
             query, key = l2_norm(query, self.layer.l2_epsilon), l2_norm(key, self.layer.l2_epsilon)

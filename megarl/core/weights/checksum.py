@@ -2,12 +2,12 @@
 
 On a CPU it hashes each of the server's parameters with SHA-256. Some of those are several Hugging Face tensors one after the
 other (server/served.py): a running hash over the tensors in that order is the hash of the joined one. A tensor that comes
-before its turn (experts come as the ranks have them) waits for it. On a GPU the hash is another one, made there; then the
-servers are only compared with each other, and parity (parity.py) compares what they compute with the learner."""
+before its turn (experts come as the ranks have them) waits for it. On a GPU SGLang uses another hash, made there; then the
+servers are only compared with each other, and parity (parity.py) compares what they compute with the learner.
+"""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class SentChecksums:
         self._unknown: set[str] = set()
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors, hashed on their way if they are in the CPU's memory."""
+        """Pass the tensors on, hashed if they are in the CPU's memory."""
         for name, tensor in tensors:
             if tensor.device.type == "cpu":
                 self._add(name, tensor)
@@ -40,12 +40,12 @@ class SentChecksums:
             self._hashes.setdefault(served, _Running()).add(position, held)
 
     def expected(self) -> dict[str, str]:
-        """The server's parameter -> its checksum, as /weights_checker writes them."""
+        """Return the checksums by the server's parameter, as /weights_checker writes them."""
         return {name: hashed.hexdigest() for name, hashed in self._hashes.items() if name not in self._unknown}
 
 
 class _Running:
-    """SHA-256 of tensors one after the other, given in any order."""
+    """SHA-256 of tensors one after the other, which may come in any order."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -55,7 +55,8 @@ class _Running:
     def add(self, position: int, tensor: Tensor) -> None:
         self._waiting[position] = tensor
         while self._next in self._waiting:
-            self._digest.update(_bytes(self._waiting.pop(self._next)))
+            flat = self._waiting.pop(self._next).detach().contiguous().view(-1)
+            self._digest.update(memoryview(flat.view(torch.uint8).numpy()))
             self._next += 1
 
     def hexdigest(self) -> str:
@@ -64,9 +65,5 @@ class _Running:
 
 
 def differing(expected: Mapping[str, str], served: Mapping[str, str]) -> list[str]:
-    """Parameters that both know but with different checksums. Parameters only one side has (a tied head) say nothing."""
+    """Return the parameters whose checksums differ. One that only one side has (a tied head) says nothing."""
     return sorted(name for name, value in expected.items() if served.get(name, value) != value)
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())

@@ -1,9 +1,9 @@
-"""What every transport is, and buckets: tensors in one flat array of bytes, in the layout of SGLang's `flattened_bucket`, so
-that a bucket is one broadcast.
+"""What every transport is, and buckets: many tensors in one flat array of bytes, in the layout of SGLang's `flattened_bucket`.
 
 (name, tensor) … ──► Bucket(names, dtypes, shapes, flat) …          all but the last are about `limit` bytes
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.server.client import Fleet
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.rundir import Endpoints
+from megarl.core.server.client import Fleet, ServerClient
 
 
 class Sent(NamedTuple):
-    """What came of sending: errors by server id, checksums of what was sent, bytes a server received."""
+    """How sending went: errors by server id, checksums of what was sent, bytes that a server received."""
 
     errors: dict[int, str]
     checksums: dict[str, str]
@@ -23,7 +25,7 @@ class Sent(NamedTuple):
 
 
 class Transport(Protocol):
-    """Of one learner rank."""
+    """One learner rank's way to the servers."""
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
         """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
@@ -33,8 +35,13 @@ def texts(errors: Mapping[int, MegarlError]) -> dict[int, str]:
     return {i: str(error) for i, error in errors.items()}
 
 
+def open_fleet(servers: Iterable[ServerAddress], endpoints: Endpoints, limit_s: float, version: int) -> Fleet:
+    """Return clients of these servers. limit_s: for a call that moves weights. version: what is published, for errors."""
+    return Fleet([ServerClient(a, endpoints.api_key, endpoints.admin_key, limit_s) for a in servers], version)
+
+
 class Bucket(NamedTuple):
-    """`flat` [bytes] uint8: the tensors one after the other, larger element sizes first so that each lies aligned."""
+    """Tensors one after the other in `flat` [bytes] uint8, larger element sizes first so that each is aligned."""
 
     names: list[str]
     dtypes: list[str]
@@ -43,7 +50,7 @@ class Bucket(NamedTuple):
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
-    """Buckets of at most `limit` bytes, or of one tensor that alone is larger. No tensors, no bucket."""
+    """Yield buckets of at most `limit` bytes, or of one tensor that alone is larger."""
     held: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
@@ -67,10 +74,7 @@ def _bucket(held: list[tuple[str, Tensor]]) -> Bucket:
 
 
 def with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
-    """Each bucket and whether it is the last one. Fetches one ahead, so the next is gathered while one is under way."""
-    iterator = iter(items)
-    here = next(iterator, None)
-    while here is not None:
-        following = next(iterator, None)
+    """Yield each bucket and whether it is the last. Fetches one ahead, so the next is gathered while one is under way."""
+    for here, following in itertools.pairwise(itertools.chain(items, [None])):
+        assert here is not None
         yield here, following is None
-        here = following

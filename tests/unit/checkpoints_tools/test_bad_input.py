@@ -101,7 +101,7 @@ def test_file_of_the_index_that_is_missing(tmp_path: Path, capsys: pytest.Captur
     tiny_llama(tmp_path / "made").save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     next((tmp_path / "hf").glob("model-00002*")).unlink()
     message = refused(capsys, "convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "out")
-    assert "weights incomplete: no model-00002-of-" in message
+    assert "files of weights are missing: model-00002-of-" in message
 
 
 def test_layout_that_does_not_divide_the_model(
