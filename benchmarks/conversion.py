@@ -135,10 +135,10 @@ def step(what: str, arguments: list[str]) -> None:
         work = lambda: copy(Path(source), Path(destination))  # noqa: E731
     else:
         from checkpoints_tools import convert
-        from checkpoints_tools.layout import Layout
+        from checkpoints_tools.layout import Parallelism
 
         if what == "hf-to-megatron":
-            layout = Layout(*map(int, rest))
+            layout = Parallelism(*map(int, rest))
             work = lambda: convert.hf_to_megatron(Path(source), Path(destination), layout)  # noqa: E731
         else:
             work = lambda: convert.megatron_to_hf(Path(source), Path(destination))  # noqa: E731

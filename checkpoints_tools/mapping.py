@@ -1,7 +1,7 @@
 """Between the two forms, one Megatron parameter at a time.
 
-Hugging Face tensors  ──views──►  this part's pieces  ──merge──►  parameter  ──►  its shards      (pieces_of)
-shards  ──►  parameter  ──unmerge──►  views  ──►  Hugging Face tensors, or entries of stacked ones  (Group)
+Hugging Face tensors  ──views──►  this part's pieces  ──merge──►  parameter  ──►  its shards      (value_of)
+shards  ──►  parameter  ──unmerge──►  views  ──►  Hugging Face tensors, or entries of stacked ones  (TensorGroup)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints_tools.layout import WHOLE, Part, parts
-from checkpoints_tools.safetensors_files import Shape
+from checkpoints_tools.layout import WHOLE, StoredPart, parts
+from checkpoints_tools.region import Shape
 from checkpoints_tools.shards import OPTIMIZER, Box, Shards
 from megarl.core.base.errors import MegarlError
-from megarl.core.models.families import Family, Source
+from megarl.core.models.families import Family, SourceView
 from megarl.core.models.hf import read_view
 
 # isort: split
@@ -23,10 +23,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Megatron parameters and the Hugging Face tensors they make: one parameter, or the experts of a layer's stacked tensor."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
     tensors: dict[str, Shape]
 
     @property
@@ -35,12 +35,12 @@ class Group:
 
 
 def box_of(shard: ShardedTensor) -> Box:
-    """Where it lies in the stored tensor, in that one's dimensions."""
+    """Return where a shard lies in the stored tensor, in that one's dimensions."""
     return tuple(shard.global_offset), (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
 
 
-def value_of(part: Part, family: Family, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The part's parameter, of Hugging Face tensors."""
+def value_of(part: StoredPart, family: Family, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the part's parameter, made from Hugging Face tensors."""
     weight = family.weight(part.name)
     views = [(source, tensors[source.name]) for source in weight.sources]
     value = weight.merge([read_view(t, t.shape, s, weight, *part.place) for s, t in views])
@@ -49,36 +49,32 @@ def value_of(part: Part, family: Family, tensors: Mapping[str, Tensor]) -> Tenso
     return value
 
 
-def stored_value(part: Part, shards: Shards) -> Tensor:
-    """The part's parameter, of a checkpoint."""
-
-    def read(shard: ShardedTensor) -> Tensor:
-        return shards.read(shard.key, box_of(shard)).view(shard.local_shape)
-
-    return part.value(read)
+def stored_value(part: StoredPart, shards: Shards) -> Tensor:
+    """Return the part's parameter, read from a checkpoint."""
+    return part.value(lambda shard: shards.read(shard.key, box_of(shard)).view(shard.local_shape))
 
 
-def groups(hf_dir: Path, family: Family, dtype: str) -> list[Group]:
-    """The whole model, in megatron's order."""
-    members: dict[str, list[Part]] = {}
+def groups(hf_dir: Path, family: Family, dtype: str) -> list[TensorGroup]:
+    """Return the whole model, in megatron's order."""
+    members: dict[str, list[StoredPart]] = {}
     for part in parts(hf_dir, WHOLE, dtype):
         if not (family.architecture.tied and part.name == "output_layer.weight"):
             members.setdefault(family.weight(part.name).sources[0].name, []).append(part)
-    return [_group(tuple(of_name), family) for of_name in members.values()]
+    return [_group(tuple(same), family) for same in members.values()]
 
 
-def views(part: Part, family: Family, value: Tensor) -> Iterator[tuple[Source, Tensor]]:
-    """The Hugging Face side of a whole parameter: each tensor, or each expert's entry of one, with its equal parts joined."""
+def views(part: StoredPart, family: Family, value: Tensor) -> Iterator[tuple[SourceView, Tensor]]:
+    """Yield the Hugging Face side of a whole parameter: each tensor, or each expert's entry, with its equal parts joined."""
     weight = family.weight(part.name)
     joined: dict[tuple[str, int | None], list[Tensor]] = {}
     for source, view in zip(weight.sources, weight.unmerge(value), strict=True):
         joined.setdefault((source.name, source.expert), []).append(view[: weight.vocabulary])
     for (name, expert), pieces in joined.items():
-        yield Source(name, expert), pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        yield SourceView(name, expert), pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
-def check_names_and_shapes(hf_dir: Path, present: Mapping[str, tuple[int, ...]], found: Sequence[Group]) -> None:
-    """MegarlError if the tensors are not those config.json says: all of them in one message."""
+def check_names_and_shapes(hf_dir: Path, present: Mapping[str, tuple[int, ...]], found: Sequence[TensorGroup]) -> None:
+    """Raise MegarlError that names every tensor without the shape that config.json says."""
     expected = {name: tensor.shape for group in found for name, tensor in group.tensors.items()}
     wrong = [
         f"{name} {list(present[name])} instead of {list(shape)}"
@@ -86,12 +82,11 @@ def check_names_and_shapes(hf_dir: Path, present: Mapping[str, tuple[int, ...]],
         if name in present and present[name] != shape
     ]
     if wrong:
-        more = f", … ({len(wrong)} in all)" if len(wrong) > 8 else ""
-        raise MegarlError(f"{hf_dir}: tensors do not have the shapes config.json says: {', '.join(wrong[:8])}{more}")
+        raise MegarlError(f"{hf_dir}: tensors do not have the shapes config.json says: {_few(wrong)}")
 
 
-def check_keys(shards: Shards, needed: Sequence[Part]) -> None:
-    """MegarlError if the checkpoint does not hold these parameters, or holds others."""
+def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
+    """Raise MegarlError if the checkpoint does not hold these parameters, or holds others."""
     wanted = {shard.key: shard for part in needed for shard in part.shards()}
     present = {key for key in shards.tensors if not key.startswith(OPTIMIZER)}
     problems = [f"missing {key}" for key in sorted(wanted.keys() - present)]
@@ -101,11 +96,14 @@ def check_keys(shards: Shards, needed: Sequence[Part]) -> None:
         if shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch:  # a padded vocabulary may differ
             problems.append(f"{key} is {list(shape)} instead of {list(shard.global_shape)}")
     if problems:
-        more = f"; … ({len(problems)} in all)" if len(problems) > 8 else ""
-        raise MegarlError(f"{shards.path}: tensors do not fit its config.json: {'; '.join(problems[:8])}{more}")
+        raise MegarlError(f"{shards.path}: tensors do not fit its config.json: {_few(problems)}")
 
 
-def _group(members: tuple[Part, ...], family: Family) -> Group:
+def _few(problems: Sequence[str]) -> str:
+    return "; ".join(problems[:8]) + (f"; … ({len(problems)} in all)" if len(problems) > 8 else "")
+
+
+def _group(members: tuple[StoredPart, ...], family: Family) -> TensorGroup:
     shapes: dict[str, Shape] = {}
     experts: dict[str, int] = {}
     for part in members:
@@ -114,4 +112,4 @@ def _group(members: tuple[Part, ...], family: Family) -> Group:
             if source.expert is not None:
                 experts[source.name] = max(experts.get(source.name, 0), source.expert + 1)
     stacked = {name: Shape((count, *shapes[name].shape), shapes[name].dtype) for name, count in experts.items()}
-    return Group(members, shapes | stacked)
+    return TensorGroup(members, shapes | stacked)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from checkpoints_tools.mapping import Group, check_keys, check_names_and_shapes, groups, stored_value, views
+from checkpoints_tools.mapping import TensorGroup, check_keys, check_names_and_shapes, groups, stored_value, views
 from checkpoints_tools.safetensors_files import Directory
 from checkpoints_tools.shards import DISTCP, Shards
 from megarl.core.base.errors import MegarlError
@@ -21,8 +21,8 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)
-class Stored:
-    """hf_dir: where configuration and tokenizer are. meta: of a distributed checkpoint, else None."""
+class StoredModel:
+    """A model on disk. hf_dir: where configuration and tokenizer are. meta: None for a Hugging Face directory."""
 
     path: Path
     hf_dir: Path
@@ -30,10 +30,10 @@ class Stored:
 
     @property
     def dtype(self) -> Dtype:
-        """As the checkpoint or config.json says."""
+        """The precision that the checkpoint or config.json names."""
         if self.meta is not None:
-            of_model: Dtype = self.meta.model["dtype"]
-            return of_model
+            written: Dtype = self.meta.model["dtype"]
+            return written
         config = read_config(self.hf_dir)
         config = config if "dtype" in config or "torch_dtype" in config else config.get("text_config", config)
         name = config.get("dtype", config.get("torch_dtype", "float32"))
@@ -46,31 +46,29 @@ class Stored:
         return known[name]
 
 
-def stored(path: Path) -> Stored:
-    """A Hugging Face directory if it has a config.json, else a checkpoint or a run.
+def stored(path: Path) -> StoredModel:
+    """Find a Hugging Face directory if there is a config.json, else a checkpoint or a run.
 
-    MegarlError if a file is not as it was written. Files of shards are not read for that: `Shards` checks what is asked for.
+    MegarlError if a file is not as it was written. Shards are not checked here: `Shards` checks what it reads.
     """
     if (path / "config.json").is_file():
-        return Stored(path, path, None)
+        return StoredModel(path, path, None)
     found = checkpoint.find(path)
     meta = checkpoint.read_meta(found)
     check(found, {name: value for name, value in meta.files.items() if not name.endswith(DISTCP)})
-    return Stored(found, found / "hf", meta)
+    return StoredModel(found, found / "hf", meta)
 
 
 class HuggingFaceTensors(Mapping[str, Tensor]):
-    """Of a checkpoint: whole Hugging Face tensors, assembled when asked for (those of one parameter are kept till the next)."""
+    """A checkpoint's tensors in Hugging Face form, assembled on access; those of the last parameter are kept."""
 
-    def __init__(self, source: Stored, family: Family) -> None:
+    def __init__(self, source: StoredModel, family: Family) -> None:
         self._family = family
         self._shards = Shards(source.path)
-        self._groups: dict[str, Group] = {}
         found = groups(source.hf_dir, family, source.dtype)
         check_keys(self._shards, [part for group in found for part in group.parts])
-        for group in found:
-            self._groups |= dict.fromkeys(group.tensors, group)
-        self._last: tuple[Group | None, dict[str, Tensor]] = (None, {})
+        self._groups = {name: group for group in found for name in group.tensors}
+        self._last: tuple[TensorGroup | None, dict[str, Tensor]] = (None, {})
 
     def __getitem__(self, name: str) -> Tensor:
         group = self._groups[name]
@@ -85,7 +83,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._groups)
 
-    def _assembled(self, group: Group) -> dict[str, Tensor]:
+    def _assembled(self, group: TensorGroup) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for part in group.parts:
             for source, view in views(part, self._family, stored_value(part, self._shards)):
@@ -98,17 +96,17 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         return tensors
 
 
-def tensors_of(source: Stored, everything: bool) -> Mapping[str, Tensor]:
-    """By Hugging Face name. `everything`: also what a directory has beside the model that is trained (a vision tower)."""
+def tensors_of(source: StoredModel, everything: bool) -> Mapping[str, Tensor]:
+    """Return tensors by Hugging Face name. everything: also a directory's tensors that are not trained (a vision tower)."""
     if source.meta is not None:
         return HuggingFaceTensors(source, family_of(source.hf_dir))
     directory = Directory(source.path)
     return directory if everything else directory.only(family_of(source.hf_dir).names())
 
 
-def checked(directory: Directory, family: Family, dtype: Dtype) -> list[Group]:
-    """The model's groups, once the directory has been found to hold just their tensors."""
-    check_names(directory.path, set(directory), family)
+def checked(directory: Directory, family: Family, dtype: Dtype) -> list[TensorGroup]:
+    """Return the model's groups; MegarlError unless the directory holds just their tensors."""
+    check_names(directory.path, directory.keys(), family)
     found = groups(directory.path, family, dtype)
     check_names_and_shapes(directory.path, {name: r.shape for name, r in directory.regions.items()}, found)
     return found

@@ -8,7 +8,7 @@ The stock backend (`torch_native`) walks over the requests in Python in every la
 decoding is replaced; the rest stays SGLang's. Nothing here runs where there is a GPU.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +82,7 @@ class BatchedDecode(TorchNativeAttnBackend):
             self._longest = int(forward_batch.seq_lens.max())
 
     def _run_sdpa_forward_decode(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object, **options: object
+        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object, **options: Any
     ) -> Tensor:
         same = query.dtype == k_cache.dtype and query.shape[-1] == v_cache.shape[-1]
         window = options["sliding_window_size"]

@@ -14,7 +14,6 @@ by the model's names, which no layout changes; of the rest only the count of Ada
 
 import logging
 import os
-import queue
 import threading
 import time
 from dataclasses import asdict
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
@@ -44,9 +42,6 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, trainer: Trainer, hf_source: Path) -> None:
         self.folder, self.keep, self.trainer, self.hf_source = folder, keep, trainer, hf_source
-        filesystem_async._results_queue = (
-            queue.Queue()
-        )  # of the writing threads; megatron would start a manager process
         self._calls = _ThreadCalls()
         self._writing = folder  # the latest that was begun
 

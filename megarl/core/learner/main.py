@@ -49,7 +49,7 @@ from megarl.core.telemetry.profiler import Profiler
 from megarl.core.telemetry.spans import Spans
 from megarl.core.telemetry.warnings import flags
 from megarl.core.weights.offload import Offload
-from megarl.core.weights.parity import LIMITS, Limits
+from megarl.core.weights.parity import LIMITS, ParityLimits
 from megarl.core.weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -304,7 +304,7 @@ class Learner:
 MEASURED = "trained_logprob_diff"
 
 
-def contradiction(recorded: Mapping[str, Any], now: Mapping[str, Any], limits: Limits) -> str:
+def contradiction(recorded: Mapping[str, Any], now: Mapping[str, Any], limits: ParityLimits) -> str:
     """How far the step is from its recorded row; empty if rounding explains it, or one of them has nothing to compare."""
     before, after = recorded.get(MEASURED), now.get(MEASURED)
     if not isinstance(before, float) or not isinstance(after, float) or not math.isfinite(before):

@@ -2,8 +2,7 @@
 
     parallel.py      process groups of TP x PP x CP x EP x DP
     build.py         this rank's chunks of the model: layers, precision, FP8
-    local_spec.py    norm, rotary embedding and attention without Transformer Engine
-    te_attention.py  Llama 4's attention with it           value_head.py  a critic's head, in place of the LM head
+    layers.py        norm, rotary embedding, attention with and without Transformer Engine, a critic's head
     attention.py     which queries meet which keys of a packed row, and kernels for that without Transformer Engine
     families.py      what each family calls its tensors, and how Megatron's are made from them
     hf.py            load, export, save                    checkpoint.py  distributed checkpoints

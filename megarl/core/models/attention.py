@@ -17,8 +17,8 @@ over shorter sequences: the packed row's boundaries are subdivided at multiples 
 
 The kernels hold neither a mask nor all scores of a sequence:
 
-    q, k, v [tokens, heads, head_dim] ─┬─ Flash     bf16 on a GPU: torch's flash kernel, given the segment boundaries
-                                       └─ Buckets   else: unpack ─► [segments, heads, longest, head_dim] ─► causal SDPA ─► pack
+    Flash            bf16 or fp16 on a GPU: torch's flash kernel, given the segment boundaries
+    PaddedSegments   else: unpack ─► [segments, heads, longest, head_dim] ─► causal SDPA ─► pack
 
 What depends only on the lengths is made once per micro-batch and shared by all layers with the same segments (`segments`).
 Under context parallelism keys and values are gathered from all ranks, in rank order.
@@ -103,16 +103,13 @@ def positions_of(boundaries: Sequence[int]) -> Tensor:
 
 
 def l2_norm(x: Tensor, epsilon: float) -> Tensor:
-    """Return x / rms(x) over the last dimension, computed in float32 (as transformers' Llama4TextL2Norm)."""
+    """Return x / rms(x) over the last dimension, computed in float32 (as transformers' Llama4TextL2Norm, LlamaRMSNorm)."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 def temperatures(positions: Tensor, floor: int, scale: float) -> Tensor:
-    """Return 1 + scale * log(1 + floor((position + 1) / floor)) float32 (arXiv 2501.19399).
-
-    That is 1 for the first floor - 1 positions.
-    """
+    """Return 1 + scale * log(1 + floor((position + 1) / floor)) float32: 1 for the first floor - 1 (arXiv 2501.19399)."""
     return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
 
 
@@ -157,9 +154,8 @@ def _varlen_attn() -> tuple[Callable[..., Tensor], bool]:
 class Flash:
     """Attention by torch's flash kernel, varlen_attn.
 
-    It is public, has grouped queries and a backward pass and, unlike FlexAttention or jagged tensors, needs no block mask, no
-    compiler and no conversion of megatron's tensors. If a segment has more keys than queries, the causal window is aligned to
-    the last of both.
+    Unlike FlexAttention or jagged tensors it needs no block mask, no compiler and no conversion of megatron's tensors. If a
+    segment has more keys than queries, the causal window is aligned to the last of both.
     """
 
     def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device) -> None:
@@ -181,7 +177,7 @@ class Flash:
         return flash(q, k, v, scale=scale, **self.where)
 
 
-class Buckets:
+class PaddedSegments:
     """Segments of similar length, padded to the longest of a bucket, so that cost is about the sum of squared lengths.
 
     shapes: (segments, longest) of each bucket; a slot is a place in one, all buckets end to end. unpack [slots]: the query of
@@ -227,14 +223,14 @@ class Buckets:
 
 def attention_of(
     boundaries: Sequence[int], chunk: int | None, cp_size: int, cp_rank: int, like: Tensor
-) -> Flash | Buckets:
+) -> Flash | PaddedSegments:
     """Return attention over sequences [boundaries[i], boundaries[i+1]) for this rank's queries, which are like `like`."""
     mine = segments(boundaries, chunk, cp_size, cp_rank)
     keys = None
     if cp_size > 1:
         gathered = torch.cat([segments(boundaries, None, cp_size, rank).queries for rank in range(cp_size)])
         keys = torch.argsort(gathered)[mine.keys]
-    return (Flash if flash_takes(like) else Buckets)(mine, keys, like.device)
+    return (Flash if flash_takes(like) else PaddedSegments)(mine, keys, like.device)
 
 
 def _padded(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor]:

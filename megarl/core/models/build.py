@@ -14,12 +14,11 @@ precision. Norms, attention, router, embedding and head stay as they are.
 A layer is built from megatron-core's modules, with ours where Transformer Engine is missing or does not suffice:
 
 on a GPU with Transformer Engine    its fused norms, its attention over packed rows, experts by grouped GEMM, FP8
-on one without it, and on a CPU     local_spec.py: our norm, torch's kernels for attention; experts one after the other
+on one without it, and on a CPU     layers.py: our norm, torch's kernels for attention; experts one after the other
 """
 
 import functools
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,14 +30,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn import Module
 
 from megarl.core.base.architecture import Architecture, in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import parallel
 from megarl.core.models.attention import LayerAttention
-from megarl.core.models.local_spec import CausalAttention, RMSNorm, Rope, inverse_frequencies
-from megarl.core.models.te_attention import ChunkedTEAttention
+from megarl.core.models.layers import CausalAttention, ChunkedTEAttention, RMSNorm, Rope, inverse_frequencies
 from megarl.core.recipe import Model
 from megarl.core.recipe.rules import impossible_for
 from megarl.shims import fp16_on_cpu
@@ -85,8 +82,7 @@ def transformer_config(
         raise MegarlError(problem)
     fp8 = {} if model.fp8 == "none" else {"fp8": FP8_FORMATS[model.fp8], "fp8_recipe": model.fp8, "fp8_param": False}
     return TransformerConfig(
-        **_described(architecture),
-        **(_expert_settings(model, fused) if architecture.experts else {}),
+        **_described(architecture, model, fused),
         **RECOMPUTE[recompute],
         **fp8,
         hidden_dropout=0.0,
@@ -112,8 +108,11 @@ def transformer_config(
     )
 
 
-def _described(architecture: Architecture) -> Arguments:
-    """Describe the model itself, without layout or precision."""
+def _described(architecture: Architecture, model: Model, fused: bool) -> Arguments:
+    """Describe the model itself, without layout or precision.
+
+    No token is dropped, no bias moves tokens between experts, and routing is computed in float32.
+    """
     layers = range(architecture.layers)
     found: Arguments = {
         **architecture.megatron_sizes(),
@@ -136,19 +135,13 @@ def _described(architecture: Architecture) -> Arguments:
             "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
             "moe_router_pre_softmax": architecture.router == "softmax",
             "moe_apply_probs_on_input": sigmoid,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": model.moe.load_balancing,
+            "moe_aux_loss_coeff": model.moe.aux_loss_coefficient if model.moe.load_balancing == "aux_loss" else 0.0,
+            "moe_grouped_gemm": fused,
+            "moe_permute_fusion": fused,
         }
     return found
-
-
-def _expert_settings(model: Model, fused: bool) -> Arguments:
-    """Return settings for experts: no token is dropped, no bias moves tokens between them, routing is computed in float32."""
-    return {
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": model.moe.load_balancing,
-        "moe_aux_loss_coeff": model.moe.aux_loss_coefficient if model.moe.load_balancing == "aux_loss" else 0.0,
-        "moe_grouped_gemm": fused,
-        "moe_permute_fusion": fused,
-    }
 
 
 def _chunk(
@@ -196,15 +189,19 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return this rank's layers of chunk `vp_stage`. Our attention rotates; with Transformer Engine's the model does."""
     spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
-    layers = _layer_attention(architecture)
+    l2_epsilon = architecture.epsilon if architecture.l2_norms else None
+    rotated = LayerAttention(chunk=architecture.attention_chunk, l2_epsilon=l2_epsilon)
+    unrotated = LayerAttention(rotary=False, temperature=architecture.temperature)
+    layers = [unrotated if i in architecture.unrotated_layers else rotated for i in range(architecture.layers)]
     if transformer_engine:
         if set(layers) != {LayerAttention()}:
-            _set_attention(spec, functools.partial(ChunkedTEAttention, layers=layers))
+            for layer in (spec.submodules for spec in spec.layer_specs):
+                layer.self_attention.submodules.core_attention = functools.partial(ChunkedTEAttention, layers=layers)
         return spec
     rope = Rope(inverse_frequencies(architecture), architecture.rope_interleaved)
-    _set_attention(spec, functools.partial(CausalAttention, rope=rope, layers=layers))
     spec.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in spec.layer_specs):
+        layer.self_attention.submodules.core_attention = functools.partial(CausalAttention, rope=rope, layers=layers)
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         # Checkpoints use Transformer Engine's names, which fuse this norm with a projection, but not with experts.
         if layer.mlp.func is MoELayer:
@@ -213,16 +210,3 @@ def block_spec(
         if attention.q_layernorm is not IdentityOp:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
-
-
-def _layer_attention(architecture: Architecture) -> tuple[LayerAttention, ...]:
-    """Return how each layer of the whole model attends."""
-    l2_epsilon = architecture.epsilon if architecture.l2_norms else None
-    rotated = LayerAttention(chunk=architecture.attention_chunk, l2_epsilon=l2_epsilon)
-    unrotated = LayerAttention(rotary=False, temperature=architecture.temperature)
-    return tuple(unrotated if i in architecture.unrotated_layers else rotated for i in range(architecture.layers))
-
-
-def _set_attention(spec: TransformerBlockSubmodules, core_attention: Callable[..., Module]) -> None:
-    for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = core_attention

@@ -29,7 +29,7 @@ import zlib
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,16 @@ def save(path: Path, state: ShardedStateDict, meta: Meta, queue: AsyncCallsQueue
     on all ranks finds it written.
     """
     partial = _partial(path)
-    everywhere(lambda: _start(path, partial, meta) if dist.get_rank() == 0 else None)
+
+    def start() -> None:
+        if dist.get_rank() == 0:
+            if path.exists():
+                raise MegarlError(f"{path}: exists already; remove it or name another directory")
+            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+            read_config(Path(meta.hf_source))
+            partial.mkdir(parents=True)
+
+    everywhere(start)
     own: Future[dict[str, int]] = Future()
 
     def finish() -> None:
@@ -125,7 +134,10 @@ def save(path: Path, state: ShardedStateDict, meta: Meta, queue: AsyncCallsQueue
             seal(partial, meta, checksums(partial, ChainMap(*written)))
             os.replace(partial, path)
 
-    with whole_or_gone(path), _results_in_this_process() if queue is None else nullcontext():
+    # The results of the writing threads. megatron's own queue goes through a manager process, which is needed only if another
+    # process writes, and takes seconds to start.
+    filesystem_async._results_queue = queues.Queue()
+    with whole_or_gone(path):
         request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
         request = _with_checksums(request, own)
         request.add_finalize_fn(finish)
@@ -226,14 +238,6 @@ def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def _start(path: Path, partial: Path, meta: Meta) -> None:
-    if path.exists():
-        raise MegarlError(f"{path}: exists already; remove it or name another directory")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-    read_config(Path(meta.hf_source))
-    partial.mkdir(parents=True)
-
-
 def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> AsyncRequest:
     """Return a request that also reads this rank's files back once written; `own` gets their checksums by name."""
     write = request.async_fn
@@ -253,19 +257,6 @@ def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> Asy
 
 def _own_checksum(meta: Meta) -> int:
     return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(meta, checksum=0)))
-
-
-@contextmanager
-def _results_in_this_process() -> Iterator[None]:
-    """Use a plain queue for the results of the writing threads.
-
-    megatron's goes through a manager process, which is needed only if another process writes, and takes seconds to start.
-    """
-    before, filesystem_async._results_queue = filesystem_async._results_queue, queues.Queue()
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = before
 
 
 def _last_line(error: BaseException) -> str:
@@ -319,7 +310,11 @@ FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 @contextmanager
 def safely(path: Path) -> Iterator[None]:
     """Within this context torch can safely read the checkpoint at `path`. MegarlError if its .metadata needs other classes."""
-    _check_metadata(path / METADATA)
+    try:
+        with (path / METADATA).open("rb") as stream:
+            _MetadataUnpickler(stream).load()
+    except Exception as error:  # a truncated or foreign pickle can fail in any way
+        raise MegarlError(f"{path / METADATA}: unreadable: {error}") from None
     before = os.environ.get(FORCE)
     os.environ[FORCE] = "1"  # torch checks it in every load, even one that allows any class
     try:
@@ -338,11 +333,3 @@ class _MetadataUnpickler(pickle.Unpickler):
             f"it wants to load {module}.{name}, which no checkpoint needs and which may run anything; "
             "do not trust where this checkpoint came from"
         )
-
-
-def _check_metadata(file: Path) -> None:
-    try:
-        with file.open("rb") as stream:
-            _MetadataUnpickler(stream).load()
-    except Exception as error:  # a truncated or foreign pickle can fail in any way
-        raise MegarlError(f"{file}: unreadable: {error}") from None

@@ -33,7 +33,7 @@ from megarl.core.base.architecture import Architecture
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceView:
     """A Hugging Face tensor, or a view of one.
 
     expert: its index along dimension 0, if experts are stacked ([experts, …]). part: (k, n), the k-th of n equal parts of
@@ -53,7 +53,7 @@ class Weight:
     None: every rank holds it whole. vocabulary: rows without the padding that makes them divide by TP; None: no padding.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[SourceView, ...]
     split: int | None = None
     merge: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)
     unmerge: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]
@@ -115,8 +115,8 @@ def _weights(model: Architecture, prefix: str = "") -> Weights:
         layer["input_layernorm.weight"] = _plain(hf + "input_layernorm.weight")
         layer["pre_mlp_layernorm.weight"] = _plain(hf + "post_attention_layernorm.weight")
         weights |= {f"decoder.layers.{i}.{name}": weight for name, weight in layer.items()}
-    embedding = Weight((Source(prefix + "model.embed_tokens.weight"),), 0, vocabulary=model.vocabulary)
-    head = Weight((Source(prefix + "lm_head.weight"),), 0, vocabulary=model.vocabulary)
+    embedding = Weight((SourceView(prefix + "model.embed_tokens.weight"),), 0, vocabulary=model.vocabulary)
+    head = Weight((SourceView(prefix + "lm_head.weight"),), 0, vocabulary=model.vocabulary)
     return weights | {
         "embedding.word_embeddings.weight": embedding,
         "decoder.final_layernorm.weight": _plain(prefix + "model.norm.weight"),
@@ -126,14 +126,14 @@ def _weights(model: Architecture, prefix: str = "") -> Weights:
 
 def _plain(name: str, split: int | None = None) -> Weight:
     """The tensor is the same on both sides."""
-    return Weight((Source(name),), split)
+    return Weight((SourceView(name),), split)
 
 
 def _attention(model: Architecture, hf: str) -> Weights:
     """Return the projections of `hf` (…self_attn.), with biases and norms of heads where the model has them."""
     weights = {"self_attention.linear_proj.weight": _plain(hf + "o_proj.weight", 1)}
     for kind in ("weight", "bias") if model.qkv_biases else ("weight",):
-        sources = tuple(Source(f"{hf}{x}_proj.{kind}") for x in "qkv")
+        sources = tuple(SourceView(f"{hf}{x}_proj.{kind}") for x in "qkv")
         fused = Weight(sources, 0, partial(_merge_qkv, model.head_dim), partial(_unmerge_qkv, model))
         weights[f"self_attention.linear_qkv.{kind}"] = fused
     if model.head_norms:
@@ -160,7 +160,7 @@ def _feed_forward(model: Architecture, hf: str, experts: bool) -> Weights:
 
 def _gated_mlp(megatron: str, hf: str) -> Weights:
     """Return gate, up and down of `hf` (…mlp.) as Megatron's MLP `megatron` (mlp., mlp.shared_experts., …)."""
-    sources = Source(hf + "gate_proj.weight"), Source(hf + "up_proj.weight")
+    sources = SourceView(hf + "gate_proj.weight"), SourceView(hf + "up_proj.weight")
     return {
         megatron + "linear_fc1.weight": Weight(sources, 0, torch.cat, lambda fused: fused.chunk(2)),
         megatron + "linear_fc2.weight": _plain(hf + "down_proj.weight", 1),
@@ -169,8 +169,8 @@ def _gated_mlp(megatron: str, hf: str) -> Weights:
 
 def _stacked_expert(megatron: str, hf: str, expert: int) -> Weights:
     """Return expert `expert` of the stacks `hf` (…experts.), whose entries are transposed: [hidden, inner], [inner, hidden]."""
-    gate_up = tuple(Source(hf + "gate_up_proj", expert, (k, 2)) for k in range(2))
-    down = (Source(hf + "down_proj", expert),)
+    gate_up = tuple(SourceView(hf + "gate_up_proj", expert, (k, 2)) for k in range(2))
+    down = (SourceView(hf + "down_proj", expert),)
     return {
         megatron + "linear_fc1.weight": Weight(
             gate_up, 1, lambda views: torch.cat([v.T for v in views]), lambda fused: [half.T for half in fused.chunk(2)]

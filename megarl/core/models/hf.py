@@ -15,8 +15,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -31,7 +32,7 @@ from torch.nn import Module, Parameter
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import INDEX, read_config, weight_files
 from megarl.core.base.ranks import gathered
-from megarl.core.models.families import Family, Source, Weight
+from megarl.core.models.families import Family, SourceView, Weight
 
 SHARD_BYTES = 4 << 30
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
@@ -46,41 +47,25 @@ class LazyTensor(Protocol):
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
 
 
-class Tensors(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face directory by name, each read on access. Open until `stack` is closed."""
-
-    def __init__(self, hf_dir: Path, stack: ExitStack) -> None:
-        try:
-            files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(hf_dir)]
-        except (SafetensorError, OSError) as error:
-            raise MegarlError(f"{hf_dir}: weights unreadable or incomplete: {error}") from None
-        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
-
-    def slice(self, name: str) -> LazyTensor:
-        """Return a tensor to be read in part."""
-        lazy: LazyTensor = self._file_of[name].get_slice(name)
-        return lazy
+def _open(hf_dir: Path, stack: ExitStack) -> dict[str, safe_open]:
+    """Return the file of each tensor of a Hugging Face directory, open until `stack` is closed."""
+    try:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(hf_dir)]
+    except (SafetensorError, OSError) as error:
+        raise MegarlError(f"{hf_dir}: weights unreadable or incomplete: {error}") from None
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
     """Fill this rank's parameters from `hf_dir`, reading only its part. MegarlError names all missing and extra tensors."""
     with ExitStack() as stack, torch.no_grad():
-        tensors = Tensors(hf_dir, stack)
-        check_names(hf_dir, set(tensors), family)
+        file_of = _open(hf_dir, stack)
+        check_names(hf_dir, file_of.keys(), family)
         for name, parameter in named_parameters(chunks):
             weight, (rank, size) = family.weight(name), shard_of(name)
             names = ", ".join(dict.fromkeys(source.name for source in weight.sources))
             try:
-                lazy = [(source, tensors.slice(source.name)) for source in weight.sources]
+                lazy = [(source, file_of[source.name].get_slice(source.name)) for source in weight.sources]
                 value = weight.merge([read_view(t, t.get_shape(), s, weight, rank, size) for s, t in lazy])
             except (SafetensorError, RuntimeError, OSError) as error:
                 raise MegarlError(f"{hf_dir}: cannot read {names}: {error}") from None
@@ -118,7 +103,7 @@ def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tens
     assert not stacks, f"never filled: {', '.join(stacks)}"
 
 
-class _File(NamedTuple):
+class _WrittenFile(NamedTuple):
     """A file of weights that was written."""
 
     path: Path
@@ -204,13 +189,13 @@ def _all(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 class _Stack:
     """A Hugging Face tensor [experts, …] that is filled view by view."""
 
-    def __init__(self, experts: int, source: Source, view: Tensor) -> None:
+    def __init__(self, experts: int, source: SourceView, view: Tensor) -> None:
         *rows, last = view.shape
         _, parts = source.part or (0, 1)
         self.whole = view.new_empty(experts, *rows, last * parts)
         self._missing = experts * parts
 
-    def put(self, source: Source, view: Tensor) -> bool:
+    def put(self, source: SourceView, view: Tensor) -> bool:
         """Store a view; return whether the tensor is now full."""
         k, parts = source.part or (0, 1)
         self.whole[source.expert].chunk(parts, -1)[k].copy_(view)
@@ -218,7 +203,7 @@ class _Stack:
         return not self._missing
 
 
-def check_names(hf_dir: Path, present: set[str], family: Family) -> None:
+def check_names(hf_dir: Path, present: Set[str], family: Family) -> None:
     """Raise MegarlError that names every missing and every foreign tensor."""
     needed = family.names()
     # Old versions of transformers left frequencies there; a tied head may be stored twice.
@@ -237,7 +222,7 @@ def _few(names: list[str]) -> str:
 
 
 def read_view(
-    tensor: LazyTensor | Tensor, shape: Sequence[int], source: Source, weight: Weight, rank: int, size: int
+    tensor: LazyTensor | Tensor, shape: Sequence[int], source: SourceView, weight: Weight, rank: int, size: int
 ) -> Tensor:
     """Read rank `rank` of `size`'s part of one view of a Hugging Face tensor; zeros where the vocabulary is padded."""
     bounds = [(0, n) for n in shape]
@@ -300,15 +285,16 @@ def _start_directory(source: Path, destination: Path, partial: Path, chunks: Seq
 def _tensors_elsewhere(family: Family, source: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors outside the language model."""
     with ExitStack() as stack:
-        tensors = Tensors(source, stack)
-        yield from ((name, tensors[name]) for name in sorted(tensors) if family.passthrough(name))
+        for name, file in sorted(_open(source, stack).items(), key=itemgetter(0)):
+            if family.passthrough(name):
+                yield name, file.get_tensor(name)
 
 
 def _write(
     tensors: Iterator[tuple[str, Tensor]], prefix: str, writes: bool, *, partial: Path, shard_bytes: int
-) -> list[_File]:
+) -> list[_WrittenFile]:
     """Write these tensors to files of at most `shard_bytes` (or one tensor); without `writes` only run the iterator."""
-    written: list[_File] = []
+    written: list[_WrittenFile] = []
     error: Exception | None = None
     held: dict[str, Tensor] = {}
 
@@ -318,7 +304,7 @@ def _write(
             file = partial / f"{prefix}-{len(written):05}.safetensors"
             try:
                 save_file(held, file, metadata={"format": "pt"})
-                written.append(_File(file, list(held), sum(t.nbytes for t in held.values())))
+                written.append(_WrittenFile(file, list(held), sum(t.nbytes for t in held.values())))
             except (OSError, SafetensorError) as failed:
                 error = failed  # the other ranks of the tensor-parallel group still need this one in the all-gathers
         held.clear()
@@ -334,7 +320,7 @@ def _write(
     return written
 
 
-def _finish_directory(written: list[list[_File]], partial: Path, destination: Path) -> None:
+def _finish_directory(written: list[list[_WrittenFile]], partial: Path, destination: Path) -> None:
     """Give the files their usual names, write the index, and rename the directory."""
     files = list(itertools.chain.from_iterable(written))
     weight_map = {}

@@ -11,6 +11,7 @@ SGLang unpickles a handle (by an allow-list of its own), so a server takes one f
 """
 
 import base64
+from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -28,8 +29,7 @@ from megarl.core.models import hf
 from megarl.core.models.families import Family
 from megarl.core.server.client import Fleet, ServerClient
 from megarl.core.server.served import rotary_head_dim
-from megarl.core.weights.checksum import SentChecksums
-from megarl.core.weights.transport import Bucket, Sent, buckets, texts, with_last
+from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, texts, with_last
 
 DEVICE = 6
 """Index of the device among rebuild_cuda_tensor's arguments. A number means nothing to a process that sees other GPUs, so
@@ -60,8 +60,7 @@ class CudaIpcTransport:
         """Send to this rank's servers."""
         exported = hf.export(self._chunks, self._family)
         if not mine:
-            for _ in exported:
-                pass
+            deque(exported, maxlen=0)
             return Sent({}, {}, 0)
         errors = texts(fleet.each(mine, _check_and_begin)[1])
         sums, size = SentChecksums(rotary_head_dim(self._family.architecture)), 0

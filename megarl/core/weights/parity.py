@@ -31,7 +31,7 @@ FEWEST_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Limits:
+class ParityLimits:
     """The largest mean and median of |difference| of the log-probs that rounding explains, for kernels and for decode.
 
     routing: the largest share of (token, layer) choices of experts that may differ. The mean sees a few tokens that are far
@@ -49,12 +49,12 @@ class Limits:
 
 
 LIMITS = {
-    ("fp32", False): Limits(mean=1e-4, p50=1e-4),
-    ("fp32", True): Limits(mean=1e-2, p50=1e-4, routing=0.005),
-    ("bf16", False): Limits(mean=0.05, p50=0.035),
-    ("bf16", True): Limits(mean=0.4, p50=0.12, routing=0.1),
-    ("fp16", False): Limits(mean=0.006, p50=0.005),
-    ("fp16", True): Limits(mean=0.1, p50=0.012, routing=0.05),
+    ("fp32", False): ParityLimits(mean=1e-4, p50=1e-4),
+    ("fp32", True): ParityLimits(mean=1e-2, p50=1e-4, routing=0.005),
+    ("bf16", False): ParityLimits(mean=0.05, p50=0.035),
+    ("bf16", True): ParityLimits(mean=0.4, p50=0.12, routing=0.1),
+    ("fp16", False): ParityLimits(mean=0.006, p50=0.005),
+    ("fp16", True): ParityLimits(mean=0.1, p50=0.012, routing=0.05),
 }
 """By model.dtype, and whether the model has experts. benchmarks/README.md has the distributions they were drawn from."""
 
@@ -90,8 +90,8 @@ class Distribution:
             size = np.where(np.isnan(d), np.inf, np.abs(d))
             p50, p99, p999 = np.quantile(size, (0.5, 0.99, 0.999), method="higher")
             k3 = np.mean(np.exp(d) - 1 - d)
-        numbers = (size.mean(), p50, p99, p999, size.max(), np.mean(size > SHARE_ABOVE), k3)
-        return cls(*map(float, numbers), tokens=len(d))
+        above, largest = float(np.mean(size > SHARE_ABOVE)), float(size.max())
+        return cls(float(size.mean()), float(p50), float(p99), float(p999), largest, above, float(k3), len(d))
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _joined(rollouts: Sequence[RolloutScores]) -> RolloutScores:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ParityVerdict:
     """warning: what is wrong now, empty if nothing is. ends: whether it has lasted, so that the run must end."""
 
     warning: str = ""
@@ -190,7 +190,7 @@ Broken = tuple[str, int | None]
 """What is broken, and on which server; None: on all servers together."""
 
 
-class Judge:
+class ParityJudge:
     """Decides from one measurement after another whether the two sides still compute the same model.
 
     All servers together are judged, and each by itself over the publications in which it was compared: of many servers one
@@ -205,7 +205,7 @@ class Judge:
         self._in_a_row: dict[Broken, int] = {}
         self._suspects: dict[int | None, list[Measurement]] = {}
 
-    def judge(self, measurement: Measurement) -> Verdict:
+    def judge(self, measurement: Measurement) -> ParityVerdict:
         """Return the verdict on the publications so far; `measurement` is from the latest."""
         servers = np.unique(measurement.scores.server).tolist()
         scopes: list[int | None] = [None, *(servers if len(servers) > 1 or self._suspects.keys() - {None} else ())]
@@ -217,11 +217,11 @@ class Judge:
         seen = {key: n for key, n in self._in_a_row.items() if key[1] not in scopes}
         self._in_a_row = seen | {key: self._in_a_row.get(key, 0) + 1 for key in excess}
         if not excess:
-            return Verdict()
+            return ParityVerdict()
         lasting = [key for key in excess if self._in_a_row[key] >= LASTING]
         at_once = [key for key, factor in excess.items() if factor >= AT_ONCE]
         worst = max(lasting or at_once or excess, key=excess.__getitem__)
-        return Verdict(self._text(worst, measurement), bool(lasting or at_once))
+        return ParityVerdict(self._text(worst, measurement), bool(lasting or at_once))
 
     def _excesses(self, m: Measurement) -> Iterator[tuple[str, float]]:
         """Yield what is broken, and by which factor it exceeds its limit; 1 for a head or routing, which is broken or not."""
@@ -287,7 +287,7 @@ def grid_share(gap: np.ndarray, dtype: str) -> float:
 SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.35, 1.5
 
 
-def likely_cause(measurements: Sequence[Measurement], limits: Limits, what: str) -> str:
+def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, what: str) -> str:
     """Return the likeliest cause of measurements that break the limit of `what`, and the numbers that point to it.
 
     stale server   its scores are the same bits at two versions
@@ -299,15 +299,15 @@ def likely_cause(measurements: Sequence[Measurement], limits: Limits, what: str)
     scores = _joined([m.scores for m in measurements])
     decoding = what == "decode"
     first, second = scores.pair("decode" if decoding else "kernels")
-    same = 0.0 if decoding else same_bits(scores)
+    earlier, later = scores.pair("staleness")
+    known = ~(np.isnan(earlier) | np.isnan(later))
+    same = float(np.mean(earlier[known] == later[known])) if known.any() and not decoding else 0.0
     line = explained_by_logprob(first, second)
     growth = 1.0 if decoding else growth_along_sequence(first, second, scores.position)
     choices = sum(m.choices for m in measurements)
     routing = sum(m.differing for m in measurements) / choices if choices else 0.0
     if same > SAME_BITS_LIMIT:
-        cause = (
-            "stale server: its scores are those from before the last publications, so it computes with older weights"
-        )
+        cause = "stale server: its scores did not change with the last publications, so it computes with older weights"
     elif line > TEMPERATURE_LIMIT:
         cause = "temperature: one side divides its logits by another temperature, or scales them"
     elif growth > POSITION_LIMIT:
@@ -322,13 +322,6 @@ def likely_cause(measurements: Sequence[Measurement], limits: Limits, what: str)
         f"{cause} (same bits at two versions: {same:.0%}; explained by the log-prob: {line:.0%}; last third of positions over "
         f"first: {growth:.2g}; experts that differ: {routing:.1%})"
     )
-
-
-def same_bits(scores: RolloutScores) -> float:
-    """Return the share of tokens with a lag whose two prefill scores are the same bits."""
-    first, second = scores.pair("staleness")
-    known = ~(np.isnan(first) | np.isnan(second))
-    return float(np.mean(first[known] == second[known])) if known.any() else 0.0
 
 
 def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:

@@ -12,6 +12,7 @@ server fails, comes back, or joins. When one dies, the others fail at different 
 import logging
 import socket
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -33,13 +34,14 @@ from megarl.core.models import hf
 from megarl.core.models.families import Family
 from megarl.core.server.client import Fleet, ServerClient, ServerSaid, collect
 from megarl.core.server.served import rotary_head_dim
-from megarl.core.weights.checksum import SentChecksums
-from megarl.core.weights.transport import Bucket, Sent, buckets, texts, with_last
+from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, texts, with_last
 
 log = logging.getLogger(__name__)
 
 FORM_LIMIT_S = 60.0
 """Limit of forming a group; weights.timeout_s if that is shorter."""
+LET_DOWN = ("Failed to receive weights", "Failed to initialize custom process group")
+"""A server's errors when the group fails, not the server."""
 
 
 class _Group(NamedTuple):
@@ -59,10 +61,10 @@ class _Transfer(NamedTuple):
 
 @dataclass
 class _Attempt:
-    """How one attempt went: of one stage on one rank, or of all of them.
+    """How one attempt went, for one stage on one rank, or for all of them.
 
-    interrupted: servers whose receiving failed with the group. failed: those that failed by themselves. broken: why the group
-    is of no use any more.
+    failed: servers that failed by themselves. interrupted: those whose receiving failed with the group. broken: why the group
+    cannot be used any more.
     """
 
     checksums: dict[str, str] = field(default_factory=dict)
@@ -72,11 +74,9 @@ class _Attempt:
     broken: str = ""
 
     def add(self, errors: dict[int, MegarlError]) -> None:
-        """Add servers' errors. One that answers that it could not receive was let down by the group."""
+        """Add servers' errors."""
         for i, error in errors.items():
-            let_down = isinstance(error, ServerSaid) and (
-                "Failed to receive weights" in str(error) or "Failed to initialize custom process group" in str(error)
-            )
+            let_down = isinstance(error, ServerSaid) and any(text in str(error) for text in LET_DOWN)
             (self.interrupted if let_down else self.failed)[i] = str(error)
             self.broken = self.broken or str(error)
 
@@ -145,8 +145,7 @@ class ProcessGroupTransport:
         """Send this stage's buckets from its source; the stage's other ranks take part in gathering the tensors."""
         exported = hf.export(self._chunks, self._family)
         if not self._source:
-            for _ in exported:
-                pass
+            deque(exported, maxlen=0)
             return
         self._join(attempt, fleet, ids)
         sums = SentChecksums(rotary_head_dim(self._family.architecture))
@@ -193,8 +192,11 @@ class ProcessGroupTransport:
             attempt.add(fleet.each(ids, lambda server: refuse_one_gpu(server, mine))[1])
             if attempt.broken:
                 return
-        # Servers listen on the run's network alone, so the address by which one reaches us is on it, and all reach us by it.
-        address = _address_for(fleet.servers[ids[0]].address.url)
+        # Servers listen only on the run's network, so our address as one of them reaches us is on it, and all reach us there.
+        theirs = urlsplit(fleet.servers[ids[0]].address.url).hostname or ""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((theirs, 9))  # sends nothing: the kernel chooses the route
+            address: str = s.getsockname()[0]
         store = bound_store(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
         first = {i: 1 + sum(widths[:n]) for n, i in enumerate(ids)}
         calls = fleet.start(ids, lambda s: s.join_group(name, address, store.port, first[s.address.id], world, backend))
@@ -243,12 +245,3 @@ def form_group(name: str, rank: int, world: int, backend: str, store: dist.TCPSt
     )
     _world.pg_group_ranks[group] = {r: r for r in range(world)}
     return group
-
-
-def _address_for(url: str) -> str:
-    """Return this machine's address as the server at `url` reaches it."""
-    host = urlsplit(url).hostname or ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((host, 9))  # sends nothing: the kernel chooses the route
-        address: str = s.getsockname()[0]
-        return address

@@ -48,34 +48,30 @@ from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.models.families import Family
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import Fleet, ServerClient
-from megarl.core.weights.checksum import differing
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
 from megarl.core.weights.disk import DiskTransport
 from megarl.core.weights.process_group import ProcessGroupTransport
-from megarl.core.weights.transport import Sent, Transport, open_fleet, texts
+from megarl.core.weights.transport import Sent, Transport, differing, open_fleet, texts
 
 log = logging.getLogger(__name__)
-
-
-def transport_of(recipe: Recipe, chunks: Sequence[Module], family: Family) -> Transport:
-    """Return the transport that weights.transport names."""
-    weights, source = recipe.weights, Path(recipe.model.path)
-    flush, bucket_bytes = weights.pause == "retract", weights.bucket_mb << 20
-    if weights.transport == "disk":
-        return DiskTransport(chunks, family, source, RunDir(recipe.run.path).weights, flush)
-    if weights.transport == "cuda_ipc":
-        return CudaIpcTransport(chunks, family, bucket_bytes, flush)
-    return ProcessGroupTransport(chunks, family, bucket_bytes, weights.timeout_s, flush)
 
 
 class Publisher:
     """One learner rank's part in publication; `publish` is collective over all ranks."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, chunks: Sequence[Module], family: Family) -> None:
-        self._endpoints = endpoints
-        self._pause, self._limit_s = recipe.weights.pause, recipe.weights.timeout_s
+        weights = recipe.weights
+        self._endpoints, self._pause, self._limit_s = endpoints, weights.pause, weights.timeout_s
         self._wakes = recipe.serving.release_memory
-        self._transport = transport_of(recipe, chunks, family)
+        flush, bucket_bytes = weights.pause == "retract", weights.bucket_mb << 20
+        self._transport: Transport
+        if weights.transport == "disk":
+            directory = RunDir(recipe.run.path).weights
+            self._transport = DiskTransport(chunks, family, Path(recipe.model.path), directory, flush)
+        elif weights.transport == "cuda_ipc":
+            self._transport = CudaIpcTransport(chunks, family, bucket_bytes, flush)
+        else:
+            self._transport = ProcessGroupTransport(chunks, family, bucket_bytes, weights.timeout_s, flush)
 
     def publish(self, command: Publish, incarnation: str) -> Published | None:
         """Bring the command's servers to the weights this learner has now. COLLECTIVE; only rank 0 gets the result.

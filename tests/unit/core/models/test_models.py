@@ -12,7 +12,7 @@ from megarl.core.base import architecture
 from megarl.core.base.hf_files import read_config
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.models.hf import write_config
-from megarl.core.models.local_spec import inverse_frequencies
+from megarl.core.models.layers import inverse_frequencies
 from megarl.core.recipe import Model, Moe
 from tests.tiny import LLAMA3_ROPE, tiny_llama, tiny_llama4_multimodal, tiny_qwen3_moe
 
