@@ -54,7 +54,7 @@ MODELS = {"llama": LLAMA, "llama4": LLAMA4}
 
 def synthesise(path: Path, model: str, size: int) -> dict[str, tuple[int, ...]]:
     """Random bf16 tensors in files of about 1 GB; as many layers as make `size` bytes. Shape of each tensor."""
-    from checkpoints_tools.mapping import groups
+    from checkpoints_tools.stored import groups
     from megarl.core.models import family_of
 
     path.mkdir(parents=True)

@@ -29,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"max_content_width": 120},
 )
-conversion = typer.Typer(name="convert", help="A checkpoint into a Hugging Face directory, or back.")
+conversion = typer.Typer(name="convert", help="Convert a checkpoint into a Hugging Face directory, or back.")
 app.add_typer(conversion)
 
 
@@ -59,7 +59,7 @@ def megatron_to_hf(
         Path | None, Option(help="directory with the tensors that are not trained (a vision tower); else its origin")
     ] = None,
 ) -> None:
-    """A checkpoint into a Hugging Face directory."""
+    """Convert a checkpoint into a Hugging Face directory."""
     from checkpoints_tools import convert
 
     convert.megatron_to_hf(source, destination, base)
@@ -74,7 +74,7 @@ def hf_to_megatron(
     ep: Expert = 1,
     dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, Option(help="else that of the source")] = None,
 ) -> None:
-    """A Hugging Face directory into a checkpoint of weights."""
+    """Convert a Hugging Face directory into a checkpoint of weights."""
     from checkpoints_tools import convert
 
     convert.hf_to_megatron(source, destination, convert.Parallelism(tp, pp, ep), dtype)
@@ -82,7 +82,7 @@ def hf_to_megatron(
 
 @app.command()
 def reshard(source: Checkpoint, destination: Destination, tp: Tensor = 1, pp: Pipeline = 1, ep: Expert = 1) -> None:
-    """A checkpoint into the shards of another layout, optimiser included."""
+    """Write a checkpoint in the shards of another layout, optimiser included."""
     from checkpoints_tools import convert
 
     convert.reshard(source, destination, convert.Parallelism(tp, pp, ep))
@@ -92,7 +92,7 @@ def reshard(source: Checkpoint, destination: Destination, tp: Tensor = 1, pp: Pi
 def verify(
     a: Path, b: Path, logits: Annotated[int, Option(min=0, metavar="N", help="compare logits of N random prompts")] = 0
 ) -> int:
-    """Whether two models, each in either form, are the same."""
+    """Compare two models, each in either form."""
     from checkpoints_tools.verify import verify
 
     return verify(a, b, logits)
@@ -102,7 +102,7 @@ def verify(
 def inspect(
     directory: Path, tensors: Annotated[bool, Option("--tensors", help="a line for every tensor, no tree")] = False
 ) -> None:
-    """What a checkpoint or a Hugging Face directory holds."""
+    """Show what a checkpoint or a Hugging Face directory holds."""
     from checkpoints_tools.inspect import inspect
 
     inspect(directory, tensors)

@@ -18,12 +18,22 @@ from torch import Tensor
 
 from checkpoints_tools import card
 from checkpoints_tools.layout import WHOLE, Parallelism, StoredPart, parts
-from checkpoints_tools.mapping import TensorGroup, box_of, check_keys, groups, stored_value, value_of, views
 from checkpoints_tools.partial import PROGRESS, Partial, fingerprint, refuse_existing, writing
 from checkpoints_tools.region import Region, Shape
 from checkpoints_tools.safetensors_files import Directory, File
 from checkpoints_tools.shards import OPTIMIZER, Shards, Writer, no_objects, plan_files
-from checkpoints_tools.stored import Dtype, checked, stored
+from checkpoints_tools.stored import (
+    Dtype,
+    TensorGroup,
+    box_of,
+    check_keys,
+    checked,
+    groups,
+    stored,
+    stored_value,
+    value_of,
+    views,
+)
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import Family, checkpoint, family_of
 from megarl.core.models.build import DTYPES
@@ -57,8 +67,7 @@ def hf_to_megatron(
             yield shard.key, offsets, shard.global_shape, shard.data.view(sizes)
 
     with writing(destination, _identity("hf-to-megatron", source, layout, dtype, file_bytes)) as partial:
-        _write_checkpoint(partial, wanted, shards, no_objects(), layout, file_bytes)
-        _finish_checkpoint(partial, source, meta)
+        _write_checkpoint(partial, wanted, shards, no_objects(), file_bytes // layout.ranks, source, meta)
 
 
 def reshard(source: Path, destination: Path, layout: Parallelism, file_bytes: int = FILE_BYTES) -> None:
@@ -92,8 +101,8 @@ def reshard(source: Path, destination: Path, layout: Parallelism, file_bytes: in
     kept = {key: what.meta.model[key] for key in ("path", "fp32_head") if key in what.meta.model}
     meta = msgspec.structs.replace(what.meta, model=changed | kept)
     with writing(destination, _identity("reshard", what.path, layout, what.dtype, file_bytes)) as partial:
-        _write_checkpoint(partial, wanted, read, shards.objects(), layout, file_bytes, 1 + len(states))
-        _finish_checkpoint(partial, what.hf_dir, meta)
+        limit = file_bytes // layout.ranks
+        _write_checkpoint(partial, wanted, read, shards.objects(), limit, what.hf_dir, meta, 1 + len(states))
 
 
 def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, file_bytes: int = FILE_BYTES) -> None:
@@ -111,14 +120,15 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
     check_keys(shards, [part for group in found for part in group.parts])
     untouched = _untouched(base or Path(what.meta.hf_source), family)
     found += [TensorGroup((), {name: Shape(region.shape, region.dtype)}) for name, region in untouched.items()]
-    files = _planned(found, file_bytes)
+    files, total = _planned(found, file_bytes), sum(group.nbytes for group in found)
     with writing(destination, _identity("megatron-to-hf", what.path, WHOLE, what.dtype, file_bytes)) as partial:
-        partial.expect("safetensors", sum(shape.nbytes for tensors, _ in files.values() for shape in tensors.values()))
-        for name, (tensors, members) in files.items():
+        partial.expect("safetensors", total)
+        for name, members in files.items():
             if name in partial.finished:
-                partial.skip(sum(shape.nbytes for shape in tensors.values()))
+                partial.skip(sum(group.nbytes for group in members))
                 continue
-            with closing(File(partial.unfinished(name), tensors)) as file:
+            shapes = {tensor: shape for group in members for tensor, shape in group.tensors.items()}
+            with closing(File(partial.unfinished(name), shapes)) as file:
                 for tensor, entry, value in _values(members, family, shards, untouched):
                     file.write(tensor, value, entry)
                     partial.wrote(name, value.nbytes)
@@ -126,12 +136,8 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
         partial.flush()
         copy_description(what.hf_dir, partial.path, DTYPES[what.dtype])
         if len(files) > 1:
-            shapes = [
-                (tensor, name, shape.nbytes)
-                for name, (tensors, _) in files.items()
-                for tensor, shape in tensors.items()
-            ]
-            write_index(partial.path, {tensor: file for tensor, file, _ in shapes}, sum(n for *_, n in shapes))
+            file_of = {tensor: name for name, members in files.items() for group in members for tensor in group.tensors}
+            write_index(partial.path, file_of, total)
         (partial.path / card.FILE).write_text(card.render(what.path, what.meta))
 
 
@@ -140,13 +146,13 @@ def _write_checkpoint(
     wanted: Sequence[StoredPart],
     read: Callable[[StoredPart], Iterable[Shard]],
     objects: dict[str, bytes],
-    layout: Parallelism,
     file_bytes: int,
+    description: Path,
+    meta: checkpoint.Meta,
     copies: int = 1,
 ) -> None:
     """Write every part's shards into its rank's files. copies: tensors of a part's size that each part yields."""
-    limit = max(1, file_bytes // layout.ranks)
-    files = plan_files(wanted, copies, limit)
+    files = plan_files(wanted, copies, file_bytes)
     first = "__0_objects.distcp"
     writer = Writer(partial, Counter([first, *files]))
     partial.expect("shards", sum(part.nbytes for part in wanted) * copies)
@@ -161,9 +167,6 @@ def _write_checkpoint(
     finally:
         writer.abandon()
     writer.complete()
-
-
-def _finish_checkpoint(partial: Partial, description: Path, meta: checkpoint.Meta) -> None:
     copy_description(description, partial.path / "hf", DTYPES[meta.model["dtype"]])
     found = checksums(partial.path)
     checkpoint.seal(partial.path, meta, {name: value for name, value in found.items() if name != PROGRESS})
@@ -199,16 +202,15 @@ def _values(
                 yield name, 0, untouched[name].tensor()
 
 
-def _planned(found: Sequence[TensorGroup], file_bytes: int) -> dict[str, tuple[dict[str, Shape], list[TensorGroup]]]:
-    """Return for each file its tensors, and the groups that fill them."""
-    filled: list[tuple[dict[str, Shape], list[TensorGroup]]] = []
+def _planned(found: Sequence[TensorGroup], file_bytes: int) -> dict[str, list[TensorGroup]]:
+    """Divide groups into files by name."""
+    filled: list[list[TensorGroup]] = []
     size = 0
     for group in found:
         if not filled or size + group.nbytes > file_bytes:
-            filled.append(({}, []))
+            filled.append([])
             size = 0
-        filled[-1][0].update(group.tensors)
-        filled[-1][1].append(group)
+        filled[-1].append(group)
         size += group.nbytes
     if len(filled) == 1:
         return {"model.safetensors": filled[0]}

@@ -1,9 +1,9 @@
 """Which rank of a layout holds which part of which Megatron tensor, found without data, processes or GPUs.
 
     for each rank of the layout:
-        process groups that only pretend  ->  megatron's model on the meta device  ->  its own sharded_state_dict
-                                                                                            |
-                                              StoredPart(rank, parameter, how it is cut and keyed)  <-
+        fake process groups  ->  megatron's model on the meta device  ->  its own sharded_state_dict
+                                                                               |
+                                 StoredPart(rank, parameter, how it is cut and keyed)  <-
 
 So names, offsets and replicas in a converted checkpoint are megatron's, at any layout, from one process.
 """
@@ -47,7 +47,7 @@ class Parallelism:
 
     @property
     def ranks(self) -> int:
-        """The ranks of the smallest world with this layout, which has every shard once."""
+        """The size of the smallest world with this layout, which has every shard once."""
         return self.pipeline * math.lcm(self.tensor, self.expert * self.expert_tensor)
 
     @property
@@ -127,7 +127,7 @@ def _parts_of_rank(hf_dir: Path, layout: Parallelism, dtype: str, rank: int) -> 
 
 @contextmanager
 def _pretended(rank: int, layout: Parallelism) -> Iterator[None]:
-    """This process is rank `rank` of a world that does not exist, and what megatron makes has shapes but no memory."""
+    """Within this context the process is rank `rank` of a fake world, and megatron's tensors have shapes but no memory."""
     after_megatron_import()
     dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
     device = torch.cuda.current_device

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, cast
 from zipfile import ZipFile
 
 import msgspec
@@ -142,7 +143,7 @@ class Shards:
                 _Mapped(
                     file.fileno(), info.offset + info.length - begin, offset=begin, access=mmap.ACCESS_READ
                 ) as part,
-                ZipFile(part) as archive,
+                ZipFile(cast(BinaryIO, part)) as archive,
             ):
                 damaged = archive.testzip()
         except Exception as error:  # a damaged archive can fail in any way
@@ -167,7 +168,7 @@ class _Mapped(mmap.mmap):
     """A part of a file, mapped, as a file."""
 
     def seekable(self) -> bool:
-        """Say what zipfile asks; Python 3.13's own mmap has this."""
+        """Return True, as Python 3.13's own mmap does; zipfile asks."""
         return True
 
 

@@ -46,13 +46,8 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Iterator[str]:
         x, y = a[name], b[name]
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             yield f"{name}: {tuple(x.shape)} {x.dtype} against {tuple(y.shape)} {y.dtype}"
-        elif not _same_bits(x, y):
+        elif not torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (x, y))):  # bits: a NaN equals itself
             yield _difference(name, x, y)
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """Compare bits: a NaN equals itself, 0 is not -0."""
-    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (x, y)))
 
 
 def _difference(name: str, x: Tensor, y: Tensor) -> str:

@@ -32,7 +32,13 @@ def run_on_cpu() -> None:
     # megatron hands small functions (fused activations, routing) to torch.compile: on a CPU a run of the C++ compiler in
     # every process, and a failure where there is none.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    _random_numbers()
+    # The CUDA generator is the CPU's: megatron saves, forks and restores it around tensor-parallel regions.
+    torch.cuda.default_generators = _Generators()
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    # Without these two nothing fails: states and seeds are queued for the start of a GPU, never set, and the queue grows.
+    torch.cuda._lazy_call = lambda callback, **_: callback()
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
     _devices()
     # Even disabled, torch.compile imports the whole compiler when megatron decorates: 2 CPU-seconds in every process.
     compiler, torch.compile = torch.compile, _not_compiled
@@ -73,7 +79,7 @@ def after_megatron_import() -> None:
 
 
 def _devices() -> None:
-    """`.cuda()`, `device="cuda"` and `torch.cuda.current_device()` mean the CPU. Without: "no NVIDIA driver", or TypeError."""
+    """Let `.cuda()`, `device="cuda"`, `torch.cuda.current_device()` mean the CPU. Without: "no NVIDIA driver", or TypeError."""
     # The constructors of all layers.
     torch.cuda.current_device = lambda: CPU
     # The pipeline schedules' barriers and the checkpoint writer.
@@ -87,16 +93,6 @@ def _devices() -> None:
     # The distributed optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
     name_or_cast = torch.Tensor.type
     torch.Tensor.type = lambda self, *a, **k: name_or_cast(self, *a, **k) if a or k else _TypeName(name_or_cast(self))
-
-
-def _random_numbers() -> None:
-    """The CUDA generator is the CPU's: megatron saves, forks and restores it around tensor-parallel regions."""
-    torch.cuda.default_generators = _Generators()
-    for module in (torch.cuda, torch.cuda.random):
-        module.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    # Without these two nothing fails: states and seeds are queued for the start of a GPU, never set, and the queue grows.
-    torch.cuda._lazy_call = lambda callback, **_: callback()
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
 
 
 def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") -> None:

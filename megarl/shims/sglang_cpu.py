@@ -5,8 +5,7 @@
 
 1. `install` provides a stand-in for `sgl_kernel`, of which no CPU build exists. SGLang imports names from it unconditionally,
    but without AMX its CPU path never calls them (norms, attention, rotary embedding and mixture of experts are plain torch
-   there; the names serve speculative decoding). The stand-in answers every import; a call raises. It stands behind all other
-   finders, so a real build wins.
+   there; the names serve speculative decoding). The stand-in has every name; a call raises. A real build wins.
 2. Processes are forked instead of spawned. SGLang spawns because CUDA does not survive a fork; without it a fork saves
    importing everything once more (about 10 CPU-seconds and 0.8 GB a process).
 3. Chosen experts (enable_return_routed_experts) are kept in plain memory. SGLang registers it with CUDA.
@@ -16,10 +15,11 @@
 """
 
 import importlib.machinery
+import importlib.util
 import multiprocessing
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -29,8 +29,10 @@ NAME = "sgl_kernel"
 
 def install() -> None:
     """Make `import sgl_kernel` work in this process. Idempotent."""
-    if not torch.cuda.is_available() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+    if not torch.cuda.is_available() and importlib.util.find_spec(NAME) is None:
+        module = sys.modules[NAME] = _StandIn(NAME)
+        spec = importlib.machinery.ModuleSpec(NAME, None, is_package=True)
+        vars(module).update(__version__="0.0.0", __spec__=spec, __path__=[])
 
 
 def patch() -> None:
@@ -38,9 +40,10 @@ def patch() -> None:
     if torch.cuda.is_available():
         return
     from sglang.srt.entrypoints import engine
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.pool_host import common
 
-    from megarl.shims import sglang_cpu_attention
+    from megarl.shims.sglang_cpu_attention import BatchedDecode
 
     prepare, module_of = engine._set_envs_and_config, torch.get_device_module
 
@@ -52,25 +55,8 @@ def patch() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, pin_memory, allocator: allocator.allocate(
         dims, dtype=dtype, device=device
     )
-    sglang_cpu_attention.install_attention()
+    ATTENTION_BACKENDS["torch_native"] = BatchedDecode
     torch.get_device_module = lambda device=None: module_of(device or "cpu")
-
-
-class _Finder:
-    """Finder and loader of `sgl_kernel` and its submodules."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != NAME:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__version__ = "0.0.0"  # type: ignore[attr-defined]
 
 
 class _StandIn(types.ModuleType):

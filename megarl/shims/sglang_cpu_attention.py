@@ -12,19 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 
-ATTENTION = "torch_native"
 FILL = 0.8
 """A request shorter than this share of its batch's longest opens a new batch: padding against calls."""
-
-
-def install_attention() -> None:
-    """Make this the backend that SGLang calls `torch_native`."""
-    attention_registry.ATTENTION_BACKENDS[ATTENTION] = BatchedDecode
 
 
 class DecodeBatch(NamedTuple):
@@ -71,7 +64,7 @@ def decode(query: Tensor, keys: Tensor, values: Tensor, parts: list[DecodeBatch]
 
 
 class BatchedDecode(TorchNativeAttnBackend):
-    """See the top of this file."""
+    """SGLang's backend `torch_native`, with plain decoding replaced."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)

@@ -76,7 +76,7 @@ class Family:
     elsewhere: tuple[str, ...] = ()
 
     def weight(self, name: str) -> Weight:
-        """How a Megatron tensor is made, layers and experts counted over the whole model; KeyError if the model has none."""
+        """Return how a Megatron tensor is made, its layers and experts counted over the whole model; KeyError if none is."""
         for pattern, local in _TRANSFORMER_ENGINE:
             name = pattern.sub(local, name)
         return self.weights[name]
@@ -125,7 +125,7 @@ def _weights(model: Architecture, prefix: str = "") -> Weights:
 
 
 def _plain(name: str, split: int | None = None) -> Weight:
-    """The tensor is the same on both sides."""
+    """Return a weight that is the same tensor on both sides."""
     return Weight((SourceView(name),), split)
 
 

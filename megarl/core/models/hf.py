@@ -40,11 +40,10 @@ _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.json)?|\..*")
 
 
-class LazyTensor(Protocol):
-    """safetensors' view of a tensor, which reads only what is indexed."""
+class Sliceable(Protocol):
+    """A tensor, or safetensors' lazy one, which reads only what is indexed."""
 
-    def get_shape(self) -> list[int]: ...
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
 
 
 def _open(hf_dir: Path, stack: ExitStack) -> dict[str, safe_open]:
@@ -121,7 +120,15 @@ def save(
     nothing is left behind.
     """
     partial = destination.with_name(f".{destination.name}.partial")
-    everywhere(lambda: _start_directory(source, destination, partial, chunks) if dist.get_rank() == 0 else None)
+
+    def start() -> None:
+        if dist.get_rank() == 0:
+            if destination.exists():
+                raise MegarlError(f"{destination}: exists already; remove it or name another directory")
+            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+            copy_description(source, partial, next(p.dtype for c in chunks for p in c.parameters()))
+
+    everywhere(start)
     writes = (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -210,19 +217,17 @@ def check_names(hf_dir: Path, present: Set[str], family: Family) -> None:
     endings = ("rotary_emb.inv_freq", *(["lm_head.weight"] if family.architecture.tied else []))
     ignored = {name for name in present if name.endswith(endings) or family.passthrough(name)}
     missing, extra = sorted(needed - present), sorted(present - needed - ignored)
-    if missing or extra:
-        parts = [
-            f"{what} {_few(names)}" for what, names in (("missing", missing), ("not of this model", extra)) if names
-        ]
+    parts = [
+        f"{what} {len(names)} tensors ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
+        for what, names in (("missing", missing), ("not of this model", extra))
+        if names
+    ]
+    if parts:
         raise MegarlError(f"{hf_dir}: weights do not fit config.json: {'; '.join(parts)}")
 
 
-def _few(names: list[str]) -> str:
-    return f"{len(names)} tensors ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
-
-
 def read_view(
-    tensor: LazyTensor | Tensor, shape: Sequence[int], source: SourceView, weight: Weight, rank: int, size: int
+    tensor: Sliceable, shape: Sequence[int], source: SourceView, weight: Weight, rank: int, size: int
 ) -> Tensor:
     """Read rank `rank` of `size`'s part of one view of a Hugging Face tensor; zeros where the vocabulary is padded."""
     bounds = [(0, n) for n in shape]
@@ -273,13 +278,6 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
         for part in (config, config["text_config"]) if "text_config" in config else (config,):
             part["torch_dtype" if "torch_dtype" in part else "dtype"] = str(dtype).removeprefix("torch.")
         write_config(destination, config)
-
-
-def _start_directory(source: Path, destination: Path, partial: Path, chunks: Sequence[Module]) -> None:
-    if destination.exists():
-        raise MegarlError(f"{destination}: exists already; remove it or name another directory")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-    copy_description(source, partial, next(p.dtype for c in chunks for p in c.parameters()))
 
 
 def _tensors_elsewhere(family: Family, source: Path) -> Iterator[tuple[str, Tensor]]:

@@ -130,7 +130,7 @@ class CausalAttention(Module):
         pg_collection: ProcessGroupCollection,
         **_: object,
     ) -> None:
-        """layers: those of the whole model."""
+        """layers: of the whole model."""
         super().__init__()
         self.scale = config.softmax_scale
         self.rope = rope

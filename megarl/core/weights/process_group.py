@@ -103,8 +103,11 @@ class ProcessGroupTransport:
         """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
         leader = dist.get_rank() == 0
         alive = tuple(ids)
-        if self._source:
-            self._drop_if_stale(fleet, alive)
+        if self._source and self._group is not None and self._group.members == alive:
+            # A server that was started again at the same address is not in the group: its version tells.
+            versions, failed = fleet.each(alive, lambda server: server.served_version())
+            if failed or versions != self._versions:
+                self._leave(fleet)
         errors = from_rank_0(texts(fleet.each(alive, lambda server: server.begin())[1]) if leader else {})
         for _ in range(
             len(ids) + 1
@@ -208,13 +211,6 @@ class ProcessGroupTransport:
             group.set_timeout(timedelta(seconds=self._limit_s))
             self._group = _Group(name, ids, group, store)
         attempt.add(collect(calls)[1])
-
-    def _drop_if_stale(self, fleet: Fleet, ids: tuple[int, ...]) -> None:
-        """Leave the group if a server was started again at the same address and so is not in it: its version tells."""
-        if self._group is not None and self._group.members == ids:
-            versions, errors = fleet.each(ids, lambda server: server.served_version())
-            if errors or versions != self._versions:
-                self._leave(fleet)
 
     def _leave(self, fleet: Fleet) -> None:
         if self._group is None:

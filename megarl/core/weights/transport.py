@@ -92,7 +92,7 @@ class SentChecksums:
     """
 
     def __init__(self, rotary_head_dim: int | None = None) -> None:
-        """See served.as_held."""
+        """rotary_head_dim: see served.as_held."""
         self._rotary_head_dim = rotary_head_dim
         self._hashes: dict[str, _Running] = {}
         self._unknown: set[str] = set()
