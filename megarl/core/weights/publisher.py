@@ -9,28 +9,28 @@ for each server within bounded time. A server that did not get the new weights, 
 An example. A learner of two tensor-parallel ranks has trained step 6, so its weights are version 7; servers a and b still hold
 version 6. The controller replies `Publish(version=7, servers=(a, b))` to `Next(step=7)`; both ranks get it and call `publish`:
 
-    rank 0                                       rank 1              servers a and b
+    rank 0                                        rank 1             servers a and b
  1  POST /pause_generation ───────────────────────────────────────►  stop sampling, keep requests and their KV cache, answer
-    waits for both answers; hands on who failed ►waits for rank 0
+    waits for both answers; tells who failed ───► waits for rank 0
  2  POST /begin_weight_update ────────────────────────────────────►  open an update, answer
-    waits for both answers; hands on who failed ►waits for rank 0
+    waits for both answers; tells who failed ───► waits for rank 0
  3  POST /init_weights_update_group ──────────────────────────────►  become ranks 1 and 2 of a group whose rank 0 is ours
-    waits until the group is formed               (first time only: the group is kept)
- 4  all-gathers bucket 0 ◄──────────────────────►all-gathers
-    POST /update_weights_from_distributed ────────────────────────►  are told names, types and shapes, wait for the broadcast
-    broadcasts bucket 0 ──────────────────────────────────────────►  copy it into their parameters, answer
-    all-gathers bucket 1 meanwhile ◄───────────►all-gathers
-    waits for broadcast 0 and both answers, then sends bucket 1; the last bucket also names version 7
- 5  tells rank 1 how it went ◄──────────────────►waits for rank 0    (if b failed: 3 and 4 again from bucket 0, with a alone)
+    waits until the group is formed (only the first time: it is kept)
+ 4  all-gathers buckets 0 and 1 ◄───────────────► all-gathers
+    POST /update_weights_from_distributed ────────────────────────►  learn names, types and shapes, wait for the broadcast
+    begins to broadcast bucket 0 ─────────────────────────────────►  copy it into their parameters, answer
+    all-gathers bucket 2 meanwhile ◄────────────► all-gathers
+    waits for the broadcast and both answers, then sends bucket 1 in the same way; the last bucket also names version 7
+ 5  tells how it went ◄─────────────────────────► waits for rank 0   (if b failed: 3 and 4 again from bucket 0, with a alone)
  6  POST /end_weight_update ──────────────────────────────────────►  close the update, answer
-    waits for both answers; hands on who failed ►waits for rank 0, is done
+    waits for both answers; tells who failed ───► waits, is done
  7  POST /weights_checker ────────────────────────────────────────►  answer with a checksum of every parameter
     compares them with what was sent, and with each other
  8  POST /continue_generation ────────────────────────────────────►  go on; their next tokens are labelled version 7
     returns Published(version=7, …), which the learner sends to the controller; only then are requests routed to a and b again
 
-Requests under way are never told: their tokens up to 1 have version 6, those after 8 version 7. With several pipeline stages,
-3 to 5 happen once for each, from its own source rank.
+Requests under way notice only the pause: their tokens before 1 have version 6, those after 8 version 7. With several pipeline
+stages, 3 to 5 happen once for each, from its own source rank.
 """
 
 import logging
