@@ -254,7 +254,7 @@ def test_history_is_not_altered(
     ("section", "change"),
     [
         ("resources", {"servers": 3, "learner_ranks": 2}),
-        ("model", {"tensor_parallel": 1, "overlap_p2p": True}),
+        ("model", {"tensor_parallel": 1, "sequence_parallel": False}),
         ("run", {"steps": 500}),
         ("evaluation", {"every": 5}),
         ("checkpoint", {"keep": 9}),

@@ -53,7 +53,7 @@ def test_balancing_gradient_is_that_of_the_switch_transformer(tmp_path: Path) ->
             "model": {
                 "path": str(tmp_path / "hf"),
                 "dtype": "fp32",
-                "moe": {"load_balancing": "aux_loss", "aux_loss_coefficient": COEFFICIENT},
+                "moe": {"aux_loss": COEFFICIENT},
             },
             "learner": {"microbatch_tokens": 1},
         }

@@ -222,7 +222,7 @@ def test_the_balancing_loss_of_experts_is_scaled_as_the_loss_is(tmp_path: Path) 
     tiny_qwen3_moe(tmp_path / "hf", torch.float16)
     found = []
     for dtype in ("fp16", "fp32"):
-        moe = {"load_balancing": "aux_loss", "aux_loss_coefficient": 0.1}
+        moe = {"aux_loss": 0.1}
         trainer = trainer_of(tmp_path / "hf", dtype, model={"moe": moe})
         trainer.forward_backward(batch(advantage=1e-3))
         found.append({name: g for name, g in gradients_of(trainer).items() if name.endswith("mlp.gate.weight")})

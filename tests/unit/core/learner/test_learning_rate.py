@@ -34,9 +34,9 @@ def test_schedules_are_transformers_after_the_warm_up(schedule: str, warmup: int
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_the_rate_left_at_the_end(schedule: str) -> None:
-    settings = Optimizer.model_validate({"lr": 1.0, "warmup_steps": 2, "schedule": schedule, "final_lr_ratio": 0.1})
+    settings = Optimizer.model_validate({"lr": 1.0, "warmup_steps": 2, "schedule": schedule})
     rates = [learning_rate(step, settings, 10) for step in range(13)]
     assert rates[1] == rates[2] == 1.0
     assert rates[2:11] == sorted(rates[2:11], reverse=True)
-    assert rates[6] == pytest.approx(0.55)  # half-way both are half-way
-    assert rates[10:] == pytest.approx([0.1] * 3)
+    assert rates[6] == pytest.approx(0.5)  # half-way both are half-way
+    assert rates[10:] == pytest.approx([0.0] * 3)

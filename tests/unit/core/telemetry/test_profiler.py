@@ -59,7 +59,7 @@ def test_nothing_runs_outside_of_the_window(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_kernels_and_memory_of_a_gpu(tmp_path: Path) -> None:
-    profiler = Profiler(Profile(start=1, steps=1, memory=True), tmp_path, rank=0)
+    profiler = Profiler(Profile(start=1, steps=1), tmp_path, rank=0)
     for step in range(4):
         profiler.step(step)
         torch.ones(512, 512, device="cuda") @ torch.ones(512, 512, device="cuda")

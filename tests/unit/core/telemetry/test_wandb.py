@@ -37,7 +37,7 @@ class FakeWandb(SimpleNamespace):
 
     def init(self, **asked: Any) -> "FakeWandb":
         self.inits.append(asked)
-        if asked["mode"] == "online" and not self.reachable:
+        if asked.get("mode") != "offline" and not self.reachable:
             raise self.Error("timed out")
         return self
 
@@ -63,7 +63,7 @@ def use(monkeypatch: pytest.MonkeyPatch, fake: FakeWandb) -> FakeWandb:
 def wanted(tree: dict[str, Any]) -> Recipe:
     services = {"judge": {"url": "http://judge/score?key=hush"}}
     data = tree["data"] | {"services": services}
-    return from_tree(tree | {"data": data, "monitor": {"wandb": {"project": "mine", "entity": "us"}}})
+    return from_tree(tree | {"data": data, "monitor": {"wandb": {"project": "mine"}}})
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_rows_and_evaluations_under_the_names_of_tensorboard(
     ]
     assert fake.finished == 1
     asked = fake.inits[0]
-    assert (asked["project"], asked["entity"], asked["name"], asked["mode"]) == ("mine", "us", "demo", "online")
+    assert (asked["project"], asked["name"]) == ("mine", "demo")
     assert "hush" not in json.dumps(asked["config"]), "a service's URL may have a key in it"
 
 
@@ -106,7 +106,7 @@ def test_without_its_network_it_is_written_offline(
 ) -> None:
     fake = use(monkeypatch, FakeWandb(reachable=False))
     WandbWriter(wanted, rundir).write(0, {"learner/loss": 1.0})
-    assert [a["mode"] for a in fake.inits] == ["online", "offline"]
+    assert [a.get("mode") for a in fake.inits] == [None, "offline"]
     assert len(fake.logged) == 1
     assert "wandb sync" in caplog.text
 
@@ -137,6 +137,9 @@ def test_what_is_missing_is_said_before_anything_starts(wanted: Recipe, monkeypa
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(MegarlError, match="WANDB_API_KEY"):
         wandb_writer.check(wanted)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb_writer.check(wanted)
+    monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_API_KEY", "k")
     wandb_writer.check(wanted)
 
@@ -145,7 +148,8 @@ def test_what_is_missing_is_said_before_anything_starts(wanted: Recipe, monkeypa
 def test_with_the_real_one_offline(tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    recipe = from_tree(tree | {"monitor": {"wandb": {"project": "mine", "mode": "offline"}}})
+    recipe = from_tree(tree | {"monitor": {"wandb": {"project": "mine"}}})
+    monkeypatch.setenv("WANDB_MODE", "offline")
     rundir = RunDir(recipe.run.path)
     rundir.create()
     for begin in (0, 2):

@@ -25,7 +25,7 @@ from megarl.core.recipe import Suite, from_tree
 from megarl.core.sampling.places import Places
 from megarl.core.server.client import Prefill, ServerLost, ServerRefused
 from megarl.core.server.membership import Membership
-from megarl.lab.evaluation import suites
+from megarl.lab.evaluation import multiple_choice, suites
 from megarl.lab.evaluation.multiple_choice import (
     SETS,
     Choices,
@@ -197,13 +197,15 @@ LOST = ServerLost("gone", int32(()), np.zeros(0, np.float32))
     [
         ([[-2.0, -1.0]], 1, "", 0),
         ([LOST, LOST, [-1.0, -2.0]], 0, "", 2),
-        ([LOST, LOST, LOST], UNSET, "3 requests were lost (serving.max_retries), the last: gone", 3),
+        ([LOST, LOST, LOST], UNSET, "3 requests were lost, the last: gone", 3),
         ([ServerRefused("too long")], UNSET, "too long", 0),
     ],
 )
 def test_lost_requests_are_asked_again_and_places_given_back(
-    tokenizer: Tokenizer, ends: list[Any], chosen: Any, void: str, lost: int
+    tokenizer: Tokenizer, ends: list[Any], chosen: Any, void: str, lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(multiple_choice, "MAX_RETRIES", 2)
+
     async def run() -> tuple[Answer, int]:
         members = Membership([ServerAddress(id=0, url="http://stand-in", tensor_parallel=1)])
         members.seen(0)
@@ -211,7 +213,7 @@ def test_lost_requests_are_asked_again_and_places_given_back(
         members.published(0, -1, "", "")
         places = Places(members, 1)
         asker = Asker(
-            recipe=from_tree({"serving": {"max_retries": 2}}),
+            recipe=from_tree({}),
             tokenizer=tokenizer,
             clients={0: server},  # type: ignore[dict-item]
             places=places,

@@ -24,7 +24,7 @@ from megarl.core.base.types import Batch, Group, Prompt, Rollout, float32, int32
 from megarl.core.controller.metrics import task_statistics
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.sampling.places import Places
-from megarl.core.sampling.sampler import Completion, Job, Sampler, Void
+from megarl.core.sampling.sampler import MAX_RETRIES, Completion, Job, Sampler, Void
 from megarl.core.server.client import Generation, ServerLost, Span
 from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
@@ -203,7 +203,7 @@ def test_every_episode(
     done = play(recipe, servers, script)
     if done is None:
         assert lossy
-        assert len(servers.log) > recipe.serving.max_retries
+        assert len(servers.log) > MAX_RETRIES
         return
     rollout, (from_server, versions) = rollout_of(done), sampled(servers, done)
 
