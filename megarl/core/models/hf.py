@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from operator import itemgetter
@@ -84,7 +85,8 @@ def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tens
     and device. A tensor may share memory with its parameter: copy what must outlast an update. A tied head is the first
     stage's embedding and is exported only there.
     """
-    stacks: dict[str, _Stack] = {}
+    stacks: dict[str, Tensor] = {}  # [experts, …], filled view by view
+    missing: Counter[str] = Counter()
     for name, parameter in named_parameters(chunks):
         if family.architecture.tied and name == "output_layer.weight":
             continue
@@ -95,10 +97,14 @@ def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tens
                 if source.expert is None:
                     yield source.name, view[: weight.vocabulary].contiguous()
                     continue
+                part, parts = source.part or (0, 1)
                 if source.name not in stacks:
-                    stacks[source.name] = _Stack(family.architecture.experts, source, view)
-                if stacks[source.name].put(source, view):
-                    yield source.name, stacks.pop(source.name).whole
+                    shape = (family.architecture.experts, *view.shape[:-1], view.shape[-1] * parts)
+                    stacks[source.name], missing[source.name] = view.new_empty(shape), shape[0] * parts
+                stacks[source.name][source.expert].chunk(parts, -1)[part].copy_(view)
+                missing[source.name] -= 1
+                if not missing[source.name]:
+                    yield source.name, stacks.pop(source.name)
     assert not stacks, f"never filled: {', '.join(stacks)}"
 
 
@@ -191,23 +197,6 @@ def _all(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     tensors = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(tensors, tensor.contiguous(), group=group)
     return tensors
-
-
-class _Stack:
-    """A Hugging Face tensor [experts, …] that is filled view by view."""
-
-    def __init__(self, experts: int, source: SourceView, view: Tensor) -> None:
-        *rows, last = view.shape
-        _, parts = source.part or (0, 1)
-        self.whole = view.new_empty(experts, *rows, last * parts)
-        self._missing = experts * parts
-
-    def put(self, source: SourceView, view: Tensor) -> bool:
-        """Store a view; return whether the tensor is now full."""
-        k, parts = source.part or (0, 1)
-        self.whole[source.expert].chunk(parts, -1)[k].copy_(view)
-        self._missing -= 1
-        return not self._missing
 
 
 def check_names(hf_dir: Path, present: Set[str], family: Family) -> None:

@@ -11,8 +11,7 @@ neighbouring pair differs for one cause:
         │  kernels: other kernels, other precision, or a fault
     learner       the learner, with the weights it has just published    (version v)
 
-`total` is behaviour against learner, which is what the importance ratio sees. Weights that did not arrive are another matter:
-checksums tell that at each publication.
+`total` is behaviour against learner, which is what the importance ratio sees. Whether weights arrived, checksums tell.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -90,8 +90,8 @@ class ProcessGroupTransport:
         """limit_s: for any one bucket (weights.timeout_s). flush: drop cached prefixes, which needs retracted requests."""
         self._chunks, self._family = chunks, family
         self._bucket_bytes, self._limit_s, self._flush = bucket_bytes, limit_s, flush
-        self._stage = parallel_state.get_pipeline_model_parallel_rank()
-        self._stages = parallel_state.get_pipeline_model_parallel_world_size()
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        self._stage, self._stages = pipeline.rank(), pipeline.size()
         first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         # With experts, ranks of other data-parallel copies hold a part of the weights.
         self._exports = first_copy or parallel_state.get_expert_model_parallel_world_size() > 1
