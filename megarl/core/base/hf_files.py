@@ -56,7 +56,7 @@ def parameters(model: Path) -> int:
     from safetensors import SafetensorError, safe_open
 
     total = 0
-    for file in _files(model):
+    for file in weight_files(model):
         try:
             with safe_open(str(file), framework="np") as tensors:
                 total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
@@ -65,8 +65,8 @@ def parameters(model: Path) -> int:
     return total
 
 
-def _files(model: Path) -> list[Path]:
-    """Return the files that the index names, else all *.safetensors."""
+def weight_files(model: Path) -> list[Path]:
+    """Return the files of weights: those that the index names, else all *.safetensors. MegarlError if any is missing."""
     index = model / INDEX
     if not index.is_file():
         if files := sorted(model.glob("*.safetensors")):

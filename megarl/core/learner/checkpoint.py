@@ -15,7 +15,6 @@ the settings.
 
 import logging
 import os
-import queue
 import threading
 import time
 from dataclasses import asdict
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
@@ -52,8 +50,6 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, trainer: Trainer, hf_source: Path) -> None:
         self.folder, self.keep, self.trainer, self.hf_source = folder, keep, trainer, hf_source
-        # megatron would start a manager process for the results of writers.
-        filesystem_async._results_queue = queue.Queue()
         self._calls = _ThreadCalls()
         self._writing = folder  # the latest that was begun
 

@@ -32,7 +32,7 @@ from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.learner.network import Network, chunks_beside
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.models import Family
-from megarl.core.models.value_head import ValueHead
+from megarl.core.models.layers import ValueHead
 from megarl.core.recipe import Recipe
 
 

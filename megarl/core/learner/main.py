@@ -39,8 +39,8 @@ from megarl.core.telemetry.metrics import MetricsWriter
 from megarl.core.telemetry.profiler import Profiler
 from megarl.core.telemetry.spans import Spans
 from megarl.core.telemetry.warnings import flags
-from megarl.core.weights.offload import Lending
-from megarl.core.weights.parity import LIMITS, Limits
+from megarl.core.weights.offload import Offload
+from megarl.core.weights.parity import LIMITS, ParityLimits
 from megarl.core.weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -118,10 +118,10 @@ class LearnerRank:
         if recipe.run.resume == "auto":
             self.checkpoints.load_latest()
         first = self.trainer.step
-        self.lending = Lending(recipe, endpoints)
+        self.offload = Offload(recipe, endpoints)
         longest, rollouts = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
-        borrowed = self.lending.borrowed(first)  # as in training
-        microbatch_size.settle(self.trainer, longest, longest * rollouts, rundir.microbatch, within=borrowed)
+        released = self.offload.released(first)  # as in training
+        microbatch_size.settle(self.trainer, longest, longest * rollouts, rundir.microbatch, within=released)
         rows = by_step(read_jsonl(rundir.metrics)) if self.leader else {}
         self.recorded: tuple[int, dict[str, object]] = first, from_rank_0(rows.get(first, {}))
         self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
@@ -189,7 +189,7 @@ class LearnerRank:
         step = self.trainer.step
         if command.batch.step != step:
             raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
-        with self.clock.spent("train", step), self.lending.borrowed(step):
+        with self.clock.spent("train", step), self.offload.released(step):
             metrics = self.trainer.train_step(self.trainer.sequences(command.batch))
         self._check_recorded(step, metrics)
         with self.clock.spent("checkpoint", step):
@@ -278,7 +278,7 @@ class LearnerRank:
 MEASURED = "trained_logprob_diff"
 
 
-def contradiction(recorded: Mapping[str, object], now: Mapping[str, object], limits: Limits) -> str:
+def contradiction(recorded: Mapping[str, object], now: Mapping[str, object], limits: ParityLimits) -> str:
     """Say how far a step is from its recorded row; empty if rounding explains it, or one of them has nothing to compare.
 
     A learner that comes back begins with a batch that was trained before, with weights that should be those of that time. Both
