@@ -1,19 +1,17 @@
-"""Multiple choice by log-likelihood: ARC and HellaSwag, asked and scored as in lm-evaluation-harness 0.4.13. A server
-computes log p(continuation | context):
-
-    context "Question: … Answer:", continuation " Paris" ──► [joined] token ids, start of the continuation
-                                                         ──► ServerClient.score ──► sum of its log-probs
-
-Texts become tokens as in lm-evaluation-harness 0.4.13 (`TemplateLM._encode_pair`), so that our numbers equal its numbers: both
-are encoded as one text, framed as the tokenizer frames any (Llama 3 puts <|begin_of_text|> in front), blanks at the end of the
-context belong to the continuation, and whatever follows as many tokens as the context alone has is the continuation.
+"""Multiple choice by log-likelihood: ARC and HellaSwag, asked and scored as in lm-evaluation-harness 0.4.13.
 
     rows of a suite ─[load_questions]─► Question: context, choices, gold ─► Choices, asked by score.py
                     ─[ask]─► log p(" " + choice | context) of each, by a server ─[answered]─► Answer
 
+Both texts become tokens as in the harness (`TemplateLM._encode_pair`), so that our numbers equal its numbers: they are encoded
+as one text, framed as the tokenizer frames any (Llama 3 puts <|begin_of_text|> in front), blanks at the end of the
+context belong to the continuation, and whatever follows as many tokens as the context alone has is the continuation.
+
 There are two verdicts: `chosen` is the choice with the largest log-likelihood (the harness's acc), `chosen_normalised` the one
 with the largest per character of the choice (acc_norm), which does not penalise long choices. The harness divides by
 characters, not by bytes as some papers say; its acc_bytes is another number. Nothing is sampled: a question has one answer.
+
+The harness itself is not called: it gives answers only when a whole task has ended, so no evaluation could resume.
 """
 
 import logging
@@ -48,7 +46,6 @@ class Continuation(NamedTuple):
 
     @property
     def scored(self) -> int:
-        """Number of scored tokens."""
         return len(self.tokens) - self.first
 
 
@@ -71,15 +68,6 @@ def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], lon
             )
         continued.append(Continuation(whole[over:], first, over > 0))
     return continued
-
-
-async def loglikelihoods(client: ServerClient, continuations: Sequence[Continuation], salt: str) -> list[float]:
-    """Return each continuation's log-likelihood in nats. `salt`: as in ServerClient.generate; a new one per weight version.
-
-    Raises ServerLost or ServerRefused.
-    """
-    scores = await client.score([c.tokens for c in continuations], [c.first for c in continuations], salt)
-    return [float(np.sum(each.logprobs, dtype=np.float64)) for each in scores]
 
 
 log = logging.getLogger(__name__)
@@ -158,7 +146,9 @@ def load_questions(source: str, choices: str) -> LoadedQuestions:
     left_out, faults = Counter[str](), []
     for number, raw in stream(source):
         try:
-            question = _read(raw, SETS[choices])
+            if isinstance(raw, Unreadable):
+                raise UnfitError(raw.why)
+            question = SETS[choices](raw)
         except UnfitError as error:
             left_out["not of the schema"] += 1
             faults.append(f"{source}:{number}: {error}")
@@ -173,12 +163,6 @@ def load_questions(source: str, choices: str) -> LoadedQuestions:
     if faults:
         log.warning("%s", listed(f"{source}: {len(faults)} rows left out:", faults))
     return LoadedQuestions(list(questions.values()), left_out)
-
-
-def _read(raw: Raw | Unreadable, read: Callable[[Raw], Question]) -> Question:
-    if isinstance(raw, Unreadable):
-        raise UnfitError(raw.why)
-    return read(raw)
 
 
 @dataclass(frozen=True)
@@ -220,14 +204,15 @@ async def ask(
     ServerLost or ServerRefused; MegarlError if the tokenizer leaves nothing of a choice.
     """
     continuations = joined(tokenizer, question.context, [DELIMITER + choice for choice in question.choices], longest)
-    scores = await loglikelihoods(client, continuations, f"{salt}/{question.id}")
-    return answered(question, suite, scores, continuations)
+    tokens, first = [c.tokens for c in continuations], [c.first for c in continuations]
+    scores = await client.score(tokens, first, f"{salt}/{question.id}")
+    sums = [float(np.sum(each.logprobs, dtype=np.float64)) for each in scores]
+    return answered(question, suite, sums, continuations)
 
 
 def answered(question: Question, suite: str, scores: Sequence[float], continuations: Sequence[Continuation]) -> Answer:
     """Make the answer from these log-likelihoods, in nats."""
-    by_length = np.divide(scores, [len(choice) for choice in question.choices])
-    chosen, normalised = int(np.argmax(scores)), int(np.argmax(by_length))
+    chosen = int(np.argmax(scores))
     return msgspec.structs.replace(
         _void(question, suite, ""),
         completion=DELIMITER + question.choices[chosen],
@@ -239,7 +224,7 @@ def answered(question: Question, suite: str, scores: Sequence[float], continuati
         tokens=continuations[chosen].scored,
         loglikelihoods=tuple(scores),
         chosen=chosen,
-        chosen_normalised=normalised,
+        chosen_normalised=int(np.argmax(np.divide(scores, [len(choice) for choice in question.choices]))),
     )
 
 

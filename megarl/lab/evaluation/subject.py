@@ -52,7 +52,8 @@ class Subject:
 def subject_of(model: str) -> Subject:
     """Resolve what the user means; MegarlError if there is no such model."""
     whole, at, step = model.rpartition("@")
-    path = Path(whole if at and step.isdigit() else model)
+    asks_step = bool(at) and step.isdigit()
+    path = Path(whole if asks_step else model)
     if path.is_dir() and (path / "config.json").is_file():
         return Subject(str(path), path, path)
     rundir = RunDir(path)
@@ -65,7 +66,7 @@ def subject_of(model: str) -> Subject:
         raise MegarlError(
             f"--model: {path} has no complete checkpoint yet; the run writes one every checkpoint.every steps"
         )
-    chosen = step_folder(rundir.checkpoints, int(step)) if at and step.isdigit() else there[-1]
+    chosen = step_folder(rundir.checkpoints, int(step)) if asks_step else there[-1]
     if chosen not in there:
         steps = ", ".join(str(step_of(p)) for p in there)
         raise MegarlError(f"--model: {path} has no checkpoint of step {step}; there are those of {steps}")
@@ -77,7 +78,7 @@ def recipe_of(
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe to ask with, and the names of the suites asked for.
 
-    options: overrides for each suite, without the start of the key, such as `samples=4`.
+    options: overrides for each suite, without the start of the key: `samples=4`.
     """
     fixed = [
         f"run.dir={json.dumps(str(out))}",
@@ -176,7 +177,5 @@ def _template(recipe: Recipe, hf: Path) -> dict[str, str]:
 
 def _servers(overrides: Sequence[str]) -> int:
     """Return as many servers as the GPUs allow; one without GPUs."""
-    width = next(
-        (int(m[1]) for o in overrides if (m := re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", o))), 1
-    )
-    return max(1, len(devices.gpus()) // width)
+    widths = [m[1] for o in overrides if (m := re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", o))]
+    return max(1, len(devices.gpus()) // int(widths[0] if widths else 1))

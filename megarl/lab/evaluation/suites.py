@@ -41,19 +41,9 @@ def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, deconta
     decontaminate: for a suite held out of training data, as in data.decontaminate.
     """
     if suite.choices:
-        return _choices(name, suite)
-    return _sampled(name, suite, tokenizer, max_tokens, decontaminate)
-
-
-def _choices(name: str, suite: Suite) -> Loaded:
-    """Load multiple choice, which has one answer per question, whatever `samples` says."""
-    found = load_questions(suite.data, suite.choices)
-    asked = Choices(name, choose(found.questions, suite.prompts), 1, rows=suite)
-    rows = len(found.questions) + found.left_out.total()
-    return Loaded(asked, rows, found.left_out, _digest([q.id, q.context, q.choices, q.gold] for q in found.questions))
-
-
-def _sampled(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str]) -> Loaded:
+        every, unfit = load_questions(suite.data, suite.choices)
+        one_each = Choices(name, choose(every, suite.prompts), 1, rows=suite)  # whatever `samples` says
+        return Loaded(one_each, len(every) + unfit.total(), unfit, _digest(map(list, every)))
     read = mapping_of(suite.mapping, suite.columns)
     if "code" in suite.graders:
         read = of_programs(read)
