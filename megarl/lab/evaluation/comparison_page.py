@@ -5,7 +5,6 @@ completions together exceed it, each shows only its beginning and end, and how m
 prompt is a separate script, which the browser reads when the prompt is opened, so that a large page opens at once.
 """
 
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from msgspec import UNSET
 
 from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.metrics import Outcome
-from megarl.lab.evaluation.compare import METHOD, Comparison, cells
+from megarl.lab.evaluation.compare import METHOD, SideBySide, cells
 from megarl.lab.report import pictures
 
 TEMPLATE = Path(__file__).with_name("comparison.html")
@@ -28,13 +27,12 @@ LINE = 160
 """Characters of a prompt in the list."""
 
 
-def write_comparison(comparison: Comparison, target: Path) -> int | None:
+def write_comparison(comparison: SideBySide, target: Path) -> int | None:
     """Write the page; return how many characters of a completion it keeps, or None if all."""
     sides = (comparison.a, comparison.b)
     sizes = [len(answer.completion) for name in comparison.prompts for side in sides for answer in side.answers[name]]
-    limit = None if sum(sizes) <= LARGEST else max(SHORTEST, LARGEST // len(sizes))
-    if limit is not None and max(sizes) <= limit:
-        limit = None
+    longest = max(SHORTEST, LARGEST // len(sizes))
+    limit = None if sum(sizes) <= LARGEST or max(sizes) <= longest else longest
     prompts = "\n".join(
         f'<script type="application/json" class="prompt">{pictures.embedded(_prompt(comparison, name, limit))}</script>'
         for name in comparison.prompts
@@ -49,16 +47,14 @@ def write_comparison(comparison: Comparison, target: Path) -> int | None:
     return limit
 
 
-def _overview(comparison: Comparison, limit: int | None) -> dict[str, Any]:
+def _overview(comparison: SideBySide, limit: int | None) -> dict[str, Any]:
     """Return the page's data. prompts: [id, start of text, A right, A answers, B right, B answers, truncated of both]."""
-    said = list(comparison.notes)
-    lines = _lines(comparison)
-    if any(max(answered_a, answered_b) > 1 for _, _, _, answered_a, _, answered_b, _ in lines):
+    said, lines = list(comparison.notes), _lines(comparison)
+    if any(max(line[3], line[5]) > 1 for line in lines):
         said.append("In the list a side is right where at least half of its answers are.")
     if limit is not None:
-        said.append(
-            f"Completions of more than {limit:,} characters are shown by begin and end; all is in answers.jsonl."
-        )
+        text = "are shown by begin and end; all is in answers.jsonl."
+        said.append(f"Completions of more than {limit:,} characters {text}")
     return {
         "suite": comparison.suite,
         "a": {"name": comparison.a.name, "folder": str(comparison.a.folder)},
@@ -69,7 +65,7 @@ def _overview(comparison: Comparison, limit: int | None) -> dict[str, Any]:
     }
 
 
-def _lines(comparison: Comparison) -> list[list[Any]]:
+def _lines(comparison: SideBySide) -> list[list[Any]]:
     """Return the list of prompts, without the words that all begin with, which belong to a template."""
     sides = [(comparison.a.answers[name], comparison.b.answers[name]) for name in comparison.prompts]
     texts = [a[0].prompt.split() for a, _ in sides]
@@ -81,7 +77,7 @@ def _lines(comparison: Comparison) -> list[list[Any]]:
     return lines
 
 
-def _prompt(comparison: Comparison, name: str, limit: int | None) -> dict[str, Any]:
+def _prompt(comparison: SideBySide, name: str, limit: int | None) -> dict[str, Any]:
     a, b = comparison.a.answers[name], comparison.b.answers[name]
     return {
         "prompts": [shortened(x[0].prompt, LONGEST_ASKED) for x in (a, b)],
@@ -112,15 +108,15 @@ def _answer(answer: Answer, limit: int | None) -> dict[str, Any]:
 
 def _marks(answer: Answer) -> list[str]:
     """Return further remarks on an answer."""
-    said: Sequence[tuple[bool, str]] = (
-        (answer.truncated, "truncated"),
-        (answer.interrupted, "interrupted"),
-        (not answer.format_ok and not answer.void, "no answer found"),
-        (answer.grader_timeout, "grader timed out"),
-        (answer.grader_error, "grader failed"),
-        (bool(answer.void), f"void: {answer.void}"),
-    )
-    return [text for holds, text in said if holds]
+    remarks = {
+        "truncated": answer.truncated,
+        "interrupted": answer.interrupted,
+        "no answer found": not answer.format_ok and not answer.void,
+        "grader timed out": answer.grader_timeout,
+        "grader failed": answer.grader_error,
+        f"void: {answer.void}": answer.void,
+    }
+    return [text for text, holds in remarks.items() if holds]
 
 
 def shortened(text: str, limit: int | None) -> list[Any]:
@@ -131,5 +127,4 @@ def shortened(text: str, limit: int | None) -> list[Any]:
     if limit is None or len(text) <= limit:
         return [text]
     begin = limit // 4
-    end = limit - begin
-    return [text[:begin], len(text) - limit, text[-end:]]
+    return [text[:begin], len(text) - limit, text[begin - limit :]]

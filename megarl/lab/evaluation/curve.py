@@ -1,4 +1,4 @@
-"""Best of n: what more answers per prompt gain, against their cost. Weighs training compute against inference compute.
+"""Best of n: what more answers per prompt gain, against their cost.
 
     OUT/SUITE/answers.jsonl of one or more models ─► for n = 1, 2, 4, … samples: score of the answer chosen from n,
     with its interval, against n × mean tokens ─► table, and one picture with a colour for each model
@@ -16,16 +16,9 @@ from rich.table import Table
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import CHECKPOINT, RunDir, step_of
+from megarl.core.evaluation import metrics
 from megarl.core.evaluation.answers import SuiteDir, suites_in
-from megarl.core.evaluation.metrics import (
-    Interval,
-    Outcome,
-    by_prompt,
-    choices,
-    over_prompts,
-    powers_up_to,
-    read_outcomes,
-)
+from megarl.core.evaluation.metrics import Interval, Outcome
 
 WORDS = {"pass": "oracle (pass@n)", "maj": "majority (maj@n)", "best": "by reward (best@n)"}
 STYLES = {"pass": ":", "maj": "-", "best": "--"}
@@ -49,15 +42,16 @@ class ScoreCurve(NamedTuple):
 
 def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
     """Return one curve for each way to choose."""
-    prompts = by_prompt(outcomes)
+    prompts = metrics.by_prompt(outcomes)
     mean_tokens = sum(o.tokens for o in outcomes) / len(outcomes)
-    ns = powers_up_to(min(len(answers) for answers in prompts))
-    return [
-        ScoreCurve(name, kind, [
-            CurvePoint(n, n * mean_tokens, over_prompts([chosen(answers, n) for answers in prompts], len(outcomes))) for n in ns
-        ])
-        for kind, chosen in choices(outcomes).items()
-    ]  # fmt: skip
+    drawn = []
+    for kind, chosen in metrics.choices(outcomes).items():
+        points = []
+        for n in metrics.powers_up_to(min(map(len, prompts))):
+            score = metrics.over_prompts([chosen(answers, n) for answers in prompts], len(outcomes))
+            points.append(CurvePoint(n, n * mean_tokens, score))
+        drawn.append(ScoreCurve(name, kind, points))
+    return drawn
 
 
 def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
@@ -90,7 +84,7 @@ def _places(out: Path) -> list[Path]:
 
 
 def _read(place: Path, suite: str) -> list[ScoreCurve]:
-    outcomes = read_outcomes(SuiteDir(place, suite).answers)
+    outcomes = metrics.read_outcomes(SuiteDir(place, suite).answers)
     if not outcomes:
         raise MegarlError(f"{SuiteDir(place, suite).answers}: has no answers")
     return curves(f"step {step_of(place)}" if CHECKPOINT.fullmatch(place.name) else place.name, outcomes)
@@ -117,16 +111,15 @@ def _cell(score: Interval | None) -> str:
 
 def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
     """Draw scores against tokens as PNG: a colour per model, a line style per way to choose, intervals shaded."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import colormaps  # slow to import
+    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=150)
+    figure = Figure(figsize=(8, 5), dpi=150, layout="tight")
+    axes = figure.add_subplot()
     models = list(dict.fromkeys(curve.model for curve in drawn))
     shades = [0.85 * n / max(len(models) - 1, 1) for n in range(len(models))]
-    colours = dict(zip(models, pyplot.get_cmap("viridis")(shades), strict=True))
+    colours = dict(zip(models, colormaps["viridis"](shades), strict=True))
     for curve in drawn:
         tokens, scores = [p.tokens for p in curve.points], [p.score for p in curve.points]
         colour = colours[curve.model]
@@ -141,6 +134,4 @@ def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
     axes.set_xscale("log")
     axes.set(xlabel="tokens generated for a prompt (n × mean)", ylabel="score", title=suite)
     axes.grid(alpha=0.25)
-    figure.tight_layout()
     figure.savefig(path)
-    pyplot.close(figure)

@@ -10,9 +10,8 @@ The user's key=value arguments override all of it.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config, text_config
@@ -30,8 +29,7 @@ KV_TOKENS = 65_536
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """The model to ask. source: a Hugging Face directory, or a run's checkpoint; hf: its configuration and tokenizer."""
 
     name: str
@@ -40,7 +38,7 @@ class Subject:
     run: RunDir | None = None
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Name, size and time of every file: equal as long as nobody has changed the model."""
         files = sorted(path for path in self.source.rglob("*") if path.is_file())
         return {
@@ -64,7 +62,7 @@ def subject_of(model: str) -> Subject:
     there = complete(rundir.checkpoints)
     if not there:
         raise MegarlError(
-            f"--model: {path} has no complete checkpoint yet; the run writes one every checkpoint.every steps"
+            f"--model: {path} has no complete checkpoint yet; one is written every checkpoint.every steps"
         )
     chosen = step_folder(rundir.checkpoints, int(step)) if asks_step else there[-1]
     if chosen not in there:
@@ -99,11 +97,8 @@ def recipe_of(
     return from_tree(tree, [*given, *overrides]), list(asked)
 
 
-def _suite(word: str, base: Recipe) -> tuple[str, dict[str, Any]]:
-    """Return name and keys of a suite: from the run's recipe, shipped, or a YAML file; or what a task holds out.
-
-    The task is this run's, or RUN:TASK names another run's.
-    """
+def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object]]:
+    """Return name and keys of a suite: the run's, shipped, a YAML file; or what a task holds out: the run's, or RUN:TASK."""
     if word in base.evaluation.suites:
         return word, base.evaluation.suites[word].model_dump(mode="json")
     if word in base.data.tasks:
@@ -124,7 +119,7 @@ def _suite(word: str, base: Recipe) -> tuple[str, dict[str, Any]]:
     raise MegarlError(f"--suite: {word!r} is none of {', '.join(dict.fromkeys(known))}, no RUN:TASK and no YAML file")
 
 
-def _heldout(name: str, base: Recipe) -> dict[str, Any]:
+def _heldout(name: str, base: Recipe) -> dict[str, object]:
     task = base.data.tasks[name]
     kept = task.model_dump(mode="json", exclude={"train", "heldout", "weight"})
     settings = base.evaluation
@@ -137,16 +132,15 @@ def _of_directory(hf: Path) -> list[str]:
     config = text_config(read_config(hf), hf / "config.json")
     dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
     if dtype not in DTYPES:
-        raise MegarlError(
-            f"{hf / 'config.json'}: dtype {dtype!r} is not supported; convert it to one of {', '.join(DTYPES)}"
-        )
+        known = ", ".join(DTYPES)
+        raise MegarlError(f"{hf / 'config.json'}: dtype {dtype!r} is not supported; convert it to one of {known}")
     context = min(CONTEXT, config.get("max_position_embeddings") or CONTEXT)
-    prompt = answer = max(1, min(2048, context // 4))
-    thinking = max(1, context - prompt - answer)
+    answer = max(1, min(2048, context // 4))  # and as long a prompt
+    thinking = max(1, context - 2 * answer)
     return [
         f"model.dtype={DTYPES[dtype]}",
         "length.control=none",
-        f"length.prompt_tokens={prompt}",
+        f"length.prompt_tokens={answer}",
         f"length.thinking_tokens=[{thinking}, {thinking}]",
         f"length.answer_tokens={answer}",
         f"length.end_of_thinking={json.dumps(THINKING if _thinks(hf) else '')}",
