@@ -25,7 +25,7 @@ from megarl.core.base.process import die_with_supervisor, have_streams
 
 if TYPE_CHECKING:
     from megarl.core.recipe import Recipe
-    from megarl.lab.study.main import Options
+    from megarl.lab.study.main import StudyOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,9 +195,9 @@ def submit(
     yes: Annotated[bool, Option("--yes", help="submit it")] = False,
 ) -> int:
     """Write a Slurm batch script for a recipe, and submit it."""
-    from megarl.lab.submit import Job, main
+    from megarl.lab.submit import SlurmJob, main
 
-    job = Job(
+    job = SlurmJob(
         recipe, overrides, nodes, gpus_per_node, gpu, model_config, time, partition, account, container, image, mounts
     )
     return main(job, out, yes)
@@ -384,11 +384,13 @@ def compare_recipes(
     return compare(recipes, _study_options(seeds, directory, task, dry_run, overrides))
 
 
-def _study_options(seeds: str, directory: str, task: int | None, dry_run: bool, overrides: Sequence[str]) -> "Options":
-    from megarl.lab.study.main import Options
+def _study_options(
+    seeds: str, directory: str, task: int | None, dry_run: bool, overrides: Sequence[str]
+) -> "StudyOptions":
+    from megarl.lab.study.main import StudyOptions
 
     try:
-        return Options([int(seed) for seed in seeds.split(",")], directory, task, dry_run, overrides)
+        return StudyOptions([int(seed) for seed in seeds.split(",")], directory, task, dry_run, overrides)
     except ValueError:
         raise MegarlError(f"--seeds: {seeds!r} is not a list of numbers such as 0,1,2") from None
 
