@@ -10,17 +10,16 @@ RECIPES = f"{RECIPE}, each; key=value is for all of them"
 
 
 def recipe_names(incomplete: str) -> list[str]:
-    """What a shell offers where a recipe is wanted."""
+    """Return what a shell offers where a recipe is wanted."""
     from megarl.core.recipe import shipped
 
     return [name for name in shipped() if name.startswith(incomplete)]
 
 
 def repeated(metavar: str, about: str) -> Any:
-    """An option of a list."""
-    return Option(
-        metavar=metavar, default_factory=list, show_default=False, help=f"{about}; may be given several times"
-    )
+    """Return an option of a list."""
+    about += "; may be given several times"
+    return Option(metavar=metavar, default_factory=list, show_default=False, help=about)
 
 
 Recipe = Annotated[str, Argument(help=RECIPE, autocompletion=recipe_names)]
@@ -32,6 +31,8 @@ DryRun = Annotated[bool, Option("--dry-run", help="show what would run, and star
 Run = Annotated[Path, Argument(help="run directory")]
 Json = Annotated[bool, Option("--json", help="print JSON")]
 ModelConfig = Annotated[str | None, Option(help="config.json, or a name such as llama-3.1-8b; else that of model.path")]
+
+SUITES = "aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, a suite or task of the run, RUN:TASK, or a YAML file"
 
 # Of studies.
 Seeds = Annotated[str, Option(help="values of run.seed")]

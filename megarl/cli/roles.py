@@ -8,7 +8,7 @@ from megarl.core.recipe import Recipe
 
 
 def train(recipe: Recipe) -> int:
-    """`megarl train`: its inputs are read, then the supervisor runs."""
+    """Read the inputs of `megarl train`, then run the supervisor."""
     from megarl.lab.preflight import check_inputs
     from megarl.run.train import main
 
@@ -16,14 +16,14 @@ def train(recipe: Recipe) -> int:
 
 
 def write_report(rundir: RunDir) -> None:
-    """RUN/report.html and RUN/reward.png. Imported at the end: matplotlib has no place in a run that lives for weeks."""
+    """Write RUN/report.html and RUN/reward.png. Imported at the end: matplotlib has no place in a run that lives for weeks."""
     from megarl.lab.report.report import write_report
 
     write_report(rundir)
 
 
 def rollout(recipe: Recipe) -> int:
-    """`megarl rollout`: the controller, with the recipe's tasks and the forecast of its scores."""
+    """Run the controller with the recipe's tasks and the forecast of its scores."""
     start_logging("controller")
     from megarl.core.base.contracts import Tasks
     from megarl.core.base.tokenizer import load_tokenizer

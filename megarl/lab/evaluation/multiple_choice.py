@@ -178,8 +178,7 @@ class Choices(Questions[Question]):
     async def _answer(self, asker: Asker, asked: Question, sample: int, order: Order) -> Answer:
         """Return the answer; void if its requests are lost more than MAX_RETRIES times, or it cannot be asked."""
         longest = asker.recipe.length.context_tokens - KEPT_FROM_INPUT
-        tries = MAX_RETRIES + 1
-        why = ""
+        tries, why = MAX_RETRIES + 1, ""
         for _ in range(tries):
             server, _version = await asker.places.take(order, asker.may_use)
             life = asker.sampler.watcher.life(server)

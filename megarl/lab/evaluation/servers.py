@@ -73,7 +73,7 @@ class OwnServers:
         return 0
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
-        """Do nothing: the request is retried within serving.max_retries, and `watch` notices a server that is gone for good."""
+        """Do nothing: the request is retried within MAX_RETRIES, and `watch` notices a server that is gone for good."""
 
     async def watch(self) -> None:
         """Watch until cancelled; MegarlError when a server has ended."""

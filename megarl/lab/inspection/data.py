@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
 from itertools import batched
 from pathlib import Path
+from typing import cast, get_args
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -21,7 +22,7 @@ from rich.text import Text
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
-from megarl.core.recipe import Columns, Recipe, load
+from megarl.core.recipe import ColumnName, Recipe, load
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.mappings import MAPPINGS, mapping_of
 from megarl.tasks.data.prompts import BATCH, Render, renderer
@@ -117,10 +118,10 @@ def reader(mapping: str, columns: Sequence[str]) -> Reader:
     if mapping and mapping not in MAPPINGS:
         raise MegarlError(f"--mapping: {mapping!r} is none of {', '.join(MAPPINGS)}")
     given = dict(column.partition("=")[::2] for column in columns)
-    for field_name, path in given.items():
-        if field_name not in Columns.model_fields or not path:
-            raise MegarlError(f"--column: write FIELD=COLUMN, with a field of {', '.join(Columns.model_fields)}")
-    return mapping_of(mapping, given)
+    for name, path in given.items():
+        if name not in get_args(ColumnName) or not path:
+            raise MegarlError(f"--column: write FIELD=COLUMN, with a field of {', '.join(get_args(ColumnName))}")
+    return mapping_of(mapping, cast(dict[ColumnName, str], given))
 
 
 def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: Console) -> None:
@@ -128,7 +129,7 @@ def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: C
     tokenizer = load_tokenizer(model or recipe.model.path)
     evaluation = overlap_with(recipe.data.decontaminate)
     for name, task in recipe.data.tasks.items():
-        read, render = mapping_of(task.mapping, task.columns.model_dump()), renderer(task, tokenizer)
+        read, render = mapping_of(task.mapping, task.columns), renderer(task, tokenizer)
         split = task.heldout if isinstance(task.heldout, int) else 0
         found = survey(task.train, read, split, evaluation)
         show_left_out(found, console)

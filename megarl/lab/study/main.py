@@ -20,7 +20,7 @@ from megarl.lab.study.run import run
 class StudyOptions(NamedTuple):
     """Options of both kinds of study. directory: "" for runs/studies/KIND-RECIPE; task: the only one to run; None: all."""
 
-    seeds: Sequence[int]
+    seeds: str
     directory: str
     task: int | None
     dry_run: bool
@@ -52,10 +52,14 @@ def table_and_plots(path: Path) -> int:
 def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions) -> int:
     path = Path(options.directory or f"runs/studies/{kind}")
     console = Console()
+    try:
+        seeds = [int(seed) for seed in options.seeds.split(",")]
+    except ValueError:
+        raise MegarlError(f"--seeds: {options.seeds!r} is not a list of numbers such as 0,1,2") from None
     if options.dry_run:
-        console.print(_planned(path, recipes, options.seeds))
+        console.print(_planned(path, recipes, seeds))
         return 0
-    study = plan.prepare(path, recipes, options.seeds)
+    study = plan.prepare(path, recipes, seeds)
     tasks = study.tasks
     if options.task is not None:
         if not 0 <= options.task < len(tasks):
