@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +79,7 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     return 128 + asked if asked else 0
 
 
-def settings_of(recipe: Recipe) -> dict[str, Any]:
+def settings_of(recipe: Recipe) -> dict[str, object]:
     """Return the settings that a warm start must keep until its end."""
     return {
         "sft": recipe.sft.model_dump(mode="json"),

@@ -1,13 +1,11 @@
 """The page of a comparison: one HTML file that opens offline (comparison.html), to read failures side by side.
 
-A set of 500 prompts with twice 16 answers of 8,000 tokens is half a gigabyte of text. So the page has a limit: if all
-completions together exceed it, each shows only its beginning and end, and how much is left out between. Each
-prompt is a separate script, which the browser reads when the prompt is opened, so that a large page opens at once.
+A set of 500 prompts with twice 16 answers of 8,000 tokens is half a gigabyte of text. So if all completions together exceed a
+limit, each shows only its beginning and end. Each prompt is a script of its own, read when the prompt is opened.
 """
 
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from msgspec import UNSET
 
@@ -47,10 +45,10 @@ def write_comparison(comparison: SideBySide, target: Path) -> int | None:
     return limit
 
 
-def _overview(comparison: SideBySide, limit: int | None) -> dict[str, Any]:
+def _overview(comparison: SideBySide, limit: int | None) -> dict[str, object]:
     """Return the page's data. prompts: [id, start of text, A right, A answers, B right, B answers, truncated of both]."""
-    said, lines = list(comparison.notes), _lines(comparison)
-    if any(max(line[3], line[5]) > 1 for line in lines):
+    said, both = list(comparison.notes), (comparison.a.answers, comparison.b.answers)
+    if any(len(answers[name]) > 1 for answers in both for name in comparison.prompts):
         said.append("In the list a side is right where at least half of its answers are.")
     if limit is not None:
         text = "are shown by begin and end; all is in answers.jsonl."
@@ -61,11 +59,11 @@ def _overview(comparison: SideBySide, limit: int | None) -> dict[str, Any]:
         "b": {"name": comparison.b.name, "folder": str(comparison.b.folder)},
         "table": [[one.name, *cells(one)] for one in comparison.quantities],
         "notes": [*said, METHOD],
-        "prompts": lines,
+        "prompts": _lines(comparison),
     }
 
 
-def _lines(comparison: SideBySide) -> list[list[Any]]:
+def _lines(comparison: SideBySide) -> list[list[str | int]]:
     """Return the list of prompts, without the words that all begin with, which belong to a template."""
     sides = [(comparison.a.answers[name], comparison.b.answers[name]) for name in comparison.prompts]
     texts = [a[0].prompt.split() for a, _ in sides]
@@ -77,7 +75,7 @@ def _lines(comparison: SideBySide) -> list[list[Any]]:
     return lines
 
 
-def _prompt(comparison: SideBySide, name: str, limit: int | None) -> dict[str, Any]:
+def _prompt(comparison: SideBySide, name: str, limit: int | None) -> dict[str, object]:
     a, b = comparison.a.answers[name], comparison.b.answers[name]
     return {
         "prompts": [shortened(x[0].prompt, LONGEST_ASKED) for x in (a, b)],
@@ -87,8 +85,8 @@ def _prompt(comparison: SideBySide, name: str, limit: int | None) -> dict[str, A
     }
 
 
-def _answer(answer: Answer, limit: int | None) -> dict[str, Any]:
-    result: dict[str, Any] = {
+def _answer(answer: Answer, limit: int | None) -> dict[str, object]:
+    result: dict[str, object] = {
         "text": shortened(answer.completion, limit),
         "answer": shortened(answer.answer, limit),
         "right": answer.correct,
@@ -119,7 +117,7 @@ def _marks(answer: Answer) -> list[str]:
     return [text for text, holds in remarks.items() if holds]
 
 
-def shortened(text: str, limit: int | None) -> list[Any]:
+def shortened(text: str, limit: int | None) -> list[str | int]:
     """Return [text] or, above the limit, [start, characters left out, end].
 
     The start gets a quarter of the limit; the answer is near the end.

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import uvloop
 from rich.console import Console
@@ -26,25 +25,20 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import lock, outlive_screen
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
-from megarl.core.evaluation.answers import Answer, Result, SuiteDir
+from megarl.core.evaluation.answers import Answer, SuiteDir
 from megarl.core.evaluation.metrics import read_outcomes, result_of, settings_of
-from megarl.core.evaluation.score import Questions, score
+from megarl.core.evaluation.score import score
 from megarl.core.recipe import Recipe
 from megarl.lab.evaluation import suites
 from megarl.lab.evaluation.servers import OwnServers, own_servers
 from megarl.lab.evaluation.show import counted, table
 from megarl.lab.evaluation.subject import Subject, recipe_of, subject_of
+from megarl.lab.evaluation.suites import SuiteQuestions
 
 
 def main(
-    model: str,
-    suite: str,
-    overrides: Sequence[str],
-    samples: int | None,
-    limit: int | None,
-    data: str | None,
-    out: Path | None,
-) -> int:
+    model: str, suite: str, overrides: Sequence[str], samples: int | None, limit: int | None, data: str | None, out: Path | None
+) -> int:  # fmt: skip
     """Return 0 when all is answered; 1 if a void answer is left, which the same command asks again.
 
     The parameters are those of the command; None: as the suites say, and the usual directory.
@@ -61,7 +55,7 @@ def main(
         raise MegarlError("--data: belongs to one suite; of several, give evaluation.suites.NAME.data=SOURCE")
     recipe, names = recipe_of(subject, words, [f"{k}={v}" for k, v in given.items() if v is not None], overrides, out)
     tokenizer = load_tokenizer(subject.hf)
-    questions, settings = [], {}
+    questions, results = [], []
     with lock(RunDir(recipe.run.path).path, "megarl eval", "--out"):
         for name in names:
             rows = recipe.evaluation.suites[name]
@@ -69,27 +63,29 @@ def main(
             for reason, count in loaded.left_out.items():
                 text = f"{name}: {count} of {loaded.rows} rows are not asked: {reason}"
                 console.print(text, style="yellow", highlight=False)
-            settings[name] = {"model": subject.identity, "prompts": loaded.digest} | settings_of(recipe, rows)
-            questions.append(_with_earlier(loaded.questions, SuiteDir(out, name), settings[name]))
-        if any(q.open for q in questions):
-            _ask(subject, recipe, tokenizer, questions, out, console)
-        results = [_result(q, subject, SuiteDir(out, q.name), settings[q.name]) for q in questions]
+            settings = {"model": subject.identity, "prompts": loaded.digest} | settings_of(recipe, rows)
+            questions.append((_with_earlier(loaded.questions, SuiteDir(out, name), settings), settings))
+        if any(q.open for q, _ in questions):
+            _ask(subject, recipe, tokenizer, [q for q, _ in questions], out, console)
+        for q, settings in questions:
+            wanted = {prompt.id for prompt in q.prompts}  # an earlier command may have left more answers
+            there = [o for o in read_outcomes(SuiteDir(out, q.name).answers) if o.id in wanted and o.sample < q.samples]
+            results.append(result_of(q.name, subject.name, q.samples, settings, there))
+            SuiteDir(out, q.name).write_result(results[-1])
     console.print(table(results))
     console.print(f"answers and results: {out}", highlight=False, soft_wrap=True)
-    void = any(result.metrics["void_rate"] for result in results)
-    if void:
+    if void := any(result.metrics["void_rate"] for result in results):
         again = "the same command asks again"
         print(f"megarl: some answers could not be generated and count as wrong; {again}", file=sys.stderr)
     return int(void)
 
 
-def _with_earlier(questions: Questions[Any], place: SuiteDir, settings: Mapping[str, Any]) -> Questions[Any]:
+def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[str, object]) -> SuiteQuestions:
     """Return the questions with the answers that exist; MegarlError if those were made with other settings."""
     place.path.mkdir(parents=True, exist_ok=True)
     if place.settings.is_file():
         before = json.loads(place.settings.read_bytes())
-        changed = [key for key in settings if before.get(key) != settings[key]]
-        if changed:
+        if changed := [key for key in settings if before.get(key) != settings[key]]:
             raise MegarlError(
                 f"{place.path}: has answers that were made otherwise: {', '.join(changed)} changed "
                 f"(see {place.settings.name}); give another --out, or remove it"
@@ -100,7 +96,7 @@ def _with_earlier(questions: Questions[Any], place: SuiteDir, settings: Mapping[
 
 
 def _ask(
-    subject: Subject, recipe: Recipe, tokenizer: Tokenizer, questions: Sequence[Questions[Any]], out: Path, console: Console
+    subject: Subject, recipe: Recipe, tokenizer: Tokenizer, questions: Sequence[SuiteQuestions], out: Path, console: Console
 ) -> None:  # fmt: skip
     """Ask all that is open, keeping each answer as it comes."""
     with ExitStack() as stack:
@@ -119,7 +115,12 @@ def _ask(
         try:
             uvloop.run(_score(tokenizer, questions, servers, keep))
         except ExceptionGroup as errors:
-            raise _first(errors) from None
+            first: Exception = errors
+            while isinstance(first, ExceptionGroup):
+                first = first.exceptions[0]
+            if isinstance(first, GraderDown):
+                first = MegarlError(f"the grader is down: {first}; what is answered is kept, the same command goes on")
+            raise first from None
 
 
 @contextmanager
@@ -136,31 +137,10 @@ def _exported(checkpoint: Path, where: Path) -> Iterator[Path]:
 
 
 async def _score(
-    tokenizer: Tokenizer, questions: Sequence[Questions[Any]], servers: OwnServers, keep: Callable[[Answer], object]
+    tokenizer: Tokenizer, questions: Sequence[SuiteQuestions], servers: OwnServers, keep: Callable[[Answer], object]
 ) -> None:
     """Ask all that is open, as long as no server ends."""
     async with servers.asker(tokenizer) as asker, asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(servers.watch())
         await score(questions, asker, keep)
         watching.cancel()
-
-
-def _first(errors: BaseExceptionGroup[Exception]) -> MegarlError:
-    """Return the first failure in words for the user."""
-    error = errors.exceptions[0]
-    if isinstance(error, BaseExceptionGroup):
-        return _first(error)
-    if isinstance(error, GraderDown):
-        return MegarlError(f"the grader is down: {error}; what is answered is kept, the same command goes on")
-    if isinstance(error, MegarlError):
-        return error
-    raise error
-
-
-def _result(questions: Questions[Any], subject: Subject, place: SuiteDir, settings: dict[str, Any]) -> Result:
-    """Compute the result for the prompts and samples asked for; an earlier command may have left more answers."""
-    wanted = {prompt.id for prompt in questions.prompts}
-    outcomes = [o for o in read_outcomes(place.answers) if o.id in wanted and o.sample < questions.samples]
-    result = result_of(questions.name, subject.name, questions.samples, settings, outcomes)
-    place.write_result(result)
-    return result

@@ -8,8 +8,7 @@ as one text, framed as the tokenizer frames any (Llama 3 puts <|begin_of_text|> 
 context belong to the continuation, and whatever follows as many tokens as the context alone has is the continuation.
 
 There are two verdicts: `chosen` is the choice with the largest log-likelihood (the harness's acc), `chosen_normalised` the one
-with the largest per character of the choice (acc_norm), which does not penalise long choices. The harness divides by
-characters, not by bytes as some papers say; its acc_bytes is another number. Nothing is sampled: a question has one answer.
+with the largest per character, not byte, of the choice (acc_norm). Nothing is sampled: a question has one answer.
 
 The harness itself is not called: it gives answers only when a whole task has ended, so no evaluation could resume.
 """
@@ -20,7 +19,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -115,11 +114,10 @@ def _without_brackets(text: str) -> str:
 
     This is the harness's preprocessing, and that of the authors' release.
     """
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def _question(name: Any, context: str, choices: Sequence[str], gold: int) -> Question:
+def _question(name: object, context: str, choices: Sequence[str], gold: int) -> Question:
     if len(choices) < 2 or not all(choices):
         raise UnfitError(f"fewer than two choices, or an empty one: {list(choices)}")
     return Question(str(name) if name is not None else f"{fingerprint(context):016x}", context, tuple(choices), gold)

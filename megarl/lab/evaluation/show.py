@@ -4,21 +4,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from re import fullmatch
-from typing import Any
 
 from rich import progress as rich
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.core.evaluation.answers import Answer, Result
-from megarl.core.evaluation.score import Questions
+from megarl.lab.evaluation.suites import SuiteQuestions
 
 LINE_S = 30.0
 """Seconds between lines of non-interactive output."""
 
 
 @contextmanager
-def counted(questions: Sequence[Questions[Any]], console: Console) -> Iterator[Callable[[Answer], None]]:
+def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[Callable[[Answer], None]]:
     """Show for each suite the answers so far, and how many are right; give what counts one more answer."""
     counts = (rich.BarColumn(), rich.MofNCompleteColumn(), rich.TextColumn("{task.fields[right]}"))
     times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
@@ -46,10 +45,9 @@ def counted(questions: Sequence[Questions[Any]], console: Console) -> Iterator[C
 
 def table(results: Sequence[Result]) -> Table:
     """Make a table with one column per suite."""
-    shown = Table(box=None, padding=(0, 2), pad_edge=False, title=results[0].model, title_justify="left")
-    shown.add_column("", style="dim", no_wrap=True)
-    for result in results:
-        shown.add_column(result.suite, justify="right", no_wrap=True)
+    columns = [Column("", style="dim", no_wrap=True)]
+    columns += [Column(result.suite, justify="right", no_wrap=True) for result in results]
+    shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=results[0].model, title_justify="left")
     for label, cells in rows(results):
         shown.add_row(label, *cells)
     return shown

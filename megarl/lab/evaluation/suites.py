@@ -9,13 +9,13 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.evaluation.score import Questions, Sampled, choose
+from megarl.core.evaluation.score import Sampled, choose
 from megarl.core.recipe import Recipe, Suite
 from megarl.lab.evaluation.multiple_choice import Choices, load_questions
 from megarl.tasks.data.contamination import overlap_with
@@ -26,10 +26,13 @@ from megarl.tasks.data.survey import survey
 log = logging.getLogger(__name__)
 
 
+type SuiteQuestions = Sampled | Choices
+
+
 class Loaded(NamedTuple):
     """A loaded suite. questions: those asked, of `rows`; left_out: number by reason; digest: of all that could be asked."""
 
-    questions: Questions[Any]
+    questions: SuiteQuestions
     rows: int
     left_out: Mapping[str, int]
     digest: str
@@ -64,7 +67,7 @@ def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, deconta
     return Loaded(asked, rows, left_out, _digest([p.id, p.tokens.tolist(), p.answer] for p in prompts))
 
 
-def _digest(asked: Iterable[list[Any]]) -> str:
+def _digest(asked: Iterable[list[object]]) -> str:
     """Return a digest of the questions, each an id and its content, independent of their order."""
     digest = hashlib.blake2b(digest_size=16)
     for one in sorted(asked, key=itemgetter(0)):
@@ -72,10 +75,10 @@ def _digest(asked: Iterable[list[Any]]) -> str:
     return digest.hexdigest()
 
 
-def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer) -> list[Questions[Any]]:
+def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer) -> list[SuiteQuestions]:
     """Return what each evaluation of a run asks: the tasks' held-out prompts, then suites."""
     chosen = recipe.evaluation
-    questions: list[Questions[Any]] = [
+    questions: list[SuiteQuestions] = [
         Sampled(name, choose(prompts[name].heldout, chosen.prompts), chosen.samples, rows=task)
         for name, task in recipe.data.tasks.items()
     ]

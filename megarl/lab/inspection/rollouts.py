@@ -8,7 +8,6 @@ no option     a table of the latest groups: step, ticket, pass rate, weight vers
 
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -172,8 +171,8 @@ def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
     return text
 
 
-def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    def shown(ids: np.ndarray) -> dict[str, Any]:
+def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict[str, object]:
+    def shown(ids: np.ndarray) -> dict[str, object]:
         return {"tokens": ids.tolist()} | ({"text": _text(ids, tokenizer)} if tokenizer else {})
 
     record = {
