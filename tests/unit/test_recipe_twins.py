@@ -20,7 +20,7 @@ KEPT = (
     "batch.aggregation", "loss.*", "reference.*", "learner.packing", "learner.recompute",
     "learner.epochs", "learner.optimizer.schedule", "learner.optimizer.betas",
     "learner.optimizer.eps", "learner.optimizer.weight_decay", "learner.optimizer.grad_clip", "critic.path", "critic.gamma",
-    "critic.lam", "critic.value_clip", "critic.optimizer.schedule", "weights.pause", "serving.release_memory",
+    "critic.lam", "critic.value_clip", "weights.pause", "serving.release_memory",
 )  # fmt: skip
 """What makes a recipe what it is: no rule may replace it."""
 

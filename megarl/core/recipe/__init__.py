@@ -15,6 +15,7 @@ from megarl.core.recipe.text import describe, differences, dump, flat
 from megarl.core.recipe.tree import (
     BatchSection,
     Checkpoint,
+    ColumnName,
     Critic,
     Curriculum,
     Data,
@@ -49,7 +50,7 @@ from megarl.core.recipe.tree import (
 )
 
 __all__ = [
-    "SHIPPED", "BatchSection", "Checkpoint", "Critic", "Curriculum", "Data", "Evaluation", "Journal", "Learner",
+    "SHIPPED", "BatchSection", "Checkpoint", "ColumnName", "Critic", "Curriculum", "Data", "Evaluation", "Journal", "Learner",
     "Length", "Loss", "Model", "Moe", "Monitor", "Optimizer", "Pipeline", "Profile", "Rate", "Recipe", "Reference", "Resources",
     "Reward", "Rows", "Run", "Sampling", "Section", "Service", "Serving", "Sft", "Stage", "Suite", "Task", "Wandb",
     "Weights", "describe", "differences", "dump", "flat", "from_tree", "load", "load_suite", "shipped", "shipped_suites",

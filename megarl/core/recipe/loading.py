@@ -105,7 +105,7 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]
         kind = field.annotation
         if _is_section(kind):
             yield from _keys(kind, f"{prefix}{name}.")
-        elif typing.get_origin(kind) is dict:
+        elif typing.get_origin(kind) is dict and _is_section(kind_of(kind, "")):
             yield from _keys(kind_of(kind, ""), f"{prefix}{name}.NAME.")
         else:
             yield name, f"{prefix}{name}"

@@ -113,13 +113,13 @@ def impossible(r: Recipe) -> list[str]:
             "reference.estimator: the gradient of k1 in the loss is 0 on average, so it would penalise nothing; "
             "use k2 or k3, or reference.where=reward"
         )
-    schedules = [("learner", r.learner.optimizer, "run", r.run.steps), ("sft", r.sft_optimizer, "sft", r.sft.steps)]
+    schedules = [("learner", r.learner.optimizer)]
     if r.has_critic:
-        schedules.append(("critic", r.critic_optimizer, "run", r.run.steps))
-    for section, optimizer, whose, steps in schedules:
-        if optimizer.schedule != "constant" and optimizer.warmup_steps >= steps:
+        schedules.append(("critic", r.critic_optimizer))
+    for section, optimizer in schedules:
+        if optimizer.schedule != "constant" and optimizer.warmup_steps >= r.run.steps:
             found.append(
-                f"{section}.optimizer.warmup_steps: {optimizer.warmup_steps} of {whose}.steps={steps} leave none for "
+                f"{section}.optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={r.run.steps} leave none for "
                 f"the schedule {optimizer.schedule}; shorten the warm-up"
             )
     if r.learner.optimizer_offload and m.dtype != "bf16":

@@ -47,6 +47,7 @@ class Reward(Section):
     weight: float = Field(description="its score is multiplied by this, which may be negative")
 
 
+ColumnName = Literal["prompt", "answer", "difficulty", "id"]
 MappingName = Literal[
     "", "polaris", "deepscaler", "dapo-math-17k", "deepcoder", "gsm8k", "math",
     "livecodebench", "humaneval", "mbpp",
@@ -59,7 +60,7 @@ class Rows(Section):
     mapping: MappingName = Field(
         "", description="published set whose columns they have; empty: id, prompt, answer, difficulty"
     )
-    columns: dict[Literal["prompt", "answer", "difficulty", "id"], str] = Field(
+    columns: dict[ColumnName, str] = Field(
         {},
         description="instead of the mapping's columns; a dot reaches into a nested one. A row without id gets its hash",
     )
@@ -411,6 +412,10 @@ class Learner(Section):
     optimizer: Optimizer = Optimizer()
 
 
+class CriticRate(Rate):
+    lr: float = Field(5e-6, gt=0)
+
+
 class Critic(Section):
     """The value model of `batch.centring: critic`, at the policy's layout. Not part of ScaleRL."""
 
@@ -422,7 +427,7 @@ class Critic(Section):
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda; 1 in Open-Reasoner-Zero, 0.95 in games and robots")
     value_clip: float | None = Field(0.2, gt=0, description="most that a value may learn to move in a step; null: off")
     warmup_steps: int = Field(0, ge=0, description="first steps of the run, in which it alone is trained")
-    optimizer: Rate = Field(Rate(lr=5e-6), description="the rest is as in learner.optimizer")
+    optimizer: CriticRate = Field(CriticRate(), description="the rest is as in learner.optimizer")
 
 
 class Weights(Section):
@@ -509,6 +514,10 @@ class Journal(Section):
     keep: Literal["all", "checkpoints"] = Field("all", description="checkpoints: drop what no kept checkpoint replays")
 
 
+class SftRate(Rate):
+    lr: float = Field(3e-5, gt=0)
+
+
 class Sft(Section):
     data: str = Field("", description="rows of prompt and completion, or of messages: a file or hub:… as for a task")
     init: str = Field("", description="Hugging Face directory to start from")
@@ -516,7 +525,7 @@ class Sft(Section):
     steps: int = Field(1000, ge=1)
     batch_tokens: int = Field(2_000_000, ge=1)
     max_length: int = Field(12_288, ge=1)
-    optimizer: Rate = Field(Rate(lr=3e-5), description="the rest is ScaleRL's, the defaults of learner.optimizer")
+    optimizer: SftRate = Field(SftRate(), description="the rest is ScaleRL's, the defaults of learner.optimizer")
 
 
 class Recipe(Section):

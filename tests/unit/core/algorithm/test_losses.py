@@ -61,7 +61,7 @@ def differences(objective: Callable[[Floats], float], at: Floats) -> Floats:
 
 def cispo(section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]) -> float:
     """MiniMax-M1, equations 4 and 5. frozen: logp under stop-gradient."""
-    return float(-(np.clip(np.exp(frozen - behaviour), section.lower, section.cap) * gain * logp).sum())
+    return float(-(np.minimum(np.exp(frozen - behaviour), section.cap) * gain * logp).sum())
 
 
 def ppo(section: Loss, logp: Floats, _frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]) -> float:
@@ -95,7 +95,7 @@ def reinforce(section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, ga
     ("section", "reference"),
     [
         (Loss(cap=4.0), cispo),
-        (Loss(cap=1.2, lower=0.5), cispo),
+        (Loss(cap=1.2), cispo),
         (Loss(kind="clip"), ppo),
         (Loss(kind="clip", clip_low=0.2, clip_high=0.28), ppo),
         (Loss(kind="gspo", clip_low=3e-4, clip_high=4e-4), gspo),

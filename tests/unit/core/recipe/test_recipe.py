@@ -1,6 +1,7 @@
 """Recipes: every error names key, file and line; what is dumped loads again."""
 
 import gzip
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -383,3 +384,43 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
     said = refused(file, "run:\n" + "".join(f"  key{n}: 1\n" for n in range(500)))
     assert "… and 489 more" in said
     assert said.count("\n") < 20
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"loss": {"lower": 0.1}}, "recipe: loss.lower: is no longer a key: importance ratios have no lower bound"),
+        ({"monitor": {"wandb": {"entity": "us"}}}, "monitor.wandb.entity: is no longer a key: export WANDB_ENTITY"),
+        ({"sft": {"optimizer": {"eps": 1e-8}}}, "sft.optimizer.eps: is no longer a key: the warm start has ScaleRL's"),
+        (
+            {"batch": {"centring": "critic"}, "critic": {"optimizer": {"schedule": "cosine"}}},
+            "critic.optimizer.schedule: is no longer a key: the critic has learner.optimizer's value",
+        ),
+    ],
+)
+def test_a_removed_key_with_another_value_is_refused_by_name(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(MegarlError, match=re.escape(said)):
+        from_tree(tree)
+
+
+def test_a_removed_key_with_the_value_that_is_now_fixed_is_read() -> None:
+    """As in the run directory of an earlier version, whose recipe.yaml has every key."""
+    old = {
+        "model": {"overlap_p2p": False, "moe": {"load_balancing": "none", "aux_loss_coefficient": 1e-3}},
+        "batch": {"running_decay": 1.0},
+        "loss": {"lower": 0.0},
+        "learner": {"optimizer": {"final_lr_ratio": 0.0, "schedule": "cosine"}},
+        "critic": {"optimizer": {"schedule": "constant", "betas": [0.9, 0.95]}},  # not in use
+        "monitor": {"wandb": {"project": "", "entity": "", "mode": "online"}, "profile": {"memory": True}},
+        "serving": {"max_retries": 5},
+        "sft": {"checkpoint_every": 250, "optimizer": {"betas": [0.9, 0.95], "eps": 1e-15}},
+    }
+    recipe = from_tree(old)
+    assert recipe == from_tree({"learner": {"optimizer": {"schedule": "cosine"}}})
+    assert recipe.model.moe.aux_loss == 0
+    trained = {
+        "batch": {"centring": "critic", "zero_variance": "keep"},
+        "critic": {"optimizer": {"schedule": "cosine"}},
+    }
+    same = from_tree(trained | {"learner": {"optimizer": {"schedule": "cosine"}}})
+    assert same.critic_optimizer.schedule == "cosine"

@@ -52,7 +52,8 @@ IMPOSSIBLE = [
     (
         {
             "batch": {"centring": "critic", "zero_variance": "keep"},
-            "critic": {"optimizer": {"schedule": "cosine", "warmup_steps": 400}},
+            "learner": {"optimizer": {"schedule": "cosine"}},
+            "critic": {"optimizer": {"warmup_steps": 400}},
         },
         "critic.optimizer.warmup_steps: 400 of run.steps=400 leave none",
     ),
@@ -62,16 +63,8 @@ IMPOSSIBLE = [
         {"run": {"steps": 100}, "learner": {"optimizer": {"schedule": "cosine"}}},
         "learner.optimizer.warmup_steps: 100 of run.steps=100 leave none",
     ),
-    (
-        {"sft": {"steps": 5, "optimizer": {"schedule": "linear", "warmup_steps": 6}}},
-        "sft.optimizer.warmup_steps: 6 of sft.steps=5 leave none",
-    ),
     ({"model": {"tensor_parallel": 2}}, "resources.learner_ranks: 1 ranks do not divide"),
     ({"model": {"virtual_pipeline_parallel": 2}}, "model.virtual_pipeline_parallel: needs model.pipeline_parallel"),
-    (
-        {"model": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}, "resources": {"learner_ranks": 2}},
-        "model.virtual_pipeline_parallel: with model.pipeline_parallel=2 megatron-core mixes up the sends",
-    ),
     (
         {"model": {"tensor_parallel": 2, "expert_tensor_parallel": 4}, "resources": {"learner_ranks": 2}},
         "resources.learner_ranks: 2 ranks do not divide into copies of the experts of EP x ETP x PP = 4 ranks",
