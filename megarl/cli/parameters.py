@@ -34,21 +34,21 @@ ModelConfig = Annotated[str | None, Option(help="config.json, or a name such as 
 
 SUITES = "aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, a suite or task of the run, RUN:TASK, or a YAML file"
 
-# Of studies.
+# For studies.
 Seeds = Annotated[str, Option(help="values of run.seed")]
 StudyDirectory = Annotated[str, Option("--dir", help="the study's directory; else runs/studies/KIND-RECIPE")]
 Task = Annotated[int | None, Option(min=0, help="run this one alone, such as $SLURM_ARRAY_TASK_ID, and make no table")]
 
-# Of answers.
+# For answers.
 Suite = Annotated[str | None, Option(help="a suite that all have; else each of those")]
 
-# Of sources of prompts.
+# For sources of prompts.
 SETS = "polaris, deepscaler, dapo-math-17k, deepcoder, gsm8k, math, livecodebench, humaneval, mbpp"
 Mapping = Annotated[str, Option(metavar="SET", help=f"published set whose columns it has: {SETS}")]
 COLUMN = "column of prompt, answer, difficulty or id, such as prompt=problem"
 Column = Annotated[list[str], repeated("FIELD=COLUMN", COLUMN)]
 
-# Of points of learning curves, their fits and pictures.
+# For points of learning curves, their fits and pictures.
 POINTS = "a run directory, or a CSV or JSONL of points"
 Points = Annotated[str, Argument(help=POINTS)]
 AllPoints = Annotated[list[Path], Argument(metavar="points", help=f"{POINTS}, each; the first is the reference")]

@@ -9,7 +9,6 @@ the difference varies from prompt to prompt, which is less than the two scores' 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from scipy.special import stdtrit
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir, suites_in
-from megarl.core.evaluation.metrics import Choice, Interval, Outcome, choices, over_prompts
+from megarl.core.evaluation.metrics import Interval, Outcome, choices, over_prompts
 from megarl.core.recipe import flat
 
 METHOD = (
@@ -113,7 +112,7 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
     """Compare over the prompts that both have; MegarlError if they are not from the same set."""
     if a.name == b.name:
         a, b = (side._replace(name=str(side.folder)) for side in (a, b))
-    both = sorted((name for name in a.answers if name in b.answers), key=_numbers_in_order)
+    both = sorted(a.answers.keys() & b.answers.keys(), key=_numbers_in_order)
     if not both:
         raise MegarlError(
             f"{a.folder} and {b.folder} have no prompt of {suite} in common: they are not of the same set"
@@ -145,7 +144,8 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
 
     rows = [share(f"mean@{k}" if k > 1 else "right", lambda answers: fmean(o.correct for o in answers), 1 / k)]
     if k > 1:
-        rows += [share(f"{name}@{k}", partial(_of_k, chosen, k), 1.0) for name, chosen in choices(every).items()]
+        for name, chosen in choices(every).items():
+            rows.append(share(f"{name}@{k}", lambda answers, choose=chosen: choose(answers, k), 1.0))
     if any(o.by_length is not None for o in every):
         rows.append(share("by length", lambda answers: fmean(bool(o.by_length) for o in answers), 1 / k))
     rows.append(share("truncated", lambda answers: fmean(o.truncated for o in answers), 1 / k))
@@ -153,10 +153,6 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
     alone = [Interval(fmean(side), math.nan, math.nan) for side in (x, y)]
     rows.append(Quantity("tokens", alone[0], alone[1], paired_difference(x, y, 0.0), share=False))
     return rows
-
-
-def _of_k(chosen: Choice, k: int, answers: Sequence[Outcome]) -> float:
-    return chosen(answers, k)
 
 
 def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:

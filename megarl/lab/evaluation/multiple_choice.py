@@ -137,8 +137,8 @@ class LoadedQuestions(NamedTuple):
 def load_questions(source: str, choices: str) -> LoadedQuestions:
     """Load the questions of a source, in order; choices: a key of SETS.
 
-    Rows that do not fit the schema, or repeat an id, are left out, counted and reported, since no published set is free of
-    them; MegarlError if none is left.
+    Rows that do not fit the schema, or repeat an id, are left out, counted and reported, since every published set has some;
+    MegarlError if none is left.
     """
     questions: dict[str, Question] = {}
     left_out, faults = Counter[str](), []
@@ -147,15 +147,14 @@ def load_questions(source: str, choices: str) -> LoadedQuestions:
             if isinstance(raw, Unreadable):
                 raise UnfitError(raw.why)
             question = SETS[choices](raw)
+            if question.id not in questions:
+                questions[question.id] = question
+                continue
+            reason, fault = "the id of an earlier one", f"the id {question.id!r} again"
         except UnfitError as error:
-            left_out["not of the schema"] += 1
-            faults.append(f"{source}:{number}: {error}")
-            continue
-        if question.id in questions:
-            left_out["the id of an earlier one"] += 1
-            faults.append(f"{source}:{number}: the id {question.id!r} again")
-        else:
-            questions[question.id] = question
+            reason, fault = "not of the schema", str(error)
+        left_out[reason] += 1
+        faults.append(f"{source}:{number}: {fault}")
     if not questions:
         raise MegarlError(listed(f"{source}: no question of the schema {choices!r} in it", faults))
     if faults:

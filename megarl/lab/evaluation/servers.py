@@ -23,7 +23,6 @@ from megarl.core.server.client import ServerClient, wait_ready
 from megarl.core.server.membership import Membership
 from megarl.run.checks import check_cpu
 from megarl.run.launcher import LocalLauncher, LocalProcess, task
-from megarl.run.nodes import Node
 from megarl.run.observe import last_lines, log_of
 from megarl.run.placement import place_servers
 from megarl.run.restart import Role
@@ -109,11 +108,18 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
     if not node.gpus:
         count = recipe.resources.servers * recipe.resources.server_tensor_parallel
         check_cpu(recipe, recipe.model.path, {"server processes": count}, node.cores)
-    endpoints = _prepared(recipe, rundir, node)
+    rundir.logs.mkdir(parents=True, exist_ok=True)
+    write_atomically(rundir.recipe, dump(recipe).encode())
+    urls = tuple(f"http://{node.address}:{port}" for port in node.ports)
+    api_key, admin_key, link = secrets.token_hex(16), secrets.token_hex(16), LinkKeys.new()
+    endpoints = Endpoints(
+        session="evaluation", controller="", servers=urls, api_key=api_key, admin_key=admin_key, link=link, rendezvous_port=0
+    )  # fmt: skip
+    rundir.write_endpoints(endpoints)
     processes: list[LocalProcess] = []
     try:
-        for n, url in enumerate(endpoints.servers):
-            role, port = Role("server", n), int(url.rpartition(":")[2])
+        for n, port in enumerate(node.ports):
+            role = Role("server", n)
             processes.append(launcher.start(task(recipe, rundir, role, port, placed[role])))
         servers = OwnServers(recipe, endpoints, processes)
         servers.wait_ready()
@@ -124,20 +130,3 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
         for process in processes:
             process.wait_gone()
         rundir.endpoints_file.unlink(missing_ok=True)
-
-
-def _prepared(recipe: Recipe, rundir: RunDir, node: Node) -> Endpoints:
-    """Write what `megarl serve` reads."""
-    rundir.logs.mkdir(parents=True, exist_ok=True)
-    write_atomically(rundir.recipe, dump(recipe).encode())
-    endpoints = Endpoints(
-        session="evaluation",
-        controller="",
-        servers=tuple(f"http://{node.address}:{port}" for port in node.ports),
-        api_key=secrets.token_hex(16),
-        admin_key=secrets.token_hex(16),
-        link=LinkKeys.new(),
-        rendezvous_port=0,
-    )
-    rundir.write_endpoints(endpoints)
-    return endpoints

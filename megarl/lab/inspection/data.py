@@ -8,8 +8,9 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from heapq import heappush, heappushpop
+from heapq import nsmallest
 from itertools import batched
 from pathlib import Path
 from typing import cast, get_args
@@ -51,16 +52,10 @@ ANSWERS: tuple[tuple[str, str], ...] = (
 def kind_of_answer(text: str) -> str:
     """Return one of `ANSWERS`; `unit tests` for those of code; `text` for anything else."""
     plain = text.strip().strip("$").strip()
-    if plain.startswith("{") and _is_tests(plain):
-        return "unit tests"
+    with suppress(ValueError):
+        if plain.startswith("{") and "tests" in json.loads(plain):
+            return "unit tests"
     return next((name for name, form in ANSWERS if re.fullmatch(form, plain, re.DOTALL)), "text")
-
-
-def _is_tests(text: str) -> bool:
-    try:
-        return "tests" in json.loads(text)
-    except ValueError:
-        return False
 
 
 @dataclass
@@ -80,16 +75,12 @@ class Seen:
         self.answers.append(answer)
         self.difficulties[row.difficulty] += 1
         self.kinds[kind_of_answer(row.answer)] += 1
-        if self.samples:  # those with the smallest hashes: the same each time
-            entry = (-digest(f"sample/{row.id}"), len(self.lengths), row)
-            if len(self._sampled) < self.samples:
-                heappush(self._sampled, entry)
-            else:
-                heappushpop(self._sampled, entry)
+        entry = digest(f"sample/{row.id}"), len(self.lengths), row  # the smallest hashes are the same each time
+        self._sampled = nsmallest(self.samples, [*self._sampled, entry])
 
     @property
     def sampled(self) -> list[Row]:
-        return [row for _, _, row in sorted(self._sampled, key=lambda entry: -entry[0])]
+        return [row for _, _, row in self._sampled]
 
 
 def inspect(
@@ -199,9 +190,10 @@ def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, 
 def show_left_out(found: Survey, console: Console) -> None:
     """Print how many rows are not used, by reason, with the first of each."""
     counts = found.left_out.counts
+    left_out = f"{counts.total():,}" if counts else "none"
     again = f"; {found.again:,} repeat an earlier one" if found.again else ""
+    console.print(f"{found.source}: {len(found.kept):,} rows, {left_out} left out{again}", soft_wrap=True)
     if not counts:
-        console.print(f"{found.source}: {len(found.kept):,} rows, none left out{again}", soft_wrap=True)
         return
     table = Table(box=None, padding=(0, 2), pad_edge=False)
     table.add_column("left out", no_wrap=True)
@@ -210,7 +202,6 @@ def show_left_out(found: Survey, console: Console) -> None:
     for reason, count in counts.most_common():
         number, what = found.left_out.first[reason][0]
         table.add_row(reason, f"{count:,}", Text(_shortened(f"{number}: {what}", 100)))
-    console.print(f"{found.source}: {len(found.kept):,} rows, {counts.total():,} left out{again}", soft_wrap=True)
     console.print(table)
 
 
@@ -236,8 +227,8 @@ def _in_steps(counted: Mapping[int, int], bars: int) -> list[tuple[str, int]]:
 
 
 def _bars(name: str, counted: list[tuple[str, int]]) -> RenderableType:
-    most = max(count for _, count in counted)
-    total = sum(count for _, count in counted)
+    counts = [count for _, count in counted]
+    most, total = max(counts), sum(counts)
     table = Table(box=None, show_header=False, padding=(0, 1), title=name or None, title_justify="left", title_style="")
     table.add_column(justify="right", no_wrap=True)
     for label, count in counted:

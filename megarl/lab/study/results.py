@@ -56,13 +56,11 @@ def write(study: Study, console: Console) -> int:
     """Write all files, and print the table. MegarlError while no run has finished."""
     rows = collect(study)
     (study.path / "points").mkdir(exist_ok=True)
-    missing = []
+    missing = [task for task in study.tasks if task.state() != "done"]
     for task in study.tasks:
-        if task.state() == "done":
+        if task not in missing:
             write_atomically(study.path / "points" / f"{task.name}.csv", as_csv(read(task)).encode())
-        else:
-            missing.append(task.name)
-    write_atomically(study.path / "table.md", markdown(rows, missing).encode())
+    write_atomically(study.path / "table.md", markdown(rows, [task.name for task in missing]).encode())
     plot_scaling(rows, study.path / "scaling")
     plot_final(rows, study.path / "final")
     shown = Table(*(Column(heading, no_wrap=True) for heading in HEADINGS), box=None, padding=(0, 2), pad_edge=False)
