@@ -339,11 +339,8 @@ def loo(
     recipe: p.Recipe,
     overrides: p.Overrides,
     beside: Annotated[str, Option("--with", metavar="A,B", help="more recipes to run beside the variants")] = "",
-    seeds: p.Seeds = "0,1,2",
-    directory: p.StudyDirectory = "",
-    task: p.Task = None,
-    dry_run: p.DryRun = False,
-) -> int:
+    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.Task = None, dry_run: p.DryRun = False,
+) -> int:  # fmt: skip
     """Leave one out: run variants of a recipe that revert one ScaleRL part each."""
     from megarl.lab.study.main import StudyOptions, loo
 
@@ -354,11 +351,8 @@ def loo(
 @study.command("compare")
 def compare_recipes(
     words: Annotated[list[str], Argument(metavar="recipe", help=p.RECIPES, autocompletion=p.recipe_names)],
-    seeds: p.Seeds = "0,1,2",
-    directory: p.StudyDirectory = "",
-    task: p.Task = None,
-    dry_run: p.DryRun = False,
-) -> int:
+    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.Task = None, dry_run: p.DryRun = False,
+) -> int:  # fmt: skip
     """Run and compare several recipes."""
     from megarl.lab.study.main import StudyOptions, compare
 

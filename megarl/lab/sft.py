@@ -37,8 +37,7 @@ from megarl.core.recipe import Recipe
 from megarl.tasks.data.traces import Trace, load_traces
 
 SETTINGS = "settings.json"
-RANKS_LIMIT_S = 600.0
-"""Limit of a collective; ranks differ by no more than the time to read the data."""
+RANKS_LIMIT_S = 600.0  # limit of a collective; ranks differ by no more than the time to read the data
 
 
 def main(recipe: Recipe) -> int:

@@ -15,14 +15,10 @@ from megarl.lab.evaluation.compare import METHOD, SideBySide, cells
 from megarl.lab.report import pictures
 
 TEMPLATE = Path(__file__).with_name("comparison.html")
-LARGEST = 64_000_000
-"""Characters of all completions in a page."""
-SHORTEST = 1000
-"""Characters that a completion keeps at least, however many there are."""
-LONGEST_ASKED = 20_000
-"""Characters of a prompt or an expected answer; the tests of a program can be megabytes."""
-LINE = 160
-"""Characters of a prompt in the list."""
+LARGEST = 64_000_000  # characters of all completions in a page
+SHORTEST = 1000  # characters that a completion keeps at least, however many there are
+LONGEST_ASKED = 20_000  # characters of a prompt or an expected answer; the tests of a program can be megabytes
+LINE = 160  # characters of a prompt in the list
 
 
 def write_comparison(comparison: SideBySide, target: Path) -> int | None:

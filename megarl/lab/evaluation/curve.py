@@ -101,12 +101,9 @@ def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:
         points = {curve.kind: curve.points for curve in drawn if curve.model == model}
         for at, point in enumerate(points["pass"]):
             scores = [points[kind][at].score if kind in points else None for kind in kinds]
-            shown.add_row(model if at == 0 else "", str(point.n), f"{point.tokens:,.0f}", *map(_cell, scores))
+            texts = [f"{s.mean:.3f} [{s.low:.2f}, {s.high:.2f}]" if s else "–" for s in scores]
+            shown.add_row(model if at == 0 else "", str(point.n), f"{point.tokens:,.0f}", *texts)
     return shown
-
-
-def _cell(score: Interval | None) -> str:
-    return "–" if score is None else f"{score.mean:.3f} [{score.low:.2f}, {score.high:.2f}]"
 
 
 def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:

@@ -71,8 +71,7 @@ def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], lon
 
 log = logging.getLogger(__name__)
 
-DELIMITER = " "
-"""Separates context and choice."""
+DELIMITER = " "  # separates context and choice
 
 
 class Question(NamedTuple):

@@ -30,8 +30,7 @@ from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.grader import TaskGraders
 
 WATCH_S = 1.0
-UNCHANGED = -1
-"""The version of weights that a server read from a directory."""
+UNCHANGED = -1  # the version of weights that a server read from a directory
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from rich.table import Column, Table
 from megarl.core.evaluation.answers import Answer, Result
 from megarl.lab.evaluation.suites import SuiteQuestions
 
-LINE_S = 30.0
-"""Seconds between lines of non-interactive output."""
+LINE_S = 30.0  # seconds between lines of non-interactive output
 
 
 @contextmanager

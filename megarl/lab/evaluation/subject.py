@@ -24,8 +24,7 @@ from megarl.tasks.data.chat import load_chat
 CONTEXT = 16_384
 """Tokens of prompt and completion for a directory that does not say: ScaleRL's 14k, and room for the prompt."""
 THINKING = "</think>"
-KV_TOKENS = 65_536
-"""KV tokens of a server without a GPU, which must be given a number; at least the longest sequence."""
+KV_TOKENS = 65_536  # KV tokens of a server without a GPU, which must be given a number; at least the longest sequence
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -59,8 +58,7 @@ def subject_of(model: str) -> Subject:
         raise MegarlError(
             f"--model: {model!r} is neither a Hugging Face directory (config.json) nor a run (recipe.yaml) nor RUN@STEP"
         )
-    there = complete(rundir.checkpoints)
-    if not there:
+    if not (there := complete(rundir.checkpoints)):
         raise MegarlError(
             f"--model: {path} has no complete checkpoint yet; one is written every checkpoint.every steps"
         )
@@ -109,8 +107,8 @@ def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object]]:
         if not Path(word).is_file():
             raise MegarlError(f"--suite: {word!r} is not a file")
         return Path(word).stem, load_suite(Path(word))
-    path, colon, task = word.rpartition(":")
-    if colon:
+    path, _, task = word.rpartition(":")
+    if path:
         other = load(str(RunDir.opened(Path(path)).recipe))
         if task not in other.data.tasks:
             raise MegarlError(f"--suite: {path} has no task {task!r}; it has {', '.join(other.data.tasks)}")
@@ -122,9 +120,8 @@ def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object]]:
 def _heldout(name: str, base: Recipe) -> dict[str, object]:
     task = base.data.tasks[name]
     kept = task.model_dump(mode="json", exclude={"train", "heldout", "weight"})
-    settings = base.evaluation
     rows = {"data": task.heldout} if isinstance(task.heldout, str) else {"data": task.train, "heldout": task.heldout}
-    return kept | rows | {"samples": settings.samples, "prompts": settings.prompts}
+    return kept | rows | {"samples": base.evaluation.samples, "prompts": base.evaluation.prompts}
 
 
 def _of_directory(hf: Path) -> list[str]:
@@ -150,23 +147,21 @@ def _of_directory(hf: Path) -> list[str]:
 
 def _thinks(hf: Path) -> bool:
     """Return whether the model's vocabulary or template has the end of a thinking trace."""
-    if load_tokenizer(hf).backend.token_to_id(THINKING) is not None:
-        return True
     files = [path for name in ("chat_template.jinja", "tokenizer_config.json") if (path := hf / name).is_file()]
-    return any(THINKING in path.read_text() for path in files)
+    known = load_tokenizer(hf).backend.token_to_id(THINKING) is not None
+    return known or any(THINKING in path.read_text() for path in files)
 
 
 def _template(recipe: Recipe, hf: Path) -> dict[str, str]:
     """Return the template of the run's tasks if they share one; else the model's own, if it has one."""
     trained = {(task.template, task.system) for task in recipe.data.tasks.values()}
     if len(trained) == 1:
-        template, system = trained.pop()
-        return {"template": template, "system": system}
+        return dict(zip(("template", "system"), trained.pop(), strict=True))
     try:
         load_chat(hf)
+        return {"template": "chat"}
     except MegarlError:
         return {"template": "raw"}
-    return {"template": "chat"}
 
 
 def _servers(overrides: Sequence[str]) -> int:

@@ -32,10 +32,8 @@ from megarl.tasks.data.sources import is_source, problem
 from megarl.tasks.data.survey import Reader, Survey, chosen, survey
 from megarl.tasks.data.traces import are_traces, spoken, templated, trace_key
 
-BARS, BAR = 8, 32
-"""Most bars of a histogram, and characters of the longest."""
-SHOWN_TEXT = 400
-"""Characters shown of a sample's prompt and answer; the rest is counted."""
+BARS, BAR = 8, 32  # most bars of a histogram, and characters of the longest
+SHOWN_TEXT = 400  # characters shown of a sample's prompt and answer; the rest is counted
 
 ANSWERS: tuple[tuple[str, str], ...] = (
     ("whole number", r"[-+]?\d+"),

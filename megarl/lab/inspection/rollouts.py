@@ -136,13 +136,11 @@ def _one(group: Group, due: int | None, limit: int, tokenizer: Tokenizer | None,
 
 
 def _about(rollout: Rollout, due: int | None) -> Text:
-    versions = _versions((rollout,))
     facts = [f"reward {rollout.reward:+g}", rollout.finish, f"{len(rollout.tokens):,} tokens"]
     facts += [f"{name} {score:+g}" for name, score in rollout.rewards.items()]
-    if len(versions):
+    if len(versions := _versions((rollout,))):
         facts.append(f"weights {_span(versions)}")
-        if due is not None:
-            facts.append(f"lag {due - versions.min()}")
+        facts += [f"lag {due - versions.min()}"] if due is not None else []
     if (episode := rollout.episode) is not None:
         facts.append(f"{episode.turns} turns" if episode.turns > 1 else "1 turn")
         facts += [f"{episode.errors} of {episode.calls} calls failed"] if episode.errors else []

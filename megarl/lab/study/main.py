@@ -81,8 +81,7 @@ def _planned(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) ->
     return shown
 
 
-PENALTY_SHARE = 2 / 14
-"""The length penalty falls on the last 2k of 14k tokens."""
+PENALTY_SHARE = 2 / 14  # the length penalty falls on the last 2k of 14k tokens
 
 
 def leave_one_out(recipe: str, overrides: Sequence[str]) -> dict[str, Recipe]:

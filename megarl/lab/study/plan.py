@@ -92,9 +92,7 @@ def opened(path: Path) -> Study:
     try:
         record = json.loads((path / "study.json").read_text())
     except FileNotFoundError:
-        raise MegarlError(
-            f"{path}: no study (no study.json in it); `megarl study loo` or `compare` makes one"
-        ) from None
+        raise MegarlError(f"{path}: no study (no study.json); `megarl study loo` or `compare` makes one") from None
     return Study(path, tuple(record["variants"]), tuple(record["seeds"]))
 
 
@@ -105,14 +103,11 @@ def _seeded(recipe: Recipe, task: StudyTask) -> Recipe:
 
 
 def _check_same(there: Study, study: Study, wanted: Mapping[StudyTask, Recipe]) -> None:
-    if (there.variants, there.seeds) != (study.variants, study.seeds):
-        raise MegarlError(
-            f"{study.path}: holds a study of {', '.join(there.variants)} with seeds {', '.join(map(str, there.seeds))}; "
-            "go on with the same, or give another --dir"
-        )
+    if there != study:
+        seeds = ", ".join(map(str, there.seeds))
+        holds = f"holds a study of {', '.join(there.variants)} with seeds {seeds}"
+        raise MegarlError(f"{study.path}: {holds}; go on with the same, or give another --dir")
     for task, recipe in wanted.items():
         if changed := differences(load(str(task.recipe)), recipe):
-            key, old, new = changed[0]
-            raise MegarlError(
-                f"{task.recipe}: this study began with {key}: {old!r}, not {new!r}; undo the change, or give another --dir"
-            )
+            began = "this study began with {}: {!r}, not {!r}".format(*changed[0])
+            raise MegarlError(f"{task.recipe}: {began}; undo the change, or give another --dir")

@@ -24,8 +24,7 @@ from megarl.lab.study.plan import Study, StudyTask
 from megarl.run.view import sparkline
 
 LOOK_S = 2.0
-LINE_S = 60.0
-"""Seconds between lines of non-interactive output."""
+LINE_S = 60.0  # seconds between lines of non-interactive output
 TRAIN = (sys.executable, "-m", "megarl", "train")
 
 
