@@ -1,6 +1,5 @@
 """The command line: every command is a thin function that imports its part when it runs, so that `--help` answers at once.
 
-roles.py       the roles with the tasks and the forecast that they are given
 parameters.py  parameters that several commands share
 data.py        `megarl data`
 scaling.py     `megarl scaling`
@@ -9,6 +8,7 @@ scaling.py     `megarl scaling`
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,9 +20,10 @@ from megarl import __version__
 from megarl.cli import data, scaling
 from megarl.cli import parameters as p
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import die_with_supervisor, have_streams
+from megarl.core.base.process import die_with_supervisor, have_streams, start_logging
 
 if TYPE_CHECKING:
+    from megarl.core.base.rundir import RunDir
     from megarl.core.recipe import Recipe
 
 
@@ -100,8 +101,8 @@ def train(
     plan: Annotated[str | None, Option(metavar="GPU", help="divide this machine's GPUs as `megarl plan` does")] = None,
 ) -> int:  # fmt: skip
     """Train a policy: start, watch and restart all roles."""
-    from megarl.cli import roles
     from megarl.lab import preflight
+    from megarl.run.train import main
 
     if plan is None:
         loaded = _load(recipe, overrides)
@@ -109,7 +110,16 @@ def train(
         from megarl.lab.planning.command import planned
 
         loaded = planned(recipe, overrides, plan)
-    return _dry_run(loaded, preflight.check_all) if dry_run else roles.train(loaded)
+    if dry_run:
+        return _dry_run(loaded, preflight.check_all)
+    return main(loaded, preflight.check_inputs(loaded), write_report)
+
+
+def write_report(rundir: "RunDir") -> None:
+    """Write RUN/report.html and RUN/reward.png. Imported at the end: matplotlib has no place in a run that lives for weeks."""
+    from megarl.lab.report.report import write_report
+
+    write_report(rundir)
 
 
 @app.command()
@@ -277,10 +287,26 @@ def serve(
 
 @app.command()
 def rollout(recipe: p.Recipe, overrides: p.Overrides) -> int:
-    """Role: the controller."""
-    from megarl.cli import roles
+    """Role: the controller, with the recipe's tasks and the forecast of its scores."""
+    start_logging("controller")
+    from megarl.core.base.contracts import Tasks
+    from megarl.core.base.tokenizer import load_tokenizer
+    from megarl.core.controller.controller import main
+    from megarl.lab.evaluation.suites import questions_of
+    from megarl.lab.scaling.outlook import forecast
+    from megarl.tasks.data.prompts import load_tasks
+    from megarl.tasks.environments.registry import TaskEnvironments
+    from megarl.tasks.graders.grader import TaskGraders
 
-    return roles.rollout(_load(recipe, overrides))
+    loaded = _load(recipe, overrides)
+    tokenizer = load_tokenizer(loaded.model.path)
+    prompts = load_tasks(loaded, tokenizer)
+    graders, environments = (
+        partial(TaskGraders.of, loaded, tokenizer.decode),
+        partial(TaskEnvironments, loaded, tokenizer),
+    )
+    tasks = Tasks(prompts, graders=graders, environments=environments)
+    return main(loaded, tokenizer, tasks, questions_of(loaded, prompts, tokenizer), forecast)
 
 
 @app.command()

@@ -1,6 +1,4 @@
-"""`megarl recipes suggest --model DIR`: a recipe for a model, with numbers for its size.
-
-Two sources, kept apart because their evidence differs:
+"""`megarl recipes suggest --model DIR`: a recipe for a model, with numbers for its size from one of two sources:
 
 scalerl  what ScaleRL's paper (arXiv 2510.13786) ran, at 8B dense and 17Bx16: one set of numbers for both. The default.
 ppo      ranges by size from guides to PPO and GRPO, for PPO with a critic: rules of thumb without a scaling study.
@@ -39,6 +37,9 @@ PPO = (
     Preset("7B-70B+", float("inf"), (1e-6, 3e-6), (512, 2048), (2, 4), (500, 2000), (0.01, 0.05)),
 )
 SCALERL = Preset("8B, 17Bx16", float("inf"), (5e-7, 5e-7), (768, 2048), (1, 1), (100, 100), (0.0, 0.0))
+NOTE = """# The layout (model.tensor_parallel, resources) is that of the base: fit it to your GPUs.
+# Give data.tasks (train, heldout), and start from a model that follows the prompt format (`megarl sft`).
+"""
 ROWS = {
     "learning rate": "lr",
     "rollouts a step": "batch",
@@ -87,11 +88,7 @@ def text(model: Path, preset: Literal["scalerl", "ppo"], chosen: Preset) -> str:
             },
             "reference": {"coefficient": chosen.kl[0]},
         }
-    note = (
-        "# The layout (model.tensor_parallel, resources) is that of the base: fit it to your GPUs."
-        "\n# Give data.tasks (train, heldout), and start from a model that follows the prompt format (`megarl sft`).\n"
-    )
-    return note + yaml.safe_dump(tree, sort_keys=False)
+    return NOTE + yaml.safe_dump(tree, sort_keys=False)
 
 
 def _range(low: float, high: float) -> str:

@@ -20,7 +20,7 @@ from scipy.special import stdtrit
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir, suites_in
-from megarl.core.evaluation.metrics import Interval, Outcome, choices, over_prompts
+from megarl.core.evaluation.metrics import Choice, Interval, Outcome, choices, over_prompts
 from megarl.core.recipe import flat
 
 METHOD = (
@@ -86,13 +86,12 @@ def common_suites(out_a: Path, out_b: Path, suite: str | None) -> list[str]:
     """Return the suites to which both have answers, or the one asked for; MegarlError if there is none."""
     there = {out: suites_in(out) for out in (out_a, out_b)}
     for out, names in there.items():
-        wanted = f"to {suite} " if suite else ""
         if suite not in names if suite else not names:
+            wanted = f"to {suite} " if suite else ""
             missing = "it is no directory of an evaluation (OUT of `megarl eval`)"
             has = f"it has {', '.join(names)}" if names else missing
             raise MegarlError(f"{out}: no answers {wanted}in it; {has}")
-    both = [name for name in there[out_a] if name in there[out_b] and suite in (None, name)]
-    if not both:
+    if not (both := [name for name in there[out_a] if name in there[out_b] and suite in (None, name)]):
         a_has, b_has = (", ".join(names) for names in there.values())
         raise MegarlError(f"{out_a} has answers to {a_has}, {out_b} to {b_has}: nothing to compare")
     return both
@@ -137,6 +136,9 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
     every = [outcome for answers in (*ours, *theirs) for outcome in answers]
     k = min(len(answers) for answers in (*ours, *theirs))
 
+    def of_k(chosen: Choice) -> Callable[[Sequence[Outcome]], float]:
+        return lambda answers: chosen(answers, k)
+
     def share(name: str, value_of: Callable[[Sequence[Outcome]], float], step: float) -> Quantity:
         x, y = [value_of(each) for each in ours], [value_of(each) for each in theirs]
         a_score, b_score = over_prompts(x, sum(map(len, ours))), over_prompts(y, sum(map(len, theirs)))
@@ -144,8 +146,7 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
 
     rows = [share(f"mean@{k}" if k > 1 else "right", lambda answers: fmean(o.correct for o in answers), 1 / k)]
     if k > 1:
-        for name, chosen in choices(every).items():
-            rows.append(share(f"{name}@{k}", lambda answers, choose=chosen: choose(answers, k), 1.0))
+        rows += [share(f"{name}@{k}", of_k(chosen), 1.0) for name, chosen in choices(every).items()]
     if any(o.by_length is not None for o in every):
         rows.append(share("by length", lambda answers: fmean(bool(o.by_length) for o in answers), 1 / k))
     rows.append(share("truncated", lambda answers: fmean(o.truncated for o in answers), 1 / k))

@@ -64,7 +64,7 @@ def _lines(comparison: SideBySide) -> list[list[str | int]]:
     sides = [(comparison.a.answers[name], comparison.b.answers[name]) for name in comparison.prompts]
     texts = [a[0].prompt.split() for a, _ in sides]
     begin = next((n for n, words in enumerate(zip(*texts, strict=False)) if len(set(words)) > 1), 0)
-    lines = []
+    lines: list[list[str | int]] = []
     for name, (a, b), words in zip(comparison.prompts, sides, texts, strict=True):
         counts = [n for answers in (a, b) for n in (sum(x.correct for x in answers), len(answers))]
         lines.append([name, " ".join(words[begin:])[:LINE], *counts, sum(x.truncated for x in (*a, *b))])
@@ -90,13 +90,8 @@ def _answer(answer: Answer, limit: int | None) -> dict[str, object]:
         "marks": _marks(answer),
     }
     if answer.choices is not UNSET:
-        result |= {
-            "choices": answer.choices,
-            "loglikelihoods": answer.loglikelihoods,
-            "chosen": answer.chosen,
-            "chosen_normalised": answer.chosen_normalised,
-            "right_normalised": Outcome.of(answer).by_length,
-        }
+        scored = ("choices", "loglikelihoods", "chosen", "chosen_normalised")
+        result |= {key: getattr(answer, key) for key in scored} | {"right_normalised": Outcome.of(answer).by_length}
     return result
 
 

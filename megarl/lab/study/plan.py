@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import RunDir, latest_scores, write_atomically
+from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.recipe import Recipe, differences, dump, load
 
 State = Literal["waiting", "begun", "done", "failed"]
@@ -50,10 +50,6 @@ class StudyTask:
             return "begun" if self.rundir.recipe.exists() else "waiting"
         outcome = json.loads(self.rundir.summary.read_text())["outcome"]
         return "done" if outcome == "finished" else "failed" if outcome == "failed" else "begun"
-
-    def pass_rates(self) -> list[float]:
-        """Return the pass rates of the evaluations so far."""
-        return [row["pass_rate"] for row in latest_scores(self.rundir.eval)]
 
 
 @dataclass(frozen=True)

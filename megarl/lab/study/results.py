@@ -85,17 +85,12 @@ def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
     """Return a run's evaluations by step: what its recipe forecasts, else the score of all tasks together."""
     score = load(str(task.recipe)).forecast_column or "pass_rate"
     generated = {row["step"]: row["generated_tokens"] for row in latest_rows(task.rundir.metrics)}
-    return tuple(
-        EvaluationPoint(
-            compute_hours=row["compute_hours"],
-            pass_rate=row[score],
-            step=row["step"],
-            tokens=int(sum(n for step, n in generated.items() if step < row["step"])),
-            seed=task.seed,
-            compute_unit=row["compute_unit"],
-        )
-        for row in latest_scores(task.rundir.eval)
-    )
+    points = []
+    for row in latest_scores(task.rundir.eval):
+        hours, step, unit = row["compute_hours"], row["step"], row["compute_unit"]
+        tokens = int(sum(n for earlier, n in generated.items() if earlier < step))
+        points.append(EvaluationPoint(hours, row[score], step, tokens, task.seed, unit))
+    return tuple(points)
 
 
 def _result(variant: str, tasks: Sequence[StudyTask], hours: float) -> VariantResult:
@@ -123,14 +118,12 @@ def cells(row: VariantResult) -> list[str]:
     hours = np.mean([run[-1].compute_hours for run in row.runs])
     tokens = np.mean([run[-1].tokens for run in row.runs])
     found = row.fit
-    fitted = ["-"] * 3 if found is None else [
-        _interval(found.A, found.A_interval, ".3f"), _interval(found.B, found.B_interval, ".2f"),
-        _interval(found.C_mid, found.C_mid_interval, ".3g"),
-    ]  # fmt: skip
-    return [
-        row.variant, str(len(row.runs)), f"{before:.3f}", _spread(row.final), _spread(row.common), *fitted,
-        f"{hours:.3g}", f"{tokens:,.0f}",
-    ]  # fmt: skip
+    fitted = ["-"] * 3
+    if found is not None:
+        a, b = _interval(found.A, found.A_interval, ".3f"), _interval(found.B, found.B_interval, ".2f")
+        fitted = [a, b, _interval(found.C_mid, found.C_mid_interval, ".3g")]
+    rates = [f"{before:.3f}", _spread(row.final), _spread(row.common)]
+    return [row.variant, str(len(row.runs)), *rates, *fitted, f"{hours:.3g}", f"{tokens:,.0f}"]
 
 
 def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:

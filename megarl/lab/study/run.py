@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 
 from megarl.core.base.process import SUPERVISOR, Wish, outlive_screen, wishes
-from megarl.core.base.rundir import latest_rows
+from megarl.core.base.rundir import latest_rows, latest_scores
 from megarl.lab.study.plan import Study, StudyTask
 from megarl.run.view import sparkline
 
@@ -87,12 +87,12 @@ def table(study: Study, now: StudyTask, elapsed_s: float) -> Table:
     for task in study.tasks:
         state = "running" if task == now and task.state() == "begun" else task.state()
         style = {"done": "green", "failed": "red", "running": "bold", "waiting": "dim"}.get(state, "")
-        shown.add_row(task.name, state, *_progress(task), sparkline(task.pass_rates(), 20), style=style)
+        shown.add_row(task.name, state, *_progress(task), style=style)
     return shown
 
 
-def _progress(task: StudyTask) -> tuple[str, str]:
-    """Return the number of steps so far, and the first and the last pass rate."""
-    rows, rates = latest_rows(task.rundir.metrics), task.pass_rates()
-    ends = rates if len(rates) < 2 else (rates[0], rates[-1])
-    return f"{rows[-1]['step'] + 1}" if rows else "-", " → ".join(f"{rate:.3f}" for rate in ends)
+def _progress(task: StudyTask) -> tuple[str, str, str]:
+    """Return the number of steps so far, the first and the last pass rate, and a curve of all."""
+    rows, rates = latest_rows(task.rundir.metrics), [row["pass_rate"] for row in latest_scores(task.rundir.eval)]
+    ends = " → ".join(f"{rate:.3f}" for rate in (rates if len(rates) < 2 else (rates[0], rates[-1])))
+    return f"{rows[-1]['step'] + 1}" if rows else "-", ends, sparkline(rates, 20)
