@@ -13,9 +13,7 @@ app = typer.Typer(name="data", help="Look at prompt sets, prepare them, make the
 
 @app.command()
 def inspect(
-    source: Annotated[
-        str, Argument(help="prompts or traces: a file or hub:…; or a recipe", autocompletion=p.recipe_names)
-    ],
+    source: Annotated[str, Argument(help="a file, hub:… or a recipe", autocompletion=p.recipe_names)],
     overrides: p.Overrides,
     column: p.Column,
     mapping: p.Mapping = "",

@@ -74,9 +74,7 @@ def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
         return f"Nothing can be run here yet: {', '.join(bad)}.", 1
     good = {f.what for f in findings if f.grade == "good"}
     if gpu_count == 0:
-        text = (
-            "Runs on the CPU are possible (tiny models: `make quickstart`). For GPU runs a machine with GPUs is needed."
-        )
+        text = "Runs on the CPU are possible (tiny models: `make quickstart`). GPU runs need a machine with GPUs."
         return text, 0
     if "CUDA" not in good:
         return "CPU runs are possible (CUDA_VISIBLE_DEVICES=); GPU runs are not yet: CUDA.", 0
@@ -117,10 +115,8 @@ def cuda() -> Finding:
         names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
         return noted("CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} x {names}")
     if count:
-        needs = (
-            f"the driver is too old for torch's CUDA {torch.version.cuda}, or torch is a CPU build; update the driver"
-        )
-        return noted("CUDA", f"{count} GPUs that torch cannot use", needs)
+        advice = f"update the driver, too old for torch's CUDA {torch.version.cuda}, or replace torch's CPU build"
+        return noted("CUDA", f"{count} GPUs that torch cannot use", advice)
     return noted("CUDA", "no GPU", "tiny models run on the CPU; for others use a machine with NVIDIA GPUs")
 
 

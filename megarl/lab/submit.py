@@ -42,7 +42,7 @@ class SlurmJob(NamedTuple):
     mounts: str
 
 
-class Submission(NamedTuple):
+class ChosenLayout(NamedTuple):
     """What to submit. recipe: with the plan's changes, listed in `overrides`; figures: expected performance, in lines."""
 
     recipe: Recipe
@@ -53,9 +53,7 @@ class Submission(NamedTuple):
 def main(job: SlurmJob, out: Path | None, submitted: bool) -> int:
     """Write the script to `out`, show it, submit it if it is to be."""
     if not LIBRARY.is_file():
-        raise MegarlError(
-            f"{LIBRARY} is missing: batch scripts need megarl's source; install from it (`pip install -e .`)"
-        )
+        raise MegarlError(f"{LIBRARY} is missing: batch scripts need megarl's source, installed by `pip install -e .`")
     chosen = choose(load(job.recipe, job.overrides), job)
     file = out or Path(chosen.recipe.run.dir) / f"{chosen.recipe.run.name}.sbatch"
     text = script(chosen, job)
@@ -82,14 +80,14 @@ def submit(file: Path) -> int:
     return 0
 
 
-def choose(recipe: Recipe, job: SlurmJob) -> Submission:
+def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
     """Return the recipe as written if it fits the nodes (and, with --gpu, their memory), else the best plan that does.
 
     MegarlError if nothing fits.
     """
     per_node = job.gpus_per_node
     if not per_node:
-        return Submission(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))
+        return ChosenLayout(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))
     nodes = [Node(f"node {i + 1}", f"{i}", "", "", tuple(map(str, range(per_node))), 0, ()) for i in range(job.nodes)]
     try:
         placed, misfit = place(recipe, nodes), ""
@@ -100,12 +98,12 @@ def choose(recipe: Recipe, job: SlurmJob) -> Submission:
     if not job.gpu:
         if misfit:
             raise MegarlError(f"{misfit}\n--gpu NAME has `megarl plan` choose a layout for {job.nodes} nodes")
-        return Submission(recipe, (), (*described(placed, nodes), *spare))
+        return ChosenLayout(recipe, (), (*described(placed, nodes), *spare))
     problem = command.problem(recipe, len(nodes) * per_node, job.gpu, job.model_config, command.work(recipe))
     if not misfit:
         written = as_written(problem)
         if not isinstance(written, str):
-            return Submission(recipe, (), (*described(placed, nodes), *spare, *_figures(written)))
+            return ChosenLayout(recipe, (), (*described(placed, nodes), *spare, *_figures(written)))
         misfit = written
     for plan in search(problem).plans:
         try:
@@ -113,7 +111,7 @@ def choose(recipe: Recipe, job: SlurmJob) -> Submission:
         except MegarlError:
             continue
         why = f"the layout is the plan's; as written it does not fit: {misfit}"
-        return Submission(plan.recipe, tuple(show.overrides(plan)), (why, *described(placed, nodes), *_figures(plan)))
+        return ChosenLayout(plan.recipe, tuple(show.overrides(plan)), (why, *described(placed, nodes), *_figures(plan)))
     nothing = f"no layout fits {job.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is refused"
     raise MegarlError(f"as written: {misfit}\n{nothing}")
 
@@ -128,7 +126,7 @@ def _figures(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def script(chosen: Submission, job: SlurmJob) -> str:
+def script(chosen: ChosenLayout, job: SlurmJob) -> str:
     """Return the batch script."""
     recipe = chosen.recipe
     settings = {

@@ -65,9 +65,7 @@ def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
 
     suites = common_suites(out_a, out_b, suite)
     if page is not None and len(suites) > 1:
-        raise MegarlError(
-            f"-o: {page} is one page, and both have answers to {', '.join(suites)}; choose one with --suite"
-        )
+        raise MegarlError(f"-o: {page} is one page, both have answers to {', '.join(suites)}; choose one with --suite")
     if page is not None and not page.parent.is_dir():
         raise MegarlError(f"-o: {page.parent}: no such directory")
     console = Console()
@@ -113,9 +111,7 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
         a, b = (side._replace(name=str(side.folder)) for side in (a, b))
     both = sorted(a.answers.keys() & b.answers.keys(), key=_numbers_in_order)
     if not both:
-        raise MegarlError(
-            f"{a.folder} and {b.folder} have no prompt of {suite} in common: they are not of the same set"
-        )
+        raise MegarlError(f"{a.folder} and {b.folder} have no prompt of {suite} in common: their sets are different")
     if other := [name for name in both if a.answers[name][0].expected != b.answers[name][0].expected]:
         wants = [side.answers[other[0]][0].expected[:60] for side in (a, b)]
         raise MegarlError(

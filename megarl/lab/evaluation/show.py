@@ -59,9 +59,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
     if any("pass_rate_by_length" in r.metrics for r in results):
         table_rows.append(("choice by length", [_rate(r, "pass_rate_by_length") for r in results]))
     for kind in ("pass", "maj", "best"):
-        ks = sorted(
-            {int(found[1]) for r in results for name in r.metrics if (found := fullmatch(rf"{kind}@(\d+)", name))}
-        )
+        ks = sorted({int(m[1]) for r in results for name in r.metrics if (m := fullmatch(rf"{kind}@(\d+)", name))})
         table_rows += [(f"{kind}@{k}", [_rate(r, f"{kind}@{k}") for r in results]) for k in ks if k > 1]
     for label, name in (
         ("truncated", "truncation_rate"),

@@ -59,9 +59,7 @@ def subject_of(model: str) -> Subject:
             f"--model: {model!r} is neither a Hugging Face directory (config.json) nor a run (recipe.yaml) nor RUN@STEP"
         )
     if not (there := complete(rundir.checkpoints)):
-        raise MegarlError(
-            f"--model: {path} has no complete checkpoint yet; one is written every checkpoint.every steps"
-        )
+        raise MegarlError(f"--model: {path} has no complete checkpoint yet; there is one every checkpoint.every steps")
     chosen = step_folder(rundir.checkpoints, int(step)) if asks_step else there[-1]
     if chosen not in there:
         steps = ", ".join(str(step_of(p)) for p in there)
