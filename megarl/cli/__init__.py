@@ -323,19 +323,17 @@ def _recipes(context: typer.Context) -> int:
     if context.invoked_subcommand is not None:
         return 0
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from megarl.core.recipe import load, shipped
     from megarl.run.devices import needed
 
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("name", style="bold", no_wrap=True)
-    table.add_column("GPUs", justify="right", no_wrap=True)
-    table.add_column("what", ratio=1)
-    for name in shipped():
-        recipe = load(name)
+    name, count = Column("name", style="bold", no_wrap=True), Column("GPUs", justify="right", no_wrap=True)
+    table = Table(name, count, Column("what", ratio=1), box=None, padding=(0, 1), pad_edge=False)
+    for shown in shipped():
+        recipe = load(shown)
         gpus = f"{needed(recipe)}" + (" or 0" if recipe.model.dtype == "fp32" else "")
-        table.add_row(name, gpus, recipe.description)
+        table.add_row(shown, gpus, recipe.description)
     Console().print(table)
     return 0
 

@@ -72,10 +72,8 @@ def check_sft(recipe: Recipe) -> str:
         raise MegarlError("sft.output: say where the trained model is to be written")
     ranks, here = recipe.resources.learner_ranks, len(devices.gpus())
     if 0 < here < ranks:
-        raise MegarlError(
-            f"resources.learner_ranks: {ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs; set "
-            f"resources.learner_ranks={here}"
-        )
+        why = f"{ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs"
+        raise MegarlError(f"resources.learner_ranks: {why}; set resources.learner_ranks={here}")
     if not here:
         checks.check_cpu(recipe, recipe.sft.init, {"learner ranks": ranks}, len(os.sched_getaffinity(0)))
     return f"{ranks} rank{'s' * (ranks != 1)}, {min(here, ranks)} GPU{'s' * (min(here, ranks) != 1)}"

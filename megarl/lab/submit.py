@@ -81,10 +81,7 @@ def submit(file: Path) -> int:
 
 
 def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
-    """Return the recipe as written if it fits the nodes (and, with --gpu, their memory), else the best plan that does.
-
-    MegarlError if nothing fits.
-    """
+    """Return the recipe as written if it fits the nodes (with --gpu their memory, too), else the best plan, or MegarlError."""
     per_node = job.gpus_per_node
     if not per_node:
         return ChosenLayout(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))

@@ -39,10 +39,7 @@ from megarl.lab.evaluation.suites import SuiteQuestions
 def main(
     model: str, suite: str, overrides: Sequence[str], samples: int | None, limit: int | None, data: str | None, out: Path | None
 ) -> int:  # fmt: skip
-    """Return 0 when all is answered; 1 if a void answer is left, which the same command asks again.
-
-    The parameters are those of the command; None: as the suites say, and the usual directory.
-    """
+    """Return 0 when all is answered; 1 if a void answer is left. None: as the suites say, and the usual directory."""
     outlive_screen()
     console = Console()
     subject = subject_of(model)

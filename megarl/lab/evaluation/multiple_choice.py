@@ -61,10 +61,8 @@ def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], lon
         over = max(0, len(whole) - longest)
         first = len(alone) - over
         if not 1 <= first < len(whole) - over:
-            raise MegarlError(
-                f"{text!r} cannot be scored behind {context[-60:]!r}: {len(whole) - len(alone)} tokens of its own, "
-                f"behind at least one other, where {longest} fit"
-            )
+            fits = f"{len(whole) - len(alone)} tokens of its own, behind at least one other, where {longest} fit"
+            raise MegarlError(f"{text!r} cannot be scored behind {context[-60:]!r}: {fits}")
         continued.append(Continuation(whole[over:], first, over > 0))
     return continued
 
@@ -84,10 +82,7 @@ class Question(NamedTuple):
 
 
 def arc(raw: Raw) -> Question:
-    """Read huggingface.co/datasets/allenai/ai2_arc (arXiv 1803.05457): id, question, choices {text, label}, answerKey.
-
-    Labels are A … E or 1 … 5.
-    """
+    """Read huggingface.co/datasets/allenai/ai2_arc (arXiv 1803.05457), whose labels are A … E or 1 … 5."""
     labels, choices = column("choices.label")(raw), column("choices.text")(raw)
     key = column("answerKey")(raw)
     if key not in labels:
@@ -96,10 +91,9 @@ def arc(raw: Raw) -> Question:
 
 
 def hellaswag(raw: Raw) -> Question:
-    """Read huggingface.co/datasets/Rowan/hellaswag (arXiv 1905.07830): ind, activity_label, ctx_a, ctx_b, endings, label.
+    """Read huggingface.co/datasets/Rowan/hellaswag (arXiv 1905.07830); its test split has no labels.
 
-    `ctx`, which is ctx_a and ctx_b joined, is not read: the harness joins them itself, with a capital letter. The test split
-    has no labels.
+    `ctx`, which is ctx_a and ctx_b joined, is not read: the harness joins them itself, with a capital letter.
     """
     label, endings = str(column("label")(raw)), column("endings")(raw)
     if not label.isdecimal() or int(label) >= len(endings):
@@ -109,10 +103,7 @@ def hellaswag(raw: Raw) -> Question:
 
 
 def _without_brackets(text: str) -> str:
-    """Remove marks such as [title], [header], [step] from HellaSwag's WikiHow part.
-
-    This is the harness's preprocessing, and that of the authors' release.
-    """
+    """Remove marks such as [title] from HellaSwag's WikiHow part, as the harness and the authors' release do."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
@@ -134,10 +125,9 @@ class LoadedQuestions(NamedTuple):
 
 
 def load_questions(source: str, choices: str) -> LoadedQuestions:
-    """Load the questions of a source, in order; choices: a key of SETS.
+    """Load the questions of a source, in order; choices: a key of SETS. MegarlError if there is none.
 
-    Rows that do not fit the schema, or repeat an id, are left out, counted and reported, since every published set has some;
-    MegarlError if none is left.
+    Rows that do not fit the schema, or repeat an id, are left out, counted and reported: every published set has some.
     """
     questions: dict[str, Question] = {}
     left_out, faults = Counter[str](), []
@@ -163,10 +153,7 @@ def load_questions(source: str, choices: str) -> LoadedQuestions:
 
 @dataclass(frozen=True)
 class Choices(Questions[Question]):
-    """Questions whose choices are scored.
-
-    A question too long for the servers loses the start of its context, as in the harness, and its answer says `truncated`.
-    """
+    """Questions whose choices are scored. One too long loses the start of its context; its answer says `truncated`."""
 
     def answerer(self, asker: Asker) -> Callable[[Question, int, Order], Awaitable[Answer]]:
         return partial(self._answer, asker)
@@ -195,8 +182,8 @@ async def ask(
 ) -> Answer:
     """Return the answer of the model that `client` serves.
 
-    longest: tokens that fit in a context. salt: the evaluation's; a new one per version of the weights. Raises
-    ServerLost or ServerRefused; MegarlError if the tokenizer leaves nothing of a choice.
+    longest: tokens that fit in a context. salt: one per evaluation and version of the weights. Raises ServerLost or
+    ServerRefused; MegarlError if the tokenizer leaves nothing of a choice.
     """
     continuations = joined(tokenizer, question.context, [DELIMITER + choice for choice in question.choices], longest)
     tokens, first = [c.tokens for c in continuations], [c.first for c in continuations]

@@ -1,7 +1,6 @@
 """The questions of a suite: rows of its source, mapped, put into its prompt and template, as token ids; or multiple choice.
 
-A row that cannot be asked changes the overall score, so it is left out, counted and reported. No answer is too large here,
-because a programming problem is graded by its tests.
+A row that cannot be asked is left out, counted and reported. No answer is too large: it may be a program's tests.
 """
 
 import hashlib

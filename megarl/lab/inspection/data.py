@@ -18,7 +18,7 @@ from typing import cast, get_args
 import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from megarl.core.base.errors import MegarlError
@@ -65,7 +65,7 @@ class Seen:
     answers: array[int] = field(default_factory=lambda: array("L"))
     difficulties: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
-    _sampled: list[tuple[int, int, Row]] = field(default_factory=list)
+    sampled: list[tuple[int, int, Row]] = field(default_factory=list)
 
     def add(self, row: Row, length: int, answer: int) -> None:
         """Add a row. length, answer: those of its prompt and its answer."""
@@ -74,11 +74,7 @@ class Seen:
         self.difficulties[row.difficulty] += 1
         self.kinds[kind_of_answer(row.answer)] += 1
         entry = digest(f"sample/{row.id}"), len(self.lengths), row  # the smallest hashes are the same each time
-        self._sampled = nsmallest(self.samples, [*self._sampled, entry])
-
-    @property
-    def sampled(self) -> list[Row]:
-        return [row for _, _, row in self._sampled]
+        self.sampled = nsmallest(self.samples, [*self.sampled, entry])
 
 
 def inspect(
@@ -178,7 +174,7 @@ def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, 
         parts.append(Text(f"{over:,} longer than {key}={limit}: left out", style="yellow" if over else "dim"))
     title = Text(f"{len(prompts):,} {'rows' if render else 'traces'} · {name}")
     console.print(Panel(Group(*parts), title=title, title_align="left", border_style="dim"))
-    for row in seen.sampled:
+    for _, _, row in seen.sampled:
         text = Text(_shortened((render or str)(row.prompt), SHOWN_TEXT))
         text.append(f"\n→ {_shortened(row.answer, SHOWN_TEXT)}", style="green")
         title = Text(f"{row.id} · difficulty {row.difficulty}" if render else "")
@@ -193,10 +189,8 @@ def show_left_out(found: Survey, console: Console) -> None:
     console.print(f"{found.source}: {len(found.kept):,} rows, {left_out} left out{again}", soft_wrap=True)
     if not counts:
         return
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    table.add_column("left out", no_wrap=True)
-    table.add_column("rows", justify="right", no_wrap=True)
-    table.add_column("first")
+    rows = Column("rows", justify="right", no_wrap=True)
+    table = Table(Column("left out", no_wrap=True), rows, "first", box=None, padding=(0, 2), pad_edge=False)
     for reason, count in counts.most_common():
         number, what = found.left_out.first[reason][0]
         table.add_row(reason, f"{count:,}", Text(_shortened(f"{number}: {what}", 100)))
