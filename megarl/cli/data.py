@@ -13,13 +13,13 @@ app = typer.Typer(name="data", help="Look at prompt sets, prepare them, make the
 
 @app.command()
 def inspect(
-    source: Annotated[str, Argument(help="a file, hub:… or a recipe", autocompletion=p.recipe_names)],
+    source: Annotated[str, Argument(help="prompts or traces (a file, hub:…) or a recipe", autocompletion=p.recipe_names)],
     overrides: p.Overrides,
     column: p.Column,
     mapping: p.Mapping = "",
     tokenizer: Annotated[Path | None, Option(help="count tokens with that of this model directory")] = None,
     samples: Annotated[int, Option(min=0, help="rows shown of each set")] = 3,
-) -> int:
+) -> int:  # fmt: skip
     """Show lengths, difficulties, answer types and samples."""
     from megarl.lab.inspection.data import inspect
 

@@ -32,7 +32,10 @@ Run = Annotated[Path, Argument(help="run directory")]
 Json = Annotated[bool, Option("--json", help="print JSON")]
 ModelConfig = Annotated[str | None, Option(help="config.json, or a name such as llama-3.1-8b; else that of model.path")]
 
-SUITES = "aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, a suite or task of the run, RUN:TASK, or a YAML file"
+SUITES = (
+    "aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, a suite or task of the run, RUN:TASK (held out of that "
+    "run), or a YAML file"
+)
 
 # For studies.
 Seeds = Annotated[str, Option(help="values of run.seed")]
