@@ -16,7 +16,7 @@ from megarl.core.base.errors import MegarlError
 
 if TYPE_CHECKING:
     from megarl.lab.scaling.compare import Comparison
-    from megarl.lab.scaling.fit import Fit
+    from megarl.lab.scaling.fit import Fit, Grid, Options
     from megarl.lab.scaling.points import Curve
 
 app = typer.Typer(name="scaling", help="What a run will reach, from its evaluations.")
@@ -30,7 +30,7 @@ def fit(
 ) -> int:  # fmt: skip
     """A, B and C_mid of a run, with 95 % intervals."""
     from megarl.lab.scaling import tables
-    from megarl.lab.scaling.fit import fit, fit_each
+    from megarl.lab.scaling.fit import fit
 
     how = _how(r0, start, until, form, grid)
     curves = _read(points, seed, hours_column, score_column)
@@ -38,7 +38,7 @@ def fit(
     if as_json:
         print(json.dumps(found.record(), allow_nan=False))
         return 0
-    each = fit_each(curves, **how) if len(curves) > 1 else []
+    each = [fit([curve], **how) for curve in curves] if len(curves) > 1 else []
     rows = [(f"seed {curve.seed}", one) for curve, one in zip(curves, each, strict=False)]
     tables.show(tables.fits([("pooled" if each else curves[0].name, found), *rows]))
     tables.show(tables.forms(curves, how))
@@ -177,7 +177,7 @@ def _named(sources: Sequence[Path], *which: Any) -> dict[str, list["Curve"]]:
     }
 
 
-def _how(r0: float | None, start: float | None, until: float | None, form: str, grid: str) -> dict[str, Any]:
+def _how(r0: float | None, start: float | None, until: float | None, form: str, grid: "Grid") -> "Options":
     return {"r0": r0, "start": start, "end": until, "form": form, "grid": grid}
 
 

@@ -11,8 +11,8 @@ The file is in Trace Event Format, object form, with times in whole microseconds
 C counter, s and f flow, M metadata.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
-Lanes are laid out here, not by Perfetto from async events (b, e): those get a track for each name, so one for each
-ticket, and the arrows of this format start and end only at spans of threads.
+Lanes are laid out here, not by Perfetto from async events (b, e): it names their tracks after them, so each ticket would have
+a track of its own or lose its number, and it binds s and f to threads only (json_trace_parser_impl.cc).
 """
 
 import gzip
