@@ -15,8 +15,8 @@ from megarl.cli import parameters as p
 from megarl.core.base.errors import MegarlError
 
 if TYPE_CHECKING:
-    from megarl.lab.scaling.compare import Comparison
-    from megarl.lab.scaling.fit import Fit, Grid, Options
+    from megarl.lab.scaling.compare import RunComparison
+    from megarl.lab.scaling.fit import Fit, FitOptions, Grid
     from megarl.lab.scaling.points import Curve
 
 app = typer.Typer(name="scaling", help="What a run will reach, from its evaluations.")
@@ -157,9 +157,9 @@ def show_published(
 
 
 def _read(source: str | Path, seed: int | None, hours_column: str | None, score_column: str | None) -> list["Curve"]:
-    from megarl.lab.scaling.points import Columns, read_points
+    from megarl.lab.scaling.points import PointColumns, read_points
 
-    curves = read_points(source, Columns(hours_column, score_column))
+    curves = read_points(source, PointColumns(hours_column, score_column))
     if seed is None:
         return curves
     chosen = [curve for curve in curves if curve.seed == seed]
@@ -177,7 +177,7 @@ def _named(sources: Sequence[Path], *which: Any) -> dict[str, list["Curve"]]:
     }
 
 
-def _how(r0: float | None, start: float | None, until: float | None, form: str, grid: "Grid") -> "Options":
+def _how(r0: float | None, start: float | None, until: float | None, form: str, grid: "Grid") -> "FitOptions":
     return {"r0": r0, "start": start, "end": until, "form": form, "grid": grid}
 
 
@@ -196,7 +196,7 @@ def _score_at(found: "Fit", hours: float) -> tuple[dict[str, Any], str]:
 
 
 def _draw(
-    base: Path, to: float | None, published: Sequence[str], runs: dict[str, list["Curve"]], comparison: "Comparison",
+    base: Path, to: float | None, published: Sequence[str], runs: dict[str, list["Curve"]], comparison: "RunComparison",
     efficiency: dict[str, "Fit"],
 ) -> None:  # fmt: skip
     """All pictures; the efficiency plot of the fits that are given for it."""

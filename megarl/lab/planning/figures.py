@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from megarl.lab.planning.layouts import Plan
-from megarl.lab.planning.scenario import Result
+from megarl.lab.planning.scenario import Simulation
 from megarl.lab.planning.simulate import Summary
 from megarl.lab.report.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, drawing, rendered
 
@@ -15,7 +15,7 @@ PALE, LIGHT = "#b9c7da", "#d9dce1"
 
 
 def draw(
-    results: Mapping[str, Result],
+    results: Mapping[str, Simulation],
     plans: Sequence[Plan],
     swept: str,
     by_lag: Mapping[int, Summary],
@@ -34,7 +34,7 @@ def draw(
         path.write_bytes(rendered(figure, path.suffix[1:] or "png", dpi=110))
 
 
-def _lags(axes: Axes, results: Mapping[str, Result]) -> None:
+def _lags(axes: Axes, results: Mapping[str, Simulation]) -> None:
     width = 0.8 / len(results)
     for i, ((name, result), colour) in enumerate(zip(results.items(), COLORS, strict=False)):
         lags = result.summary.lags
@@ -49,7 +49,7 @@ def _lags(axes: Axes, results: Mapping[str, Result]) -> None:
     axes.legend()
 
 
-def _shares(axes: Axes, results: Mapping[str, Result]) -> None:
+def _shares(axes: Axes, results: Mapping[str, Simulation]) -> None:
     names = list(results)
     left = np.zeros(len(names))
     parts = (
@@ -70,7 +70,7 @@ def _shares(axes: Axes, results: Mapping[str, Result]) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)
 
 
-def _steps(axes: Axes, results: Mapping[str, Result]) -> None:
+def _steps(axes: Axes, results: Mapping[str, Simulation]) -> None:
     """Draw the seconds of each step, with those that fill the window shaded."""
     for (name, result), colour in zip(results.items(), COLORS, strict=False):
         ended = np.array([0.0, *(s.ended for s in result.steps)])
@@ -81,7 +81,7 @@ def _steps(axes: Axes, results: Mapping[str, Result]) -> None:
     axes.set(title="a step (shaded: the window fills, not counted)", xlabel="step", ylabel="seconds")
 
 
-def _split(axes: Axes, plans: Sequence[Plan], results: Mapping[str, Result]) -> None:
+def _split(axes: Axes, plans: Sequence[Plan], results: Mapping[str, Simulation]) -> None:
     """Draw the estimate for the best plan of each split, and what was simulated."""
     best: dict[int, float] = {}
     for plan in plans:  # best first

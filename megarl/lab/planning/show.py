@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megarl.lab.planning import memory
 from megarl.lab.planning.hardware import GB
-from megarl.lab.planning.layouts import Found, Plan, Problem
+from megarl.lab.planning.layouts import Found, Plan, PlanningProblem
 from megarl.lab.planning.simulate import Summary
 
 
@@ -32,7 +32,7 @@ TAKEN_OVER_PLANNED = (1.3, 14)
 """GPU-hours that the ScaleRL paper's two runs took, relative to those planned for them: the table of docs/plan.md."""
 
 
-def tables(problem: Problem, written: Plan | str, found: Found, best: int, simulated: Simulated) -> None:
+def tables(problem: PlanningProblem, written: Plan | str, found: Found, best: int, simulated: Simulated) -> None:
     """Print the recipe as written, the best plans, why others are refused, and what the simulator says."""
     console, work, shape = Console(), problem.work, problem.shape
     console.print(
@@ -68,7 +68,7 @@ def tables(problem: Problem, written: Plan | str, found: Found, best: int, simul
         console.print(_simulated(simulated))
 
 
-def name_of_written(written: Plan, problem: Problem) -> str:
+def name_of_written(written: Plan, problem: PlanningProblem) -> str:
     """Return `as written`, with its number of GPUs if it differs from the planned one."""
     return "as written" if written.gpus == problem.gpus else f"written ({written.gpus})"
 
@@ -143,7 +143,7 @@ def _figures(plan: Plan) -> dict[str, str]:
     }
 
 
-def _remarks(problem: Problem, plans: list[Plan]) -> list[str]:
+def _remarks(problem: PlanningProblem, plans: list[Plan]) -> list[str]:
     """Return what a user should know about the first of these plans."""
     if not plans:
         return []
@@ -185,7 +185,9 @@ def _simulated(simulated: Simulated) -> Table:
     return table
 
 
-def as_json(problem: Problem, written: Plan | str, found: Found, best: int, simulated: Simulated) -> dict[str, object]:
+def as_json(
+    problem: PlanningProblem, written: Plan | str, found: Found, best: int, simulated: Simulated
+) -> dict[str, object]:
     """Return the same as JSON, all figures unrounded."""
     return {
         "gpus": problem.gpus,

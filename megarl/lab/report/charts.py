@@ -16,7 +16,7 @@ from megarl.core.recipe import Recipe
 from megarl.lab.report.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, RED, drawing, rendered
 from megarl.lab.scaling.extrapolate import predict
 from megarl.lab.scaling.fit import fit
-from megarl.lab.scaling.points import Columns, curve_of_run
+from megarl.lab.scaling.points import PointColumns, curve_of_run
 
 Row = dict[str, Any]
 MOST_POINTS = 400
@@ -58,7 +58,7 @@ def _predicted(axes: Axes, rows: list[Row], evaluations: list[Row]) -> None:
         return
     score = newest.get("predicted_score", "pass_rate")
     try:
-        curve = curve_of_run("run", evaluations, rows, "the run", Columns(score=score))
+        curve = curve_of_run("run", evaluations, rows, "the run", PointColumns(score=score))
         fitted = fit([curve])
     except MegarlError:  # the row has a fit that these rows do not reproduce
         return

@@ -163,7 +163,7 @@ class Shown(TypedDict):
     begin: float
 
 
-class Trace(TypedDict):
+class TraceFile(TypedDict):
     """The file's content."""
 
     displayTimeUnit: str
@@ -199,7 +199,7 @@ class ChromeTrace:
         self._add("s", start[0], name, start[1], cat="group", id=self._flows)
         self._add("f", end[0], name, end[1], cat="group", id=self._flows, bp="e")
 
-    def tree(self, shown: Shown) -> Trace:
+    def tree(self, shown: Shown) -> TraceFile:
         """Return the whole trace, metadata first, then by time."""
         events = [event for _, _, event in sorted(self._events, key=lambda e: e[:2])]
         return {"displayTimeUnit": "ms", "otherData": shown, "traceEvents": [*self._metadata(), *events]}
@@ -244,7 +244,7 @@ def main(run: Path, steps: int, output: Path | None) -> int:
     return 0
 
 
-def trace_of(rundir: RunDir, steps: int) -> Trace:
+def trace_of(rundir: RunDir, steps: int) -> TraceFile:
     """Build the trace from the start of the last `steps` complete steps."""
     spans, events = read(rundir.trace)
     if not spans:

@@ -15,14 +15,14 @@ import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.extrapolate import inverse as hours_of
-from megarl.lab.scaling.fit import WIDE_INTERVAL, Fit, Options, fit
+from megarl.lab.scaling.fit import WIDE_INTERVAL, Fit, FitOptions, fit
 from megarl.lab.scaling.points import Curve, amount
 
 SAME_CEILING = 0.02
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunFit:
     """One run in the table; `fit` is None if `problem` says why there is none."""
 
     name: str
@@ -43,8 +43,8 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    entries: tuple[Entry, ...]
+class RunComparison:
+    entries: tuple[RunFit, ...]
     pairs: tuple[Pair, ...]
 
     @property
@@ -76,7 +76,7 @@ class Comparison:
         return records
 
 
-def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[Options]) -> Comparison:
+def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) -> RunComparison:
     """Compare all runs with the first that can be fitted."""
     if len({curve.unit for curves in runs.values() for curve in curves}) > 1:
         raise MegarlError("runs on GPUs and runs on CPU cores cannot be compared by their hours")
@@ -84,15 +84,15 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[Options]) -> 
     for name, curves in runs.items():
         try:
             fits[name] = fit(curves, **options)
-            entries.append(Entry(name, fits[name]))
+            entries.append(RunFit(name, fits[name]))
         except MegarlError as error:
-            entries.append(Entry(name, None, str(error)))
+            entries.append(RunFit(name, None, str(error)))
     pairs = []
     for other, second in list(fits.items())[1:]:
         reference, first = next(iter(fits.items()))
         at_mean = None
         if abs(first.A - second.A) <= SAME_CEILING:
-            ceiling: Options = {**options, "ceiling": (first.A + second.A) / 2}
+            ceiling: FitOptions = {**options, "ceiling": (first.A + second.A) / 2}
             at_mean = (fit(runs[reference], **ceiling), fit(runs[other], **ceiling))
         crossings = overtakes(reference, first, other, second)
         words = (
@@ -101,7 +101,7 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[Options]) -> 
             _lead(crossings, first, second),
         )
         pairs.append(Pair(reference, other, at_mean, crossings, " ".join(words)))
-    return Comparison(tuple(entries), tuple(pairs))
+    return RunComparison(tuple(entries), tuple(pairs))
 
 
 def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, float], ...]:

@@ -29,9 +29,9 @@ import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.forms import Form, form_named
-from megarl.lab.scaling.least_squares import R0, A, Problem, U, W, descend, predicted
+from megarl.lab.scaling.least_squares import R0, A, FitProblem, U, W, descend, predicted
 from megarl.lab.scaling.points import Curve, Unit, amount
-from megarl.lab.scaling.profile import Profile, student_t
+from megarl.lab.scaling.profile import FitProfile, student_t
 
 Grid = Literal["paper", "free"]
 Interval = tuple[float, float]
@@ -41,7 +41,7 @@ KEYS = ("form", "A", "B", "C_mid", "R_0", "sse", "rmse", "r2", "n")
 INTERVALS = ("window", "A_interval", "B_interval", "C_mid_interval")
 
 
-class Options(TypedDict, total=False):
+class FitOptions(TypedDict, total=False):
     """How `fit` fits. start, end: hours of the window; ceiling: holds A there."""
 
     r0: float | None
@@ -73,7 +73,7 @@ class Fit:
     warnings: tuple[str, ...]
     unit: Unit
     r0_from: Literal["evaluation", "given", "estimate"]
-    problem: Problem
+    problem: FitProblem
     """The problem that was solved; x is in units of `scale`."""
     allowed_sse: float
     """Largest error of a curve in the 95 % region of one parameter or prediction, with R_0 certain."""
@@ -130,8 +130,8 @@ def fit(
     scale = float(hours[-1])
     earliest = min(float(c.pass_rate[0]) for c in curves if len(c.pass_rate))
     r0_bounds = (0.0, earliest) if known is None else (known, known)
-    problem = Problem(chosen, chosen.x(hours, scale), scores, bounds, r0_bounds)
-    profile = Profile(problem, step)
+    problem = FitProblem(chosen, chosen.x(hours, scale), scores, bounds, r0_bounds)
+    profile = FitProfile(problem, step)
     allowed = profile.smallest * _threshold(problem)
     if_r0 = _refitted(problem, profile.theta, profile.smallest, sum(c.r0 is not None for c in curves), r0_from)
     ends = [widened(profile.interval(i, allowed), float(profile.theta[i]), if_r0[:, i]) for i in (A, U, W)]
@@ -173,7 +173,7 @@ def widened(interval: Interval, value: float, if_r0: np.ndarray) -> Interval:
     return low, high
 
 
-def _refitted(problem: Problem, theta: np.ndarray, sse: float, evaluations: int, r0_from: str) -> np.ndarray:
+def _refitted(problem: FitProblem, theta: np.ndarray, sse: float, evaluations: int, r0_from: str) -> np.ndarray:
     """Return parameters [2, 4] at either end of R_0's 95 % interval, if R_0 is the mean of noisy evaluations."""
     both = np.stack([theta, theta])
     if r0_from != "evaluation":
@@ -185,7 +185,7 @@ def _refitted(problem: Problem, theta: np.ndarray, sse: float, evaluations: int,
     return both
 
 
-def _threshold(problem: Problem) -> float:
+def _threshold(problem: FitProblem) -> float:
     """Return 1 + t²/(n − p)."""
     left = problem.y.size - int(problem.free.sum())
     return 1 + student_t(left) ** 2 / left

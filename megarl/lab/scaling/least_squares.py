@@ -27,7 +27,7 @@ PATIENCE = 5
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class FitProblem:
     """Points `x` (Form.x) and scores `y`, both [points], and the bounds of parameters."""
 
     form: Form
@@ -57,7 +57,7 @@ def predicted(form: Form, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
     return r0 + (a - r0) * form.share(np.exp(w) * (x - u))
 
 
-def grid(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+def grid(problem: FitProblem) -> tuple[np.ndarray, np.ndarray]:
     """Return starts: the best of the grid for each value of A, of u, and of w. Parameters [rows, 4], and which is held [rows].
 
     With q = 1 − s the error of (A, R_0) is Σ(y − R_0 q − A s)², so R_0 has a closed form and only sums over points are kept.
@@ -84,7 +84,7 @@ def grid(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def descend(
-    problem: Problem,
+    problem: FitProblem,
     theta: np.ndarray,
     held: np.ndarray | None = None,
     target: tuple[np.ndarray, np.ndarray] | None = None,

@@ -43,7 +43,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Columns:
+class PointColumns:
     """Column names in a file or in eval.jsonl.
 
     hours, None: `gpu_hours`, else `compute_hours`; score, None: `pass_rate` or, for a run directory, what its recipe forecasts.
@@ -59,9 +59,9 @@ def amount(hours: float, unit: str | None = None) -> str:
     return f"{number} {HOURS[unit]}" if unit else number
 
 
-def read_points(source: str | Path, columns: Columns | None = None) -> list[Curve]:
+def read_points(source: str | Path, columns: PointColumns | None = None) -> list[Curve]:
     """Read the curves of a run directory or a file, one per seed."""
-    path, columns = Path(source), columns or Columns()
+    path, columns = Path(source), columns or PointColumns()
     if path.is_dir():
         return [_run(path, columns)]
     if not path.exists():
@@ -71,16 +71,16 @@ def read_points(source: str | Path, columns: Columns | None = None) -> list[Curv
 
 
 def curve_of_run(
-    name: str, evaluations: Sequence[Row], steps: Iterable[Row], where: str, columns: Columns | None = None
+    name: str, evaluations: Sequence[Row], steps: Iterable[Row], where: str, columns: PointColumns | None = None
 ) -> Curve:
     """Build a curve from rows of eval.jsonl and metrics.jsonl, the latest of each step; works while the run is live."""
     rows = [(f"{where}, step {row['step']}", row) for row in evaluations]
-    columns = columns or Columns()
+    columns = columns or PointColumns()
     (curve,) = curves_of_rows(name, rows, columns, where)
     return replace(curve, first_epoch=_first_epoch(steps, columns.hours or "compute_hours"))
 
 
-def _run(path: Path, columns: Columns) -> Curve:
+def _run(path: Path, columns: PointColumns) -> Curve:
     from megarl.core.base.rundir import RunDir, latest_rows
 
     run = RunDir(path)
@@ -88,7 +88,7 @@ def _run(path: Path, columns: Columns) -> Curve:
         raise MegarlError(f"{path}: no eval.jsonl in it; a run directory has one after its first evaluation")
     name, score = path.resolve().name, columns.score or _forecast_column(run.recipe)
     return curve_of_run(
-        name, latest_rows(run.eval), latest_rows(run.metrics), str(run.eval), Columns(columns.hours, score)
+        name, latest_rows(run.eval), latest_rows(run.metrics), str(run.eval), PointColumns(columns.hours, score)
     )
 
 
@@ -145,7 +145,7 @@ def _jsonl(path: Path) -> Iterable[tuple[str, Row]]:
         yield where, row
 
 
-def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: Columns, where: str) -> list[Curve]:
+def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointColumns, where: str) -> list[Curve]:
     """Build one curve per value of `seed`; the last row of a step counts."""
     if not rows:
         raise MegarlError(f"{where}: no points in it")

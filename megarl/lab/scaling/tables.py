@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.core.base.errors import MegarlError
-from megarl.lab.scaling.compare import Comparison
+from megarl.lab.scaling.compare import RunComparison
 from megarl.lab.scaling.extrapolate import Later, Reached
-from megarl.lab.scaling.fit import Fit, Options, fit
+from megarl.lab.scaling.fit import Fit, FitOptions, fit
 from megarl.lab.scaling.forms import FORMS
 from megarl.lab.scaling.points import HOURS, Curve, amount
 from megarl.lab.scaling.published import Law
@@ -32,7 +32,7 @@ def say(found: Fit, text: str) -> None:
         print(f"warning: {warning}")
 
 
-def say_verdict(comparison: Comparison) -> None:
+def say_verdict(comparison: RunComparison) -> None:
     print(comparison.verdict)
     for entry in comparison.entries:
         for warning in entry.fit.warnings if entry.fit else ():
@@ -63,11 +63,11 @@ def fits(rows: Sequence[tuple[str, Fit]]) -> Table:
     return table
 
 
-def forms(curves: Sequence[Curve], how: Options) -> Table:
+def forms(curves: Sequence[Curve], how: FitOptions) -> Table:
     """Fit the same points with each form, to show which curve they follow."""
     table = _table("form", "A", "R²", "rmse")
     for form in FORMS:
-        options: Options = {**how, "form": form}
+        options: FitOptions = {**how, "form": form}
         try:
             found = fit(curves, **options)
         except MegarlError:
@@ -77,7 +77,7 @@ def forms(curves: Sequence[Curve], how: Options) -> Table:
     return table
 
 
-def compared(comparison: Comparison) -> Table:
+def compared(comparison: RunComparison) -> Table:
     first = next((entry.fit for entry in comparison.entries if entry.fit), None)
     table = _table("", *(_headings(first) if first else ("A", "B", "C_mid")), "B at the mean A")
     for entry in comparison.entries:
