@@ -28,7 +28,7 @@ test-unit: setup ## no server and no process group: minutes
 test-slow: setup ## what "make test" leaves out: more recipes, layouts and faults, real runs on a real Slurm: about an hour
 	$(PYTEST) tests -m slow
 
-test-faults: setup ## every fault of docs/reliability.md, those of "make test" too, and real runs on a real Slurm
+test-faults: setup ## every fault of docs/failures.md, those of "make test" too, and real runs on a real Slurm
 	$(PYTEST) tests -m faults
 
 test-recipes: setup ## every shipped recipe at a tiny size, by "megarl train" in its own precision: about a minute each

@@ -1,4 +1,4 @@
-"""The pipeline at 80, 1,024 and 16,384 GPUs, simulated, for docs/scaling-out.md.
+"""The pipeline at 80, 1,024 and 16,384 GPUs, simulated, for benchmarks/scaling-out.md.
 
     python -m benchmarks.scaling_out [--json FILE]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 import typer
 from typer import Argument, Option
@@ -93,16 +93,16 @@ def arithmetic(directory: Path, seed: Annotated[int, Option(min=0)] = 0) -> int:
 
 
 def _reader(mapping: str, columns: Sequence[str]) -> "Reader":
-    from megarl.core.recipe import Columns
+    from megarl.core.recipe import ColumnName
     from megarl.tasks.data.mappings import MAPPINGS, mapping_of
 
     if mapping and mapping not in MAPPINGS:
         raise MegarlError(f"--mapping: {mapping!r} is none of {', '.join(MAPPINGS)}")
     given = dict(column.partition("=")[::2] for column in columns)
     for field, path in given.items():
-        if field not in Columns.model_fields or not path:
-            raise MegarlError(f"--column: write FIELD=COLUMN, with a field of {', '.join(Columns.model_fields)}")
-    return mapping_of(mapping, given)
+        if field not in get_args(ColumnName) or not path:
+            raise MegarlError(f"--column: write FIELD=COLUMN, with a field of {', '.join(get_args(ColumnName))}")
+    return mapping_of(mapping, cast(dict[ColumnName, str], given))
 
 
 def _inspect_recipe(recipe: "Recipe", tokenizer_of: Path | None, samples: int) -> None:
@@ -120,7 +120,7 @@ def _inspect_recipe(recipe: "Recipe", tokenizer_of: Path | None, samples: int) -
     console, tokenizer = Console(), load_tokenizer(tokenizer_of or recipe.model.path)
     evaluation = overlap_with(recipe.data.decontaminate)
     for name, task in recipe.data.tasks.items():
-        read, render = mapping_of(task.mapping, task.columns.model_dump()), renderer(task, tokenizer)
+        read, render = mapping_of(task.mapping, task.columns), renderer(task, tokenizer)
         split = task.heldout if isinstance(task.heldout, int) else 0
         found = survey(task.train, read, split, evaluation)
         show_left_out(found, console)

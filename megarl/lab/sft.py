@@ -66,7 +66,7 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
     init = Path(recipe.sft.init)
     trainer = Trainer(
-        recipe, init, optimizer=recipe.sft.optimizer, loss=supervised_loss(), temperature=1.0, steps=recipe.sft.steps
+        recipe, init, optimizer=recipe.sft_optimizer, loss=supervised_loss(), temperature=1.0, steps=recipe.sft.steps
     )
     checkpoints = Checkpoints(unfinished, 1, trainer, init)
     checkpoints.load_latest()
@@ -85,7 +85,7 @@ def run(recipe: Recipe, unfinished: Path) -> int:
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that a warm start must keep until its end."""
     return {
-        "sft": recipe.sft.model_dump(mode="json", exclude={"checkpoint_every"}),
+        "sft": recipe.sft.model_dump(mode="json"),
         "run.seed": recipe.run.seed,
         "data.decontaminate": recipe.data.model_dump(mode="json")["decontaminate"],
     }
@@ -127,7 +127,7 @@ def train(
             progress.update(task, advance=1, now=f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s")
             checkpoints.poll()
             asked = max(gathered(wish.signal))
-            if trainer.step < steps and (asked or trainer.step % recipe.sft.checkpoint_every == 0):
+            if trainer.step < steps and (asked or trainer.step % recipe.checkpoint.every == 0):
                 checkpoints.save()
             if asked and trainer.step < steps:
                 checkpoints.finish()

@@ -13,7 +13,7 @@ from tests.faults.disks import Disk
 from tests.parallel.test_learner_loop import LIMIT_S, Run, trained
 from tests.tiny import tiny_llama
 from tests.unit.conftest import write_model
-from tests.unit.supervisor.test_train import Life, nobody
+from tests.unit.run.test_train import Life, nobody
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -26,7 +26,7 @@ from megatron.core import parallel_state
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"tensor_parallel": 2, "sequence_parallel": True},
-    {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "overlap_p2p": True},
+    {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
     {"context_parallel": 2},
 ]
 FP16: list[tuple[dict[str, Any], str]] = [

@@ -25,13 +25,13 @@ from megarl.core.learner.trainer import Trainer
 from megarl.core.models import family_of, hf, parallel
 from megarl.core.recipe import Recipe
 from tests.sequences import logprobs, training_sequences
-from tests.unit.learner.test_expert_load import COEFFICIENT
+from tests.unit.core.learner.test_expert_load import COEFFICIENT
 
 # isort: split
 from megatron.core import parallel_state
 
 PP2_TP2 = {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}
-VPP2 = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "overlap_p2p": True}
+VPP2 = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [
@@ -57,7 +57,7 @@ WITH_EXPERTS: dict[int, list[dict[str, Any]]] = {
     4: [PP2_EP2, TP2_EP2 | {"expert_tensor_parallel": 2}],
 }
 CHECKPOINTED: list[dict[str, Any]] = [{}, VPP2, PP2_TP2, PP2_EP2]
-BALANCED = {"load_balancing": "aux_loss", "aux_loss_coefficient": COEFFICIENT}
+BALANCED = {"aux_loss": COEFFICIENT}
 RESUMED = 2
 COUNTED = (5, 2, Moments(24.5, 1 / 3, 0.7))
 """Steps skipped, those in a row, and statistics of advantages: any, for they only have to come back."""

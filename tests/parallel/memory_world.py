@@ -28,7 +28,7 @@ from tests.parallel.learner_world import full_gradients, recipe_of, say
 from tests.sequences import training_sequences
 
 SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
-VPP2 = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "overlap_p2p": True}
+VPP2 = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [SP2, {"pipeline_parallel": 2}, VPP2, {"context_parallel": 2}],
@@ -88,7 +88,7 @@ def check_recomputed(model: Path, batch: Batch, layout: dict[str, Any], experts:
     """Experts: the router's own and the server's, each with a balancing loss, which is added where the router is run again."""
     world = int(os.environ["WORLD_SIZE"])
     for replay in (False, True) if experts else (False,):
-        balanced = {"load_balancing": "aux_loss", "aux_loss_coefficient": 0.3, "routing_replay": replay}
+        balanced = {"aux_loss": 0.3, "routing_replay": replay}
         moe = balanced if experts else None
         sequences = training_sequences(batch, of(model, world, moe=moe, **layout))
         if not replay:

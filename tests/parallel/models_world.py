@@ -28,7 +28,7 @@ DENSE: dict[int, list[dict[str, Any]]] = {
         {"tensor_parallel": 2},
         SP2,
         {"pipeline_parallel": 2},
-        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "overlap_p2p": True},
+        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
         {"context_parallel": 2},
     ],
     4: [

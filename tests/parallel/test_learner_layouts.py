@@ -16,7 +16,7 @@ from checkpoints_tools.layout import Layout
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, encode
 from tests.parallel.worlds import run_world
 from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen3_moe
-from tests.unit.learner.test_expert_load import balancing_by_transformers
+from tests.unit.core.learner.test_expert_load import balancing_by_transformers
 
 VOCABULARY = 131  # no TP divides it
 TEMPERATURE, CAP = 0.7, 1.5  # as in learner_world.recipe_of

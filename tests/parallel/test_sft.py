@@ -37,7 +37,7 @@ def loss_by_transformers(folder: Path, rows: list[dict[str, str]]) -> float:
     return total / count
 
 
-def written(tmp_path: Path, output: str, **more: object) -> Path:
+def written(tmp_path: Path, output: str, checkpoint_every: int = 250) -> Path:
     """A recipe of a warm start on sums."""
     if not (tmp_path / "data").exists():
         arithmetic.write(tmp_path / "data", 0)
@@ -51,7 +51,8 @@ def written(tmp_path: Path, output: str, **more: object) -> Path:
         "optimizer": {"lr": 2e-3, "warmup_steps": 5},
     }
     path = tmp_path / "recipe.yaml"
-    path.write_text(recipes.dump(recipes.from_tree({"model": {"dtype": "fp32"}, "sft": sft | more})))
+    tree = {"model": {"dtype": "fp32"}, "sft": sft, "checkpoint": {"every": checkpoint_every}}
+    path.write_text(recipes.dump(recipes.from_tree(tree)))
     return path
 
 
@@ -118,7 +119,7 @@ def test_told_to_stop_it_saves_and_the_same_command_goes_on(whole: Path, tmp_pat
 @pytest.mark.slow
 def test_two_ranks_of_which_only_torchrun_is_told(tmp_path: Path) -> None:
     saved, recipe, ranks = tmp_path / "stopped.unfinished", written(tmp_path, "stopped"), "resources.learner_ranks=2"
-    begun = sft(recipe, ranks, "sft.checkpoint_every=4")
+    begun = sft(recipe, ranks, "checkpoint.every=4")
     wait_for_a_checkpoint(saved, begun)
     begun.terminate()
     status, output = ended(begun)

@@ -1,6 +1,6 @@
 """`stand_in_megarl.py train RECIPE key=value …`: the real supervisor in a real Slurm job, with small processes as the roles.
 
-The run's last step is run.steps. See tests/unit/supervisor/stand_in_role.py for what the roles do.
+The run's last step is run.steps. See tests/unit/run/stand_in_role.py for what the roles do.
 """
 
 import dataclasses

@@ -24,7 +24,7 @@ def completed(job: Job) -> str:
 def test_warm_start_experts_conversion_evaluation(jobs: Jobs) -> None:
     for name in ("runs/quickstart-moe-sft", "runs/quickstart-moe-sft.unfinished", "runs/experts", "exported", "scored"):
         shutil.rmtree(jobs.cwd / name, ignore_errors=True)  # of a first try
-    words = ("sft.steps=150", "sft.checkpoint_every=10")
+    words = ("sft.steps=150", "checkpoint.every=10")
     job = jobs.submit("sft.sbatch", *words, options=ONE, RECIPE="quickstart-moe")
     saved = [0]
     for told in (("--batch", "--signal=USR1"), ("--batch", "--signal=TERM"), ("--signal=TERM",)):

@@ -17,10 +17,10 @@ KEPT = (
     "data.tasks.*.template", "data.tasks.*.system", "data.tasks.*.environment", "data.tasks.*.weight", "data.tasks.*.turns",
     "length.control", "length.end_of_thinking", "length.interruption", "sampling.temperature", "sampling.top_p",
     "pipeline.*", "batch.zero_variance", "batch.positive_threshold", "batch.centring", "batch.advantage",
-    "batch.running_decay", "batch.aggregation", "loss.*", "reference.*", "learner.packing", "learner.recompute",
+    "batch.aggregation", "loss.*", "reference.*", "learner.packing", "learner.recompute",
     "learner.epochs", "learner.optimizer.schedule", "learner.optimizer.betas",
     "learner.optimizer.eps", "learner.optimizer.weight_decay", "learner.optimizer.grad_clip", "critic.path", "critic.gamma",
-    "critic.lam", "critic.value_clip", "critic.optimizer.schedule", "weights.pause", "serving.release_memory",
+    "critic.lam", "critic.value_clip", "weights.pause", "serving.release_memory",
 )  # fmt: skip
 """What makes a recipe what it is: no rule may replace it."""
 

@@ -25,30 +25,29 @@ NO_PENALTIES: Penalties = {}
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of a stream of batches, each weighing `decay` times the next: weight, mean, sum of squared deviations.
+    """Count, mean and sum of squared deviations of all numbers so far, as in trlX and TRL.
 
-    With decay 1 these are the mean and population deviation of all numbers so far, as in trlX and TRL. Below 1 old batches are
-    forgotten; no correction for the start is needed, because the count decays too. Batches are combined by the recurrence of
-    Chan, Golub and LeVeque 1979 in float64: the same batches give the same bits. Part of the learner's checkpoint.
+    Batches are combined by the recurrence of Chan, Golub and LeVeque 1979 in float64: the same batches give the same bits.
+    Part of the learner's checkpoint.
     """
 
     count: float = 0.0
     mean: float = 0.0
     squares: float = 0.0
 
-    def after(self, values: np.ndarray, decay: float) -> "Moments":
+    def after(self, values: np.ndarray) -> "Moments":
         """Return the moments with one more batch [n] float64. Unchanged for an empty batch or any non-finite value.
 
         A non-finite batch would otherwise have every later step skipped, not just its own.
         """
         if not len(values) or not np.isfinite(values).all():
             return self
-        before, n = decay * self.count, len(values)
+        before, n = self.count, len(values)
         off = float(values.mean()) - self.mean
         return Moments(
             before + n,
             self.mean + off * n / (before + n),
-            decay * self.squares + float(values.var()) * n + off * off * before * n / (before + n),
+            self.squares + float(values.var()) * n + off * off * before * n / (before + n),
         )
 
     @property

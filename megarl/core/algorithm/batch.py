@@ -130,7 +130,7 @@ def with_advantages(
         return list(sequences), before
     groups = groups_in_loss(batch.groups, settings.zero_variance)
     penalties = {(s.ticket, s.sample): float(s.kl_penalty.sum()) for s in sequences if s.kl_penalty is not None}
-    after = before.after(centred(groups, settings.centring, penalties), settings.running_decay)
+    after = before.after(centred(groups, settings.centring, penalties))
     gains = advantages(groups, settings.advantage, settings.centring, after, penalties)
     gain_of = {
         (group.ticket, rollout.sample): float(gain)

@@ -40,13 +40,12 @@ def estimated(
     lam: float,
     normalisation: Literal["batch", "running", "none"],
     before: Moments = NOTHING_SEEN,
-    decay: float = 1.0,
 ) -> tuple[list[TrainSequence], Moments]:
     """Return the sequences with advantage, value and return at each trained token, 0 elsewhere. values: [len] per sequence.
 
     A rollout's reward comes with its last trained token, the KL penalty to a reference with each token (`kl_penalty`).
     normalisation: advantages are centred and divided by mean and deviation over all trained tokens of the batch; running: of
-    all batches including this one, each weighing `decay` times the next; the second result holds these.
+    all batches including this one; the second result holds these.
     """
     trained = [s.loss_weight > 0 for s in sequences]
     pairs = [
@@ -55,9 +54,9 @@ def estimated(
     ]
     advantages = [a for a, _ in pairs]
     everything = np.concatenate(advantages)
-    after = before.after(everything, decay)
+    after = before.after(everything)
     if normalisation != "none":
-        scale = after if normalisation == "running" else NOTHING_SEEN.after(everything, decay)
+        scale = after if normalisation == "running" else NOTHING_SEEN.after(everything)
         advantages = [(a - scale.mean) / scale.deviation for a in advantages]
     result = [
         replace(s, advantage=_placed(a, t), value=_placed(v[t], t), value_target=_placed(r, t))

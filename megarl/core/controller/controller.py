@@ -1,14 +1,14 @@
-"""`megarl rollout`: the controller. One asyncio process that decides what everybody does next.
+"""`megarl rollout`: the controller, one asyncio process that decides what every role does next.
 
     learner ── Next, Published, Stopped ──► conversation ─► decision.decide ──► Train | Publish | Wait | Stop
                                                               ▲  looks at
                 servers.py      who is up, with which version ┤
-                parity.py       do both sides compute the same ┤
-                tickets.py      admitted, sampled, graded ────┤     every change wakes the one who waits for it
+                parity.py       do both sides agree ──────────┤
+                tickets.py      drawn, sampled, graded ───────┤     every change wakes a waiting question
                 evaluations.py  held-out score, server pinned ┘
-                journal/        the journal: all of it can be rebuilt from there
+                journal/        the journal, from which all of it can be rebuilt
 
-A `Next` that would be answered by `Wait` is held for a second, and answered at once when something changes.
+A `Next` whose answer would be `Wait` is held for a second, and answered at once when something changes.
 """
 
 import asyncio
@@ -55,17 +55,17 @@ log = logging.getLogger(__name__)
 STATUS_S = 1.0
 DROP_S = 10.0
 END_LIMIT_S = 600.0
-"""How long a learner may take to finish its step and save before the controller leaves without its goodbye."""
+"""Limit of the wait for a learner to finish its step and save, after which the controller leaves without its goodbye."""
 UNMET_LIMIT_S = 5.0
-"""The same for a learner that has never spoken to this controller."""
+"""The same limit for a learner that has never spoken to this controller."""
 
 
 def main(
     recipe: Recipe, tokenizer: Tokenizer, tasks: Tasks, questions: Sequence[Questions[Any]], forecast: Forecast
 ) -> int:
-    """Run until the learner has been told to stop and has left; 1 if the run failed.
+    """Run until the learner was told to stop and has left; return 1 if the run failed.
 
-    questions: what each evaluation asks; forecast: what its scores say about the rest of the run.
+    questions: what each evaluation asks. forecast: predicts the rest of the run from its scores.
     """
     rundir = RunDir(recipe.run.path)
     endpoints = rundir.endpoints()
@@ -81,7 +81,7 @@ def main(
 
 
 class Controller:
-    """The parts of a run, wired; made within the running event loop."""
+    """The parts of a run, wired together within the running event loop."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Controller:
         self._stopping_since = 0.0
 
     async def run(self) -> int:
-        """All of it, until the end; the exit status."""
+        """Run all parts until the end and return the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -159,31 +159,31 @@ class Controller:
     # What the learner says, and what it is told (conversation.py).
 
     def new_learner(self) -> None:
-        """Another learner speaks: the earlier one is gone, and what it was publishing will not end."""
+        """Note that another learner speaks: the earlier one is gone, and its publications will not end."""
         broken = self.servers.membership.new_learner()
         if broken:
             log.warning("servers %s were being published to; their requests go on from what has arrived", broken)
             self._tasks.create_task(self.servers.abort(broken))
 
     def published(self, result: Published) -> None:
-        """A publication is over."""
+        """Note the end of a publication."""
         if self.publications.over(result):
             self.parity.published(result.version)
             self._evaluate_if_due(result.version)
         self._on_change()
 
     def scored(self, result: Scored) -> None:
-        """The learner has scored the rollouts it was given."""
+        """Note the learner's scores of the rollouts it was given."""
         self.parity.scored(result)
         self._on_change()
 
     def left(self, step: int) -> None:
-        """The learner has saved and leaves."""
+        """Note that the learner has saved and leaves."""
         if not self._ending():
             self._stop(f"the learner has left at step {step}")
 
     def decide(self, asked: Next) -> Decision:
-        """As things stand now."""
+        """Decide from the present state."""
         self._evaluate_if_due(asked.version)
         return decide(asked, self._view(asked))
 
@@ -203,7 +203,7 @@ class Controller:
             self.evaluations.begin_if_due(version, self.publications.spent, self._tasks)
 
     async def carry_out(self, decision: Decision, asked: Next) -> Reply:
-        """What has to happen before the learner is told, and what it is told."""
+        """Do what must happen before the learner gets this decision, and return the reply."""
         self.step, self.phase = asked.step, type(decision).__name__.lower()
         match decision:
             case TrainStep():
@@ -249,13 +249,13 @@ class Controller:
     # Changes, and the end.
 
     def _on_change(self) -> None:
-        """Something that somebody may wait for has changed."""
+        """React to a change that a question may wait for."""
         self.evaluations.cancel_lost()
         self.places.refresh()
         self.conversation.changed()
 
     async def _tick(self) -> None:
-        """Each second: look for RUN/stop and for waits that have run out, write the status."""
+        """Each second, look for RUN/stop and for expired waits, and write the status."""
         while True:
             await asyncio.sleep(STATUS_S)
             if self.rundir.stop_file.exists():
@@ -272,7 +272,7 @@ class Controller:
             await asyncio.to_thread(self.spans.flush)
 
     async def _drop_old(self) -> None:
-        """Now and then: forget what no kept checkpoint replays, if the recipe says so."""
+        """From time to time delete what no kept checkpoint replays, if the recipe says so."""
         while self.recipe.journal.keep == "checkpoints":
             await asyncio.sleep(DROP_S)
             if kept := complete(self.rundir.checkpoints):
@@ -288,7 +288,7 @@ class Controller:
         return bool(self.stop_reason or self.failure)
 
     def _fail(self, reason: str) -> None:
-        """End the run. A file says so to the supervisor: it is no crash, and another life would end as this one."""
+        """End the run. RUN/failure tells the supervisor that this is no crash, and that a restart would end the same way."""
         log.error("%s", reason)
         if not self.failure:
             self.failure = reason
@@ -296,13 +296,13 @@ class Controller:
         self._stop(reason)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Not the supervisor's, unless the run is over: Slurm tells all processes of a job to make room."""
+        """Ask the run to stop, unless it is over: Slurm may signal all processes of a job, and the supervisor last."""
         if not self._ending():
             self.rundir.stop(number)
         self._stop(f"signal {number.name}")
 
     def _stop(self, reason: str) -> None:
-        """Sample no more; go on answering the learner until it has left."""
+        """Stop sampling, and go on answering the learner until it has left."""
         if self.stop_reason:
             return
         log.info("stopping: %s", reason)
@@ -323,13 +323,13 @@ class Controller:
             self._exporter.close()
 
     def _listening(self, endpoints: Endpoints) -> Exporter | None:
-        """For Prometheus, with the status of the latest second."""
+        """Serve Prometheus with the status of the latest second."""
         if not endpoints.controller_metrics:
             return None
         return Exporter(endpoints.controller_metrics, endpoints.metrics_key, lambda: of_controller(*self._exported))
 
     def _status(self) -> dict[str, Any]:
-        """RUN/status.json: how things stand now."""
+        """Return the content of RUN/status.json."""
         seconds = self.meter.second()
         servers = self.servers.membership.members.items()
         return {
@@ -352,7 +352,7 @@ class Controller:
         }
 
     def _tickets(self) -> dict[str, int]:
-        """Tickets drawn and not trained before the present step, and of all lives by what became of them."""
+        """Count tickets: drawn and not trained before the present step, and by their end over all lives."""
         pipeline, state = self.pipeline, self.pipeline.state
         ahead = pipeline.ahead(self.step)
         return {
@@ -367,6 +367,6 @@ class Controller:
 
 
 def _leaf(errors: BaseExceptionGroup[MegarlError]) -> MegarlError:
-    """The first error of a group of groups."""
+    """Return the first error in nested exception groups."""
     first = errors.exceptions[0]
     return _leaf(first) if isinstance(first, BaseExceptionGroup) else first

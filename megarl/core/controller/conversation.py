@@ -1,15 +1,15 @@
 """The conversation with the learner: a ZeroMQ ROUTER that takes requests and sends replies.
 
-    anybody's connection ──► CURVE: does it have the learner's key? ──no──► closed, refused() + 1
+    any connection ──► CURVE: does it have the learner's key? ──no──► closed, refused() + 1
     learner's REQ socket ──► [peer, "", schema, body] ──► receive() ─► (peer, Request)      else: dropped, `malformed` + 1
                          ◄── [peer, "", schema, body] ◄── reply(peer, Reply)
 
-What comes from another key, or from none, is never read. What is too long ends its connection.
+Messages from another key are never read; one that is too long ends its connection.
 
     learner ── Next ──────────────► held, at most HOLD_S ── decide, again whenever something has changed ──► the reply
             ── Published, Scored, Stopped ► taken in, acknowledged
 
-Only one learner is listened to, the one that spoke last: a new incarnation supersedes the one before.
+Only the learner that spoke last is listened to: a new incarnation supersedes the one before.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ EVENTS = "inproc://connections"
 
 
 class Link:
-    """Bound to `endpoint` (tcp://host:port) until closed. `malformed` counts messages that were dropped."""
+    """A socket bound to `endpoint` (tcp://host:port) until closed. `malformed` counts dropped messages."""
 
     def __init__(self, endpoint: str, keys: LinkKeys) -> None:
         self.malformed = self._refused = 0
@@ -76,7 +76,7 @@ class Link:
             raise MegarlError(f"cannot listen on {endpoint}: {error}; does another controller run?") from None
 
     async def receive(self) -> tuple[bytes, Request]:
-        """The next well-formed request and who sent it."""
+        """Return the next well-formed request and its sender."""
         while True:
             peer, *frames = await self._socket.recv_multipart()
             try:
@@ -88,7 +88,7 @@ class Link:
                 log.warning("dropped a malformed request (%d so far): %s", self.malformed, error)
 
     def refused(self) -> int:
-        """Connections so far that have not shown the learner's key; one that is about to counts for this moment, too."""
+        """Count connections that have not shown the learner's key, including any that is about to."""
         before = self._refused
         while self._events.poll(0):
             event, _ = struct.unpack("=hi", self._events.recv_multipart()[0])
@@ -98,7 +98,7 @@ class Link:
         return self._refused
 
     async def reply(self, peer: bytes, reply: Reply) -> None:
-        """Send; a peer that is gone is passed over, for it will ask again."""
+        """Send a reply. A peer that is gone is skipped, because it will ask again."""
         await self._socket.send_multipart([peer, b"", *to_frames(reply)])
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Link:
 
 
 class _Only:
-    """What pyzmq asks about each peer's public key."""
+    """The check that pyzmq makes of each peer's public key."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -118,33 +118,33 @@ class _Only:
 
 
 HOLD_S = 1.0
-"""How long a question is held before the answer is Wait: the learner looks for RUN/stop between questions."""
+"""Longest time that a question is held before the answer is Wait: the learner looks for RUN/stop between questions."""
 
 
 class End(Exception):
-    """Leaves the task group: the controller's work is done."""
+    """Leaves the task group when the controller's work is done."""
 
 
 class Answers(Protocol):
-    """Who knows what to say."""
+    """The side of the controller that knows the answers."""
 
     def new_learner(self) -> None:
-        """Another learner speaks: the earlier one is gone, and what it was publishing will not end."""
+        """Note that another learner speaks: the earlier one is gone, and its publications will not end."""
 
     def published(self, result: Published) -> None:
-        """A publication is over."""
+        """Note the end of a publication."""
 
     def scored(self, result: Scored) -> None:
-        """The learner has scored the rollouts it was given."""
+        """Note the learner's scores of the rollouts it was given."""
 
     def left(self, step: int) -> None:
-        """The learner has saved and leaves."""
+        """Note that the learner has saved and leaves."""
 
     def decide(self, asked: Next) -> Decision:
-        """As things stand now."""
+        """Decide from the present state."""
 
     async def carry_out(self, decision: Decision, asked: Next) -> Reply:
-        """What has to happen before the learner is told, and what it is told."""
+        """Do what must happen before the learner gets this decision, and return the reply."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ class _Question:
 
 
 class Conversation:
-    """Over `link`. `incarnation`: of the learner that speaks now, empty before the first."""
+    """The conversation over `link`. `incarnation`: the learner that speaks now, empty before the first."""
 
     def __init__(self, link: Link, answers: Answers) -> None:
         self._link, self._answers = link, answers
@@ -166,7 +166,7 @@ class Conversation:
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
-        """Something that the answer may depend on has changed."""
+        """Note that something has changed on which the answer may depend."""
         self._changed.set()
 
     async def listen(self) -> None:
@@ -196,7 +196,7 @@ class Conversation:
                     raise End
 
     async def answer(self) -> None:
-        """Answer the question that waits whenever something has changed, or its time is up; End after an error."""
+        """Answer the waiting question when something has changed or its time is up; End after an error."""
         while True:
             self._changed.clear()
             if self._question:

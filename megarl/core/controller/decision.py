@@ -1,19 +1,19 @@
-"""What the learner is told to do next: one pure function of what it says and how things stand.
+"""What the learner is told to do next: one pure function of its question and the present state.
 
 asked to stop, or failed ──────────────────────────► Stop
 a step that was trained before ────────────────────► TrainStep(replay): nothing is published meanwhile
-a phase that is generated, after its first step ───► TrainStep: nothing is published before the phase ends
-servers behind, of unknown weights, or another
-learner's ─────────────────────────────────────────► Publish
-these weights are to be scored, and none holds them ► Wait        (a server is held by an earlier evaluation)
+a generated phase, after its first step ───────────► TrainStep: nothing is published before the phase ends
+servers with older, unknown or another learner's
+weights ───────────────────────────────────────────► Publish
+these weights need a score, and no server has them ► Wait        (an earlier evaluation holds the server)
 the last step is done ─────────────────────────────► Stop, once its evaluation is there
 rollouts are to be compared at these weights ──────► Score, once the servers have scored them
 all batches of the phase complete ─────────────────► TrainStep
 else ──────────────────────────────────────────────► Wait
 
-PipelineRL is phases of one step. In longer ones (PPO-off-policy-k) the learner waits with the weights that the phase is
-generated with, so a server that comes back can be given them; in the update phase the servers have nothing to do. Versions
-within a phase are not published and so not evaluated: the next one that is published is due instead.
+PipelineRL has phases of one step. In longer ones (PPO-off-policy-k) the learner waits with the weights that generate the
+phase, so that it can publish them to a server that comes back; while it trains, the servers are idle. Versions within a phase
+are not published and so not evaluated: the next published one is due instead.
 """
 
 from dataclasses import dataclass
@@ -32,15 +32,13 @@ class TrainStep:
 
 @dataclass(frozen=True)
 class ControllerView:
-    """How things stand, for one question.
+    """The present state, for one question.
 
-    batches: how many batches are complete, counted from the first without a gap.
-    published_version: the highest ever, -1 before the first.
-    final_step: the version after which the run is over: run.steps, or fewer when the prompts are used up.
-    phase_steps: steps that are trained on what one version has generated.
-    score_due: the asking learner's version is to be evaluated, or is being evaluated.
-    parity: what compares both sides at the asking learner's version (megarl/core/controller/parity.py); None: nothing does.
-    stop, failure: reasons to end, empty if there are none.
+    batches: number of complete batches, counted from the first without a gap. published_version: the highest ever, -1 before
+    the first. final_step: the version after which the run is over: run.steps, or fewer when the prompts are used up.
+    phase_steps: steps that are trained on what one version generated. score_due: the asking learner's version is to be
+    evaluated, or is being evaluated. parity: the comparison at the asking learner's version
+    (megarl/core/controller/parity.py); None: there is none. stop, failure: reasons to end, else empty.
     """
 
     batches: int
@@ -55,7 +53,7 @@ class ControllerView:
     waiting_for: str = ""  # what a Wait for a batch should say
 
     def phase_end(self, step: int) -> int:
-        """The step behind the last of the phase that `step` is in; the run may end within it."""
+        """Return the step after the phase of `step`; the run may end within the phase."""
         return min(step - step % self.phase_steps + self.phase_steps, max(self.final_step, step + 1))
 
 
@@ -63,7 +61,7 @@ Decision = TrainStep | Publish | Score | Wait | Stop | Refused
 
 
 def decide(asked: Next, now: ControllerView) -> Decision:
-    """The reply to `asked`."""
+    """Return the reply to `asked`."""
     step, members = asked.step, now.membership
     if now.failure:
         return Stop(reason=now.failure, error=True)
@@ -92,7 +90,7 @@ def decide(asked: Next, now: ControllerView) -> Decision:
 
 
 def is_due(version: int, last_scored: int | None, every: int, final_version: int) -> bool:
-    """Whether these weights need a score, given the newest version that has one (None: none has).
+    """Return whether this version needs a score, given the newest scored version (None: none has one).
 
     If an evaluation is lost with its server, the next version is due instead: 100 lost, 101 scored, then 200.
     """
@@ -102,7 +100,7 @@ def is_due(version: int, last_scored: int | None, every: int, final_version: int
 
 
 def _impossible(asked: Next, now: ControllerView) -> str:
-    """Why a learner that asks this is not this run's; empty if it may be."""
+    """Return why no learner of this run can ask this; empty if one can."""
     if asked.version != asked.step:
         return f"the learner asks for step {asked.step} with version {asked.version}; version v is after v steps"
     if asked.step > now.batches:

@@ -1,26 +1,27 @@
-"""Which task the next prompt is of, and which prompt of that task. Pure.
+"""The next task and the next prompt of that task. Pure.
 
-`Curriculum`, the prompt: a function of the seed, the last draw, how many there were, and the latest pass rate of each prompt.
+`Curriculum` chooses the prompt, from the seed, the last draw, the number of draws, and each prompt's latest pass rate.
 
-Each epoch goes once through its pool in its own shuffled order (a hash of seed, epoch and prompt id: the order of the
-file does not matter). No-positive-resampling (ScaleRL, arXiv 2510.13786): a prompt whose latest group had a pass rate of
-`positive_threshold` or more is excluded, passed over in later epochs. If an epoch would begin with fewer prompts than the
-task has in a batch, none is drawn while that is so (`stop`), or all pass rates are forgotten (`reset`).
+Each epoch goes once through its pool in its own order, a hash of seed, epoch and prompt id, whatever the order of the file.
+No-positive-resampling (ScaleRL, arXiv 2510.13786): a prompt whose latest group had a pass rate of `positive_threshold` or
+more is skipped in later epochs. If an epoch would begin with fewer prompts than the task has in a batch, none is drawn while
+that is so (`stop`), or all pass rates are forgotten (`reset`).
 
     pool of an epoch = the easiest share of all prompts        share, by the draws t so far, of T until all are in:
                                                                none 1    linear s + (1 - s) t/T    exponential s^(1 - t/T)
 
-(pacing functions of Hacohen and Weinshall, arXiv 1904.03626.) A pool of less than a batch to draw from grows until it has one.
+(pacing functions of Hacohen and Weinshall, arXiv 1904.03626.) A pool with less than a batch to draw from grows until it has
+one.
 
-`Mixture`, the task: a function of how many were drawn of each.
+`Mixture` chooses the task, from the number of draws of each.
 
-With shares w (of 1), n draws of a task so far and t of all, its next draw is open as soon as n < (t + 1) w and due at
-draw ceil((n + 1) / w): of the tasks that are open the one that is due first is drawn. Then for every task and every t
+A task with share w, n draws so far and t draws in all is open as soon as n < (t + 1) w, and due at draw ceil((n + 1) / w).
+The open task that is due first is drawn. Then for every task and every t
 
-    | n - t w | < 1                                        in any window of T draws as many as T w, but for less than 2
+    | n - t w | < 1                                        so any window of T draws has T w of them, but for less than 2
 
-(the quota method: Balinski and Young 1975; Baruah et al. 1996 for the deadlines.) Counted are prompts drawn, so tickets
-that are removed or void count too. A task without prompts left is passed over: the others share its draws by their weights.
+(the quota method: Balinski and Young 1975; Baruah et al. 1996 for the deadlines.) Tickets that are removed or void count too.
+The other tasks share the draws of one without prompts by their weights.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ from megarl.core.recipe import Recipe
 
 
 class Draw(NamedTuple):
-    """reset: all pass rates were forgotten just before it. pool: how many of the easiest prompts its epoch goes through."""
+    """reset: all pass rates were forgotten just before it. pool: number of the easiest prompts in its epoch."""
 
     prompt_id: str
     epoch: int
@@ -47,14 +48,14 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Pace:
-    """How the pool grows: from `start`, a share of all prompts, to all of them after `draws` draws."""
+    """The growth of the pool from `start`, a share of all prompts, to all of them after `draws` draws."""
 
     kind: Literal["none", "linear", "exponential"] = "none"
     start: float = 1.0
     draws: int = 1
 
     def share(self, drawn: int) -> float:
-        """Of the prompts that an epoch may have which begins after so many draws."""
+        """Return the share of the prompts for an epoch that begins after this many draws."""
         done = min(1.0, drawn / self.draws)
         match self.kind:
             case "linear":
@@ -65,10 +66,10 @@ class Pace:
 
 
 class Curriculum:
-    """The draw. `drawn`: how many so far. `exhausted`: the last draw found too few prompts left. `excluded`: prompts, as
-    things stand.
+    """Draws prompts of one task.
 
-    `pool`: how many of the easiest prompts the present epoch goes through. difficulty: by prompt, 0 where it is missing.
+    drawn: number so far. exhausted: the last draw found too few prompts. excluded: number of prompts that are skipped now.
+    pool: number of the easiest prompts in the present epoch. difficulty: by prompt, 0 where it is missing.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Curriculum:
         self._begin(0, self._pool())
 
     def resume(self, last: Draw, pass_rates: Mapping[str, float], drawn: int) -> None:
-        """Go on behind this draw, the last of `drawn`. If its prompt has left the set since, the epoch begins again."""
+        """Continue after this draw, the last of `drawn`. If its prompt has left the set since, the epoch begins again."""
         for prompt_id, pass_rate in pass_rates.items():
             self.observe(prompt_id, pass_rate)
         self.drawn = drawn
@@ -104,7 +105,7 @@ class Curriculum:
             self._next = self._order.index(last.prompt_id) + 1
 
     def draw(self) -> Draw | None:
-        """The next prompt; None, and no change, while too few are left."""
+        """Return the next prompt; None, without a change, while too few are left."""
         reset = False
         while True:
             for n in range(self._next, len(self._order)):
@@ -122,14 +123,14 @@ class Curriculum:
             self._begin(self.epoch + 1, self._pool())
 
     def observe(self, prompt_id: str, pass_rate: float) -> None:
-        """A group of this prompt is finished; its pass rate replaces the earlier one."""
+        """Note the pass rate of a finished group of this prompt; it replaces the earlier one."""
         if self._threshold is not None and pass_rate >= self._threshold and prompt_id in self._ids:
             self.excluded.add(prompt_id)
         else:
             self.excluded.discard(prompt_id)
 
     def _pool(self) -> int:
-        """Of an epoch that begins now: the pace's share, or more if that leaves less than a batch to draw from."""
+        """Return the pool of an epoch that begins now: the pace's share, or more if that leaves less than a batch."""
         wanted, left = math.ceil(self._pace.share(self.drawn) * len(self._ids)), 0
         for n, prompt_id in enumerate(self._easiest_first, 1):
             left += prompt_id not in self.excluded
@@ -147,20 +148,20 @@ class Curriculum:
 
 
 def next_task(drawn: Mapping[str, int], shares: Mapping[str, Fraction]) -> str:
-    """The task of the next draw, of those that `shares` names; ties go to the first by name. The shares' sum counts as 1."""
+    """Return the task of the next draw among `shares`, whose sum counts as 1; ties go to the first by name."""
     whole, t = sum(shares.values()), sum(drawn[task] for task in shares)
     open_now = [task for task in sorted(shares) if drawn[task] * whole < (t + 1) * shares[task]]
     return min(open_now, key=lambda task: math.ceil((drawn[task] + 1) * whole / shares[task]))
 
 
 class Mixture:
-    """The draw over all tasks. `curricula`: of each task, by name."""
+    """Draws from all tasks. `curricula`: by task."""
 
     def __init__(self, curricula: Mapping[str, Curriculum], shares: Mapping[str, Fraction]) -> None:
         self.curricula, self._shares = dict(curricula), dict(shares)
 
     def draw(self) -> tuple[str, Draw] | None:
-        """The next prompt and its task; None while no task has enough left."""
+        """Return the next prompt and its task; None while no task has enough left."""
         left = dict(self._shares)
         while left:
             task = next_task({task: c.drawn for task, c in self.curricula.items()}, left)
@@ -171,17 +172,17 @@ class Mixture:
         return None
 
     def observe(self, task: str, prompt_id: str, pass_rate: float) -> None:
-        """A group of this prompt is finished; its pass rate replaces the earlier one."""
+        """Note the pass rate of a finished group of this prompt; it replaces the earlier one."""
         self.curricula[task].observe(prompt_id, pass_rate)
 
     @property
     def exhausted(self) -> bool:
-        """Whether no task has prompts left."""
+        """Return whether no task has prompts left."""
         return all(curriculum.exhausted for curriculum in self.curricula.values())
 
 
 def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State) -> Mixture:
-    """It goes on behind the draws in `state`."""
+    """Return the mixture that continues after the draws in `state`."""
     curricula = {task: _curriculum(recipe, task, of_task) for task, of_task in prompts.items()}
     for task, curriculum in curricula.items():
         if (history := state.tasks.get(task)) is not None:
@@ -192,7 +193,9 @@ def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State)
 
 
 def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> Curriculum:
-    """At the beginning. A task's share of a batch is what it needs for an epoch, and its share of the draws is its pace."""
+    """Return a task's curriculum at its start. Its share of a batch is the least an epoch needs; its share of the draws sets
+    its pace.
+    """
     chosen, share = recipe.data.curriculum, recipe.data.shares[task]
     difficulty = {p.id: p.difficulty for p in prompts.train}
     if chosen.kind != "none" and len(set(difficulty.values())) < 2:
@@ -208,7 +211,7 @@ def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> Curriculum:
 
 
 def draw_metrics(mixture: Mixture) -> dict[str, float]:
-    """Of all tasks together, and of each when there are several: how far the passes over the data are."""
+    """Return the progress of the passes over the data, of all tasks together, and of each if there are several."""
     each = {
         task: {"epoch": float(c.epoch), "pool_prompts": float(c.pool), "excluded_prompts": float(len(c.excluded))}
         for task, c in mixture.curricula.items()

@@ -1,9 +1,9 @@
-"""Which versions are scored, when and on which server; each score is a row of RUN/eval.jsonl and a record of the journal. The
-answers are in RUN/evaluations/step-N, as those of `megarl eval` are in its directory.
+"""Which versions are scored, when and on which servers. A score is a row of RUN/eval.jsonl and a record of the journal; the
+answers are in RUN/evaluations/step-N, in the form of `megarl eval`.
 
 a version is published, or asked about ─► due? ─► pin some of its servers ─► score ─► eval.jsonl, journal ─► unpin
-              │ its servers are lost, every one: cancelled, the next version is due instead
-              │ what all scores so far say about the rest of the run goes with it (evaluation/forecast.py)
+              │ all its servers are lost: cancelled, the next version is due instead
+              │ the row includes what all scores so far predict (evaluation/forecast.py)
               └ the grader is down: nothing is written, tried again after RETRY_S; the TRIES-th time in a row ends the run
 """
 
@@ -31,12 +31,15 @@ log = logging.getLogger(__name__)
 
 TRIES = 3
 RETRY_S = 10.0
-"""A score without the answers that could not be graded would be wrong; one that never comes would hold the run for ever."""
+"""A score that leaves out answers that could not be graded would be wrong, and endless tries would hold the run."""
 
 
 class Evaluations:
-    """The evaluations of a run. asker: whom each asks, its servers and salt aside; tasks: by version, those under way;
-    `latest`: the newest row, empty before the first."""
+    """The evaluations of a run.
+
+    asker: all that an evaluation needs, except servers and salt. tasks: running evaluations by version. latest: the newest
+    row, empty before the first.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,9 @@ class Evaluations:
         self.latest: dict[str, object] = next(reversed(latest_scores(rundir.eval)), {})
 
     def begin_if_due(self, version: int, spent: Callable[[int], Spent], tasks: asyncio.TaskGroup) -> None:
-        """Hold some of the servers that have these weights, if any, and score them. spent: until a version was published."""
+        """Pin some of the servers that have these weights, if any, and score them. spent: compute until the version was
+        published.
+        """
         if not self._schedule.is_due(version, self._pipeline.final_step) or time.monotonic() < self._not_before:
             return
         if servers := self._schedule.begin(version):
@@ -68,14 +73,14 @@ class Evaluations:
             self.tasks[version] = tasks.create_task(self._evaluate(version, servers, spent(version)))
 
     def cancel_lost(self) -> None:
-        """Servers that have lost their weights score no more. One with none left ends: the next version is due."""
+        """Take servers that lost their weights out of evaluations. One with none left ends: the next version is due."""
         for version, (lost, left) in self._schedule.drop_lost().items():
             self._compute.hold(-lost)
             if not left:
                 self.tasks[version].cancel()
 
     def cancel(self) -> None:
-        """End them all."""
+        """End all evaluations."""
         for task in self.tasks.values():
             task.cancel()
 
@@ -132,7 +137,7 @@ class Evaluations:
             self._hooks.changed()
 
     async def _ask(self, version: int, servers: set[int]) -> dict[str, list[Outcome]]:
-        """Every answer is written; of each what counts comes back, by task and suite."""
+        """Ask everything, write each answer, and return the outcomes by task and suite."""
         folder = step_folder(self._rundir.evaluations, version)
         shutil.rmtree(folder, ignore_errors=True)  # of a life before: of the same version, but not what is scored now
         places = {of.name: SuiteDir(folder, of.name) for of in self._questions}
@@ -162,7 +167,7 @@ class Evaluations:
             SuiteDir(folder, of.name).write_result(found)
 
     def _with_forecast(self, row: Row) -> Row:
-        """The forecast with this score; nothing while there are too few, or nobody has said whose score to forecast."""
+        """Return the forecast with this score; nothing while there are too few, or no column is chosen."""
         score = self._recipe.forecast_column
         if not score:
             return {}
@@ -170,7 +175,7 @@ class Evaluations:
         return self._forecast([*earlier, row], latest_rows(self._rundir.metrics), self._recipe.run.steps, score)
 
     def _grader_down(self, version: int, errors: BaseExceptionGroup[GraderDown]) -> None:
-        """The version stays due."""
+        """Leave the version due."""
         self._failures += 1
         self._not_before = time.monotonic() + RETRY_S
         reason = f"version {version} could not be scored, the grader is down: {errors.exceptions[0]}"
@@ -181,8 +186,9 @@ class Evaluations:
 
 
 def row(outcomes: Mapping[str, Sequence[Outcome]], recipe: Recipe, version: int) -> dict[str, float]:
-    """What eval.jsonl says about the outcomes of tasks and suites: of all held-out prompts together, of each task by itself
-    (`pass_rate/math`) when there are several, and of each suite (`pass_rate/aime24`)."""
+    """Return a row of eval.jsonl: all held-out prompts together, each task (`pass_rate/math`) if there are several, and each
+    suite (`pass_rate/aime24`).
+    """
     tasks = list(recipe.data.tasks)
     heldout = [one._replace(id=f"{task}/{one.id}") for task in tasks for one in outcomes[task]]
     found: dict[str, float] = {"step": version, "weight_version": version, "samples": recipe.evaluation.samples}

@@ -1,8 +1,9 @@
-"""What the controller measures: how busy the servers are, what a batch says of each task, and compute.
+"""What the controller measures: how busy servers are, metrics of each task, and compute.
 
-`Meter`: since the last step for the metrics, in the last second for the live view. `task_statistics`: for each task of a batch,
-when there are several (`pass_rate_train/math`), and about turns, when any task has an environment. `ComputeClock`: devices held
-x wall time, over all lives of the supervisor; a new life goes on from the journal."""
+`Meter` measures since the last step for the metrics, and over the last second for the live view. `task_statistics` covers
+each task of a batch if there are several (`pass_rate_train/math`), `turn_statistics` turns if any task has an environment.
+`ComputeClock` counts devices held x wall time over all lives of the supervisor; a new life continues from the journal.
+"""
 
 import os
 import time
@@ -36,7 +37,7 @@ class Meter:
         self._step = self._second = self._mark()
 
     def step(self) -> dict[str, float]:
-        """Metrics of the time since the last call."""
+        """Return metrics of the time since the last call."""
         now, then = self._mark(), self._step
         self._step = now
         seconds = max(now.time - then.time, 1e-9)
@@ -48,12 +49,12 @@ class Meter:
         }
 
     def totals(self) -> dict[int, dict[str, float]]:
-        """Of each server, since the controller's start."""
+        """Return totals of each server since the controller's start."""
         now = self._mark()
         return {s: {"tokens": now.tokens[s], "busy_seconds": now.busy[s]} for s in now.tokens}
 
     def second(self) -> dict[int, dict[str, float]]:
-        """Of each server, in the time since the last call."""
+        """Return figures of each server for the time since the last call."""
         now, then = self._mark(), self._second
         self._second = now
         seconds = max(now.time - then.time, 1e-9)
@@ -97,7 +98,7 @@ OF_EACH_TASK = (
 
 
 def task_statistics(batch: Batch, recipe: Recipe) -> dict[str, float]:
-    """Of each task's groups in the batch; rates are not-a-number for a task that has none there."""
+    """Return metrics of each task's groups in the batch; rates are nan for a task that has none there."""
     played = [name for name, task in recipe.data.tasks.items() if task.environment]
     found = turn_statistics(batch) if played else {}
     if len(recipe.data.tasks) == 1:
@@ -113,7 +114,7 @@ def task_statistics(batch: Batch, recipe: Recipe) -> dict[str, float]:
 
 
 def turn_statistics(batch: Batch) -> dict[str, float]:
-    """Of the rollouts that had an environment; not-a-number where none had, or none called it."""
+    """Return metrics of rollouts with an environment; nan where none had one, or none called it."""
     episodes = [r.episode for g in batch.groups for r in g.rollouts if r.episode is not None]
     calls = sum(e.calls for e in episodes)
     return {
@@ -125,7 +126,7 @@ def turn_statistics(batch: Batch) -> dict[str, float]:
 
 
 def session_of(rundir: RunDir) -> Session:
-    """The present life of the supervisor: it began when it wrote the endpoints."""
+    """Return the record of the supervisor's present life, which began when it wrote the endpoints."""
     endpoints = rundir.endpoints()
     return Session(
         session=endpoints.session,
@@ -137,10 +138,10 @@ def session_of(rundir: RunDir) -> Session:
 
 @dataclass(frozen=True)
 class Spent:
-    """Device hours so far: all, and what of them went into starting up and into evaluations.
+    """Device hours so far: all, and those spent on starting up and on evaluations.
 
-    startup: of each life of the supervisor, up to the first publication of weights; a replay is part of it. evaluation: of the
-    servers held for scores; what others waited for them meanwhile is not counted.
+    startup: in each life of the supervisor, until weights were first published, replay included. evaluation: servers held for
+    scores; the time that others waited for them is not counted.
     """
 
     total: float
@@ -148,7 +149,7 @@ class Spent:
     evaluation: float
 
     def row(self) -> dict[str, float]:
-        """As rows have it, the total aside."""
+        """Return the columns of a row, without the total."""
         rest = self.total - self.startup - self.evaluation
         return {"startup_hours": self.startup, "evaluation_hours": self.evaluation, "training_hours": rest}
 
@@ -172,12 +173,12 @@ class ComputeClock:
         return self._earlier_hours + self.devices * seconds / 3600
 
     def hold(self, servers: int) -> None:
-        """So many servers more (or fewer, below 0) score from now on."""
+        """Note that this many more servers (fewer if negative) score from now on."""
         self._evaluation, self._held_since = self._evaluation_hours(), time.monotonic()
         self._held += servers
 
     def published(self) -> None:
-        """Weights are on servers; the first time in a life of the supervisor that ends its start-up."""
+        """Note that weights are on servers; the first time in a life of the supervisor ends its start-up."""
         if not self._published:
             self._published = True
             self._startup += self.hours() - self._earlier_hours

@@ -1,11 +1,11 @@
-"""Who scores which rollouts for parity, and when. What the scores mean: megarl/core/weights/parity.py.
+"""Which rollouts both sides score for parity, where and when. megarl/core/weights/parity.py interprets the scores.
 
     a chosen rollout ends ──► its server scores it at once (version u) ──► waits until its batch is due
     version v published   ──► servers score those that are due (version v) ──► Score ──► the learner does ──► Judge
                               the learner waits for that                                                     └► metrics, end
 
 `weights.parity_rollouts` of each batch are chosen by hash before they are sampled, so that nothing about a rollout decides
-whether it is looked at. Scores that a server could not give at the version it was asked for are left out.
+whether it is compared. Scores that a server could not give at the requested version are left out.
 """
 
 import asyncio
@@ -30,10 +30,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Candidate:
-    """A finished rollout that will be compared. due: the step that trains it. server: that of its last request; None: a request
-    was lost, so which server sampled what is not known. began: version at its group's first request, which cached the prompt;
-    None: not known. sampled_at: its last version's tokens, scored at that version; None if
-    that failed or has not ended yet."""
+    """A finished rollout that will be compared.
+
+    due: the step that trains it. server: of its last request; None if a request was lost, so that the sampling server is
+    unknown. began: version at its group's first request, which cached the prompt; None: unknown. sampled_at: its last
+    version's tokens, scored at that version; None if that failed or has not ended.
+    """
 
     ticket: int
     sample: int
@@ -46,7 +48,7 @@ class Candidate:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Prompt and completion, [n] int32."""
+        """Return prompt and completion, [n] int32."""
         return np.concatenate([self.prompt, *(s.tokens for s in self.segments)])
 
     @property
@@ -55,12 +57,12 @@ class Candidate:
 
     @property
     def stale(self) -> bool:
-        """Whether some of its keys and values may be of older weights than its last tokens."""
+        """Return whether some of its keys and values may be older than the weights of its last tokens."""
         return {self.began, *(s.weight_version for s in self.segments)} != {self.version}
 
 
 class _Answer(NamedTuple):
-    """What a server said of a candidate."""
+    """A server's scores of a candidate."""
 
     candidate: Candidate
     server: int
@@ -106,7 +108,7 @@ class Parity:
         self.warning = ""
 
     def is_chosen(self, ticket: int, sample: int) -> bool:
-        """Whether this rollout is one of the weights.parity_rollouts of its batch."""
+        """Return whether this rollout is one of the weights.parity_rollouts of its batch."""
         recipe, prompts = self._recipe, self._recipe.batch.prompts
         slot = ticket % prompts * recipe.sampling.generations + sample
         count = min(recipe.weights.parity_rollouts, prompts * recipe.sampling.generations)
@@ -122,7 +124,7 @@ class Parity:
         server: int | None,
         began: int | None,
     ) -> None:
-        """A chosen rollout has ended. server, began: as of Candidate."""
+        """Note that a chosen rollout has ended. server, began: see Candidate."""
         candidate = Candidate(ticket, sample, due, prompt.tokens, segments, server, began)
         self._waiting.append(candidate)
         if server is not None and self._comparable and self._membership.clean_version(server) == candidate.version:
@@ -136,7 +138,7 @@ class Parity:
             candidate.sampled_at = found.logprobs
 
     def published(self, version: int) -> None:
-        """Every server that could be reached has `version` now: compare the rollouts that are due."""
+        """Begin to compare the rollouts that are due: every reachable server has `version` now."""
         self._drop_comparison()
         due = [c for c in self._waiting if c.due <= version]
         self._waiting = [c for c in self._waiting if c.due > version]
@@ -146,7 +148,9 @@ class Parity:
             self._comparison = _Comparison(version, task)
 
     async def _serve(self, version: int, candidates: list[Candidate]) -> None:
-        """Let servers score the candidates, each where it was sampled if that one has the version; tell who waits."""
+        """Let servers score the candidates, each where it was sampled if that server has the version; then wake the waiting
+        question.
+        """
         clean = sorted(s for s, v in self._membership.clean().items() if v == version)
         limit_s = self._recipe.weights.timeout_s
         answers: list[_Answer | None] = []
@@ -171,7 +175,7 @@ class Parity:
         return None if found is None or found.version != version else _Answer(candidate, server, found)
 
     async def _prefill(self, candidate: Candidate, server: int, purpose: str) -> Prefill | None:
-        """The server's scores of the completion; None if it is lost or refuses."""
+        """Return the server's scores of the completion; None if it is lost or refuses."""
         salt = f"{self._salt}/parity/{purpose}/{candidate.ticket}/{candidate.sample}"
         try:
             (found,) = await self._clients[server].score(
@@ -187,7 +191,7 @@ class Parity:
         return found
 
     def request(self, version: int) -> Score | Wait | None:
-        """What the learner, which has `version`, is told before it trains; None: nothing is to be compared."""
+        """Return what the learner, which has `version`, must score before it trains; None: nothing is to be compared."""
         now = self._comparison
         if now is None or now.version != version:
             return None
@@ -204,13 +208,13 @@ class Parity:
         return Score(version=version, rollouts=rollouts, against=self._against)
 
     def _experts(self, prefill: Prefill) -> Routing | None:
-        """Those that the server chose; None for a dense model, or if it did not say."""
+        """Return the experts that the server chose; None for a dense model, or if it did not say."""
         if self._routed is None or not prefill.routing:
             return None
         return self._routed.joined([self._routed.decoded(prefill.routing)])
 
     def scored(self, result: Scored) -> None:
-        """The learner's scores: the comparison is complete."""
+        """Complete the comparison with the learner's scores."""
         now, self._comparison = self._comparison, None
         if now is None or now.answers is None or now.version != result.version:
             return
@@ -229,12 +233,12 @@ class Parity:
             self._fail(verdict.warning)
 
     def metrics(self) -> dict[str, float]:
-        """Of the latest comparison, once: for the row of the step that follows it."""
+        """Return the metrics of the latest comparison once, for the row of the step that follows it."""
         found, self._latest = self._latest, {}
         return found | {"warning_parity": float(bool(self.warning))} if found else found
 
     def cancel(self) -> None:
-        """Drop all that is under way."""
+        """Cancel all requests for scores."""
         self._drop_comparison()
         for task in self._scoring:
             task.cancel()
@@ -247,15 +251,18 @@ class Parity:
 
 @lru_cache(maxsize=64)
 def chosen_slots(seed: int, batch: int, slots: int, count: int) -> frozenset[int]:
-    """`count` of the rollouts 0 … slots-1 of a batch: a hash of seed and batch, the same after a restart."""
+    """Choose `count` of the rollouts 0 … slots-1 of a batch by a hash of seed and batch, the same after a restart."""
     return frozenset(np.random.default_rng([seed, batch]).choice(slots, count, replace=False).tolist())
 
 
 def rollout_scores(
     answer: _Answer, version: int, learner: np.ndarray, learner_against: np.ndarray, comparable: bool
 ) -> RolloutScores:
-    """The trained tokens of a rollout with all their scores. learner, learner_against [completion_len] float32. comparable:
-    behaviour log-probs are of the same distribution as scores."""
+    """Return the trained tokens of a rollout with all their scores.
+
+    learner, learner_against: [completion_len] float32. comparable: behaviour log-probs are of the same distribution as
+    scores.
+    """
     candidate, server, served = answer
     segments = candidate.segments
     behaviour = np.concatenate([s.logprobs for s in segments])
@@ -281,5 +288,5 @@ def rollout_scores(
 
 
 def _finite_or_never(logprobs: np.ndarray) -> np.ndarray:
-    """A side that has no finite number for a token that was sampled is as wrong as can be: -inf instead of nan."""
+    """Replace nan by -inf: a side without a finite number for a sampled token is as wrong as can be."""
     return np.where(np.isnan(logprobs), -np.inf, logprobs)

@@ -1,12 +1,11 @@
-"""The pipeline: which tickets there are, what they come to, which versions are evaluated, and how things stand.
+"""The pipeline: admits tickets, has their groups made, settles them, schedules evaluations, and describes the present state.
 
     Source.draw ─► Admitted ─► GroupPlaces ─► Source.make ─► Finished | Removed ─► batches() ─► view() ─► decision.decide
                     while a server has places free for it        written down first
 
-The controller and the simulator (lab/planning/simulate.py) run this code; they differ in the `Source` that draws prompts and
-makes their groups, and in where records go: to the journal, or into the state alone. The order of records is the order of these
-events, so a restarted controller goes on exactly as this one would have: the same tickets, prompts and budgets; of unfinished
-tickets nothing but the tokens is lost.
+The controller and the simulator (lab/planning/simulate.py) run this code. They differ in the `Source` that draws prompts and
+makes groups, and in where records go: to the journal, or only into the state. Records have the order of these events, so a
+restarted controller continues with the same tickets, prompts and budgets, and loses only tokens of unfinished tickets.
 """
 
 import asyncio
@@ -24,8 +23,9 @@ from megarl.core.sampling.places import GroupPlaces, Places
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the parts of a run tell it. changed: something that somebody may wait for has changed; fail, stop: it is to end, and
-    why."""
+    """Callbacks of the parts of a run. changed: something that a question may wait for has changed. fail, stop: end the run,
+    and why.
+    """
 
     changed: Callable[[], None]
     fail: Callable[[str], None]
@@ -33,32 +33,32 @@ class Hooks:
 
 
 class Records(Protocol):
-    """Where records go. `state` is the fold of all of them."""
+    """The place that records go to. `state` is the fold of all of them."""
 
     state: State
 
     def write(self, record: JournalRecord) -> Awaitable[None]:
-        """Apply it to the state; await the result to know that it will survive."""
+        """Apply a record to the state. Await the result to know that it will survive."""
         ...
 
 
 class Source(Protocol):
-    """Draws prompts and makes groups of them. exhausted: there will be no draw any more."""
+    """Draws prompts and makes groups from them. exhausted: there will be no more draws."""
 
     @property
     def exhausted(self) -> bool: ...
 
     def draw(self, ticket: int, due: int) -> Admitted | None:
-        """The next prompt, for this ticket, which step `due` would train; None: there is none now."""
+        """Return the next prompt for this ticket, which step `due` would train; None if there is none now."""
         ...
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
-        """The group of a ticket, as `settled` records it. Every place is given back."""
+        """Return the group of a ticket, as `settled` takes it, with every place given back."""
         ...
 
 
 def settled(recipe: Recipe, group: Group, has_gradient: bool) -> Finished | Removed:
-    """What becomes of a ticket: under `refill` a group without a gradient gives up its slot, unless it is void."""
+    """Return the record that ends a ticket. Under `refill` a group without a gradient gives up its slot, unless it is void."""
     if recipe.batch.zero_variance != "refill" or group.void or has_gradient:
         return Finished(group=group, time=time.time())
     tokens = sum(r.trained_tokens for r in group.rollouts)
@@ -66,9 +66,10 @@ def settled(recipe: Recipe, group: Group, has_gradient: bool) -> Finished | Remo
 
 
 class Pipeline:
-    """Tickets of a run, whose `admission` is the state's. changed: called when a ticket is settled, or prompts have run out.
+    """The tickets of a run. `admission` belongs to the state.
 
-    steps: after so many the run ends; admit_steps: tickets are admitted for so many.
+    changed: called when a ticket is settled, or prompts have run out. steps: the length of the run. admit_steps: the number
+    of steps for which tickets are admitted.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Pipeline:
         self.running: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Admit tickets and have them made until cancelled; fails as its tickets fail."""
+        """Admit tickets and have them made until cancelled. Raises what a ticket raises."""
         async with asyncio.TaskGroup() as tasks:
             for admitted in list(self.state.unfinished.values()):
                 self._start(tasks, admitted)
@@ -106,7 +107,7 @@ class Pipeline:
                     self._start(tasks, drawn)
 
     def batches(self) -> int:
-        """How many batches are complete, from the first on without a gap."""
+        """Return the number of complete batches from the first on, without a gap."""
         first_unfinished = next(iter(self.admission.unfinished()), None)
         if first_unfinished is not None:
             return self.admission.due(first_unfinished)
@@ -114,20 +115,20 @@ class Pipeline:
 
     @property
     def admitted(self) -> int:
-        """Tickets admitted and not removed."""
+        """Return the number of tickets admitted and not removed."""
         return self.admission.forgotten + len(self.admission.queue)
 
     @property
     def final_step(self) -> int:
-        """The last step, or as many as the prompts gave batches for."""
+        """Return the last step, or the number of batches that the prompts gave."""
         return min(self._steps, self.admitted // self._recipe.batch.prompts) if self._source.exhausted else self._steps
 
     def ahead(self, step: int) -> int:
-        """Tickets drawn and not trained before `step`."""
+        """Return the number of tickets drawn and not trained before `step`."""
         return self.admitted - step * self._recipe.batch.prompts
 
     def view(self, version: int) -> ControllerView:
-        """How things stand for a learner that has this version."""
+        """Return the state for a learner that has this version."""
         return ControllerView(
             batches=self.batches(),
             published_version=self.state.published_version,
@@ -138,7 +139,7 @@ class Pipeline:
         )
 
     def _room(self) -> bool:
-        """Whether a step will train the next ticket, and a server may work on it and has places nobody else waits for."""
+        """Return whether a step will train the next ticket, and an eligible server has unclaimed places."""
         wanted = self.admitted < self._admit_steps * self._recipe.batch.prompts
         return wanted and self._places.free(self.admission.can_admit) > 0
 
@@ -148,7 +149,7 @@ class Pipeline:
         self.running[ticket] = tasks.create_task(self._settle(admitted, places), name=f"ticket {ticket}")
 
     async def _settle(self, admitted: Admitted, places: GroupPlaces) -> None:
-        """The whole life of a ticket."""
+        """Run the whole life of a ticket."""
         ticket = admitted.ticket
         try:
             record = await self._source.make(admitted, places)
@@ -160,7 +161,7 @@ class Pipeline:
 
 
 class EvaluationSchedule:
-    """Which versions are evaluated on which servers. running: servers of each version that is being evaluated."""
+    """Which versions are evaluated on which servers. running: the servers of each running evaluation, by version."""
 
     def __init__(self, recipe: Recipe, places: Places, state: State) -> None:
         self._every, self._most = recipe.evaluation.every, recipe.evaluation.servers
@@ -168,12 +169,12 @@ class EvaluationSchedule:
         self.running: dict[int, set[int]] = {}
 
     def is_due(self, version: int, final_version: int) -> bool:
-        """Whether these weights need an evaluation, and are not being evaluated yet."""
+        """Return whether these weights need an evaluation that has not begun."""
         newest = max((*self._state.evaluations, *self.running), default=None)
         return is_due(version, newest, self._every, final_version)
 
     def begin(self, version: int) -> set[int]:
-        """Pin some of the servers that have these weights, those with the fewest requests; empty if none has them."""
+        """Pin some of the servers that have these weights, those with the fewest requests; return none if none has them."""
         held = [s for s, v in self._membership.clean().items() if v == version]
         servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._most])
         for server in servers:
@@ -183,12 +184,12 @@ class EvaluationSchedule:
         return servers
 
     def end(self, version: int) -> None:
-        """Let its servers take other weights again."""
+        """Unpin the servers of an evaluation."""
         for server in self.running.pop(version):
             self._membership.unpin(server)
 
     def drop_lost(self) -> dict[int, tuple[int, int]]:
-        """Take servers that have other weights now, or none, out of evaluations: by version how many are lost, and are left."""
+        """Drop servers that no longer have an evaluation's weights; return by version how many were lost, and are left."""
         clean, changed = self._membership.clean(), {}
         for version, servers in self.running.items():
             lost = {s for s in servers if clean.get(s) != version}

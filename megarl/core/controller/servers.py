@@ -1,10 +1,10 @@
-"""The servers of a run: their clients, their states, the watch over them, and which version each has.
+"""The servers of a run: clients, states, health, and which version each has.
 
     GET /health each 2 s ─► seen | lost ─┐
     a request fails ───────► lost ────────┼─► Membership ─► changed()
     the learner publishes ────────────────┘
 
-A server that comes back, or is met for the first time, first drops all requests it still runs: nobody waits for them.
+A server that comes back, or is met for the first time, first aborts all its requests, because nobody waits for them.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 POLL_AFTER_MISS_S = 0.5
 MISSES = 5
-"""Health checks missed one after the other until a server counts as lost: on a busy machine one or two mean nothing."""
+"""Consecutive missed health checks after which a server is lost: on a busy machine one or two mean nothing."""
 
 
 class Servers:
-    """All servers of the endpoints. `changed` is called when the state of one has changed."""
+    """All servers of the endpoints. `changed` is called when a server's state has changed."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None], spans: Spans) -> None:
         width = recipe.resources.server_tensor_parallel
@@ -47,11 +47,11 @@ class Servers:
         self._healthy = time.monotonic()
 
     def life(self, server: int) -> int:
-        """A number that changes when the server is lost or what it runs is aborted."""
+        """Return a number that changes when the server is lost or its requests are aborted."""
         return self._lives[server]
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
-        """A request or health check that began in this life of the server failed."""
+        """Note that a request or health check failed that began in this life of the server."""
         if life == self._lives[server]:
             log.warning("server %d is lost: %s", server, reason)
             self._lives[server] += 1
@@ -60,7 +60,7 @@ class Servers:
             self._changed()
 
     async def abort(self, servers: Iterable[int]) -> None:
-        """Drop what they run; it goes on elsewhere from what has arrived."""
+        """Abort their requests, which continue elsewhere from what has arrived."""
         for server in servers:
             self._lives[server] += 1
             try:
@@ -69,13 +69,13 @@ class Servers:
                 log.warning("could not abort the requests of server %d: %s", server, error)
 
     def seconds_without(self) -> float:
-        """How long no server has been healthy."""
+        """Return how long no server has been healthy."""
         if self.membership.healthy():
             self._healthy = time.monotonic()
         return time.monotonic() - self._healthy
 
     async def watch(self, server: int) -> None:
-        """Ask for its health for ever. While it is published to it stands still and may be slow to answer: not asked."""
+        """Check its health for ever, except while it is published to: it then stands still and may be slow to answer."""
         member, client, misses = self.membership.members[server], self.clients[server], 1
         while True:
             await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
@@ -100,17 +100,17 @@ class Servers:
         self._changed()
 
     async def close(self) -> None:
-        """Drop all connections; the servers abort what still runs on them."""
+        """Drop all connections; the servers abort the requests on them."""
         for client in self.clients.values():
             await client.close()
 
 
 PUBLISH_TRIES = 3
-"""Publications in a row that may fail on a server while no other works."""
+"""Consecutive publications that may fail on a server while no other works."""
 
 
 class Publications:
-    """What becomes of the publications of a run. `fail` is told what ends the run."""
+    """Results of the publications of a run. `fail` is called to end the run."""
 
     def __init__(
         self, servers: Servers, records: JournalWriter, compute: ComputeClock, fail: Callable[[str], None]
@@ -119,11 +119,11 @@ class Publications:
         self._spent: dict[int, Spent] = {}  # at the first publication of each version in this life
 
     def spent(self, version: int) -> Spent:
-        """Compute when this version was first published in this life."""
+        """Return the compute when this version was first published in this life."""
         return self._spent[version]
 
     def over(self, result: Published) -> bool:
-        """New weights on the servers that worked; whether there are any."""
+        """Note the result of a publication; return whether any server has the new weights."""
         clean = [r for r in result.results if self._is_clean(r, result)]
         if clean:
             self._compute.published()
@@ -151,7 +151,7 @@ class Publications:
         return clean
 
     def _give_up_if_none_works(self, result: Published) -> None:
-        """End the run when no server is clean and one of these has failed too often."""
+        """End the run if no server is clean and one of these has failed too often."""
         membership = self._servers.membership
         for r in result.results:
             if r.error and not membership.clean() and membership.members[r.id].failures >= PUBLISH_TRIES:

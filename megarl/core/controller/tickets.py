@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Tickets:
-    """The source of a run's groups. `salt` keeps the cached prefixes of this life apart from those of an earlier one."""
+    """The source of a run's groups. `salt` separates the cached prefixes of this life from those of an earlier one."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Tickets:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no prompt will be drawn any more."""
+        """Return whether no prompt will be drawn any more."""
         return self.mixture.exhausted
 
     def draw(self, ticket: int, due: int) -> Admitted | None:
-        """The next prompt of the mixture; None if it is exhausted."""
+        """Return the next prompt of the mixture; None if it is exhausted."""
         drawn = self.mixture.draw()
         if drawn is None:
             return None
@@ -62,11 +62,11 @@ class Tickets:
         )
 
     def metrics(self) -> dict[str, float]:
-        """How far the passes over the data are."""
+        """Return the progress of the passes over the data."""
         return draw_metrics(self.mixture)
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
-        """The group of a ticket, void if one of its rollouts cannot be made or graded."""
+        """Return the group of a ticket, void if one of its rollouts cannot be made or graded."""
         ticket, begin, length = admitted.ticket, time.monotonic(), self._recipe.length.at(admitted.due)
         self._spans.open(TICKETS, "ticket", begin, ticket=ticket)
         prompt, void = self._prompt(admitted), ""

@@ -1,4 +1,4 @@
-"""What a model's answers to held-out prompts come to; the same for a run's evaluations and `megarl eval`.
+"""Scores of a model's answers to held-out prompts, for a run's evaluations and for `megarl eval`.
 
 score.py     prompts -> completions -> grades -> answers: the one loop
 answers.py   what is kept on disk            metrics.py   mean@k, pass@k, maj@k and their intervals

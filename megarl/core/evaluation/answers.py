@@ -1,11 +1,11 @@
-"""What an evaluation leaves on disk: every answer, and what all of them come to. The same for `megarl eval` and for runs.
+"""The files of an evaluation: every answer, and the metrics of all. `megarl eval` and runs write the same.
 
-    OUT/SUITE/answers.jsonl     one Answer a line, in the order in which they came     OUT: of `megarl eval`,
-    OUT/SUITE/settings.json     what they were made with; written first                     or RUN/evaluations/step-0000020,
-    OUT/SUITE/result.json       Result: metrics of all answers; written last                where SUITE may also be a task
+    OUT/SUITE/answers.jsonl     one Answer a line, in order of arrival              OUT: of `megarl eval`,
+    OUT/SUITE/settings.json     what they were made with; written first                  or RUN/evaluations/step-0000020,
+    OUT/SUITE/result.json       Result: metrics of all answers; written last             where SUITE may also be a task
 
-An answer is known by `id` and `sample`. A void one (nothing could be generated) stays in the file until it is replaced: a later
-row of the same id and sample counts.
+`id` and `sample` identify an answer. A void one (nothing could be generated) counts until a later row of the same id and
+sample.
 """
 
 import json
@@ -21,19 +21,19 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import append_jsonl, write_atomically
 
 SCHEMA_VERSION = 1
-"""Of all three files; a reader refuses another one."""
+"""Version of all three files; a reader refuses any other."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer to one prompt. All texts as the model saw and wrote them, special tokens included.
+    """One answer to one prompt. Texts are as the model saw and wrote them, with special tokens.
 
     prompt: with its template. expected: of the data set, of a long one (tests of a program) the beginning. completion: all of
-    it; answer: what stands after the thinking trace, "" if nothing does. vote: what maj@k counts, the same text for answers
-    that are equal (votes.py); "": it does not vote. tokens: of the completion, the interruption phrase included.
+    it. answer: the text after the thinking trace, "" if there is none. vote: what maj@k counts, the same text for equal
+    answers (votes.py); "": no vote. tokens: of the completion, with the interruption phrase.
 
-    entropy: mean of -log p of the completion's sampled tokens under the distribution they were sampled from (nats): an
-    unbiased estimate of that distribution's mean entropy per token, the interruption phrase left out; with top_p < 1 of what
-    top_p leaves, with temperature 0 of the surprise of the greedy tokens at temperature 1. None: nothing was sampled.
+    entropy: mean of -log p of the completion's sampled tokens under the distribution they were sampled from (nats), an
+    unbiased estimate of its mean entropy per token, without the interruption phrase; with top_p < 1 within what top_p leaves,
+    with temperature 0 the surprise of the greedy tokens at temperature 1. None: nothing was sampled.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -75,7 +75,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuiteDir:
-    """Where the answers to a suite lie, and safe ways to read and write them."""
+    """The files of one suite's answers."""
 
     def __init__(self, out: Path, suite: str) -> None:
         self.path = out / suite
@@ -84,12 +84,12 @@ class SuiteDir:
         self.result = self.path / "result.json"
 
     def add(self, answer: Answer) -> None:
-        """One whole line; a line that a crash left unfinished spoils only itself. MegarlError if the disk is full."""
+        """Append one whole line; an unfinished line of a crash spoils only itself. MegarlError if the disk is full."""
         with _room(self.answers):
             append_jsonl(self.answers, msgspec.to_builtins(answer))
 
     def read_answers(self) -> list[Answer]:
-        """The newest of each id and sample, by id and sample; MegarlError names a line that is no answer."""
+        """Return the newest answer of each id and sample; MegarlError names a line that is no answer."""
         return newest(read_answers(self.answers))
 
     def write_result(self, result: Result) -> None:
@@ -101,7 +101,7 @@ class SuiteDir:
 
 
 def read_answers(path: Path) -> Iterable[Answer]:
-    """In the order in which they were written; a last line that a crash cut short is passed over."""
+    """Yield answers in the order in which they were written; a last line that a crash cut short is skipped."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -111,13 +111,13 @@ def read_answers(path: Path) -> Iterable[Answer]:
 
 
 def newest(answers: Iterable[Answer]) -> list[Answer]:
-    """Of each id and sample the last one, by id and sample."""
+    """Return the last answer of each id and sample."""
     found = {(answer.id, answer.sample): answer for answer in answers}
     return [found[key] for key in sorted(found)]
 
 
 def suites_in(out: Path) -> list[str]:
-    """Names of the suites that have answers in `out`."""
+    """Return the names of the suites that have answers in `out`."""
     return sorted(path.parent.name for path in out.glob("*/answers.jsonl"))
 
 

@@ -1,25 +1,26 @@
-"""The forecast in a row of eval.jsonl, in words. Whoever starts the controller gives it the function that makes one."""
+"""The forecast in a row of eval.jsonl, in words. Whoever starts the controller passes the function that makes one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
 Forecast = Callable[[Sequence[Row], Sequence[Row], int, str], Row]
-"""From the rows of eval.jsonl so far, those of metrics.jsonl, run.steps and the column that is forecast to the forecast's own
-columns; empty while there is none."""
+"""Makes the forecast's columns from the rows of eval.jsonl, those of metrics.jsonl, run.steps and the forecast column; empty
+while there is none.
+"""
 PASS_RATE = "pass_rate"
 FURTHER_HOURS = {"gpu": 1000.0, "core": 1.0}
-"""Compute whose gain a forecast tells, by its unit."""
+"""The compute whose gain a forecast states, by unit."""
 
 
 def enough(row: Row) -> str:
-    """Why the run may as well stop, in words, of a row of eval.jsonl that says so."""
+    """Return in words why the run may stop, for a row of eval.jsonl that says so."""
     gain, noise = f"{_of(row)}{row['predicted_next_gain']:.4f}", f"{row['evaluation_noise']:.4f}"
     return f"the next tenth of the budget is predicted to bring {gain}, less than the noise of an evaluation ({noise})"
 
 
 def words(row: Row) -> str:
-    """The outlook in a row of eval.jsonl, for people; empty where it has none."""
+    """Return the forecast of a row in words; empty if it has none."""
     if "predicted_final" not in row:
         return ""
     low, high, unit = row["predicted_final_low"], row["predicted_final_high"], row["compute_unit"]
@@ -29,6 +30,6 @@ def words(row: Row) -> str:
 
 
 def _of(row: Row) -> str:
-    """Whose pass rate is forecast, where there are several."""
+    """Return the name of the pass rate that is forecast, if there are several."""
     of = row.get("predicted_score", PASS_RATE).removeprefix(PASS_RATE).removeprefix("/")
     return f"{of} " if of else ""

@@ -1,4 +1,4 @@
-"""What the answers to a suite come to: rates, lengths, what more answers a prompt would bring, and how sure all that is.
+"""Metrics of a suite's answers: rates, lengths, what more answers a prompt would bring, and intervals.
 
 Estimators are pure functions of n answers to a prompt:
 
@@ -28,7 +28,7 @@ from megarl.core.recipe import Recipe, Rows
 
 
 class Outcome(NamedTuple):
-    """Of an answer, what counts: without its texts, for those of a whole evaluation are held."""
+    """An answer without its texts, small enough to hold all of an evaluation."""
 
     id: str
     sample: int
@@ -58,13 +58,13 @@ class Outcome(NamedTuple):
 
 
 def read_outcomes(answers: Path) -> list[Outcome]:
-    """Of a file of answers: the newest of each id and sample, by id and sample."""
+    """Read the newest outcome of each id and sample from a file of answers."""
     found = {(answer.id, answer.sample): Outcome.of(answer) for answer in read_answers(answers)}
     return [found[key] for key in sorted(found)]
 
 
 type Choice = Callable[[Sequence[Outcome], int], float]
-"""Chance that what is chosen of k answers of a prompt is right, given all of them."""
+"""Chance that the answer chosen among k of a prompt is right, given all of them."""
 
 
 def oracle(of_prompt: Sequence[Outcome], k: int) -> float:
@@ -82,8 +82,9 @@ def by_reward(of_prompt: Sequence[Outcome], k: int) -> float:
 
 
 def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
-    """The ways to choose among a prompt's answers that these allow, by the name of their metric: a majority only if every
-    answer votes, a reward if there is one."""
+    """Return the ways to choose among a prompt's answers, by metric: majority only if every answer votes, reward only if
+    there is one.
+    """
     found: dict[str, Choice] = {"pass": oracle}
     if any(o.vote for o in outcomes) and all(o.vote or not o.format_ok for o in outcomes):
         found["maj"] = majority
@@ -93,7 +94,7 @@ def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
 
 
 def by_prompt(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
-    """The outcomes of each prompt."""
+    """Return the outcomes of each prompt."""
     found: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         found[outcome.id].append(outcome)
@@ -101,7 +102,7 @@ def by_prompt(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Rates over all completions; of `pass_rate` (mean@samples) and of pass@k, maj@k and best@k the 95 % interval too."""
+    """Return rates over all completions, and 95 % intervals of `pass_rate` (mean@samples), pass@k, maj@k and best@k."""
     if not outcomes:
         return {}
     prompts, n = by_prompt(outcomes), len(outcomes)
@@ -131,7 +132,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of them does not exceed."""
+    """Return the smallest value that at least this share of them does not exceed."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
@@ -141,7 +142,7 @@ def _interval(name: str, values: Sequence[float], answers: int) -> dict[str, flo
 
 
 Z = 1.959963984540054
-"""Of 95 %, two-sided."""
+"""The normal quantile of a two-sided 95 % interval."""
 
 
 class Interval(NamedTuple):
@@ -153,15 +154,16 @@ class Interval(NamedTuple):
 
 
 def pass_at_k(right: int, of: int, k: int) -> float:
-    """Chance that k of the answers have a right one among them: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, section 2.1)."""
+    """Return the chance that k of the answers include a right one: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, section 2.1)."""
     return 1.0 - math.comb(of - right, k) / math.comb(of, k)
 
 
 def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
-    """Chance that the most frequent vote of k answers is right (self-consistency, arXiv 2203.11171). "" is no vote.
+    """Return the chance that the most frequent vote of k answers is right (self-consistency, arXiv 2203.11171). "" is no
+    vote.
 
-    votes, correct: [n]. Where votes tie each is chosen alike; where none of the k votes, the choice is wrong. A vote of which
-    only some answers were found right counts as right to that share.
+    votes, correct: [n]. Tied votes are chosen with equal chance; if none of the k votes, the choice is wrong. If only some
+    answers of a vote were found right, it counts as right to that share.
     """
     found: defaultdict[str, list[bool]] = defaultdict(list)
     for vote, ok in zip(votes, correct, strict=True):
@@ -177,7 +179,7 @@ def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
 
 
 def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> float:
-    """Chance that the answer of highest reward among k is right. rewards, correct: [n]; ties are shared."""
+    """Return the chance that the answer of highest reward among k is right. rewards, correct: [n]; ties are shared."""
     n, below, total = len(rewards), 0, 0.0
     tied = Counter(rewards)
     right: Mapping[float, int] = Counter(reward for reward, ok in zip(rewards, correct, strict=True) if ok)
@@ -190,13 +192,13 @@ def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> floa
 
 
 def over_prompts(values: Sequence[float], answers: int) -> Interval:
-    """Mean of a value in [0, 1] that each prompt has, with Wilson's score interval for the effective number of answers.
+    """Return the mean of a value in [0, 1] over prompts, with Wilson's score interval for the effective number of answers.
 
-    Prompts are what was drawn at random; the answers of one are a cluster. With s^2 the variance of the values over the n
-    prompts, the mean p has the variance of p (1-p) n / s^2 independent answers. That is the effective number, less the factor
-    (t of all answers / t of the prompts)^2 for s^2 is known from n prompts only (Korn and Graubard 1998; with Wilson's interval
-    as in Franco et al. 2019). One answer a prompt: it is n, and this is Wilson's interval itself. It stays within [0, 1], and
-    is not empty where all prompts agree. It is at most `answers`, all there are, and n where p is 0 or 1.
+    Prompts were drawn at random; the answers to one are a cluster. With s^2 the variance of the values over n prompts, the
+    mean p is as certain as that of p (1-p) n / s^2 independent answers. That is the effective number, less the factor (t of
+    all answers / t of the prompts)^2, because s^2 is known from n prompts only (Korn and Graubard 1998; with Wilson's
+    interval as in Franco et al. 2019). With one answer a prompt it is n, and this is Wilson's interval. It stays within [0,
+    1], and is not empty where all prompts agree. It is at most `answers`, their total, and n where p is 0 or 1.
     """
     n = len(values)
     p = math.fsum(values) / n
@@ -211,20 +213,22 @@ def over_prompts(values: Sequence[float], answers: int) -> Interval:
 
 
 def _t(freedom: int) -> float:
-    """Student's quantile of 95 %, two-sided."""
+    """Return Student's quantile of a two-sided 95 % interval."""
     return float(stdtrit(max(freedom, 1), 0.975))
 
 
 def powers_up_to(n: int) -> list[int]:
-    """1, 2, 4, … and n."""
+    """Return 1, 2, 4, … and n."""
     return sorted({1 << b for b in range(n.bit_length()) if 1 << b <= n} | {n})
 
 
 @lru_cache(maxsize=1 << 16)
 def _wins(mine: int, others: tuple[int, ...], silent: int, k: int) -> float:
-    """Expected share in the first place, of a vote that `mine` of n answers have; the other votes have `others`, `silent` none.
+    """Return the expected share in the first place of a vote that `mine` of n answers have; other votes have `others`,
+    `silent` none.
 
-    By how many of the k answers have this vote (top): the ways in which no other has more, by how many of them have as many.
+    For each number of the k answers that have this vote (top), count the ways in which no other has more, by how many have as
+    many.
     """
     n = mine + sum(others) + silent
     ways = 0.0
@@ -249,7 +253,7 @@ LENGTH = {"control", "prompt_tokens", "thinking_tokens", "answer_tokens", "end_o
 
 
 def settings_of(recipe: Recipe, rows: Rows) -> dict[str, Any]:
-    """All of the recipe that an answer depends on. How many are asked for, of how many prompts, is not of it."""
+    """Return all settings of the recipe on which an answer depends; the numbers of answers and prompts do not matter."""
     suite = rows.model_dump(mode="json", exclude={"samples", "prompts", "train", "weight"})
     return {
         "suite": {key: value for key, value in suite.items() if (key, value) != ("heldout", None)},
@@ -262,7 +266,7 @@ def settings_of(recipe: Recipe, rows: Rows) -> dict[str, Any]:
 
 
 def result_of(suite: str, model: str, samples: int, settings: dict[str, Any], outcomes: Sequence[Outcome]) -> Result:
-    """As of now."""
+    """Return the result, dated now."""
     versions = {name: importlib.metadata.version(name) for name in VERSIONS}
     return Result(
         suite=suite,

@@ -1,12 +1,12 @@
-"""Ask the questions of suites: the one loop of a run's evaluations and of `megarl eval`.
+"""Asks the questions of suites: the one loop of a run's evaluations and of `megarl eval`.
 
     Questions: prompts x samples ─► answer(), on servers that hold the weights ─► Answer ─► keep
 
-    Sampled     Sampler ─► Grader, Votes     what is asked here
-    Choices     multiple_choice.py           what is only scored
+    Sampled     Sampler ─► Grader, Votes     answers are sampled here
+    Choices     multiple_choice.py           choices are only scored
 
-The rules of interruption are those of training, with the longest thinking budget for all, also while training is at an
-earlier stage of `length.stages`: scores of all versions can be compared.
+Interruption works as in training, with the longest thinking budget even during earlier stages of `length.stages`, so that
+scores of all versions are comparable.
 """
 
 import asyncio
@@ -34,7 +34,9 @@ from megarl.core.server.client import ServerClient
 
 @dataclass(frozen=True)
 class Asker:
-    """Who is asked, and who grades. servers: that may be asked now; at_once: answers at a time; salt: of cached prefixes."""
+    """The servers and graders of an evaluation. servers: may be asked now. at_once: concurrent answers. salt: of cached
+    prefixes.
+    """
 
     recipe: Recipe
     tokenizer: Tokenizer
@@ -51,7 +53,7 @@ class Asker:
 
 
 class Named(Protocol):
-    """What is asked is known by its id."""
+    """A question, known by its id."""
 
     @property
     def id(self) -> str: ...
@@ -59,7 +61,7 @@ class Named(Protocol):
 
 @dataclass(frozen=True)
 class Questions[Asked: Named](ABC):
-    """Of one suite, or of a task's held-out prompts. answered: what needs no answer any more."""
+    """The questions of one suite, or of a task's held-out prompts. answered: those that need no answer any more."""
 
     name: str
     prompts: Sequence[Asked]
@@ -69,20 +71,23 @@ class Questions[Asked: Named](ABC):
 
     @property
     def open(self) -> list[tuple[Asked, int]]:
-        """Prompts and samples that are to be asked."""
+        """Return the prompts and samples that are still to be asked."""
         there = {(answer.id, answer.sample) for answer in self.answered}
         return [(p, n) for p in self.prompts for n in range(self.samples) if (p.id, n) not in there]
 
     @abstractmethod
     def answerer(self, asker: Asker) -> Callable[[Asked, int, Order], Awaitable[Answer]]:
-        """What answers one, given the sample's number and the order of the request among all. The answer is void if none can be
-        had; GraderDown if it cannot be graded."""
+        """Return the function that answers one question, given the sample's number and the order of the request among all.
+
+        Its answer is void if none can be had. GraderDown if it cannot be graded.
+        """
 
 
 @dataclass(frozen=True)
 class Sampled(Questions[Prompt]):
-    """Questions whose answers are sampled and graded, by the task's or suite's grader of their name. rewards: of a suite,
-    by name, which choose the best of several answers."""
+    """Questions whose answers are sampled, and graded by the grader of their task or suite. rewards: of a suite, by name;
+    they choose the best of several answers.
+    """
 
     rewards: Mapping[str, Reward] = field(default_factory=dict, kw_only=True)
 
@@ -119,7 +124,7 @@ class Sampled(Questions[Prompt]):
         )
 
     async def _grade(self, asked: Prompt, done: Completion, asker: Asker) -> tuple[Grade, float | UnsetType]:
-        """And what `rewards` come to."""
+        """Return the verdict, and the sum of `rewards`."""
         grader = asker.graders[self.name]
         if not self.rewards:
             return await grader.grade_answer(done.text, asked, done.verdict), UNSET
@@ -128,15 +133,15 @@ class Sampled(Questions[Prompt]):
 
 
 def choose[Asked: Named](prompts: Iterable[Asked], count: int | None) -> list[Asked]:
-    """At most `count`, the same in every run: the file may be sorted, so not its first ones. None: all."""
+    """Return at most `count`, the same in every run, chosen by hash because the file may be sorted. None: all."""
     return sorted(prompts, key=lambda p: hashlib.blake2b(p.id.encode(), digest_size=8).digest())[:count]
 
 
 async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callable[[Answer], object]) -> None:
-    """Ask all that is open; `keep` is called with each answer as it comes. A server that leaves the set is not asked again; if
-    all have, this waits for ever: cancel it.
+    """Ask everything open and call `keep` with each answer as it comes.
 
-    GraderDown (in an ExceptionGroup) if an answer cannot be graded.
+    A server that leaves the set is not asked again; if all have left, this waits for ever: cancel it. GraderDown (in an
+    ExceptionGroup) if an answer cannot be graded.
     """
     answerers = {of.name: of.answerer(asker) for of in questions}
     open_ones = [(of, asked, sample) for of in questions for asked, sample in of.open]
@@ -168,6 +173,6 @@ def _job(prompt: Prompt, order: Order, asker: Asker) -> Job:
 
 
 def _entropy(done: Completion) -> float | None:
-    """Mean of -log p over the tokens that were sampled."""
+    """Return the mean of -log p over the sampled tokens."""
     logprobs = np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in done.segments if s.trained)])
     return float(-logprobs.mean(dtype=np.float64)) if len(logprobs) else None

@@ -1,12 +1,12 @@
-"""What each answer to a prompt votes for in maj@k: one text for answers that are the same.
+"""What each answer to a prompt votes for in maj@k: one text for equal answers.
 
     answer ─► right?            the expected answer
            ─► extracted         the last box; else the last formula in dollars; else the last number; else all of it
-           ─► seen before?      the same text, the same number, or the grader of mathematics holds them for equal
+           ─► seen before?      the same text, the same number, or equal by the grader of mathematics
            ─► else              its own text: a new vote
 
-Answers come one by one, so a vote is never taken back: of an answer that is equal to two others that are not equal to one
-another (a grader's equality is not transitive) the earlier one counts.
+Answers come one by one, and a vote is never taken back: if an answer equals two others that differ (a grader's equality is
+not transitive), the earlier one counts.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from megarl.core.evaluation.metrics import Outcome
 DOLLARS = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 WITHOUT_VOTES = ("code", "format")
-"""Graders of answers that are not one of a few: two right programs need not be the same text."""
+"""Graders without majority votes: two right programs need not be the same text."""
 
 
 class Votes:
-    """Of one suite or task. name: of its grader, which says whether two formulas are equal; known: earlier answers."""
+    """The votes of one suite or task. name: of its grader, which compares two formulas. known: earlier answers."""
 
     def __init__(self, name: str, grader: Grader, known: Iterable[Outcome] = ()) -> None:
         self._name, self._grader = name, grader
@@ -36,7 +36,7 @@ class Votes:
                 self._seen[answer.id].append(answer.vote)
 
     async def of(self, id: str, answer: str, expected: str, correct: bool) -> str:
-        """What this answer to the prompt `id` votes for; "" for none."""
+        """Return the vote of this answer to the prompt `id`; "" for none."""
         if self._name in WITHOUT_VOTES or not answer:
             return ""
         if self._name != "math":
@@ -64,7 +64,7 @@ class Votes:
 
 
 def extracted(answer: str) -> str:
-    """The part of an answer that says what the result is."""
+    """Return the part of an answer that states the result."""
     box = last_box(answer)
     if box is not None and box.strip():
         return box.strip()
@@ -76,7 +76,7 @@ def extracted(answer: str) -> str:
 
 
 def number(text: str) -> Decimal | None:
-    """The number that the text is, thousands divided by commas or not; None if it is not one."""
+    """Return the number in the text, with or without thousands separators; None if it is no number."""
     try:
         found = Decimal(text.replace(",", "").replace("\\!", "").strip())
     except InvalidOperation:

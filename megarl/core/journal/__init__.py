@@ -1,6 +1,6 @@
-"""The journal: an append-only file of records, and the only thing a controller has to remember.
+"""The journal: an append-only file of records, from which the controller's whole state follows.
 
-records.py  what it records, and the state that follows from the records
+records.py  the records, and the state that follows from them
 file.py     how records lie in a file, and where its groups are
 journal.py  the files of a run: one writer, readers
 writer.py   the thread that writes, behind the event loop

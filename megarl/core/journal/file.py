@@ -1,12 +1,12 @@
-"""A file of the journal: how records lie in it, how they are written and read back, and where its groups are.
+"""One file of the journal: how records lie in it, how they are written and read, and where its groups are.
 
     header | snapshot | record | record | …          a record: mark, length, ticket of a group, checksums; msgpack of it
 
-After a crash only the last record can be incomplete; damage anywhere else is an error. With the ticket in their headers
-files are searched for groups without reading the groups.
+After a crash only the last record can be incomplete; damage anywhere else is an error. Record headers hold tickets, so groups
+are found without reading them.
 
-`GroupIndex` says where the groups of a file lie: 16 bytes each, in two arrays sorted by ticket, for there are hundreds of
-thousands in a long run. Tickets finish about in the order of their numbers, so a new one goes in near the end.
+`GroupIndex` takes 16 bytes a group, in two arrays sorted by ticket, because a long run has hundreds of thousands. Tickets
+finish roughly in order, so a new one is inserted near the end.
 """
 
 import os
@@ -33,24 +33,24 @@ class GroupIndex:
         self._tickets, self._offsets = array("q"), array("q")
 
     def add(self, ticket: int, offset: int) -> None:
-        """A group that was not there before."""
+        """Add a new group."""
         at = bisect_left(self._tickets, ticket)
         self._tickets.insert(at, ticket)
         self._offsets.insert(at, offset)
 
     def offset(self, ticket: int) -> int | None:
-        """Of its record in the file; None if its group is not there."""
+        """Return the offset of the group's record; None if the group is not in the file."""
         at = bisect_left(self._tickets, ticket)
         if at == len(self._tickets) or self._tickets[at] != ticket:
             return None
         return self._offsets[at]
 
     def newest(self) -> int:
-        """The largest ticket; -1 if there is none."""
+        """Return the largest ticket; -1 if there is none."""
         return self._tickets[-1] if self._tickets else -1
 
     def as_written(self) -> list[int]:
-        """All tickets, in the order in which their groups were finished."""
+        """Return all tickets, in the order in which their groups were finished."""
         return [ticket for _, ticket in sorted(zip(self._offsets, self._tickets, strict=True))]
 
 
@@ -62,7 +62,7 @@ MARK = b"\xa5RJ\x5a"
 
 
 class Entry(NamedTuple):
-    """Where a record lies in its file: header offset, payload length, ticket if it is a finished group (else -1)."""
+    """One record's header offset, payload length, and ticket if it is a finished group (else -1)."""
 
     offset: int
     length: int
@@ -75,12 +75,12 @@ class Entry(NamedTuple):
 
 
 def head(snapshot: Snapshot) -> bytes:
-    """What a file begins with."""
+    """Return the beginning of a file."""
     return FILE_HEADER.pack(MAGIC, SCHEMA_VERSION) + packed(snapshot)
 
 
 def create(path: Path, head: bytes) -> None:
-    """A new file that begins with these bytes. It is there whole or not at all."""
+    """Create a file with these bytes, complete or not at all."""
     write_atomically(path, head)
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
@@ -88,7 +88,7 @@ def create(path: Path, head: bytes) -> None:
 
 
 def write(fd: int, path: Path, size: int, data: bytes) -> None:
-    """Append to a file of `size` bytes and wait until it is on disk; on failure the file is as it was."""
+    """Append to a file of `size` bytes and wait until it is on disk; on failure the file stays as it was."""
     with writing(path):
         try:
             rest = memoryview(data)
@@ -101,7 +101,7 @@ def write(fd: int, path: Path, size: int, data: bytes) -> None:
 
 
 def packed(record: JournalRecord) -> bytes:
-    """The record as it lies in a file."""
+    """Return the record as it lies in a file."""
     payload = encode(record)
     ticket = record.group.ticket if isinstance(record, Finished) else -1
     head = RECORD_HEADER.pack(MARK, len(payload), ticket, zlib.crc32(payload), 0)[:-4]
@@ -109,7 +109,7 @@ def packed(record: JournalRecord) -> bytes:
 
 
 def _entry(header: bytes, offset: int) -> Entry | None:
-    """The record that this header at `offset` announces, or None if it is not a whole and sound one."""
+    """Return the record that this header at `offset` announces, or None if it is incomplete or damaged."""
     if len(header) < RECORD_HEADER.size:
         return None
     mark, length, ticket, checksum, header_checksum = RECORD_HEADER.unpack(header)
@@ -119,9 +119,9 @@ def _entry(header: bytes, offset: int) -> Entry | None:
 
 
 def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
-    """The sound records of a file up to its end or a torn last one; without `payloads` they are passed over (b"").
+    """Yield the sound records of a file; a torn last one ends it. payloads: False skips them (b"").
 
-    MegarlError if sound records follow on a damaged one, or the file is not a journal of this version.
+    MegarlError if sound records follow a damaged one, or the file is not a journal of this version.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -153,7 +153,7 @@ def _check_header(path: Path, header: bytes) -> None:
 
 
 def _check_tail(path: Path, offset: int, after: bytes) -> None:
-    """A crash leaves nothing sound behind an incomplete record: if there is, the file was damaged otherwise."""
+    """Raise MegarlError if sound records follow an incomplete one: no crash does that, so the file was damaged otherwise."""
     at = after.find(MARK)
     while at >= 0:
         if _entry(after[at : at + RECORD_HEADER.size], 0) is not None:
@@ -172,7 +172,7 @@ def record_of(path: Path, entry: Entry, payload: bytes) -> JournalRecord:
 
 
 def read(path: Path, offset: int) -> JournalRecord:
-    """The record at `offset`. MegarlError if it is not sound."""
+    """Return the record at `offset`. MegarlError if it is damaged."""
     with path.open("rb") as file:
         file.seek(offset)
         entry = _entry(file.read(RECORD_HEADER.size), offset)
@@ -183,7 +183,7 @@ def read(path: Path, offset: int) -> JournalRecord:
 
 
 def fold(path: Path) -> tuple[State, GroupIndex, int]:
-    """The state after a file, where its groups are, and where its sound records end."""
+    """Return the state after a file, the places of its groups, and the end of its sound records."""
     records = scan(path)
     head = next(records, None)
     snapshot = record_of(path, *head) if head else None

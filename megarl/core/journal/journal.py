@@ -1,4 +1,4 @@
-"""The journal: an append-only file of records, and the only thing a controller has to remember.
+"""The journal's files: one writer, any number of readers.
 
     RUN/rollouts/000000.journal     header | snapshot | record | record | …
                  000001.journal     header | snapshot (of all before) | record | …      a new file every ROTATE_BYTES
@@ -8,10 +8,9 @@
                   put(bytes) ───────► one write, one fsync               in a thread (writer.py)
     learner is behind ── groups(tickets) ──► read back from disk; groups are not kept in memory
 
-A record is a header (mark, length, ticket of a group, checksums) and msgpack of a `JournalRecord`.
-After a crash only the last record can be incomplete: it is cut off, and said. Damage anywhere else is an error. Opening
-reads the last file alone, for the snapshot at its head is the fold of the others; with the ticket in their headers
-those are searched for groups without reading the groups.
+A record is a header (mark, length, ticket of a group, checksums) and msgpack of a `JournalRecord`. After a crash only the
+last record can be incomplete: it is cut off, with a message. Damage anywhere else is an error. Opening reads only the last
+file, because its snapshot is the fold of the others; those are searched for groups by the tickets in their headers.
 """
 
 import fcntl
@@ -32,14 +31,17 @@ from megarl.core.journal.records import Admitted, Finished, JournalRecord, Snaps
 log = logging.getLogger(__name__)
 
 ROTATE_BYTES = 256 << 20
-"""Snapshots (1 to 3 MB in a long run) stay below a hundredth; a file is read within a second or two."""
+"""At this size snapshots (1 to 3 MB in a long run) stay below a hundredth, and a file is read in a second or two."""
 LOCK_TIMEOUT_S = 10.0
-"""How long to wait for a writer that was killed to be gone."""
+"""Limit of the wait for a killed writer to be gone."""
 
 
 class Applied(NamedTuple):
-    """Bytes of a record that is in the state. ticket: of a finished group, else -1; next_file: what the next file begins with,
-    if this record fills its file, else empty."""
+    """The bytes of a record that is in the state.
+
+    ticket: of a finished group, else -1. next_file: the beginning of the next file, if this record fills its file, else
+    empty.
+    """
 
     data: bytes
     ticket: int
@@ -47,42 +49,42 @@ class Applied(NamedTuple):
 
 
 class JournalReader:
-    """Reads a journal, also while its run lives: what its writer has not completed yet is not there yet."""
+    """Reads a journal, also while its run lives, up to what its writer has completed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._searched: dict[int, GroupIndex] = {}  # by number of the file
 
     def files(self) -> list[int]:
-        """Numbers of the files there are, oldest first."""
+        """Return the numbers of the files, oldest first."""
         return sorted(int(p.stem) for p in self.path.glob("*.journal") if p.stem.isdecimal())
 
     def begun(self) -> bool:
-        """Whether any ticket was ever admitted."""
+        """Return whether any ticket was ever admitted."""
         return any(
             isinstance(record, Admitted) or (isinstance(record, Snapshot) and record.next_ticket > 0)
             for record in self.replay()
         )
 
     def replay(self) -> Iterator[JournalRecord]:
-        """All records there are, oldest first, with the snapshots at the heads of files."""
+        """Yield all records, oldest first, with the snapshots at the heads of files."""
         for number in self.files():
             for entry, payload in file.scan(self._file(number)):
                 yield file.record_of(self._file(number), entry, payload)
 
     def fold(self) -> State:
-        """The state after all records: the last snapshot and what follows it."""
+        """Return the state after all records: the last snapshot and what follows it."""
         files = self.files()
         if not files:
             raise MegarlError(f"{self.path}: no journal here; give the directory of a run that has started")
         return file.fold(self._file(files[-1]))[0]
 
     def groups(self, tickets: Iterable[int]) -> tuple[Group, ...]:
-        """The finished groups of these tickets, in this order, read from disk."""
+        """Return the finished groups of these tickets, in this order, from disk."""
         return tuple(self._group(ticket) for ticket in tickets)
 
     def finished(self) -> list[int]:
-        """Tickets of all finished groups that are still there, in the order they were finished."""
+        """Return the tickets of all finished groups that are still there, in the order they were finished."""
         return [ticket for number in self.files() for ticket in self._groups_of(number).as_written()]
 
     def _group(self, ticket: int) -> Group:
@@ -104,7 +106,7 @@ class JournalReader:
         )
 
     def _groups_of(self, number: int) -> GroupIndex:
-        """Where the groups of a file are. The last file grows, so it is searched anew."""
+        """Return where the groups of a file are. The last file grows, so it is searched each time."""
         if number in self._searched:
             return self._searched[number]
         found = GroupIndex()
@@ -138,9 +140,10 @@ class Journal(JournalReader):
     def open(
         path: Path, prompts_per_batch: int, max_lag: int, phase_steps: int = 1, rotate_bytes: int = ROTATE_BYTES
     ) -> "Journal":
-        """The journal in directory `path`, begun if there is none.
+        """Open the journal in directory `path`, or begin it.
 
-        MegarlError if another process writes it, it is damaged, of another version, or of another batch size, lag or phase.
+        MegarlError if another process writes it, or if it is damaged, of another version, or of another batch size, lag or
+        phase.
         """
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path / "lock")
@@ -174,7 +177,7 @@ class Journal(JournalReader):
             raise
 
     def applied(self, record: JournalRecord) -> Applied:
-        """The record, in `state` from now on; to be given to `put` in the order of these calls.
+        """Apply the record to `state` and return its bytes, which must be given to `put` in the order of these calls.
 
         ValueError, and no change, if it contradicts the state.
         """
@@ -188,9 +191,9 @@ class Journal(JournalReader):
         return Applied(data, record.group.ticket if isinstance(record, Finished) else -1, next_file)
 
     def put(self, applied: Sequence[Applied]) -> None:
-        """On disk when it returns: one fsync for all of them in a file.
+        """Write these bytes to disk before returning, with one fsync a file.
 
-        MegarlError if they cannot be written: the file ends with what was put before, and the journal is closed.
+        MegarlError if that fails: the file then ends with what was put before, and the journal is closed.
         """
         while applied:
             count = next((n for n, one in enumerate(applied, 1) if one.next_file), len(applied))
@@ -213,13 +216,13 @@ class Journal(JournalReader):
             self._size += len(one.data)
 
     def forget(self, step: int) -> int:
-        """Batches before `step` are never asked for again; the first ticket that may be."""
+        """Note that batches before `step` are never asked for again; return the first ticket that may be."""
         first_needed = self.state.admission.first_ticket(step)
         self.state.admission.forget(step)
         return first_needed
 
     def drop(self, first_needed: int) -> None:
-        """Delete the files that have no group of this ticket or a later one."""
+        """Delete the files without a group of this ticket or a later one."""
         for number in self.files()[:-1]:
             if self._groups_of(number).newest() < first_needed:
                 self._file(number).unlink()
@@ -227,14 +230,14 @@ class Journal(JournalReader):
                 log.info("%s: dropped, all its groups were trained", self._file(number))
 
     def close(self) -> None:
-        """Let the next writer in. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         if self._fd is not None:
             os.close(self._fd)
             os.close(self._lock)
             self._fd = None
 
     def _rotate(self, head: bytes) -> None:
-        """Go on in a new file that begins with the state."""
+        """Continue in a new file that begins with the state."""
         assert self._fd is not None
         file.create(self._file(self._number + 1), head)
         os.close(self._fd)
@@ -244,7 +247,7 @@ class Journal(JournalReader):
         self._searched[self._number] = GroupIndex()
 
     def _cut_off_tail(self) -> None:
-        """Of an append that a crash interrupted: nobody has been told of it."""
+        """Cut off an append that a crash interrupted; no other process has seen it."""
         assert self._fd is not None
         torn = os.fstat(self._fd).st_size - self._size
         if torn:
@@ -256,7 +259,7 @@ class Journal(JournalReader):
 
 
 def _lock(path: Path) -> int:
-    """An open file that is locked until it is closed; the writer's process id is in it."""
+    """Return an open file that is locked until it is closed and holds the writer's process id."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:

@@ -1,10 +1,9 @@
-"""What the journal records, one type for each thing that a controller must not forget; and the controller's state, which is the
-fold of these records.
+"""The records of the journal, one type for each thing that a controller must not forget, and the state that is their fold.
 
     State() ── apply(Session) ── apply(Admitted) ── apply(Finished) ── … ──►  State
                                                         └─ snapshot() ─► Snapshot ─► State.restored()
 
-`apply` is the only way a state changes, so the state before a crash and the one rebuilt after it are the same.
+Only `apply` changes a state, so the state before a crash and the one rebuilt after it are the same.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from megarl.core.base.types import Group, Record
 class Session(Record, frozen=True, tag="session"):
     """A controller has started within the life `session` of the supervisor, which began at `time` and holds `devices`.
 
-    A second one of the same session (a restarted controller) changes nothing. time: Unix seconds, as everywhere here.
+    A second one of the same session (a restarted controller) changes nothing. Times are Unix seconds.
     """
 
     session: str
@@ -29,11 +28,11 @@ class Session(Record, frozen=True, tag="session"):
 
 
 class Admitted(Record, frozen=True, tag="admitted"):
-    """This prompt of this task has this ticket, drawn in this pass over the task's data.
+    """A prompt of a task got a ticket in this pass (epoch) over the task's data.
 
     reset: too few prompts were left, so all pass rates of the task were forgotten before this draw (`data.on_exhausted`).
-    pool: its epoch goes through so many of the easiest prompts (`data.curriculum`); 0: all.
-    due: D(g) when it was drawn. It decides the length budget, which must not change when a removal ahead lowers D(g).
+    pool: the epoch covers this many of the easiest prompts (`data.curriculum`); 0: all. due: D(g) when it was drawn, which
+    fixes the length budget although a removal ahead may lower D(g).
     """
 
     ticket: int
@@ -53,9 +52,9 @@ class Finished(Record, frozen=True, tag="finished"):
 
 
 class Removed(Record, frozen=True, tag="removed"):
-    """The ticket gives up its slot (zero variance under `refill`); of its group the summary stays.
+    """The ticket gave up its slot (zero variance under `refill`); a summary of its group stays.
 
-    pass_rate: None if nothing was graded; generated_tokens: sampled for it all the same.
+    pass_rate: None if nothing was graded. generated_tokens: sampled for it nevertheless.
     """
 
     ticket: int
@@ -65,8 +64,10 @@ class Removed(Record, frozen=True, tag="removed"):
 
 
 class PublishedVersion(Record, frozen=True, tag="published_version"):
-    """These servers have these weights. Seconds are wall time of the slowest server; startup_hours, evaluation_hours: of the
-    compute so far."""
+    """These servers have these weights.
+
+    Seconds are wall time of the slowest server. startup_hours, evaluation_hours: of the compute so far.
+    """
 
     version: int
     time: float
@@ -80,7 +81,7 @@ class PublishedVersion(Record, frozen=True, tag="published_version"):
 
 
 class Evaluated(Record, frozen=True, tag="evaluated"):
-    """The held-out pass rate of these weights. compute_hours: when they were published; evaluation_hours: so far."""
+    """The held-out pass rate of these weights. compute_hours: at their publication. evaluation_hours: so far."""
 
     version: int
     time: float
@@ -92,8 +93,11 @@ class Evaluated(Record, frozen=True, tag="evaluated"):
 
 
 class TaskHistory(Record, frozen=True):
-    """What the draws of a task follow from. drawn: tickets so far, the last of them; pass_rates: of the latest group of each
-    prompt since they were last forgotten; a void group says nothing."""
+    """What the next draws of a task depend on.
+
+    drawn: number of tickets, and the last one. pass_rates: of each prompt's latest group since the last reset, void groups
+    left out.
+    """
 
     drawn: int
     last: Admitted
@@ -101,7 +105,7 @@ class TaskHistory(Record, frozen=True):
 
 
 class Snapshot(Record, frozen=True, tag="snapshot"):
-    """The state at the head of a journal file: the fold of all files before it. Tickets are int32 arrays."""
+    """The state at the head of a journal file, the fold of all files before it. Tickets are int32 arrays."""
 
     prompts_per_batch: int
     max_lag: int
@@ -130,16 +134,13 @@ JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Eva
 
 @dataclass
 class State:
-    """All that the controller must not forget.
+    """Everything that the controller must not forget.
 
-    unfinished: the admissions of unfinished tickets, oldest first: what a restarted controller generates again.
-    tasks: where the draws of each task stand.
-    published_version: the highest ever, -1 before the first.
-    evaluations: by version.
-    generated_tokens: sampled for finished and removed tickets.
-    finished, void, removed: tickets; the void ones are finished too.
-    startup_hours, evaluation_hours: compute of all lives that went into these (megarl/core/controller/metrics.py).
-    session_published: whether weights have been published in this life of the supervisor.
+    unfinished: admissions of unfinished tickets, oldest first, which a restarted controller generates again.
+    published_version: the highest ever, -1 before the first. evaluations: by version. generated_tokens: sampled for finished
+    and removed tickets. finished, void, removed: tickets; void ones are finished too. startup_hours, evaluation_hours:
+    compute of all lives spent on these (megarl/core/controller/metrics.py). session_published: whether weights were published
+    in this life of the supervisor.
     """
 
     admission: Admission
@@ -159,13 +160,13 @@ class State:
     session_published: bool = False
 
     def compute_hours(self, now: float) -> float:
-        """Devices held × wall time up to `now`: all earlier sessions up to their last record, and this one."""
+        """Return devices held × wall time up to `now`: all earlier sessions up to their last record, and this one."""
         if self.session is None:
             return 0.0
         return self.earlier_hours + self.session.devices * max(0.0, now - self.session.time) / 3600
 
     def apply(self, record: JournalRecord) -> None:
-        """The next record of the journal. ValueError, and no change, if it contradicts those before it."""
+        """Apply the next record. ValueError, and no change, if it contradicts those before it."""
         match record:
             case Admitted():
                 if record.ticket != self.admission.next_ticket:
@@ -210,7 +211,7 @@ class State:
                 pass  # the fold of what was applied already
 
     def snapshot(self) -> Snapshot:
-        """This state as a record."""
+        """Return this state as a record."""
         a = self.admission
         return Snapshot(
             prompts_per_batch=a.prompts_per_batch,
@@ -237,7 +238,7 @@ class State:
 
     @staticmethod
     def restored(s: Snapshot) -> "State":
-        """The state `s` was taken of."""
+        """Return the state that `s` was taken from."""
         unfinished = {a.ticket: a for a in s.unfinished}
         admission = Admission(
             s.prompts_per_batch,

@@ -1,9 +1,9 @@
-"""The journal behind the event loop: a record is in the state at once, and on disk when the awaited write returns.
+"""The journal behind the event loop: a record changes the state at once, and is on disk when the awaited write returns.
 
-    write(record) ─► state.apply, bytes ─► queue ─► [thread] all that has come meanwhile: one write, one fsync ─► returns
+    write(record) ─► state.apply, bytes ─► queue ─► [thread] everything queued: one write, one fsync ─► returns
 
-What is read from the journal (`groups`) is read behind all that was written before, so what is offered to the learner is on
-disk."""
+`groups` reads after everything written before, so what is offered to the learner is on disk.
+"""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from megarl.core.telemetry.spans import UNRECORDED, Spans
 
 
 class JournalWriter:
-    """Owns `journal` while it runs; nobody else may touch it then. `state`: the fold of all records, written or queued."""
+    """Owns `journal` while it runs. `state`: the fold of all records, written or queued."""
 
     def __init__(self, journal: Journal, spans: Spans = UNRECORDED) -> None:
         self._journal, self._spans = journal, spans
@@ -34,14 +34,14 @@ class JournalWriter:
         return written
 
     async def run(self) -> None:
-        """Write what comes, until cancelled. Raises what the journal raises."""
+        """Write what is queued, until cancelled. Raises what the journal raises."""
         while True:
             await self._come.wait()
             self._come.clear()
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what is in the queue."""
+        """Write everything in the queue."""
         batch, self._queue = self._queue, []
         if batch:
             begin = time.monotonic()
@@ -52,17 +52,17 @@ class JournalWriter:
                 written.set_result(None)
 
     async def groups(self, tickets: Sequence[int]) -> tuple[Group, ...]:
-        """The finished groups of these tickets."""
+        """Return the finished groups of these tickets."""
         await self.flush()
         return await self._call(lambda: self._journal.groups(tickets))
 
     async def drop_before(self, step: int) -> None:
-        """Batches before `step` will not be asked for again."""
+        """Note that batches before `step` will not be asked for again."""
         first_needed = self._journal.forget(step)
         await self._call(lambda: self._journal.drop(first_needed))
 
     async def close(self) -> None:
-        """Write what is left and let the next writer in."""
+        """Write the rest of the queue and release the journal."""
         await self.flush()
         await self._call(self._journal.close)
         self._thread.shutdown()

@@ -44,10 +44,10 @@ class Critic:
     def __init__(self, recipe: Recipe, policy: Family) -> None:
         self.settings = recipe.critic
         self.batch = recipe.batch
-        recipe = recipe.model_copy(update={"model": recipe.critic_model})
+        optimizer, recipe = recipe.critic_optimizer, recipe.model_copy(update={"model": recipe.critic_model})
         chunks, family = chunks_beside(policy, recipe, "critic.path", self.settings.path)
         ValueHead.adopt(chunks)
-        self.network = TrainedNetwork(chunks, family, self.settings.optimizer, recipe)
+        self.network = TrainedNetwork(chunks, family, optimizer, recipe)
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
         """What is expected before each trained token: [len] float32 a sequence, 0 elsewhere, on all ranks."""
@@ -59,8 +59,7 @@ class Critic:
         """The sequences with advantages, and with values and returns for `forward_backward`; statistics with this batch's."""
         settings, normalisation = self.settings, self.batch.advantage
         assert normalisation != "group"  # megarl/core/recipe/rules.py
-        values, decay = self.values(sequences), self.batch.running_decay
-        return gae.estimated(sequences, values, settings.gamma, settings.lam, normalisation, before, decay)
+        return gae.estimated(sequences, self.values(sequences), settings.gamma, settings.lam, normalisation, before)
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Gradients of the value loss into the network's buffers, reduced over ranks; its metrics."""

@@ -145,7 +145,7 @@ class ExpertLoad:
     def __init__(self, chunks: Sequence[GPTModel], settings: Moe) -> None:
         config = chunks[0].config
         device = next(chunks[0].parameters()).device
-        self._coefficient = settings.aux_loss_coefficient if settings.load_balancing == "aux_loss" else 0.0
+        self._coefficient = settings.aux_loss
         self._sequence_parallel = config.sequence_parallel
         self._tokens = torch.zeros(config.num_layers, config.num_moe_experts, device=device)
         self._step_tokens = 0

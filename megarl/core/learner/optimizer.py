@@ -91,7 +91,7 @@ def learning_rate(step: int, settings: Optimizer, steps: int) -> float:
         return settings.lr
     done = min(1.0, (step - settings.warmup_steps) / max(steps - settings.warmup_steps, 1))
     left = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return settings.lr * (settings.final_lr_ratio + (1 - settings.final_lr_ratio) * left)
+    return settings.lr * left
 
 
 BUCKET: int | None = None

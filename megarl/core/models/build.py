@@ -101,8 +101,9 @@ def transformer_config(
         context_parallel_size=model.context_parallel,
         expert_model_parallel_size=model.expert_parallel,
         expert_tensor_parallel_size=model.expert_tensor_parallel,
-        overlap_p2p_comm=model.overlap_p2p,
-        batch_p2p_comm=not model.overlap_p2p,
+        # Without overlap, two pipeline stages mix up the sends of two chunks, and gradients are wrong.
+        overlap_p2p_comm=model.virtual_pipeline_parallel > 1,
+        batch_p2p_comm=model.virtual_pipeline_parallel == 1,
         variable_seq_lengths=model.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",  # required for dense models too, with variable lengths
         bias_activation_fusion=fused,
@@ -141,11 +142,10 @@ def _described(architecture: Architecture) -> dict[str, Any]:
 
 def _expert_settings(model: Model, fused: bool) -> dict[str, Any]:
     """Return settings for experts: no token is dropped, no bias moves tokens between them, routing is computed in float32."""
-    balanced = model.moe.load_balancing == "aux_loss"
     return {
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": model.moe.load_balancing,
-        "moe_aux_loss_coeff": model.moe.aux_loss_coefficient if balanced else 0.0,
+        "moe_router_load_balancing_type": "aux_loss" if model.moe.aux_loss else "none",
+        "moe_aux_loss_coeff": model.moe.aux_loss,
         "moe_grouped_gemm": fused,
         "moe_permute_fusion": fused,
     }

@@ -15,7 +15,7 @@ from megarl.core.recipe.text import describe, differences, dump, flat
 from megarl.core.recipe.tree import (
     BatchSection,
     Checkpoint,
-    Columns,
+    ColumnName,
     Critic,
     Curriculum,
     Data,
@@ -30,6 +30,7 @@ from megarl.core.recipe.tree import (
     Optimizer,
     Pipeline,
     Profile,
+    Rate,
     Recipe,
     Reference,
     Resources,
@@ -49,8 +50,8 @@ from megarl.core.recipe.tree import (
 )
 
 __all__ = [
-    "SHIPPED", "BatchSection", "Checkpoint", "Columns", "Critic", "Curriculum", "Data", "Evaluation", "Journal", "Learner",
-    "Length", "Loss", "Model", "Moe", "Monitor", "Optimizer", "Pipeline", "Profile", "Recipe", "Reference", "Resources",
+    "SHIPPED", "BatchSection", "Checkpoint", "ColumnName", "Critic", "Curriculum", "Data", "Evaluation", "Journal", "Learner",
+    "Length", "Loss", "Model", "Moe", "Monitor", "Optimizer", "Pipeline", "Profile", "Rate", "Recipe", "Reference", "Resources",
     "Reward", "Rows", "Run", "Sampling", "Section", "Service", "Serving", "Sft", "Stage", "Suite", "Task", "Wandb",
     "Weights", "describe", "differences", "dump", "flat", "from_tree", "load", "load_suite", "shipped", "shipped_suites",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import difflib
 import os
 import typing
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -104,7 +105,7 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]
         kind = field.annotation
         if _is_section(kind):
             yield from _keys(kind, f"{prefix}{name}.")
-        elif typing.get_origin(kind) is dict:
+        elif typing.get_origin(kind) is dict and _is_section(kind_of(kind, "")):
             yield from _keys(kind_of(kind, ""), f"{prefix}{name}.NAME.")
         else:
             yield name, f"{prefix}{name}"
@@ -326,7 +327,72 @@ def _takes_empty(kind: Any) -> bool:
     return kind is str or "" in typing.get_args(kind)
 
 
+@dataclass(frozen=True)
+class Removed:
+    """A key of earlier versions. A recipe may still have it with the values that mean what is done now.
+
+    instead: what is done now. kept: those values; None: any value, because the key never changed a result.
+    """
+
+    instead: str
+    kept: tuple[object, ...] | None = None
+
+
+REMOVED = {
+    "model.overlap_p2p": Removed("it is on with model.virtual_pipeline_parallel"),
+    "model.moe.load_balancing": Removed("set model.moe.aux_loss to a coefficient above 0", ("none",)),
+    "model.moe.aux_loss_coefficient": Removed("it is model.moe.aux_loss"),
+    "batch.running_decay": Removed("no batch is forgotten", (1,)),
+    "loss.lower": Removed("importance ratios have no lower bound", (0,)),
+    "learner.optimizer.final_lr_ratio": Removed("schedules fall to 0", (0,)),
+    "serving.max_retries": Removed("a rollout becomes void after 5 lost requests", (5,)),
+    "monitor.wandb.entity": Removed("export WANDB_ENTITY", ("",)),
+    "monitor.wandb.mode": Removed("export WANDB_MODE=offline", ("online",)),
+    "monitor.profile.memory": Removed("with a GPU its memory is always recorded"),
+    "sft.checkpoint_every": Removed("it is checkpoint.every"),
+    **{
+        f"sft.optimizer.{key}": Removed("the warm start has ScaleRL's value", kept)
+        for key, kept in {
+            "schedule": ("constant",), "final_lr_ratio": None, "betas": ([0.9, 0.95],), "eps": (1e-15,),
+            "weight_decay": (0.01,), "grad_clip": (1,),
+        }.items()
+    },
+    **{
+        f"critic.optimizer.{key}": Removed("the critic has learner.optimizer's value")
+        for key in ("schedule", "final_lr_ratio", "betas", "eps", "weight_decay", "grad_clip")
+    },
+}  # fmt: skip
+"""Keys that are no longer there; the sentence ends the message "is no longer a key: …"."""
+
+
+def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[str, Any]:
+    """Drop removed keys whose value means what is done now. MegarlError names any other. Run directories keep all keys."""
+    for key, removed in REMOVED.items():
+        *sections, last = key.split(".")
+        inside: Any = tree
+        for name in sections:
+            inside = inside.get(name) if isinstance(inside, dict) else None
+        if not isinstance(inside, dict) or last not in inside:
+            continue
+        kept = removed.kept
+        if key.startswith("critic.") and tree.get("batch", {}).get("centring") == "critic":
+            kept = (tree.get("learner", {}).get("optimizer", {}).get(last),)
+        if kept is not None and inside[last] not in kept:
+            where = _place(tuple(key.split(".")), origin) or source
+            raise MegarlError(f"{where}: {key}: is no longer a key: {removed.instead}")
+        tree = _put(tree, sections, {name: value for name, value in inside.items() if name != last})
+    return tree
+
+
+def _put(tree: dict[str, Any], sections: list[str], value: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree with another section at this place."""
+    if not sections:
+        return value
+    return tree | {sections[0]: _put(tree[sections[0]], sections[1:], value)}
+
+
 def _validated(tree: dict[str, Any], origin: dict[tuple[str, ...], str], source: str) -> Recipe:
+    tree = _without_removed(tree, origin, source)
     try:
         return Recipe.model_validate(_with_tuples(tree, Recipe))
     except ValidationError as error:

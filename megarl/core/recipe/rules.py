@@ -66,15 +66,10 @@ def impossible(r: Recipe) -> list[str]:
             "sampling.top_p: a server's log-probs are then of what top_p leaves of the vocabulary, the learner's are of all of "
             "it, and every importance ratio would be wrong; leave it at 1 (evaluations have evaluation.top_p)"
         )
-    if m.moe.freeze_router and m.moe.load_balancing != "none":
-        found.append("model.moe.load_balancing: balances by training the router, which model.moe.freeze_router forbids")
+    if m.moe.freeze_router and m.moe.aux_loss:
+        found.append("model.moe.aux_loss: balances by training the router, which model.moe.freeze_router forbids")
     if m.virtual_pipeline_parallel > 1 and m.pipeline_parallel == 1:
         found.append("model.virtual_pipeline_parallel: needs model.pipeline_parallel of 2 or more")
-    if m.pipeline_parallel == 2 and m.virtual_pipeline_parallel > 1 and not m.overlap_p2p:
-        found.append(
-            "model.virtual_pipeline_parallel: with model.pipeline_parallel=2 megatron-core mixes up the sends of two chunks "
-            "and computes wrong gradients; set model.overlap_p2p=true"
-        )
     if m.fp8 != "none" and m.dtype != "bf16":
         found.append("model.fp8: its weights are made of bf16 ones; set model.dtype=bf16, or model.fp8=none")
     if m.sequence_parallel and m.tensor_parallel == 1:
@@ -118,13 +113,13 @@ def impossible(r: Recipe) -> list[str]:
             "reference.estimator: the gradient of k1 in the loss is 0 on average, so it would penalise nothing; "
             "use k2 or k3, or reference.where=reward"
         )
-    schedules = [("learner", r.learner.optimizer, "run", r.run.steps), ("sft", r.sft.optimizer, "sft", r.sft.steps)]
+    schedules = [("learner", r.learner.optimizer)]
     if r.has_critic:
-        schedules.append(("critic", r.critic.optimizer, "run", r.run.steps))
-    for section, optimizer, whose, steps in schedules:
-        if optimizer.schedule != "constant" and optimizer.warmup_steps >= steps:
+        schedules.append(("critic", r.critic_optimizer))
+    for section, optimizer in schedules:
+        if optimizer.schedule != "constant" and optimizer.warmup_steps >= r.run.steps:
             found.append(
-                f"{section}.optimizer.warmup_steps: {optimizer.warmup_steps} of {whose}.steps={steps} leave none for "
+                f"{section}.optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={r.run.steps} leave none for "
                 f"the schedule {optimizer.schedule}; shorten the warm-up"
             )
     if r.learner.optimizer_offload and m.dtype != "bf16":

@@ -34,7 +34,7 @@ def _described(section: BaseModel, depth: int) -> list[str]:
         value = getattr(section, name)
         if isinstance(value, BaseModel):
             lines += [f"{'  ' * depth}{name}:", *_described(value, depth + 1)]
-        elif isinstance(value, dict) and value:  # a mapping of sections
+        elif isinstance(value, dict) and any(isinstance(part, BaseModel) for part in value.values()):
             lines.append(_line(f"{'  ' * depth}{name}:", field.description))
             for key, part in value.items():
                 lines += [f"{'  ' * (depth + 1)}{key}:", *_described(part, depth + 2)]

@@ -47,19 +47,11 @@ class Reward(Section):
     weight: float = Field(description="its score is multiplied by this, which may be negative")
 
 
+ColumnName = Literal["prompt", "answer", "difficulty", "id"]
 MappingName = Literal[
     "", "polaris", "deepscaler", "dapo-math-17k", "deepcoder", "gsm8k", "math",
     "livecodebench", "humaneval", "mbpp",
 ]  # fmt: skip
-
-
-class Columns(Section):
-    """Columns of a task's rows; a dot reaches into a nested column. Empty: as in the mapping."""
-
-    prompt: str = ""
-    answer: str = ""
-    difficulty: str = Field("", description="whole numbers, or text with one in it; smaller is easier")
-    id: str = Field("", description="of rows that have none anywhere it is a hash of the prompt")
 
 
 class Rows(Section):
@@ -68,7 +60,10 @@ class Rows(Section):
     mapping: MappingName = Field(
         "", description="published set whose columns they have; empty: id, prompt, answer, difficulty"
     )
-    columns: Columns = Columns()
+    columns: dict[ColumnName, str] = Field(
+        {},
+        description="instead of the mapping's columns; a dot reaches into a nested one. A row without id gets its hash",
+    )
     template: Literal["raw", "chat"] = Field(
         "raw", description="raw: the model sees the prompt as it is; chat: in the model's chat template"
     )
@@ -195,8 +190,7 @@ class Moe(Section):
     Fixed, because other choices harm RL: no token is dropped, no bias moves tokens between experts, routing is in float32.
     """
 
-    load_balancing: Literal["none", "aux_loss"] = Field("none", description="aux_loss: that of the Switch Transformer")
-    aux_loss_coefficient: float = Field(1e-3, gt=0, description="of load_balancing: aux_loss")
+    aux_loss: float = Field(0.0, ge=0, description="coefficient of the Switch Transformer's balancing loss; 0: none")
     freeze_router: bool = False
     routing_replay: bool = Field(False, description="the learner takes the experts that the server chose")
 
@@ -216,7 +210,6 @@ class Model(Section):
     sequence_parallel: bool = False
     pipeline_parallel: int = Field(1, ge=1)
     virtual_pipeline_parallel: int = Field(1, ge=1, description="model chunks a pipeline rank holds")
-    overlap_p2p: bool = False
     context_parallel: int = Field(1, ge=1)
     expert_parallel: int = Field(1, ge=1)
     expert_tensor_parallel: int = Field(1, ge=1)
@@ -341,12 +334,6 @@ class BatchSection(Section):
     advantage: Literal["batch", "group", "running", "none"] = Field(
         "batch", description="deviation the centred reward is divided by; running: of all batches so far"
     )
-    running_decay: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="of advantage: running: what a batch weighs of the next one; 1: nothing is forgotten",
-    )
     aggregation: Literal["prompt", "sample", "token", "constant"] = Field(
         "prompt", description="constant: over rollouts x longest completion (Dr. GRPO)"
     )
@@ -361,7 +348,6 @@ class Loss(Section):
     cap: float = Field(
         4.0, gt=0, description="cispo: upper bound of the importance ratio: 4, 5 and 8 were tried, choice not stated"
     )
-    lower: float = Field(0.0, ge=0, description="cispo: lower bound of the importance ratio")
     clip_low: float = Field(
         0.2,
         ge=0,
@@ -392,11 +378,17 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 """AdamW's decay of a running average. At 1 the average would never take in a gradient."""
 
 
-class Optimizer(Section):
+class Rate(Section):
+    """A learning rate, where the rest of the optimiser is settled elsewhere."""
+
     lr: float = Field(5e-7, gt=0)
     warmup_steps: int = Field(100, ge=0, description="linear")
-    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="from the warm-up's end on")
-    final_lr_ratio: float = Field(0.0, ge=0, le=1, description="cosine, linear: share of lr at the end of the steps")
+
+
+class Optimizer(Rate):
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="from the warm-up's end; cosine and linear fall to 0 at the end of the steps"
+    )
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="not stated")
     eps: float = Field(1e-15, gt=0)
     weight_decay: float = Field(0.01, ge=0, description="of matrices; norms and biases are not decayed")
@@ -420,6 +412,10 @@ class Learner(Section):
     optimizer: Optimizer = Optimizer()
 
 
+class CriticRate(Rate):
+    lr: float = Field(5e-6, gt=0)
+
+
 class Critic(Section):
     """The value model of `batch.centring: critic`, at the policy's layout. Not part of ScaleRL."""
 
@@ -431,7 +427,7 @@ class Critic(Section):
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda; 1 in Open-Reasoner-Zero, 0.95 in games and robots")
     value_clip: float | None = Field(0.2, gt=0, description="most that a value may learn to move in a step; null: off")
     warmup_steps: int = Field(0, ge=0, description="first steps of the run, in which it alone is trained")
-    optimizer: Optimizer = Optimizer(lr=5e-6)
+    optimizer: CriticRate = Field(CriticRate(), description="the rest is as in learner.optimizer")
 
 
 class Weights(Section):
@@ -464,7 +460,6 @@ class Serving(Section):
     )
     start_timeout_s: float = Field(1200, gt=0)
     request_timeout_s: float = Field(3600, gt=0)
-    max_retries: int = Field(5, ge=1, description="failures of one ticket before it becomes void")
 
 
 class Evaluation(Section):
@@ -494,11 +489,9 @@ class Checkpoint(Section):
 
 
 class Wandb(Section):
-    """Weights & Biases beside TensorBoard. Its key is WANDB_API_KEY in the environment."""
+    """Weights & Biases beside TensorBoard. wandb reads WANDB_API_KEY, WANDB_ENTITY and WANDB_MODE from the environment."""
 
     project: str = Field("", description="empty: nothing is written for it")
-    entity: str = Field("", description="user or team; empty: the key's own")
-    mode: Literal["online", "offline"] = Field("online", description="offline: RUN/wandb alone, for `wandb sync`")
 
 
 class Profile(Section):
@@ -506,7 +499,6 @@ class Profile(Section):
 
     start: int = Field(1, ge=0, description="the first of them")
     steps: int = Field(0, ge=0, description="how many; 0: none")
-    memory: bool = Field(False, description="with a GPU also a record of its memory")
 
 
 class Monitor(Section):
@@ -522,6 +514,10 @@ class Journal(Section):
     keep: Literal["all", "checkpoints"] = Field("all", description="checkpoints: drop what no kept checkpoint replays")
 
 
+class SftRate(Rate):
+    lr: float = Field(3e-5, gt=0)
+
+
 class Sft(Section):
     data: str = Field("", description="rows of prompt and completion, or of messages: a file or hub:… as for a task")
     init: str = Field("", description="Hugging Face directory to start from")
@@ -529,8 +525,7 @@ class Sft(Section):
     steps: int = Field(1000, ge=1)
     batch_tokens: int = Field(2_000_000, ge=1)
     max_length: int = Field(12_288, ge=1)
-    checkpoint_every: int = Field(250, ge=1, description="steps; with the one at a signal, kept until the end")
-    optimizer: Optimizer = Optimizer(lr=3e-5)
+    optimizer: SftRate = Field(SftRate(), description="the rest is ScaleRL's, the defaults of learner.optimizer")
 
 
 class Recipe(Section):
@@ -572,6 +567,14 @@ class Recipe(Section):
         if len(self.data.tasks) == 1 and (not named or named in self.data.tasks):
             return "pass_rate"
         return f"pass_rate/{named}" if named else ""
+
+    @property
+    def critic_optimizer(self) -> Optimizer:
+        return self.learner.optimizer.model_copy(update=dict(self.critic.optimizer))
+
+    @property
+    def sft_optimizer(self) -> Optimizer:
+        return Optimizer.model_validate(dict(self.sft.optimizer))
 
     @property
     def critic_model(self) -> Model:

@@ -1,6 +1,6 @@
-"""One rollout, over as many requests and servers as it takes.
+"""Generation of one rollout, over as many requests and servers as it takes.
 
 sampler.py         turns, legs, retries
-places.py          who may send a request to which server now
+places.py          which request may go to which server now
 length_control.py  thinking budget, interruption phrase, overlong penalty: pure
 """

@@ -1,12 +1,12 @@
-"""How long a rollout may think, what is put in when its time is up, what length costs. Pure functions of tokens and text.
+"""How long a rollout may think, what is inserted when its time is up, and what length costs. Pure.
 
-    thinking leg   at most `thinking_budget` tokens, ends by the end token alone (no stop strings)
+    thinking leg   at most `thinking_budget` tokens; only the end token ends it (no stop strings)
       ended by itself ──────────────────────────────► done, "stop"
-      budget used up, text has no </think> ─────────► the interruption phrase is put in, masked from the loss
+      budget used up, text has no </think> ─────────► the interruption phrase is inserted, masked from the loss
     answer leg     at most `answer_tokens`
       ended by itself ► "stop"        budget used up ► "length": truncated
 
-A rollout grows as a list of segments; requests that were cut off and gone on elsewhere only add to it.
+A rollout grows as a list of segments; a request that continues elsewhere only adds to it.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from megarl.core.recipe import Length
 
 
 def thinking_budget(seed: int, ticket: int, sample: int, bounds: tuple[int, int]) -> int:
-    """Tokens this rollout may think, uniform in [bounds[0], bounds[1]]; a restart draws the same."""
+    """Return the thinking budget of this rollout, uniform in [bounds[0], bounds[1]]; a restart draws the same."""
     digest = hashlib.blake2b(f"{seed}/{ticket}/{sample}/thinking".encode(), digest_size=8).digest()
     shortest, longest = bounds
     return shortest + int.from_bytes(digest, "little") % (longest - shortest + 1)
 
 
 def sampled(tokens: np.ndarray, logprobs: np.ndarray, spans: Sequence[tuple[int, int, int]]) -> list[Segment]:
-    """Segments of a request's output: tokens [n], logprobs [n], spans of (weight version, start, end) cover 0 … n."""
+    """Return the segments of a request's output: tokens [n], logprobs [n]; spans (version, start, end) cover 0 … n."""
     return [
         Segment(tokens=tokens[start:end], logprobs=logprobs[start:end], weight_version=version)
         for version, start, end in spans
@@ -36,12 +36,12 @@ def sampled(tokens: np.ndarray, logprobs: np.ndarray, spans: Sequence[tuple[int,
 
 
 def put_in(phrase: np.ndarray, version: int) -> Segment:
-    """The interruption phrase [n] as a segment the loss never sees."""
+    """Return the interruption phrase [n] as a segment masked from the loss."""
     return Segment(tokens=phrase, logprobs=np.zeros(len(phrase), np.float32), weight_version=version, trained=False)
 
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The same tokens with neighbours of one origin in one segment, for each request starts a new one."""
+    """Join neighbouring segments of one origin, because each request starts a new one."""
     runs: list[list[Segment]] = []
     for segment in segments:
         if runs and (runs[-1][-1].weight_version, runs[-1][-1].trained) == (segment.weight_version, segment.trained):
@@ -62,18 +62,18 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 def overlong_penalty(tokens: int, longest: int, cache: int) -> float:
-    """What a right answer of so many tokens loses, between -1 and 0.
+    """Return the penalty of a right answer with this many tokens, between -1 and 0.
 
         clip((L_max - |y|) / L_cache - 1, -1, 0)        0 up to L_max - L_cache tokens, -1 at L_max, a straight line between
 
-    DAPO (arXiv 2503.14476), as ScaleRL's baselines have it (arXiv 2510.13786): for correct traces only. L_max is `longest`, the
-    longest completion there can be (`Length.completion_tokens`); L_cache is `cache`, `length.overlong_tokens`.
+    DAPO (arXiv 2503.14476), as ScaleRL's baselines have it (arXiv 2510.13786): only for correct traces. L_max is `longest`,
+    the longest possible completion (`Length.completion_tokens`); L_cache is `cache`, `length.overlong_tokens`.
     """
     return min(0.0, max(-1.0, (longest - tokens) / cache - 1))
 
 
 def reward(grade: Grade, tokens: int, length: Length) -> float:
-    """The grade's reward, less the penalty if the recipe has it and the answer is right."""
+    """Return the grade's reward, less the penalty if the recipe has it and the answer is right."""
     if length.control != "overlong_penalty" or not grade.correct:
         return grade.reward
     return grade.reward + overlong_penalty(tokens, length.completion_tokens, length.overlong_tokens)

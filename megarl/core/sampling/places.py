@@ -1,12 +1,10 @@
-"""Who may send a request to which server now. A server has a fixed number of places; the oldest claim goes first.
+"""Which request may go to which server now. A server has a fixed number of places; the oldest claim goes first.
 
     claim(order, may_use) ─► await claim.place() ─► (server, its version) ─► request ─► give_back(server)
 
-A group claims the first places of all its rollouts when its ticket is admitted (`GroupPlaces`), so what is free is known at
-once.
-
-A claim says by `may_use(server, version)` which servers suit it; that is asked again each time, at the moment a place is
-given, so a leg, a retry or the wait for a publication can never end on a server that has ceased to be eligible.
+A group claims the first places of all its rollouts when its ticket is admitted (`GroupPlaces`), so the free places are known
+at once. `may_use(server, version)` says which servers suit a claim. It is asked whenever a place is given, so no leg, retry
+or wait for a publication can end on a server that is no longer eligible.
 """
 
 import asyncio
@@ -25,7 +23,7 @@ MayUse = Callable[[int, int], bool]
 
 @dataclass(eq=False)
 class Claim:
-    """A claim on a place, which counts from when it is made."""
+    """A claim on a place, which counts from its creation."""
 
     order: Order
     may_use: MayUse
@@ -33,7 +31,7 @@ class Claim:
     places: "Places"
 
     async def place(self) -> tuple[int, int]:
-        """(server, version of its weights), once there is a place. To be given back."""
+        """Wait for a place and return (server, version of its weights). It must be given back."""
         try:
             return await self.granted
         except asyncio.CancelledError:
@@ -41,7 +39,7 @@ class Claim:
             raise
 
     def drop(self) -> None:
-        """It is not wanted any more; a place that it was given is given back."""
+        """Withdraw the claim, and give back a place that it already has."""
         if self.granted.done() and not self.granted.cancelled():
             self.places.give_back(self.granted.result()[0])
         self.granted.cancel()
@@ -50,7 +48,7 @@ class Claim:
 
 @dataclass
 class Use:
-    """What a server has been doing: requests running now, and totals since the start (seconds with any, place-seconds)."""
+    """A server's load: requests running now, and totals since the start (seconds with any request, place-seconds)."""
 
     running: int = 0
     busy_seconds: float = 0.0
@@ -59,7 +57,7 @@ class Use:
     since: float = field(default_factory=time.monotonic)
 
     def change(self, by: int) -> None:
-        """`by` more requests run from now on; 0 brings the totals up to date."""
+        """Note that `by` more requests run from now on; 0 brings the totals up to date."""
         now = time.monotonic()
         if self.running:
             self.busy_seconds += now - self.since
@@ -71,7 +69,7 @@ class Use:
 class Places:
     """The places of all servers, `limit` each, and the claims that wait for one.
 
-    `changed` is set whenever there may be more room; who waits for that clears it.
+    `changed` is set whenever there may be more room; whoever waits for it clears it.
     """
 
     def __init__(self, membership: Membership, limit: int) -> None:
@@ -82,18 +80,18 @@ class Places:
         self.changed = asyncio.Event()
 
     def claim(self, order: Order, may_use: MayUse) -> Claim:
-        """A claim on a place, to be awaited or dropped; made within the running event loop."""
+        """Return a claim on a place, to be awaited or dropped. It needs a running event loop."""
         claim = Claim(order, may_use, asyncio.get_running_loop().create_future(), self)
         insort(self._claims, claim, key=lambda c: c.order)
         self.refresh()
         return claim
 
     async def take(self, order: Order, may_use: MayUse) -> tuple[int, int]:
-        """A place, as (server, version of its weights), once there is one. To be given back."""
+        """Wait for a place and return (server, version of its weights). It must be given back."""
         return await self.claim(order, may_use).place()
 
     def forget(self, claim: Claim) -> None:
-        """Look for no place for it any more."""
+        """Stop looking for a place for this claim."""
         self._claims = [c for c in self._claims if c is not claim]
 
     def give_back(self, server: int) -> None:
@@ -101,7 +99,7 @@ class Places:
         self.refresh()
 
     def refresh(self) -> None:
-        """Give out places; to be called whenever a server's state has changed."""
+        """Give out places. Call this whenever a server's state has changed."""
         self.changed.set()
         clean = self.membership.clean()
         free = {s: self.limit - self.use[s].running for s in clean if self.use[s].running < self.limit}
@@ -124,12 +122,12 @@ class Places:
         self._claims = left
 
     def free(self, version_suits: Callable[[int], bool]) -> int:
-        """Places left on servers whose version suits, when all claims have been met; negative if those are more."""
+        """Return the places left on servers of suitable version when all claims are met; negative if there are more claims."""
         clean = self.membership.clean()
         return sum(self.limit - self.use[s].running for s, v in clean.items() if version_suits(v)) - len(self._claims)
 
     def emptiest(self, version_suits: Callable[[int], bool]) -> int | None:
-        """The server with most places free, of those whose version suits."""
+        """Return the server with most free places among those of suitable version."""
         suited = [s for s, v in self.membership.clean().items() if version_suits(v)]
         return min(suited, key=lambda s: self.use[s].running, default=None)
 
@@ -139,11 +137,10 @@ class Places:
 
 
 class GroupPlaces:
-    """The places of a ticket's rollouts: claims for the first requests of all, made on admission, then one for each later
-    request.
+    """The places of a ticket's rollouts: claims for all first requests, made on admission, then one for each later request.
 
-    The group stays on one server while that is eligible (affinity): the prompt's keys and values are in its cache. server: that
-    one; began: its version at the group's first request; None before.
+    The group stays on one server while that is eligible (affinity), because its cache has the prompt's keys and values.
+    server: that one; began: its version at the group's first request; both None before.
     """
 
     def __init__(self, places: Places, admission: Admission, ticket: int, rollouts: int) -> None:
@@ -153,7 +150,7 @@ class GroupPlaces:
         self._claims = {n: places.claim((1, ticket, n), self._may_use) for n in range(rollouts)}
 
     async def take(self, rollout: int) -> tuple[int, int]:
-        """A place for the next request of this rollout: (server, version of its weights). To be given back."""
+        """Wait for a place for the next request of this rollout: (server, version of its weights). It must be given back."""
         claim = self._claims.pop(rollout, None) or self._places.claim((1, self._ticket, rollout), self._may_use)
         server, version = await claim.place()
         self.server = server

@@ -1,15 +1,15 @@
-"""One rollout from its prompt to its last token, over as many requests and servers as that takes.
+"""One rollout from its prompt to its last token, over as many requests and servers as it takes.
 
-    turns ─► (interruption phrase) ─► answer leg                   length_control.py says which
+    turns ─► (interruption phrase) ─► answer leg                   length_control.py decides which
       │      the answer leg has answer_tokens, or what is left of one budget if length.control is not interruption
       └ one turn; with an environment: leg ─► its reply, masked ─► leg ─► … until it says done, or a limit is met
         each leg: take a place ─► generate ─► done
-                       ▲             │ server lost: what it had sent is kept, the rest is asked for elsewhere
+                       ▲             │ server lost: what it had sent is kept, the rest is requested elsewhere
                        └─────────────┘
 
-Every request, also a second one, goes to a server that is eligible at that moment (places.py). Replies count in the budget
-before the answer, so nothing is longer than a completion of one turn may be. An episode that meets a limit goes on to the
-answer leg, with no environment any more; behind an end token nothing can follow, so there it ends, truncated.
+Every request goes to a server that is eligible at that moment (places.py). Replies count in the budget before the answer, so
+nothing is longer than a completion of one turn may be. An episode that meets a limit continues with the answer leg, without
+its environment; after an end token nothing can follow, so there it ends, truncated.
 """
 
 import time
@@ -30,6 +30,9 @@ from megarl.core.sampling.places import Order, Places
 from megarl.core.server.client import Generation, ServerClient, ServerLost, ServerRefused
 from megarl.core.telemetry.spans import UNRECORDED, Spans
 
+MAX_RETRIES = 5
+"""Lost requests after which a rollout becomes void: so many servers do not die by chance."""
+
 
 class Void(Exception):
     """This rollout cannot be made; the text says why."""
@@ -37,10 +40,11 @@ class Void(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What to sample; its prompt's task says with which environment. `salt`: requests with the same one share cached prefixes.
+    """What to sample; its prompt's task decides the environment.
 
-    take: gets a place for each request, as (server, version), which the sampler gives back. thinking_tokens: limit of what
-    stands before the answer leg."""
+    salt: requests with the same one share cached prefixes. take: gets a place for each request, as (server, version), which
+    the sampler gives back. thinking_tokens: limit of the part before the answer leg.
+    """
 
     prompt: Prompt
     order: Order
@@ -54,10 +58,10 @@ class Job:
 
 @dataclass
 class Completion:
-    """What has been sampled for a job so far, or in the end.
+    """What was sampled for a job so far, or in the end.
 
-    message: tokens of the message that is being written, replies left out. text: of the last one, without the token that
-    ended it, once complete. verdict, episode: of the environment; verdict None: the task's grader judges the text.
+    message: tokens of the message in progress, without replies. text: of the last complete one, without the token that ended
+    it. verdict, episode: of the environment; verdict None: the task's grader judges the text.
     """
 
     segments: list[Segment] = field(default_factory=list)
@@ -72,7 +76,7 @@ class Completion:
 
     @property
     def rows(self) -> int:
-        """Tokens of prompt and completion whose experts are known."""
+        """Return the number of tokens of prompt and completion whose experts are known."""
         return sum(len(table) for table in self.routing)
 
     @property
@@ -82,27 +86,27 @@ class Completion:
 
     @property
     def version(self) -> int:
-        """Of the last sampled token: that of what is put in behind it."""
+        """Return the version of the last sampled token, which an inserted segment gets too."""
         return self.segments[-1].weight_version
 
     def write(self, segments: list[Segment]) -> None:
-        """Go on with the message."""
+        """Add to the message."""
         self.segments += segments
         self.message += [s.tokens for s in segments]
 
 
 class Watcher(Protocol):
-    """Who is told what happens to servers."""
+    """Gets told what happens to servers."""
 
     def life(self, server: int) -> int:
-        """A number that changes when the server is lost or what it runs is aborted."""
+        """Return a number that changes when the server is lost or its requests are aborted."""
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
-        """A request to the server failed that was sent in this life."""
+        """Note that a request failed that was sent in this life of the server."""
 
 
 def routed_layers(recipe: Recipe) -> RoutedLayers | None:
-    """What to record in a run of this recipe; None if it does not ask for it."""
+    """Return the layers whose experts a run of this recipe records; None if it records none."""
     if not recipe.model.moe.routing_replay:
         return None
     routed = layers_of(recipe.model.path)
@@ -125,7 +129,6 @@ class Sampler:
         spans: Spans = UNRECORDED,
     ) -> None:
         self._length = recipe.length
-        self._max_retries = recipe.serving.max_retries
         self._tokenizer = tokenizer
         # Where nothing is interrupted the tokenizer need not know the phrase.
         self._phrase = tokenizer.ids(recipe.length.interruption if recipe.length.control == "interruption" else "")
@@ -137,7 +140,7 @@ class Sampler:
         self._environments = environments
 
     async def complete(self, job: Job) -> Completion:
-        """The whole rollout. Raises Void, or EnvironmentDown."""
+        """Sample the whole rollout. Raises Void, or EnvironmentDown."""
         done = Completion()
         environment = self._environments.of(job.prompt.task)
         if environment is None:
@@ -155,7 +158,7 @@ class Sampler:
         return done
 
     async def _turns(self, job: Job, done: Completion, environment: PlayedEnvironment) -> bool:
-        """Turns and replies; whether the rollout is over with them."""
+        """Sample turns and add replies; return whether the rollout is over with them."""
         budget, stop_tokens = self._before_answer(job), (self._end, *environment.stop_tokens)
         turns, limited = 0, False
         while True:
@@ -180,12 +183,12 @@ class Sampler:
         return over
 
     def _before_answer(self, job: Job) -> int:
-        """Tokens that may stand before the answer leg."""
+        """Return the number of tokens that may precede the answer leg."""
         answer = 0 if self._length.control == "interruption" else self._length.answer_tokens
         return job.thinking_tokens + answer
 
     async def _answer(self, job: Job, done: Completion) -> None:
-        """What is left to say, when there is no more to think: the end token alone stops it."""
+        """Sample the answer after the thinking; only the end token stops it."""
         limit = self._before_answer(job) - len(done.tokens)
         if self._length.control == "interruption":
             limit = self._length.answer_tokens
@@ -195,7 +198,7 @@ class Sampler:
         await self._leg(job, done, limit, (self._end,))
 
     async def _leg(self, job: Job, done: Completion, limit: int, stop_tokens: tuple[int, ...]) -> bool:
-        """Add at most `limit` tokens; whether a stop token was among them."""
+        """Add at most `limit` tokens; return whether a stop token was among them."""
         name = "{} {}.{}".format(("evaluation", "ticket")[job.order[0]], *job.order[1:])
         while limit > 0:
             server, version = await job.take()
@@ -211,8 +214,8 @@ class Sampler:
             except ServerLost as lost:
                 self.watcher.server_lost(server, life, str(lost))
                 done.retries += 1
-                if done.retries > self._max_retries:
-                    raise Void(f"{done.retries} requests were lost (serving.max_retries), the last: {lost}") from None
+                if done.retries > MAX_RETRIES:
+                    raise Void(f"{done.retries} requests were lost, the last: {lost}") from None
                 segments = _salvaged(lost, version)
                 finish = "stop" if len(lost.tokens) and int(lost.tokens[-1]) in stop_tokens else None
             except ServerRefused as refused:
@@ -246,5 +249,5 @@ class Sampler:
 
 
 def _salvaged(lost: ServerLost, version: int) -> list[Segment]:
-    """What had arrived, as of the version at sending: a later one is not known, and an older one only looks staler."""
+    """Keep what had arrived, with the version at sending: a later one is not known, and an older one only looks staler."""
     return length_control.sampled(lost.tokens, lost.logprobs, [(version, 0, len(lost.tokens))])

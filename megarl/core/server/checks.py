@@ -1,5 +1,7 @@
-"""What SGLang would say late, or do wrongly without a word, of a recipe and its model. It imports nothing of a server, for the
-supervisor asks it before one is started."""
+"""Recipes and models that SGLang would refuse late, or serve wrongly without a message.
+
+This module imports no server code, because the supervisor calls it before any server starts.
+"""
 
 from importlib.util import find_spec
 
@@ -8,11 +10,11 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe
 
 TEXT_ONLY = "Llama4ForCausalLM"
-"""Loaded by our class everywhere: SGLang's own leaves its experts empty."""
+"""The text-only Llama 4. Our class loads it everywhere, because SGLang's own leaves its experts empty."""
 
 
 def check(recipe: Recipe, cuda: bool) -> None:
-    """What SGLang would say late or not at all: one MegarlError that names the key. cuda: servers have a GPU."""
+    """Raise MegarlError, naming the key, for what SGLang cannot serve correctly. cuda: the servers have GPUs."""
     serving, path = recipe.serving, recipe.model.path
     model = in_directory(path)
     longest = recipe.length.context_tokens
@@ -40,7 +42,7 @@ def check(recipe: Recipe, cuda: bool) -> None:
 
 
 def _check_qwen(path: str, model: Architecture) -> None:
-    """SGLang gives every layer of a Qwen3-MoE experts, and every Qwen2 the usual size of heads, whatever config.json says."""
+    """Refuse what SGLang ignores in config.json: it gives each Qwen3-MoE layer experts, and Qwen2 the usual head size."""
     usual = model.hidden // model.heads
     if model.name == "Qwen2ForCausalLM" and model.head_dim != usual:
         raise MegarlError(
@@ -55,7 +57,7 @@ def _check_qwen(path: str, model: Architecture) -> None:
 
 
 def _check_llama4(path: str, model: Architecture, longest: int, cuda: bool) -> None:
-    """Where SGLang would serve another model than the directory has, without a word."""
+    """Refuse Llama 4 directories that SGLang would serve as another model."""
     if not model.name.startswith("Llama4"):
         return
     if model.unrotated_layers != tuple(range(3, model.layers, 4)):

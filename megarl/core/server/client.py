@@ -1,24 +1,24 @@
-"""The client of SGLang servers: token ids in; ids, behaviour log-probs and weight versions out, streamed; weights and memory.
+"""The client of SGLang servers: generation, scoring, weight updates, memory.
 
     client = ServerClient(ServerAddress(id=0, url="http://127.0.0.1:30000"), api_key, admin_key, timeout_s=3600)
     try:
         generation = await client.generate(prompt, 256, temperature=1.0, stop_token_ids=[2], cache_salt="17")
-    except ServerLost as lost:      # its tokens go on elsewhere: prompt + lost.tokens
+    except ServerLost as lost:      # continue elsewhere from prompt + lost.tokens
         ...
 
-The server sends disjoint chunks of `serving.stream_interval` tokens, so what a lost server costs is at most that many tokens
-a request. A chunk is parsed once, into numpy arrays; nothing walks over tokens in Python.
+The server streams disjoint chunks of `serving.stream_interval` tokens, so a lost server costs a request at most that many.
+Each chunk is parsed once, into numpy arrays, without a Python loop over tokens.
 
-Behaviour log-probs are those of the distribution that was sampled from: SGLang takes them after dividing by the temperature,
-and with top_p < 1 its sampling support is asked for, whose log-probs are renormalised over what top_p left (of the 4096
-likeliest tokens). Greedy requests (temperature 0) record the log-prob at temperature 1.
+Behaviour log-probs are those of the distribution that was sampled from. SGLang takes them after dividing by the temperature;
+with top_p < 1 we ask for its sampling support, whose log-probs are renormalised (over at most the 4096 likeliest tokens).
+Greedy requests (temperature 0) record the log-prob at temperature 1.
 
-The learner is synchronous, and publishes to all servers at once through a `Fleet`:
+The learner is synchronous, and calls all servers at once through a `Fleet`:
 
     fleet.each(ids, lambda server: server.pause("in_place"))  ──►  results and errors, by server id
 
-Every call has a limit, and its error names the step and the server. Calls go to all servers in parallel, so a dead server
-costs the others nothing but its limit. No request is sent twice: aiohttp repeats none but a GET, which changes nothing.
+Every call has a limit, and its error names the step and the server. A dead server costs the others only that limit. No
+request is sent twice: aiohttp repeats only a GET, which changes nothing.
 """
 
 import asyncio
@@ -41,12 +41,14 @@ from megarl.core.base.types import float32, int32
 CONNECT_LIMIT_S = 10.0
 HEALTH_LIMIT_S = 5.0
 CONTROL_LIMIT_S = 30.0
-"""Of calls whose duration does not depend on the model; the client's own limit if that is shorter."""
+"""Limit of calls whose duration does not depend on the model, unless the client's own limit is shorter."""
 KEEP_ALIVE_S = 2.0
-"""Idle connections are not used again after this; the server closes them after 5 s, and a request on a closed one is lost."""
+"""Idle connections are dropped after this time. The server closes them after 5 s, and a request on a closed one would be
+lost.
+"""
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
 TOP_K_WITH_TOP_P = 4096
-"""SGLang tells the sampling support only of a bounded number of candidates; top_p seldom leaves as many."""
+"""SGLang reports the sampling support only for a bounded number of candidates; top_p seldom leaves as many."""
 
 
 class Span(NamedTuple):
@@ -58,8 +60,11 @@ class Span(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """A finished request. tokens [n] int32, the stop token included; logprobs [n] float32; spans cover 0 … n in order.
-    routing: if it was asked for, the chosen experts (RoutedLayers), else ""."""
+    """A finished request.
+
+    tokens [n] int32, with the stop token; logprobs [n] float32; spans cover 0 … n in order. routing: the chosen experts
+    (RoutedLayers) if they were asked for, else "".
+    """
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -69,8 +74,11 @@ class Generation(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Scores of given tokens. logprobs, against [n] float32: of the tokens, and of one other token in each place (all nan if
-    none was named); nan where the server had no finite number. version: of the weights. routing: as of Generation."""
+    """Scores of given tokens.
+
+    logprobs [n] float32: of the tokens; against [n] float32: of one other token in each place, nan if none was named. Both
+    are nan where the server had no finite number. version: of the weights. routing: as in Generation.
+    """
 
     logprobs: np.ndarray
     against: np.ndarray
@@ -79,7 +87,7 @@ class Prefill(NamedTuple):
 
 
 class ServerLost(MegarlError):
-    """The server went away, timed out or aborted the request. `tokens`, `logprobs`: what had arrived before, maybe nothing."""
+    """The server went away, timed out or aborted the request. `tokens`, `logprobs`: what had arrived before."""
 
     def __init__(self, reason: str, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         super().__init__(reason)
@@ -88,11 +96,11 @@ class ServerLost(MegarlError):
 
 
 class ServerRefused(MegarlError):
-    """The server says that the request itself is wrong; the same one would be refused elsewhere too."""
+    """The request itself is wrong; every server would refuse it."""
 
 
 class ServerSaid(MegarlError):
-    """The server answered a call with an error: it lives."""
+    """The server answered a call with an error, so it is alive."""
 
 
 class _VersionSpan(msgspec.Struct):
@@ -121,7 +129,7 @@ class _Error(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """What is read of one event; the decoder passes over the rest."""
+    """The fields that we read from one event; the decoder skips the rest."""
 
     output_ids: list[int] = []
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
@@ -133,7 +141,7 @@ _PREFIX, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Bodies of server-sent events in a byte stream cut anywhere; ends at `[DONE]` or with the stream."""
+    """Yield the bodies of server-sent events from a byte stream cut anywhere, until `[DONE]` or the end of the stream."""
     rest = b""
     async for piece in pieces:
         rest += piece
@@ -146,7 +154,7 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class _Received:
-    """Tokens of one request so far."""
+    """The tokens received so far for one request."""
 
     def __init__(self) -> None:
         self.tokens: list[np.ndarray] = []
@@ -161,7 +169,7 @@ class _Received:
         self.logprobs.append(float32(logprobs))
 
     def joined(self) -> tuple[np.ndarray, np.ndarray]:
-        """Equally long: an aborted request may report a token without its log-prob."""
+        """Return tokens and log-probs, equally many: an aborted request may report a token without its log-prob."""
         tokens = np.concatenate([int32(()), *self.tokens])
         logprobs = np.concatenate([float32(()), *self.logprobs])
         n = min(len(tokens), len(logprobs))
@@ -176,8 +184,9 @@ class ServerClient:
     """
 
     def __init__(self, address: ServerAddress, api_key: str, admin_key: str, timeout_s: float) -> None:
-        """`timeout_s`: limit of one request, from sending to its last token (serving.request_timeout_s), and of one call that
-        moves weights (weights.timeout_s)."""
+        """timeout_s limits one request to its last token (serving.request_timeout_s) and one call that moves weights
+        (weights.timeout_s).
+        """
         self.address = address
         self._api_key, self._admin_key = api_key, admin_key
         self._timeout_s = timeout_s
@@ -190,7 +199,7 @@ class ServerClient:
         await self.close()
 
     async def close(self) -> None:
-        """Drop all connections; the server aborts what still runs on them."""
+        """Drop all connections; the server aborts the requests on them."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -209,9 +218,9 @@ class ServerClient:
     ) -> Generation:
         """Sample until a stop token, the model's own end token, or `max_new_tokens`.
 
-        cache_salt: requests with different ones never share cached prefixes. ignore_eos: go on to `max_new_tokens` whatever
-        is sampled (benchmarks). routing_from: ask for the experts chosen for all tokens but the last, from this one of
-        `input_ids` on. Cancelling it aborts the request on the server.
+        cache_salt: requests with different salts share no cached prefixes. ignore_eos: go on to `max_new_tokens`
+        (benchmarks). routing_from: also return the experts chosen from this position of `input_ids` on. Cancelling aborts the
+        request on the server.
         """
         body: dict[str, Any] = {
             "input_ids": input_ids.tolist() if isinstance(input_ids, np.ndarray) else list(input_ids),
@@ -250,11 +259,11 @@ class ServerClient:
         against: int | None = None,
         routing: bool = False,
     ) -> list[Prefill]:
-        """Log-probs, at temperature 1, of the tokens of each sequence [n] from its position `first` (at least 1) on.
+        """Return log-probs, at temperature 1, of the tokens of each sequence [n] from its position `first` (at least 1) on.
 
-        What stands before `first` may come from cached prefixes of the same salt; what is scored is computed anew, for SGLang
-        matches a prefix only up to `logprob_start_len`. The one token that every request must sample is ignored.
-        against: also score this token in each place. routing: ask for the experts chosen for all tokens.
+        The part before `first` may come from cached prefixes of the same salt; what is scored is computed anew, because
+        SGLang matches prefixes only up to `logprob_start_len`. The one token that every request must sample is ignored.
+        against: also score this token in each place. routing: also return the experts chosen for all tokens.
         """
         body: dict[str, Any] = {
             "input_ids": [s.tolist() for s in sequences],
@@ -279,7 +288,7 @@ class ServerClient:
 
     @asynccontextmanager
     async def _sampling(self, body: dict[str, Any], received: _Received) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A good reply to a request for tokens. What goes wrong while it is read becomes ServerLost with what was received."""
+        """Yield a good reply to a request for tokens. A failure while it is read becomes ServerLost with what was received."""
         limit = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_LIMIT_S)
         url = self.address.url
         try:
@@ -313,7 +322,7 @@ class ServerClient:
         return ServerLost(f"{self.address.url} answered with status {status}: {text[:500]}", *received.joined())
 
     async def health(self) -> bool:
-        """Whether it says within HEALTH_LIMIT_S that it takes requests. Needs no key."""
+        """Return whether the server says within HEALTH_LIMIT_S that it takes requests. Needs no key."""
         try:
             await self._call("ask for its health", "/health", None, HEALTH_LIMIT_S, "")
         except MegarlError:
@@ -326,7 +335,7 @@ class ServerClient:
         await self._call("generate a token", "/generate", body, self._timeout_s, self._api_key)
 
     async def pause(self, mode: str) -> None:
-        """No request is worked on from here on; `mode`: in_place or retract."""
+        """Stop all work on requests. mode: in_place or retract."""
         await self._call("pause", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -337,12 +346,12 @@ class ServerClient:
         await self._call("abort", "/abort_request", {"abort_all": True})
 
     async def served_version(self) -> int:
-        """What it labels tokens with; -1 if nothing has been published to this process."""
+        """Return the version that the server labels tokens with; -1 if nothing was published to this process."""
         said = await self._call("ask for its version", "/model_info", key=self._api_key)
         return int(said["weight_version"])
 
     async def begin(self) -> None:
-        """Open an update; one that a lost learner left open is closed first."""
+        """Open an update, after closing one that a lost learner left open."""
         try:
             await self._call("begin", "/begin_weight_update", {})
         except ServerSaid as error:
@@ -355,7 +364,7 @@ class ServerClient:
         await self._call("end", "/end_weight_update", {}, self._timeout_s)
 
     async def join_group(self, name: str, master: str, port: int, first_rank: int, world: int, backend: str) -> None:
-        """Its tensor-parallel ranks become ranks `first_rank` … of a process group with the learner's rank 0."""
+        """Make the server's tensor-parallel ranks ranks `first_rank` … of a process group with the learner's rank 0."""
         body = {
             "master_address": master,
             "master_port": port,
@@ -384,7 +393,7 @@ class ServerClient:
         await self._call("transfer", path, body | _bucket(complete, flush), self._timeout_s)
 
     async def take(self, handles: list[str], complete: int | None, flush: bool) -> None:
-        """Take a bucket out of the learner's memory: a handle (cuda_ipc.py) for each of its ranks. complete: see `receive`."""
+        """Copy a bucket from the learner's memory through one handle (cuda_ipc.py) per server rank. complete: see `receive`."""
         body = {"serialized_named_tensors": handles} | _bucket(complete, flush)
         await self._call("hand over", "/update_weights_from_tensor", body, self._timeout_s)
 
@@ -394,21 +403,25 @@ class ServerClient:
         await self._call("load from disk", "/update_weights_from_disk", body, self._timeout_s)
 
     async def checksums(self) -> tuple[str, dict[str, str] | None]:
-        """One over all its ranks; and by parameter, where one rank has whole parameters (tensor_parallel 1)."""
+        """Return one checksum over all ranks, and with tensor_parallel 1, where a rank holds whole parameters, one by
+        parameter.
+        """
         said = await self._call("checksum", "/weights_checker", {"action": "checksum"}, self._timeout_s)
         ranks = said["ranks"]
         return said["per_engine_checksum"], ranks[0]["checksums"] if len(ranks) == 1 else None
 
     async def whereabouts(self) -> DeviceIdentity:
-        """Its machine and GPUs."""
+        """Return the server's machine and GPUs."""
         return msgspec.convert(await self._call("ask where it is", "/whereabouts"), DeviceIdentity)
 
     async def release_memory(self) -> None:
-        """Give up the memory of keys and values. Only while it is paused with its requests retracted. May be said twice."""
+        """Release the memory of keys and values, while the server is paused with its requests retracted. Repeating it is
+        harmless.
+        """
         await self._call("release memory", "/release_memory_occupation", {"tags": ["kv_cache"]})
 
     async def resume_memory(self) -> None:
-        """Have it again. May be said twice, and to one that never gave it up."""
+        """Take that memory back. Repeating it, or calling it on a server that released nothing, is harmless."""
         await self._call("resume memory", "/resume_memory_occupation", {"tags": ["kv_cache"]})
 
     def error(self, step: str, what: str) -> MegarlError:
@@ -417,7 +430,7 @@ class ServerClient:
     async def _call(
         self, step: str, path: str, body: Any = None, limit_s: float | None = None, key: str | None = None
     ) -> Any:
-        """The reply's JSON, None if it has none. Without a body it is a GET. The key is the admin key if none is given."""
+        """Return the reply's JSON, None if it has none. Without a body this is a GET. key: default the admin key."""
         limit_s = min(self._timeout_s, CONTROL_LIMIT_S) if limit_s is None else limit_s
         key, limit = self._admin_key if key is None else key, aiohttp.ClientTimeout(total=limit_s)
         try:
@@ -453,13 +466,13 @@ class ServerClient:
 
 
 def _bucket(complete: int | None, flush: bool) -> dict[str, Any]:
-    """What SGLang is told with every bucket. The version comes with the last one, and cached prefixes may go then."""
+    """Return what SGLang needs with every bucket. The last one carries the version and permits flushing cached prefixes."""
     version = None if complete is None else str(complete)
     return {"load_format": "flattened_bucket", "flush_cache": flush and version is not None, "weight_version": version}
 
 
 def _prefill(meta: dict[str, Any]) -> Prefill:
-    """From a reply's meta_info. The first entry has no log-prob: nothing that was computed stands before it."""
+    """Read scores from a reply's meta_info. The first entry has no log-prob, because nothing precedes it."""
     tokens = meta["input_token_logprobs"][1:]
     others = (meta.get("input_token_ids_logprobs") or [])[1:]
     logprobs = np.array([entry[0] for entry in tokens], np.float32)  # None becomes nan
@@ -473,10 +486,10 @@ type Call[T] = Callable[[ServerClient], Coroutine[Any, Any, T]]
 
 
 class Fleet:
-    """Calls to several servers at once, from synchronous code, to bring them to weights of `version`.
+    """Synchronous calls to several servers at once, to bring them to weights of `version`.
 
-    An event loop in a thread of its own makes them. `close` ends the thread, so that no later fork meets it; a process that
-    ends without `close` does not wait for it.
+    An event loop in its own thread makes the calls. `close` ends the thread before any later fork; a process that ends
+    without `close` does not wait for it.
     """
 
     def __init__(self, servers: Iterable[ServerClient], version: int) -> None:
@@ -489,16 +502,16 @@ class Fleet:
         return {i: asyncio.run_coroutine_threadsafe(self._named(call, self.servers[i]), self._loop) for i in ids}
 
     def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, MegarlError]]:
-        """Results and errors by server id."""
+        """Return results and errors by server id."""
         return collect(self.start(ids, call))
 
     def close(self) -> None:
-        """Drop all connections, with the calls that still run on them."""
+        """Drop all connections and the calls on them."""
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(CLOSE_LIMIT_S)
 
     async def _named[T](self, call: Call[T], server: ServerClient) -> T:
-        """The call. Its error also names the version."""
+        """Run the call; its error also names the version."""
         try:
             return await call(server)
         except MegarlError as error:
@@ -516,7 +529,7 @@ class Fleet:
 
 
 def collect[T](futures: dict[int, Future[T]]) -> tuple[dict[int, T], dict[int, MegarlError]]:
-    """Wait for all (each call has its own limit)."""
+    """Wait for all of them; each call has its own limit."""
     results: dict[int, T] = {}
     errors: dict[int, MegarlError] = {}
     for i, future in futures.items():
@@ -531,9 +544,9 @@ POLL_S = 0.1
 
 
 def wait_ready(url: str, limit_s: float, exit_code: Callable[[], int | None] = lambda: None) -> float:
-    """Wait for the server at `url`; seconds waited. `exit_code` tells whether its process has ended (None: it runs).
+    """Wait for the server at `url` and return the seconds. exit_code: status of its process, None while it runs.
 
-    MegarlError when it ended or when `limit_s` (serving.start_timeout_s) ran out.
+    MegarlError if it ended, or after `limit_s` (serving.start_timeout_s).
     """
 
     async def wait() -> float:

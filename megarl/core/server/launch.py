@@ -1,12 +1,12 @@
-"""`megarl serve`: one SGLang server, made from the recipe.
+"""`megarl serve`: start one SGLang server from the recipe.
 
     recipe + RUN/endpoints.json ──► checks (one MegarlError) ──► environment() + engine_arguments() ──► SGLang, in this process
 
-Only token ids cross its boundary. Its keys come from RUN/endpoints.json, and only proxy.py has them: SGLang logs its arguments.
+Only token ids cross its boundary. Only proxy.py gets the keys of RUN/endpoints.json, because SGLang logs its arguments.
 
-How much of a GPU a server takes that is not alone there: SGLang's mem_fraction_static is of the memory that is free when it
-starts, and what is in use then it never counts. So a server that starts again beside a learner would get less each time; here
-the share is always of the whole GPU."""
+SGLang's mem_fraction_static is a share of the memory that is free at its start, so a server that restarts beside a learner
+would get less each time. Our share is always of the whole GPU.
+"""
 
 import asyncio
 import logging
@@ -32,12 +32,12 @@ WATCHDOG_MARGIN_S = 120.0
 WARM_UP_LIMIT_S = 600.0
 MODELS = "megarl.core.server.sglang_models"
 KEPT_FROM_INPUT = 6
-"""SGLang refuses inputs that reach into the last positions of its context; an answer may be shorter than these."""
+"""SGLang refuses inputs that reach into the last positions of its context."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main(recipe: Recipe, index: int, port: int) -> None:
-    """Serve until killed; ends with whoever started it, and its own processes end with it."""
+    """Serve until killed. The server dies with its starter, and its own processes with it."""
     die_with_parent()
     os.umask(0o077)  # SGLang's processes talk through sockets in the file system, and believe what they hear there
     start_logging(f"server {index}")
@@ -86,8 +86,10 @@ def main(recipe: Recipe, index: int, port: int) -> None:
 
 
 async def warm_up(url: str, endpoints: Endpoints) -> bool:
-    """One generated token, then /health says yes. Runs in a thread beside the HTTP server, as SGLang's own warm-up does;
-    that one first sleeps for a second. The last request's errors are SGLang's to report: the server then never gets ready.
+    """Generate one token, then let /health say yes.
+
+    It runs in a thread beside the HTTP server, like SGLang's own warm-up, which first sleeps for a second. If the request
+    fails, SGLang reports the error and the server never becomes ready.
     """
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
@@ -109,7 +111,7 @@ async def warm_up(url: str, endpoints: Endpoints) -> bool:
 
 
 def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, Any]:
-    """Of SGLang's ServerArgs, those about a GPU that the learner has a part of."""
+    """Return the ServerArgs for a GPU that the server shares with the learner."""
     if not cuda:
         return {}
     found: dict[str, Any] = {"enable_memory_saver": recipe.serving.release_memory}
@@ -119,7 +121,7 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, Any]:
 
 
 def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dict[str, str]:
-    """Environment variables of the server and of the processes it spawns."""
+    """Return environment variables for the server and its processes."""
     common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not cuda or in_directory(recipe.model.path).name == TEXT_ONLY:
         common["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS
@@ -138,7 +140,7 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dic
 
 
 def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: bool) -> dict[str, Any]:
-    """SGLang's ServerArgs. What is not here keeps SGLang's default (radix cache on, attention backend, CUDA graphs)."""
+    """Return SGLang's ServerArgs. Others keep SGLang's defaults (radix cache on, attention backend, CUDA graphs)."""
     serving, weights = recipe.serving, recipe.weights
     model = in_directory(recipe.model.path)
     # A token of the interruption phrase is at least one byte.
@@ -184,7 +186,7 @@ MIB_A_GIB = 1024
 
 
 def free_and_total() -> list[tuple[int, int]]:
-    """MiB of each GPU that this process sees. By nvidia-smi: to ask CUDA would take some of it."""
+    """Return free and total MiB of each visible GPU. nvidia-smi tells, because asking CUDA would take some of it."""
     command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
@@ -199,7 +201,7 @@ def free_and_total() -> list[tuple[int, int]]:
 
 
 def static_fraction(share: float, memory: list[tuple[int, int]]) -> float:
-    """SGLang's mem_fraction_static for `share` of each whole GPU. memory: (free, total) of each."""
+    """Return SGLang's mem_fraction_static for `share` of each whole GPU. memory: (free, total) of each."""
     free, total = min(memory, key=lambda of: of[0] / of[1])
     if share * total >= free:
         raise MegarlError(

@@ -1,4 +1,4 @@
-"""Which servers there are, whose weights each holds, and who may be sent a request. Pure: no clock, no I/O.
+"""The servers of a run: which weights each holds, and which may be sent requests. Pure: no clock, no I/O.
 
                  seen                 publish                 published
     starting ───────────► unknown ───────────► publishing ──────────────► clean(v) ──► publishing …
@@ -7,8 +7,8 @@
         ▲  seen (it may have restarted: its weights are unknown)
         └──────── lost, from any state
 
-Only a clean server is sent requests. A pinned one (held at its version by an evaluation) is not published to. A clean
-server whose weights came from an earlier learner stays in use until the new learner has published to it.
+Only clean servers get requests. A pinned server (held at its version by an evaluation) is not published to. A clean server
+whose weights came from an earlier learner stays in use until the new learner publishes to it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ State = Literal["starting", "unknown", "publishing", "clean", "lost"]
 
 @dataclass
 class Member:
-    """One server. `version` counts only while clean, or names what it is being brought to while publishing."""
+    """One server. `version`: the weights of a clean server, or the target of a publishing one."""
 
     address: ServerAddress
     state: State = "starting"
@@ -42,19 +42,19 @@ class Membership:
     # What happens to servers.
 
     def seen(self, server: int) -> None:
-        """It answered a health check."""
+        """Note that the server answered a health check."""
         member = self.members[server]
         if member.state in ("starting", "lost"):
             member.state, member.failures = "unknown", 0
 
     def lost(self, server: int) -> None:
-        """It does not answer: whatever it held is gone."""
+        """Note that the server does not answer: whatever it held is gone."""
         member = self.members[server]
         if member.state != "starting":
             member.state, member.pinned, member.incarnation = "lost", False, ""
 
     def publish(self, servers: Iterable[int], version: int, incarnation: str) -> None:
-        """The learner is told to bring them to `version`. A version never falls while a server lives."""
+        """Note that the learner brings them to `version`. A version never falls while a server lives."""
         for server in servers:
             member = self.members[server]
             if member.state not in ("unknown", "publishing", "clean") or member.pinned:
@@ -64,7 +64,9 @@ class Membership:
             member.state, member.version, member.incarnation = "publishing", version, incarnation
 
     def published(self, server: int, version: int, incarnation: str, error: str) -> bool:
-        """The learner's result; whether the server is clean now. A result nobody waits for any more changes nothing."""
+        """Note the learner's result and return whether the server is clean now. A result that is no longer awaited changes
+        nothing.
+        """
         member = self.members.get(server)
         if member is None or (member.state, member.version, member.incarnation) != ("publishing", version, incarnation):
             return False
@@ -75,7 +77,7 @@ class Membership:
         return True
 
     def new_learner(self) -> list[int]:
-        """Another learner speaks: publications under way will not end. Their servers are returned, to be aborted."""
+        """End the publications of the previous learner, and return their servers, whose requests must be aborted."""
         broken = [s for s, m in self.members.items() if m.state == "publishing"]
         for server in broken:
             self.members[server].state = "unknown"
@@ -93,26 +95,28 @@ class Membership:
     # What follows.
 
     def clean(self) -> dict[int, int]:
-        """Version of each server that may be sent requests."""
+        """Return the version of each server that may be sent requests."""
         return {s: m.version for s, m in self.members.items() if m.state == "clean"}
 
     def clean_version(self, server: int | None) -> int | None:
-        """Of this server, if it may be sent requests: asked for each request and server, so without looking at the others."""
+        """Return this server's version if it may be sent requests, without a look at the others: this is asked for every
+        request.
+        """
         member = self.members.get(server) if server is not None else None
         return member.version if member is not None and member.state == "clean" else None
 
     def newest(self) -> int | None:
-        """The newest version requests can be sent to."""
+        """Return the newest version that requests can be sent to."""
         return max(self.clean().values(), default=None)
 
     def healthy(self) -> list[int]:
         return [s for s, m in self.members.items() if m.state not in ("starting", "lost")]
 
     def wanting(self, version: int, incarnation: str) -> tuple[ServerAddress, ...]:
-        """Servers that the learner `incarnation`, which asks and so is not publishing, should bring to `version`.
+        """Return servers that the learner `incarnation`, which asks and so is not publishing, should bring to `version`.
 
-        One that failed at this very version is left alone while another server works. It is tried again with the next
-        version, or at once when there is no other.
+        One that failed at this version is left alone while another server works; it is tried again with the next version, or
+        at once if there is no other.
         """
         others = bool(self.clean())
         return tuple(
@@ -127,7 +131,7 @@ class Membership:
         )
 
     def describe(self, server: int) -> str:
-        """`clean(7)`, `publishing(8)`, `lost`, …, with `pinned` where it is."""
+        """Return `clean(7)`, `publishing(8)`, `lost`, …, with `pinned` if it is."""
         member = self.members[server]
         text = f"{member.state}({member.version})" if member.state in ("clean", "publishing") else member.state
         return f"{text} pinned" if member.pinned else text

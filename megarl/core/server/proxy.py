@@ -1,29 +1,28 @@
-"""Who may ask an SGLang server for what. Everything that comes over HTTP passes here; SGLang itself is given no keys.
+"""Access control in front of an SGLang server. All HTTP passes here; SGLang itself gets no keys.
 
-    GET  /health                                      anybody: is it ready?
+    GET  /health                                      anybody
     POST /generate, GET /model_info                   the user key
-    GET  /metrics                                     the metrics key, if the recipe wants them (monitor.prometheus)
+    GET  /metrics                                     the metrics key, if monitor.prometheus is on
     calls that pause, continue or replace weights     the admin key
     POST /update_weights_from_tensor                  the admin key, from this machine, with weights.transport: cuda_ipc
-    POST /freeze_gc                                   this machine, once: SGLang asks itself at the end of its start
+    POST /freeze_gc                                   this machine, once: SGLang calls itself at the end of its start
     all else                                          nobody
 
-Of /generate the token ids are looked at: one that is not in the vocabulary ends SGLang's scheduler, and whoever asked would ask
-the next server the same.
+Token ids of /generate are checked: one outside the vocabulary would end SGLang's scheduler, and its retry the next server's.
 
-SGLang's own check lets anybody make it generate (/health_generate) and open a websocket, tells its keys to whoever may ask for
-its arguments, and its other calls unpickle what they are sent or write files. The one that unpickles and is let through takes
-handles to memory of this machine, which nobody elsewhere could have.
+SGLang's own check is not enough: anybody may make it generate (/health_generate) or open a websocket, it tells its keys with
+its arguments, and other calls unpickle input or write files. The one unpickling call that we let through takes handles to
+this machine's memory, which nobody elsewhere can have.
 
-`Answers` is what a server answers in SGLang's place:
+`Answers` replies in SGLang's place:
 
     GET  /whereabouts                                           its machine and GPUs
     GET  /health                                                yes, while it is paused
-    POST /release_memory_occupation, /resume_memory_occupation  nothing to do, where it was done already
+    POST /release_memory_occupation, /resume_memory_occupation  no operation, if already done
 
-SGLang's /health generates a token, which a paused server does not: one that waits for its learner would be given up for lost.
-And SGLang dies when memory is released or resumed that already is; a learner that comes back after a crash does not know how
-the one before it left a server, so here both may be said at any time.
+SGLang's /health generates a token, which a paused server cannot, so a server that waits for its learner would seem lost.
+SGLang also dies if memory is released or resumed twice; a learner that returns after a crash does not know what the last one
+did.
 """
 
 import asyncio
@@ -62,7 +61,7 @@ ADMIN = frozenset(
 ) | {("GET", "/whereabouts")}
 LOCAL = frozenset({("POST", "/update_weights_from_tensor")})
 FREEZE = ("POST", "/freeze_gc")
-"""Takes what the start made out of the garbage collector's sight. SGLang sends no key, for it has none."""
+"""Moves the objects made at the start out of the garbage collector's sight. SGLang calls it without a key."""
 
 type Message = MutableMapping[str, Any]
 type Receive = Callable[[], Awaitable[Message]]
@@ -71,7 +70,9 @@ type App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def status(method: str, path: str, authorization: bytes, endpoints: Endpoints, handles: bool) -> int:
-    """200: let it through; 401: another key is needed; 404: nobody may ask this. handles: may be taken from who asks."""
+    """Return 200 to let the call through, 401 if it needs another key, 404 if nobody may make it. handles: the caller may
+    send them.
+    """
     call = (method, path)
     if call in OPEN:
         return 200
@@ -87,14 +88,14 @@ type Ids = list[int | list[int] | None] | None
 
 
 class Sampling(msgspec.Struct):
-    """What of `sampling_params` names tokens."""
+    """The fields of `sampling_params` that contain tokens."""
 
     stop_token_ids: Ids = None
     logit_bias: dict[str, float] | None = None
 
 
 class Generate(msgspec.Struct):
-    """What of a request to generate names tokens; the rest of it is SGLang's."""
+    """The fields of a generation request that contain tokens."""
 
     input_ids: Ids = None
     token_ids_logprob: Ids = None
@@ -102,7 +103,7 @@ class Generate(msgspec.Struct):
 
 
 def nonsense(body: bytes, vocabulary: int) -> str:
-    """What is wrong with the token ids of a request to generate; empty if nothing is."""
+    """Return what is wrong with the token ids of a generation request; empty if nothing is."""
     try:
         asked = msgspec.json.decode(body, type=Generate)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -124,7 +125,7 @@ def nonsense(body: bytes, vocabulary: int) -> str:
 
 
 async def _whole(receive: Receive) -> tuple[bytes, Receive]:
-    """The body of a request, and what gives it once more."""
+    """Return the body of a request, and a `receive` that delivers it again."""
     parts, more = list[bytes](), True
     while more:
         message = await receive()
@@ -145,10 +146,10 @@ async def _whole(receive: Receive) -> tuple[bytes, Receive]:
 
 
 class Gate:
-    """ASGI middleware around SGLang's app. refused: requests that it did not let through, which the server's log counts."""
+    """ASGI middleware that checks keys. refused: rejected requests, which the server's log counts."""
 
     def __init__(self, app: App, endpoints: Endpoints, handles: bool, vocabulary: int) -> None:
-        """handles: whether the learner of this machine hands over its memory. vocabulary: the model's number of tokens."""
+        """handles: whether a learner on this machine passes memory handles. vocabulary: the model's number of tokens."""
         self._app, self._endpoints, self._handles, self._vocabulary = app, endpoints, handles, vocabulary
         self.refused = 0
         self._frozen = False
@@ -189,7 +190,7 @@ RELEASED = {"/release_memory_occupation": True, "/resume_memory_occupation": Fal
 
 
 class Answers:
-    """ASGI middleware around SGLang's app."""
+    """ASGI middleware that replies in SGLang's place."""
 
     def __init__(self, app: App, place: DeviceIdentity) -> None:
         self._app, self._place = app, msgspec.json.encode(place)

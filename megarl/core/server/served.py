@@ -18,7 +18,7 @@ from megarl.core.base.architecture import Architecture
 VOCABULARY_MULTIPLE = 64
 PADDED = ("embed_tokens.weight", "lm_head.weight")
 INNER_MULTIPLE = 32
-"""On a CPU the inner dimension of a gated MLP is padded to it."""
+"""On a CPU the inner dimension of a gated MLP is padded to a multiple of this."""
 
 _ATTENTION = re.compile(r"\.(q|k|v)_proj\.(weight|bias)$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
@@ -27,14 +27,14 @@ _GATED = re.compile(r"\.(gate|up)_proj\.weight$")
 
 
 class Place(NamedTuple):
-    """A Hugging Face tensor is part `position`, counted from 0, of the server's parameter `name`."""
+    """Part `position`, counted from 0, of the server's parameter `name`, which holds one Hugging Face tensor."""
 
     name: str
     position: int = 0
 
 
 def place(name: str) -> Place:
-    """Where the server has the Hugging Face tensor of that name."""
+    """Return where the server holds the Hugging Face tensor of that name."""
     if match := _ATTENTION.search(name):
         return Place(_ATTENTION.sub(r".qkv_proj.\2", name), "qkv".index(match[1]))
     if match := _EXPERT.search(name):
@@ -50,12 +50,12 @@ def place(name: str) -> Place:
 
 
 def rotary_head_dim(model: Architecture) -> int | None:
-    """The head_dim of a model whose q and k the server reorders (Llama 4), else None."""
+    """Return the head_dim of a model whose q and k the server reorders (Llama 4), else None."""
     return model.head_dim if model.rope_interleaved else None
 
 
 def as_held(name: str, tensor: Tensor, rotary_head_dim: int | None) -> Tensor:
-    """The tensor as the server has it. rotary_head_dim: as the function of that name says."""
+    """Return the tensor as the server holds it. rotary_head_dim: see that function."""
     if _STACKED.search(name):
         return tensor.transpose(1, 2)
     if rotary_head_dim is not None and name.endswith((".q_proj.weight", ".k_proj.weight")):
@@ -65,7 +65,7 @@ def as_held(name: str, tensor: Tensor, rotary_head_dim: int | None) -> Tensor:
 
 
 def is_padded_inside(name: str, held: Tensor) -> bool:
-    """Whether a server on a CPU pads this tensor [.., rows, columns] of an MLP where only it knows."""
+    """Return whether a server on a CPU pads this tensor [.., rows, columns] of an MLP."""
     if name.endswith(("down_proj.weight", "experts.down_proj")):
         return held.shape[-1] % INNER_MULTIPLE != 0
     if name.endswith(("gate_proj.weight", "up_proj.weight")):
@@ -74,6 +74,6 @@ def is_padded_inside(name: str, held: Tensor) -> bool:
 
 
 def rotary_order(weight: Tensor, head_dim: int) -> Tensor:
-    """q_proj or k_proj [heads * head_dim, hidden], a head pair after pair: first elements of all pairs, then second."""
+    """Reorder q_proj or k_proj [heads * head_dim, hidden]: first elements of all pairs of a head, then second."""
     hidden = weight.shape[-1]
     return weight.view(-1, head_dim // 2, 2, hidden).transpose(1, 2).reshape(-1, hidden)

@@ -1,4 +1,4 @@
-"""What the processes of a server run.
+"""The processes of a server.
 
 With a GPU, SGLang starts them with `spawn`, which imports this module first; without one they are forked.
 """
@@ -13,7 +13,7 @@ from megarl.core.base.process import die_with_parent, shared_memory_mark
 
 
 def scheduler(*args: Any, **kwargs: Any) -> None:
-    """The process that owns the model."""
+    """Run the process that owns the model."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     from megarl.core.base import ranks
@@ -24,14 +24,14 @@ def scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def own_buffers() -> None:
-    """Buffers between ranks are named by the session of the server, not by the process that makes them."""
+    """Name buffers between ranks by the server's session, not by the process that makes them."""
     from sglang.srt.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.make_shm_name = lambda kind: f"{shared_memory_mark(os.getsid(0))}{kind}-{uuid.uuid4().hex[:8]}"
 
 
 def own_ports() -> None:
-    """And so is the file in which a scheduler says how busy it is."""
+    """Name the file in which a scheduler reports its load in the same way."""
     from sglang.srt.server_args import PortArgs
 
     made = PortArgs.init_new
@@ -44,9 +44,6 @@ def own_ports() -> None:
 
 
 def no_detokenizer(server_args: Any, port_args: Any) -> None:
-    """Ids come in and go out, so the scheduler answers the HTTP process itself and nothing ever reaches a detokenizer.
-
-    SGLang wants a living process in its place all the same; this one sleeps.
-    """
+    """Sleep in place of the detokenizer, which SGLang wants alive although nothing reaches it: only token ids pass."""
     die_with_parent()
     threading.Event().wait()

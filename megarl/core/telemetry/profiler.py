@@ -25,7 +25,7 @@ class Profiler:
 
     def __init__(self, window: Profile, folder: Path, rank: int) -> None:
         self._first, self._end = window.start, window.start + window.steps
-        self._memory = window.memory and torch.cuda.is_available()
+        self._memory = torch.cuda.is_available()
         self._folder, self._rank = folder, rank
         self._running: profile | None = None
 

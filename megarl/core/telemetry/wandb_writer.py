@@ -33,9 +33,9 @@ def check(recipe: Recipe) -> None:
         raise MegarlError(
             f"monitor.wandb.project: {wanted.project!r}, but wandb is not installed; `pip install wandb`, or leave it empty"
         )
-    if wanted.mode == "online" and not os.environ.get("WANDB_API_KEY"):
+    if os.environ.get("WANDB_MODE", "online") == "online" and not os.environ.get("WANDB_API_KEY"):
         raise MegarlError(
-            "monitor.wandb.mode: online needs WANDB_API_KEY in the environment; export it, or say offline"
+            "monitor.wandb.project: needs WANDB_API_KEY in the environment; export it, or export WANDB_MODE=offline"
         )
 
 
@@ -91,7 +91,6 @@ def _begun(recipe: Recipe, rundir: RunDir) -> Any:
         write_atomically(known, secrets.token_hex(4).encode())
     asked: dict[str, Any] = {
         "project": wanted.project,
-        "entity": wanted.entity or None,
         "name": recipe.run.name,
         "id": known.read_text(),
         "resume": "allow",
@@ -102,7 +101,7 @@ def _begun(recipe: Recipe, rundir: RunDir) -> Any:
         ),
     }
     try:
-        run = wandb.init(**asked, mode=wanted.mode)
+        run = wandb.init(**asked)
     except wandb.Error as error:
         log.warning("W&B cannot be reached, the run is written offline (`wandb sync` sends it): %s", error)
         wandb.teardown()  # its process still holds the id

@@ -32,6 +32,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.score import Asker, Questions
 from megarl.core.sampling.places import Order
+from megarl.core.sampling.sampler import MAX_RETRIES
 from megarl.core.server.client import ServerClient, ServerLost
 from megarl.core.server.launch import KEPT_FROM_INPUT
 from megarl.tasks.data.rows import Raw, UnfitError, column, fingerprint
@@ -191,9 +192,9 @@ class Choices(Questions[Question]):
         return partial(self._answer, asker)
 
     async def _answer(self, asker: Asker, asked: Question, sample: int, order: Order) -> Answer:
-        """Return the answer; void if its requests are lost more than serving.max_retries times, or it cannot be asked."""
+        """Return the answer; void if its requests are lost more than MAX_RETRIES times, or it cannot be asked."""
         longest = asker.recipe.length.context_tokens - KEPT_FROM_INPUT
-        tries = asker.recipe.serving.max_retries + 1
+        tries = MAX_RETRIES + 1
         why = ""
         for _ in range(tries):
             server, _version = await asker.places.take(order, asker.may_use)
@@ -202,7 +203,7 @@ class Choices(Questions[Question]):
                 return await ask(asker.clients[server], asker.tokenizer, asked, self.name, longest, asker.salt)
             except ServerLost as lost:
                 asker.sampler.watcher.server_lost(server, life, str(lost))
-                why = f"{tries} requests were lost (serving.max_retries), the last: {lost}"
+                why = f"{tries} requests were lost, the last: {lost}"
             except MegarlError as error:
                 return _void(asked, self.name, str(error))
             finally:

@@ -77,7 +77,7 @@ class AskedServers:
         return 0
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
-        """Do nothing: the request is retried within serving.max_retries, and `watch` notices a server that is gone for good."""
+        """Do nothing: the request is retried within MAX_RETRIES, and `watch` notices a server that is gone for good."""
 
     async def close(self) -> None:
         self._environments.close()

@@ -54,7 +54,7 @@ def _choices(name: str, suite: Suite) -> Loaded:
 
 
 def _sampled(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str]) -> Loaded:
-    read = mapping_of(suite.mapping, suite.columns.model_dump())
+    read = mapping_of(suite.mapping, suite.columns)
     if "code" in suite.graders:
         read = of_programs(read)
     within = renderer(suite, tokenizer)

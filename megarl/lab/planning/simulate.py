@@ -1,14 +1,15 @@
-"""The pipeline in virtual time: core/controller/pipeline.py and decision.py over modelled servers and a modelled learner.
+"""The pipeline in virtual time: core/controller/pipeline.py and decision.py with modelled servers and a modelled learner.
 
     groups    generations x (GroupPlaces.take ─► SimulatedServer ─► give back)
     learner   decide(Next) ─► TrainStep: seconds of training this batch │ Publish: servers stand still, then parity │ Wait
 
-What is modelled: lengths, seconds of a decode step, of training, of a publication. What is not: prefill, grading, the network
-between controller and servers, failures. All randomness is of one seed.
+Modelled are lengths, and the seconds of a decode step, of training and of a publication. Not modelled are prefill, grading,
+the network between controller and servers, and failures. One seed gives all randomness.
 
-The asyncio event loop has a clock that jumps (`run`): asyncio.sleep, call_later and timeouts go by it. When nothing is ready to
-run, the clock is set to the next timer. So asyncio code (core/sampling/places.py) runs in a simulation as it is. Nothing may
-wait for a socket or a thread: a simulation that waits for nothing that can happen is an error."""
+`run` gives asyncio a clock that jumps to the next timer when nothing is ready, and asyncio.sleep, call_later and timeouts
+follow it, so asyncio code (core/sampling/places.py) runs unchanged. Nothing may wait for a socket or a thread: a simulation
+that waits for something that cannot happen is an error.
+"""
 
 import asyncio
 import math
@@ -39,8 +40,10 @@ PROMPT = Prompt(id="", tokens=int32(()), answer="")
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds. step_seconds: of a server's decode step; train_seconds: of training sequences of these lengths; transfer:
-    servers stand still; parity: the learner is busy beyond that, and new requests wait. limit: requests of a server at once."""
+    """Seconds of a server's decode step (step_seconds), of training sequences of these lengths (train_seconds), of a
+    publication in which servers stand still (transfer), and of parity beyond that, while new requests wait. limit: concurrent
+    requests a server.
+    """
 
     step_seconds: StepSeconds
     train_seconds: Callable[[Sequence[int]], float]
@@ -51,7 +54,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated: the first so many steps of the recipe's pipeline, in a run that would go on."""
+    """What is simulated: the first steps of the recipe's pipeline, in a run that would go on."""
 
     recipe: Recipe
     work: Workload
@@ -79,7 +82,7 @@ class Step:
 
 @dataclass
 class _Ticket:
-    """varied: it has a gradient. lengths: of its rollouts. versions: tokens by the version they were sampled with."""
+    """varied: the group has a gradient. lengths: of its rollouts. versions: tokens by the version they were sampled with."""
 
     varied: bool
     lengths: list[int]
@@ -87,16 +90,16 @@ class _Ticket:
 
 
 def simulate(scenario: Scenario) -> list[Step]:
-    """Every step of it, in order."""
+    """Return every step, in order."""
     return run(_Simulation(scenario).run())
 
 
 class _End(Exception):
-    """Leaves the task group: the last step is done, and tickets of later ones with it."""
+    """Leaves the task group when the last step is done, and cancels tickets of later ones."""
 
 
 class _Unwritten:
-    """Records go into the state alone."""
+    """Puts records only into the state."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -109,7 +112,7 @@ class _Unwritten:
 
 
 class _Simulation:
-    """Modelled servers and a modelled learner around the pipeline; the source of its groups, too."""
+    """Modelled servers and a modelled learner around the pipeline, and the source of its groups."""
 
     def __init__(self, scenario: Scenario) -> None:
         recipe = scenario.recipe
@@ -168,7 +171,7 @@ class _Simulation:
             self.places.give_back(server)
 
     def _legs(self, length: int) -> list[int]:
-        """Thinking and answer are requests of their own, if thinking is interrupted."""
+        """Return the lengths of a rollout's requests: thinking and answer apart, if thinking is interrupted."""
         if self.recipe.length.control != "interruption":
             return [length]
         low, high = self.recipe.length.thinking_tokens
@@ -178,7 +181,7 @@ class _Simulation:
     # The learner.
 
     async def _learn(self) -> None:
-        """All steps."""
+        """Run all steps of the learner."""
         now = asyncio.get_running_loop().time
         step, spent = 0, {"wait": 0.0, "train": 0.0, "publish": 0.0}
         while True:
@@ -281,7 +284,7 @@ def _evaluated(version: int) -> Evaluated:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the steps after the pipeline has filled. Shares of their time; lags in steps; tokens/s of completions."""
+    """Figures of the steps after the pipeline has filled: shares of their time, lags in steps, completion tokens/s."""
 
     steps: int
     step_seconds: float
@@ -297,7 +300,7 @@ class Summary:
 
 
 def summary(steps: Sequence[Step], servers: int, warm_up: int) -> Summary:
-    """Without the first `warm_up` steps."""
+    """Return the summary without the first `warm_up` steps."""
     if len(steps) < warm_up + 2:
         raise MegarlError(
             f"--steps: {len(steps)} steps leave nothing behind the first {warm_up}, which fill the pipeline"
@@ -328,7 +331,7 @@ class Standstill(Exception):
 
 
 class _Jump(selectors.SelectSelector):
-    """Waits for no file, and says that `timeout` seconds have passed."""
+    """A selector that waits for no file and reports that `timeout` seconds have passed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,6 +354,6 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run[T](main: Coroutine[Any, Any, T]) -> T:
-    """Its result. Raises Standstill where real time would pass for ever."""
+    """Run the coroutine in virtual time and return its result. Raises Standstill where real time would pass for ever."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(main)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from megarl.core.base.contracts import last_box
+from megarl.core.recipe import ColumnName
 from megarl.tasks.data.programs import (
     humaneval_check,
     livecodebench_tests,
@@ -33,7 +34,7 @@ def own(raw: Raw) -> Row:
         raise UnfitError(f"not a row of {', '.join(Row.__struct_fields__)}: {error}") from None
 
 
-def mapping_of(name: str, columns: Mapping[str, str]) -> Callable[[Raw], Row]:
+def mapping_of(name: str, columns: Mapping[ColumnName, str]) -> Callable[[Raw], Row]:
     """Return the reader for a recipe's `mapping` ("": none) and `columns` ("": not given)."""
     given: dict[str, Any] = {field: column(path) for field, path in columns.items() if path}
     if not name and not given:

@@ -174,7 +174,7 @@ def _load_task(
     name: str, task: Task, tokenizer: Tokenizer, max_tokens: int, evaluation: Overlap | None
 ) -> tuple[PromptSet, PromptSet]:
     """Load what a task trains on and what it holds out: rows of its one file, or of one file each."""
-    read, render = mapping_of(task.mapping, task.columns.model_dump()), renderer(task, tokenizer)
+    read, render = mapping_of(task.mapping, task.columns), renderer(task, tokenizer)
     refuse, counted = FAULTS if read is own else NONE, task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:
         read = of_programs(read)

@@ -15,8 +15,8 @@ from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe, dump
 from megarl.run.observe import Observer
 from tests.unit.conftest import evaluation_row, metrics_row
+from tests.unit.core.journal.test_journal import written
 from tests.unit.fuzz.hostile import changed, lines, rows_like
-from tests.unit.rollout.test_journal import written
 
 LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters
 EVENT = {"time": 1.8e9, "session": "s", "event": "started", "role": "learner-0", "pid": 1, "nodes": ["here"]}

@@ -51,7 +51,7 @@ def supervised_loss() -> Loss:
 
 
 _LOSSES: dict[str, Callable[[LossSection], Loss]] = {
-    "cispo": lambda s: Loss(cispo.cispo(s.cap, s.lower), cispo.METRICS),
+    "cispo": lambda s: Loss(cispo.cispo(s.cap), cispo.METRICS),
     "clip": lambda s: Loss(clip.clip(s.clip_low, s.clip_high), clip.METRICS),
     "gspo": lambda s: Loss(gspo.gspo(s.clip_low, s.clip_high), gspo.METRICS),
     "reinforce": lambda _: Loss(reinforce.reinforce, reinforce.METRICS),

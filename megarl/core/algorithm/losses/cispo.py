@@ -1,10 +1,10 @@
 """CISPO: truncated importance sampling REINFORCE.
 
-    loss_t = -sg(clip(rho_t, lower, cap)) * A * log pi(y_t),    rho_t = pi(y_t) / mu(y_t)
+    loss_t = -sg(min(rho_t, cap)) * A * log pi(y_t),    rho_t = pi(y_t) / mu(y_t)
 
 mu is the policy that sampled the token, by its log-prob as recorded at sampling (base/types.py), so tokens of one rollout
 may come from several weight versions. Clipping bounds a token's weight but never its gradient's direction: unlike in PPO, a
-clipped token still learns. MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5); ScaleRL (arXiv 2510.13786) with lower = 0.
+clipped token still learns. MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5); ScaleRL (arXiv 2510.13786).
 """
 
 from torch import Tensor
@@ -15,13 +15,13 @@ from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
 METRICS = (*terms.RATIO_METRICS, "capped_share")
 
 
-def cispo(cap: float, lower: float = 0.0) -> TokenLoss:
-    """Return the loss for these bounds of the ratio."""
+def cispo(cap: float) -> TokenLoss:
+    """Return the loss for this upper bound of the ratio."""
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = tokens.logp.detach() - tokens.behaviour
         ratio = log_ratio.exp()
         metrics = terms.ratio_metrics(log_ratio) | {"capped_share": (ratio >= cap).float()}
-        return -ratio.clamp(lower, cap) * tokens.advantage * tokens.logp, metrics
+        return -ratio.clamp(max=cap) * tokens.advantage * tokens.logp, metrics
 
     return loss

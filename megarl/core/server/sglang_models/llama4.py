@@ -1,14 +1,14 @@
-"""Llama 4 in SGLang 0.5.23, put right where its own code is not.
+"""Corrections to Llama 4 in SGLang 0.5.23.
 
 Everywhere: `Llama4ForCausalLM`, the text-only class, loads no expert weights and does not reorder q and k for its rotary
 embedding (only the multimodal class does both).
 
 Without a GPU also:
-    attention   q and k are cast to bfloat16, what the rotary embedding returns is dropped (it works in place on a GPU only),
-                and RoPE layers attend beyond their chunk
-    experts     the router's weight on the input of an expert is not implemented, and choosing experts asks for a compiler
+    attention   q and k are cast to bfloat16, the rotary embedding's result is dropped (it works in place only on a GPU), and
+                RoPE layers attend beyond their chunk
+    experts     the router's weight on an expert's input is not implemented, and choosing experts needs a compiler
 
-How the server holds the tensors: ../served.py.
+../served.py says how the server holds the tensors.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from megarl.core.server.served import rotary_order
 
 
 class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
-    """The text model, loaded from its Hugging Face tensors, all or any of them."""
+    """The text model, loaded from any of its Hugging Face tensors."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().load_weights(self._dense(weights))
 
     def _dense(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What SGLang's own loader can take. The experts, which it cannot, are loaded here."""
+        """Yield the tensors that SGLang's own loader can take; load the experts, which it cannot, here."""
         parameters = dict(self.named_parameters())
         for name, weight in weights:
             prefix, experts, part = name.partition(".experts.")
@@ -52,7 +52,7 @@ EntryClass = [Llama4ForCausalLM]
 
 
 def attend(self: Any, positions: Tensor, hidden_states: Tensor, forward_batch: Any) -> Tensor:
-    """llama4.Llama4Attention.forward. hidden_states [tokens, hidden]"""
+    """Replace llama4.Llama4Attention.forward. hidden_states [tokens, hidden]"""
     qkv, _ = self.qkv_proj(hidden_states)
     q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], -1)
     if self.rotary_emb is not None:
@@ -67,7 +67,7 @@ def attend(self: Any, positions: Tensor, hidden_states: Tensor, forward_batch: A
 
 
 def choose_experts(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """llama4.Llama4MoE.custom_routing_function: sigmoid of the `topk` largest logits, and which they are."""
+    """Replace llama4.Llama4MoE.custom_routing_function: the sigmoid of the `topk` largest logits, and their indices."""
     logits, chosen = torch.topk(gating_output, topk, dim=-1)
     return torch.sigmoid(logits.float()).to(hidden_states.dtype), chosen.to(torch.int32)
 
@@ -76,7 +76,7 @@ _native_experts = fused_moe_native.moe_forward_native
 
 
 def native_experts(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
-    """fused_moe_native.moe_forward_native, with the router's weight on the input if that is asked for."""
+    """Replace fused_moe_native.moe_forward_native: the router's weight on the input, if asked for."""
     if config.apply_router_weight_on_input:
         weights, chosen, logits = topk_output
         if weights.shape[1] != 1:
@@ -90,7 +90,7 @@ def native_experts(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tens
 def chunk_mask(
     *, q_len: int, kv_len: int, sliding_window_size: int, device: torch.device, query_offset: int = 0
 ) -> Tensor:
-    """TorchNativeAttnBackend._make_sliding_window_mask, for chunks that stand still: [q_len, kv_len] bool."""
+    """Replace TorchNativeAttnBackend._make_sliding_window_mask, for fixed chunks: [q_len, kv_len] bool."""
     query = torch.arange(query_offset, query_offset + q_len, device=device)[:, None]
     key = torch.arange(kv_len, device=device)[None]
     return (key <= query) & (key // sliding_window_size == query // sliding_window_size)
@@ -100,7 +100,7 @@ _build_attention = llama4.Llama4Attention.__init__
 
 
 def build_attention(self: Any, config: Any, layer_id: int, *args: Any, **kwargs: Any) -> None:
-    """llama4.Llama4Attention.__init__; RoPE layers are told their chunk."""
+    """Replace llama4.Llama4Attention.__init__: RoPE layers know their chunk."""
     _build_attention(self, config, layer_id, *args, **kwargs)
     if self.use_rope and config.attention_chunk_size:
         self.attn.sliding_window_size = config.attention_chunk_size

@@ -1,4 +1,4 @@
-"""SGLang's own classes of the families that need no change."""
+"""SGLang's own classes of the families that need no correction."""
 
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM

@@ -1,0 +1,62 @@
+"""What an update makes of gradients: AdamW as its paper has it (arXiv 1711.05101, algorithm 2), in float64 by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import hf
+from megarl.core.recipe import from_tree
+from tests.tiny import tiny_llama
+from tests.unit.core.learner.training_step import sequences
+
+LR, BETAS, EPS, DECAY, CLIP = 0.01, (0.9, 0.95), 1e-8, 0.3, 0.02
+
+
+def exported(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: t.double().clone() for name, t in hf.export(trainer.policy.chunks, trainer.policy.family)}
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """By Hugging Face names; the weights stay as they are."""
+    parameters = [p for chunk in trainer.policy.chunks for p in chunk.parameters()]
+    kept = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p in parameters:
+            p.copy_(p.main_grad)
+        found = exported(trainer)
+        for p, value in zip(parameters, kept, strict=True):
+            p.copy_(value)
+    return found
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_three_updates_are_those_of_adamw_and_norms_are_not_decayed(tmp_path: Path) -> None:
+    """Clipped, with bias correction, decay apart from the gradient. A norm that is decayed too is off by LR * DECAY after one
+    update."""
+    tiny_llama(tmp_path / "hf", num_hidden_layers=1)
+    optimizer = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "grad_clip": CLIP}
+    tree = {"model": {"path": str(tmp_path / "hf"), "dtype": "fp32"}, "learner": {"optimizer": optimizer}}
+    trainer = Trainer(from_tree(tree), tmp_path / "hf")
+    weights = exported(trainer)
+    first = {name: torch.zeros_like(w) for name, w in weights.items()}
+    second = {name: torch.zeros_like(w) for name, w in weights.items()}
+    for step in (1, 2, 3):
+        trainer.forward_backward(sequences(experts=False))
+        found = gradients(trainer)
+        norm = torch.sqrt(sum((g**2).sum() for g in found.values()))
+        assert norm > CLIP
+        assert trainer.policy.gradient_norm() == pytest.approx(float(norm), rel=1e-5)
+        trainer.policy.update(LR, float(norm))
+        for name, gradient in found.items():
+            clipped = gradient * CLIP / norm
+            first[name] = BETAS[0] * first[name] + (1 - BETAS[0]) * clipped
+            second[name] = BETAS[1] * second[name] + (1 - BETAS[1]) * clipped**2
+            mean, square = first[name] / (1 - BETAS[0] ** step), second[name] / (1 - BETAS[1] ** step)
+            decay = DECAY if weights[name].dim() > 1 else 0.0
+            weights[name] = weights[name] * (1 - LR * decay) - LR * mean / (square.sqrt() + EPS)
+    now = exported(trainer)
+    assert {name for name, w in weights.items() if w.dim() == 1} == {n for n in now if "norm" in n}
+    off = {name: float((now[name] - w).abs().max()) for name, w in weights.items()}
+    assert max(off.values()) <= 1e-6, off

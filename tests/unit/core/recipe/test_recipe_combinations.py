@@ -1,0 +1,200 @@
+"""What cannot go together in a recipe is refused, with its keys; its neighbours are not."""
+
+from typing import Any
+
+import pytest
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import from_tree
+from megarl.core.recipe.rules import ENVIRONMENTS
+from megarl.tasks.environments.registry import BUILT_IN
+
+Tree = dict[str, Any]
+
+
+def stage(until_step: int, *thinking_tokens: int) -> Tree:
+    return {"until_step": until_step, "thinking_tokens": list(thinking_tokens)}
+
+
+def shared(**sections: Tree) -> Tree:
+    """A recipe whose server and learner share GPUs, but for these sections."""
+    tree = {
+        "resources": {"colocate": True},
+        "weights": {"transport": "cuda_ipc"},
+        "serving": {"memory_fraction": 0.4},
+    }
+    return tree | sections
+
+
+SEVERAL = {"tasks": {name: {"train": "", "heldout": ""} for name in ("math", "code")}}
+IMPOSSIBLE = [
+    ({"sampling": {"top_p": 0.95}}, "sampling.top_p: a server's log-probs are then of what top_p leaves"),
+    ({"data": SEVERAL, "run": {"stop_at_asymptote": True}}, "run.stop_at_asymptote: of several tasks (math, code) one"),
+    (
+        {"data": SEVERAL, "evaluation": {"forecast": "cod"}},
+        "evaluation.forecast: 'cod' is no task and no suite of this recipe; did you mean code? known: math, code",
+    ),
+    ({"batch": {"centring": "none", "advantage": "group"}}, "batch.advantage: a group without variance"),
+    (
+        {"model": {"dtype": "fp32"}, "learner": {"optimizer_offload": 0.5}},
+        "learner.optimizer_offload: megatron-core cannot load",
+    ),
+    ({"reference": {"where": "loss"}}, "reference.estimator: the gradient of k1 in the loss is 0 on average"),
+    ({"batch": {"centring": "critic"}}, "batch.zero_variance: with a critic a group of one reward has a gradient"),
+    (
+        {"batch": {"centring": "critic", "zero_variance": "keep", "advantage": "group"}},
+        "batch.advantage: with a critic tokens have advantages",
+    ),
+    (
+        {"batch": {"centring": "critic", "zero_variance": "keep"}, "critic": {"warmup_steps": 400}},
+        "critic.warmup_steps: 400 of run.steps=400 leave none to train the policy in",
+    ),
+    (
+        {
+            "batch": {"centring": "critic", "zero_variance": "keep"},
+            "learner": {"optimizer": {"schedule": "cosine"}},
+            "critic": {"optimizer": {"warmup_steps": 400}},
+        },
+        "critic.optimizer.warmup_steps: 400 of run.steps=400 leave none",
+    ),
+    ({"loss": {"correction": "mask"}}, "loss.correction: cispo is truncated importance sampling already"),
+    ({"loss": {"kind": "gspo", "correction": "truncate"}}, "loss.correction: the weight of gspo is of a sequence"),
+    (
+        {"run": {"steps": 100}, "learner": {"optimizer": {"schedule": "cosine"}}},
+        "learner.optimizer.warmup_steps: 100 of run.steps=100 leave none",
+    ),
+    ({"model": {"tensor_parallel": 2}}, "resources.learner_ranks: 1 ranks do not divide"),
+    ({"model": {"virtual_pipeline_parallel": 2}}, "model.virtual_pipeline_parallel: needs model.pipeline_parallel"),
+    (
+        {"model": {"tensor_parallel": 2, "expert_tensor_parallel": 4}, "resources": {"learner_ranks": 2}},
+        "resources.learner_ranks: 2 ranks do not divide into copies of the experts of EP x ETP x PP = 4 ranks",
+    ),
+    (
+        {"model": {"moe": {"aux_loss": 1e-3, "freeze_router": True}}},
+        "model.moe.aux_loss: balances by training the router",
+    ),
+    ({"model": {"sequence_parallel": True}}, "model.sequence_parallel: needs model.tensor_parallel"),
+    (
+        {"batch": {"prompts": 7}, "resources": {"learner_ranks": 2}},
+        "batch.prompts: 7 does not divide by the 2 data-parallel",
+    ),
+    ({"length": {"thinking_tokens": [9, 5]}}, "length.thinking_tokens: give [shortest, longest]"),
+    ({"length": {"thinking_tokens": [0, 5]}}, "length.thinking_tokens: give [shortest, longest]"),
+    (
+        {"length": {"stages": [stage(5, 1, 8), stage(5, 1, 9)]}},
+        "length.stages: until_step must rise from stage to stage; it is 5, 5",
+    ),
+    (
+        {"length": {"stages": [stage(5, 1, 9), stage(7, 1, 8)], "thinking_tokens": [3, 10]}},
+        "length.stages: budgets must not fall, up to length.thinking_tokens; the longest are 9, 8, 10",
+    ),
+    (
+        {"length": {"stages": [stage(5, 1, 20)], "thinking_tokens": [3, 10]}},
+        "length.stages: budgets must not fall, up to length.thinking_tokens; the longest are 20, 10",
+    ),
+    ({"length": {"stages": [stage(5, 9, 8)]}}, "length.stages: give [shortest, longest], 1 or more"),
+    (
+        {
+            "length": {
+                "control": "overlong_penalty",
+                "stages": [stage(5, 8, 8)],
+                "answer_tokens": 2,
+                "overlong_tokens": 11,
+            }
+        },
+        "length.overlong_tokens: 11 is more than the longest completion (10",
+    ),
+    ({"length": {"interruption": "stop"}}, "length.interruption: must end with length.end_of_thinking"),
+    ({"length": {"end_of_thinking": ""}}, "length.end_of_thinking: is empty, so no thinking trace is ever interrupted"),
+    (
+        {"length": {"end_of_thinking": "\n", "interruption": "\n", "control": "none"}},
+        "length.end_of_thinking: '\\n' is only blanks",
+    ),
+    (
+        {"model": {"context_parallel": 2}, "resources": {"learner_ranks": 2}, "learner": {"packing": False}},
+        "learner.packing: context parallelism needs packed sequences",
+    ),
+    (
+        {"weights": {"transport": "cuda_ipc"}},
+        "weights.transport: cuda_ipc hands over memory of the GPU that a server is",
+    ),
+    ({"serving": {"release_memory": True}}, "serving.release_memory: nobody else is on the servers' GPUs"),
+    (
+        {"resources": {"colocate": True}, "serving": {"memory_fraction": 0.4}},
+        "weights.transport: with resources.colocate server and learner are on one GPU, and NCCL connects no two processes "
+        "on one; set weights.transport=cuda_ipc",
+    ),
+    (shared(serving={}), "serving.memory_fraction: with resources.colocate say which share of a GPU"),
+    (
+        {"loss": {"kind": "cispp"}},
+        "loss.kind: 'cispp' is no loss; did you mean cispo? known: cispo, clip, gspo, rei",
+    ),
+    ({"loss": {"kind": "mine:loss", "correction": "mask"}}, "loss.correction: a loss of your own"),
+    (shared(resources={"colocate": True, "servers": 2}), "resources.colocate: each GPU has a learner rank"),
+    (
+        shared(
+            resources={"colocate": True, "servers": 2, "learner_ranks": 2},
+            model={"pipeline_parallel": 2},
+        ),
+        "weights.transport: cuda_ipc hands over from one GPU, and a stage of model.pipeline_parallel",
+    ),
+    (
+        shared(serving={"memory_fraction": 0.4, "release_memory": True}),
+        "serving.release_memory: pipeline-rl with k=8 generates while the learner trains",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tree", "said"), IMPOSSIBLE)
+def test_impossible_combinations(tree: Tree, said: str) -> None:
+    with pytest.raises(MegarlError) as error:
+        from_tree(tree)
+    assert said in str(error.value)
+
+
+def test_neighbours_of_the_impossible_are_possible() -> None:
+    from_tree(
+        {
+            "model": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
+            "resources": {"learner_ranks": 2},
+        }
+    )
+    from_tree({"model": {"tensor_parallel": 2, "expert_tensor_parallel": 2}, "resources": {"learner_ranks": 2}})
+    from_tree({"pipeline": {"k": 0}})
+    stopped = {"data": SEVERAL, "evaluation": {"forecast": "code", "top_p": 0.95}, "run": {"stop_at_asymptote": True}}
+    assert from_tree(stopped).forecast_column == "pass_rate/code"
+    assert from_tree({"data": {"tasks": {"math": SEVERAL["tasks"]["math"]}}}).forecast_column == "pass_rate"
+    for pipeline in ({"k": 0}, {"kind": "ppo-off-policy", "k": 8}):
+        from_tree(shared(pipeline=pipeline, serving={"memory_fraction": 0.4, "release_memory": True}))
+    from_tree(shared(weights={"transport": "disk"}))
+
+
+def played(**keys: Any) -> dict[str, Any]:
+    return {"data": {"tasks": {"math": {"train": "a", "heldout": "b", "environment": "python"} | keys}}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (played(grader="code"), "data.tasks.math.environment: python runs every turn that has a program in it"),
+        (
+            played(reply_tokens=40) | {"length": {"thinking_tokens": [40, 48]}},
+            "data.tasks.math.reply_tokens: a reply of 40 tokens leaves nothing of the shortest budget .* which is 40",
+        ),
+        (
+            played(reply_tokens=9) | {"length": {"thinking_tokens": [40, 48], "stages": [stage(3, 7, 9)]}},
+            "leaves nothing of the shortest budget for thinking and replies, which is 7",
+        ),
+    ],
+)
+def test_environments_that_cannot_work(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(MegarlError, match=said):
+        from_tree(tree)
+
+
+def test_environments_that_work() -> None:
+    assert tuple(BUILT_IN) == ENVIRONMENTS
+    for name in (*ENVIRONMENTS, "my.games:Chess"):
+        assert from_tree(played(environment=name)).data.tasks["math"].environment == name
+    control = {"length": {"control": "none", "thinking_tokens": [40, 48], "answer_tokens": 20}}
+    assert from_tree(played(reply_tokens=50) | control).length.control == "none", "one budget for both"

@@ -1,0 +1,84 @@
+"""Comparisons whose answer is known."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import optimize
+
+from megarl.core.base.errors import MegarlError
+from megarl.lab.scaling.compare import compare, efficiency
+from megarl.lab.scaling.fit import fit
+from megarl.lab.scaling.points import Curve
+from tests.unit.lab.scaling.curves import HOURS, exact, law, noisy
+
+
+def test_same_ceiling_is_refitted_at_the_mean() -> None:
+    found = compare({"scalerl": [exact(0.61, 1.92, 2542)], "off-policy": [exact(0.6, 1.5, 3409)]})
+    (pair,) = found.pairs
+    assert pair.at_mean is not None
+    for refitted in pair.at_mean:
+        assert pytest.approx(0.605) == refitted.A
+        assert refitted.A_interval == (refitted.A, refitted.A)
+    assert "same ceiling within 0.02 (A 0.610 and 0.600); refitted at 0.605, B differs" in found.verdict
+    assert "scalerl is quicker" in found.verdict
+    assert "scalerl is ahead throughout" in found.verdict
+    row = found.rows()[1]
+    assert (row["name"], row["A_mean"], row["B_at_A_mean"]) == ("off-policy", pytest.approx(0.605), pair.at_mean[1].B)
+
+
+def test_exponents_of_different_ceilings_are_not_compared() -> None:
+    found = compare({"scalerl": [exact(0.61, 1.92, 2542)], "magistral": [exact(0.535, 1.44, 2800)]})
+    assert found.pairs[0].at_mean is None
+    assert "scalerl has the higher ceiling: A 0.610 against 0.535 of magistral." in found.verdict
+    assert "B " not in found.verdict
+    assert "B_at_A_mean" not in found.rows()[1]
+
+
+def test_noise_of_exponents_is_no_difference() -> None:
+    found = compare({"a": [noisy(0.61, 1.92, 2542, 1)], "b": [noisy(0.61, 1.92, 2542, 2)]})
+    assert "B does not differ measurably" in found.verdict
+    assert "Neither is quicker" in found.verdict
+    assert "within the noise" in found.verdict
+
+
+def test_overtaking() -> None:
+    short, long = (0.61, 1.92, 2542), (0.645, 1.89, 11272)
+    found = compare({"14k": [exact(*short)], "32k": [exact(*long, hours=HOURS * 3)]})
+    truth = optimize.brentq(lambda c: law(np.array([c]), *short)[0] - law(np.array([c]), *long)[0], 5000, 200_000)
+    (first, _), (second, hours) = found.pairs[0].overtakes
+    assert (first, second) == ("14k", "32k")
+    assert hours == pytest.approx(truth, rel=0.01)
+    assert "14k is ahead at first; 32k overtakes at" in found.verdict
+    assert "(extrapolated: the points end at 16,000)" in found.verdict
+
+
+def test_what_is_not_certain_is_said() -> None:
+    early = {"a": [noisy(0.61, 1.92, 2542)], "b": [noisy(0.645, 1.89, 11272, 2)]}
+    assert "But A of b may be anywhere in 0." in compare(early, end=8000).verdict
+    apart = {"a": [noisy(0.61, 1.92, 2542)], "b": [noisy(0.645, 1.89, 11272, 1)]}
+    assert "intervals overlap, so this is not certain" in compare(apart, end=12_000).verdict
+
+
+def test_a_run_that_cannot_be_fitted_does_not_stop_the_others() -> None:
+    short = Curve("short", HOURS[:2], np.array([0.3, 0.4]), 0.3)
+    found = compare({"short": [short], "a": [exact(0.61, 1.92, 2542)], "b": [exact(0.5, 1.2, 2542)]})
+    assert [pair.reference for pair in found.pairs] == ["a"]
+    assert "short was not fitted: short: 2 points in the window" in found.verdict
+    assert set(found.fits) == {"a", "b"}
+    assert found.rows()[0]["problem"]
+
+
+def test_mixed_units_are_refused() -> None:
+    curve = exact(0.61, 1.92, 2542)
+    with pytest.raises(MegarlError, match="cannot be compared"):
+        compare({"gpu": [curve], "cpu": [replace(curve, unit="core")]})
+
+
+def test_efficiency_is_a_line_of_slope_b() -> None:
+    found = fit([exact(0.61, 1.92, 2542)])
+    x, y = efficiency(found, found.hours, found.pass_rate)
+    slope, offset = np.polyfit(x, y, 1)
+    assert (slope, offset) == pytest.approx((1.92, 0), abs=2e-3)
+    above = efficiency(found, np.array([1000.0, 2000.0]), np.array([0.7, 0.2]))
+    assert len(above[0]) == 0

@@ -1,0 +1,70 @@
+"""Pictures are written, and the page needs no network."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.core.base.errors import MegarlError
+from megarl.lab.scaling.fit import fit
+from megarl.lab.scaling.plot import Series, plot_efficiency, plot_fits, write_page
+from megarl.lab.scaling.points import Curve
+from megarl.lab.scaling.published import law_named
+from tests.pages import Resources, asks_the_network
+from tests.unit.lab.scaling.curves import HOURS, noisy
+
+NAME = "a </script> & <b>"
+
+
+@pytest.fixture(scope="module")
+def series() -> Series:
+    curve = noisy(0.61, 1.92, 2542)
+    short = Curve("short", HOURS[:2], np.array([0.3, 0.4]), 0.3)
+    return {NAME: ([curve], fit([curve], end=8000)), "short": ([short], None)}
+
+
+def test_png_and_svg(series: Series, tmp_path: Path) -> None:
+    png, svg = plot_fits(series, tmp_path / "run.v1", title="Two runs", laws=[law_named("scalerl-8b")])
+    assert png.name == "run.v1.png"
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = svg.read_text()
+    for shown in ("Two runs", "A 0.6", "C_mid", "GPU-hours", "short: no fit", "scalerl-8b (published"):
+        assert shown in text
+
+
+def test_efficiency(series: Series, tmp_path: Path) -> None:
+    found = series[NAME][1]
+    assert found is not None
+    _, svg = plot_efficiency({"mine": found}, tmp_path / "efficiency")
+    assert f"slope B = {found.B:.2f}" in svg.read_text()
+
+
+def test_page_opens_offline(series: Series, tmp_path: Path) -> None:
+    path = write_page(series, tmp_path / "page", laws=[law_named("scalerl-8b")])
+    text = path.read_text()
+    page = Resources(text)
+    assert (page.found, len(page.scripts)) == ([], 1)
+    assert not asks_the_network(text)
+    assert "the axis starts at" in text
+    data = json.loads(re.search(r"^const DATA = (.*);$", text, re.MULTILINE)[1])  # type: ignore[index]
+    first, short = data["series"]
+    found = series[NAME][1]
+    assert found is not None
+    assert first["name"] == NAME
+    assert first["fit"] == found.record()
+    assert sum(inside for _, _, inside, _ in first["points"]) == found.n
+    assert (short["fit"], len(short["points"])) == (None, 2)
+    assert data["laws"][0]["curve"]
+
+
+def test_core_hours_are_not_laid_over_gpu_hours(tmp_path: Path) -> None:
+    curve = Curve("x", HOURS, np.linspace(0.3, 0.5, 32), 0.3, "core")
+    with pytest.raises(MegarlError, match="cannot be laid over"):
+        plot_fits({"x": ([curve], None)}, tmp_path / "x", laws=[law_named("scalerl-8b")])
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    with pytest.raises(MegarlError, match="nothing to draw"):
+        plot_fits({"x": ([Curve("x", np.zeros(0), np.zeros(0), 0.3)], None)}, tmp_path / "x")

@@ -1,0 +1,433 @@
+"""What stands in the way of a run is said before anything is started."""
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import INDEX
+from megarl.core.base.rundir import Endpoints, RunDir
+from megarl.core.journal.journal import Journal
+from megarl.core.journal.records import Admitted
+from megarl.core.recipe import Recipe, dump, from_tree
+from megarl.lab import preflight
+from megarl.run import checks, devices
+from megarl.run.nodes import here
+from megarl.run.placement import place
+from megarl.run.prepare import endpoints_of, prepare
+
+Tree = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def changed(tree: Tree, **sections: Tree) -> Recipe:
+    return from_tree(tree | {name: tree.get(name, {}) | section for name, section in sections.items()})
+
+
+def test_all_is_there(recipe: Recipe) -> None:
+    preflight.check_inputs(recipe)
+    preflight.check_sft(recipe)
+
+
+def test_missing_model(tree: Tree) -> None:
+    with pytest.raises(
+        MegarlError, match=r"model\.path: '/nowhere' is not a Hugging Face model directory.*hf download"
+    ):
+        preflight.check_inputs(changed(tree, model={"path": "/nowhere"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda m: (m / "tokenizer.json").unlink(), r"model\.path: .*no tokenizer can be loaded"),
+        (lambda m: (m / "model.safetensors").unlink(), r"model\.path: .*model: no weights there"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"version https://git-lfs"), r"unreadable or incomplete"),
+        (
+            lambda m: (m / INDEX).write_text('{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'),
+            r"1 of 2 files of weights are missing: model-2\.safetensors",
+        ),
+        (lambda m: (m / INDEX).write_text("[]"), r"index\.json: a list, not an object"),
+    ],
+)
+def test_missing_parts_of_a_model(tree: Tree, damage: Callable[[Path], object], said: str) -> None:
+    damage(Path(tree["model"]["path"]))
+    with pytest.raises(MegarlError, match=said):
+        preflight.check_all(from_tree(tree))
+
+
+def test_the_recipe_of_a_cluster_does_not_start_on_a_login_node(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    most = changed(tree, resources={"servers": 3, "learner_ranks": 1, "threads": 4})
+    assert preflight.check_all(most) == "3 servers, 1 rank, 0 GPUs"
+    for resources in (
+        {"servers": 64, "learner_ranks": 16, "threads": 8},
+        {"servers": 1, "learner_ranks": 24},
+        {"servers": 2, "server_tensor_parallel": 8},
+    ):
+        with pytest.raises(
+            MegarlError, match=r"^resources: .* threads, and this machine has no GPU and 2 cores; start"
+        ):
+            preflight.check_all(changed(tree, resources=resources))
+        preflight.check_all(changed(tree, resources=resources | {"large_on_cpu": True}))
+    with pytest.raises(MegarlError, match=r"^resources: 24 learner ranks of 1 threads are 24 threads"):
+        preflight.check_sft(changed(tree, resources={"learner_ranks": 24}))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(80))))
+    assert preflight.check_all(changed(tree, resources={"servers": 64, "learner_ranks": 16, "threads": 8})) == (
+        "64 servers, 16 ranks, 80 GPUs"
+    )
+
+
+def test_a_large_model_needs_a_gpu(tree: Tree) -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [10**9 + 1], "data_offsets": [0, 2 * (10**9 + 1)]}}).encode()
+    with (Path(tree["model"]["path"]) / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * (10**9 + 1))  # sparse: takes no room
+    for dtype in ("bf16", "fp16"):
+        with pytest.raises(MegarlError, match=rf"^model\.dtype: {dtype} for .* 1\.0B parameters, .* no GPU"):
+            preflight.check_all(changed(tree, model={"dtype": dtype}))
+    preflight.check_all(changed(tree, model={"dtype": "bf16"}, resources={"large_on_cpu": True}))
+    preflight.check_all(changed(tree, model={"dtype": "fp32"}))
+
+
+def test_missing_reference(tree: Tree) -> None:
+    with pytest.raises(MegarlError, match=r"reference\.path: '/nowhere' is not a Hugging Face model directory"):
+        preflight.check_inputs(changed(tree, reference={"coefficient": 0.1, "path": "/nowhere"}))
+    preflight.check_inputs(changed(tree, reference={"path": "/nowhere"}))  # none is built
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ({"grader": "code"}, r"^data.sandbox: bubblewrap is not installed"),
+        (
+            {"grader": "nowhere:judge"},
+            r"^data.tasks: the grader nowhere:judge cannot be used: .*No module named 'nowhere'",
+        ),
+        ({"grader": "judge"}, r"^data.services.judge.api_key_env: MEGARL_NO_KEY is not set"),
+        ({"rewards": {"taste": {"grader": "judge", "weight": 0.1}}}, "MEGARL_NO_KEY is not set"),
+    ],
+)
+def test_missing_graders(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Tree, words: str) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    services = {"judge": {"url": "http://127.0.0.1:1/", "api_key_env": "MEGARL_NO_KEY"}}
+    tasks = {"math": tree["data"]["tasks"]["math"] | task}
+    with pytest.raises(MegarlError, match=words):
+        preflight.check_inputs(changed(tree, data={"tasks": tasks, "services": services}))
+
+
+def test_a_loss_of_the_users(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_losses.py").write_text(
+        "def good(tokens, settings):\n    return -tokens.logp * tokens.advantage, {}\nbad = 3\n"
+    )
+    preflight.check_own_loss(changed(tree, loss={"kind": "my_losses:good"}))
+    with pytest.raises(MegarlError, match=r"^loss\.kind: my_losses:bad is a int and cannot be called; see docs"):
+        preflight.check_inputs(changed(tree, loss={"kind": "my_losses:bad"}))
+
+
+def test_missing_warm_start(tree: Tree) -> None:
+    with pytest.raises(MegarlError, match=r"model\.path: .*run `megarl sft` with this recipe first"):
+        preflight.check_inputs(changed(tree, model={"path": "/nowhere"}, sft={"output": "/nowhere"}))
+
+
+def test_missing_critic(tree: Tree) -> None:
+    critic = {"critic": {"path": "/nowhere"}}
+    preflight.check_inputs(changed(tree, **critic))  # nothing asks for it
+    with pytest.raises(MegarlError, match=r"critic\.path: '/nowhere' is not a Hugging Face model directory"):
+        preflight.check_inputs(changed(tree, **critic, batch={"centring": "critic", "zero_variance": "keep"}))
+
+
+def test_missing_data(tree: Tree) -> None:
+    tasks = {"math": tree["data"]["tasks"]["math"] | {"heldout": "x/held.jsonl"}}
+    with pytest.raises(
+        MegarlError, match=r"data\.tasks\.math\.heldout: 'x/held\.jsonl' is not a file.*megarl data arithmetic x"
+    ):
+        preflight.check_inputs(changed(tree, data={"tasks": tasks}))
+    math = tree["data"]["tasks"]["math"] | {"heldout": 3}
+    preflight.check_inputs(changed(tree, data={"tasks": {"math": math}}))
+    with pytest.raises(MegarlError, match=r"data\.decontaminate: 'aime\.parquet' is not a file"):
+        preflight.check_inputs(changed(tree, data={"tasks": {"math": math}, "decontaminate": ["aime.parquet"]}))
+    with pytest.raises(MegarlError, match=r"the model has no chat template"):
+        preflight.check_inputs(changed(tree, data={"tasks": {"math": math | {"template": "chat"}}}))
+    with pytest.raises(MegarlError, match=r"data\.tasks: there is none; give one"):
+        preflight.check_inputs(changed(tree, data={"tasks": {}}))
+    with pytest.raises(MegarlError, match=r"sft\.data: 'gone' is not a file"):
+        preflight.check_sft(changed(tree, sft={"data": "gone"}))
+
+
+def test_a_warm_start_on_more_ranks_than_the_machine_has_gpus(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    preflight.check_sft(changed(tree, resources={"learner_ranks": 2}))
+    with pytest.raises(MegarlError, match=r"resources\.learner_ranks: 4 ranks, and this machine, .* has 2 GPUs; set"):
+        preflight.check_sft(changed(tree, resources={"learner_ranks": 4}))
+
+
+def test_port_in_use(tree: Tree) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        with pytest.raises(
+            MegarlError, match=rf"serving\.port: cannot listen on 127\.0\.0\.1:{port}: Address already in use"
+        ):
+            preflight.check_all(changed(tree, serving={"port": port}))
+        for first in (port, port - 1):  # the controller's, the learner's
+            with pytest.raises(MegarlError, match=rf"monitor\.prometheus_port: cannot listen on 127\.0\.0\.1:{port}"):
+                preflight.check_all(changed(tree, monitor={"prometheus": True, "prometheus_port": first}))
+        preflight.check_all(changed(tree, monitor={"prometheus_port": port}))
+
+
+def test_metrics_have_addresses_and_a_key_if_they_are_wanted(tree: Tree) -> None:
+    def endpoints(**monitor: Any) -> Endpoints:
+        recipe = changed(tree, monitor=monitor)
+        return endpoints_of(recipe, place(recipe, (here(2 * (4 + recipe.resources.servers), ""),)))
+
+    without = endpoints()
+    assert (without.controller_metrics, without.learner_metrics, without.metrics_key) == ("", "", "")
+    found = endpoints(prometheus=True)
+    urls = (found.controller, *found.servers, found.controller_metrics, found.learner_metrics)
+    ports = [int(url.rpartition(":")[2]) for url in urls]
+    assert len({*ports, found.rendezvous_port}) == len(ports) + 1
+    assert len({found.metrics_key, found.api_key, found.admin_key}) == 3
+    fixed = endpoints(prometheus=True, prometheus_port=9400)
+    assert (fixed.controller_metrics, fixed.learner_metrics) == ("127.0.0.1:9400", "127.0.0.1:9401")
+
+
+@pytest.mark.parametrize(("key", "value"), [("microbatch_tokens", "auto"), ("optimizer_offload", 0.5)])
+def test_what_saves_a_gpus_memory_needs_one(tree: Tree, key: str, value: Any) -> None:
+    model = {"dtype": "bf16"} if key == "optimizer_offload" else {}
+    with pytest.raises(MegarlError, match=rf"learner\.{key}: .* there is none here"):
+        preflight.check_all(changed(tree, learner={key: value}, model=model))
+
+
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.gpus() == ()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    assert devices.gpus() == ("3", "5")
+
+
+def test_new_run(recipe: Recipe) -> None:
+    assert checks.check_history(recipe, RunDir(recipe.run.path), {}) is False
+
+
+def test_run_is_not_overwritten(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    with pytest.raises(MegarlError, match=r"demo: holds a run already; go on with it by run\.resume=auto"):
+        checks.check_history(recipe, write_run(1), {})
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "said"),
+    [
+        ("pipeline", {"k": 2}, r"pipeline\.k: 8 in .*recipe\.yaml, 2 now"),
+        ("run", {"seed": 7}, r"run\.seed: 0 in .*recipe\.yaml, 7 now"),
+        ("batch", {"prompts": 12}, r"batch\.prompts: 48 in .*, 12 now"),
+        ("loss", {"cap": 8.0}, r"loss\.cap: 4\.0 in .*, 8\.0 now"),
+        ("sampling", {"temperature": 0.7}, r"sampling\.temperature: 1\.0 in .*, 0\.7 now"),
+        ("data", {"on_exhausted": "stop"}, r"data\.on_exhausted: 'reset' in .*, 'stop' now"),
+        ("data", {"tasks": {}}, r"data\.tasks\.math\.weight: 1\.0 in .*, None now"),
+        (
+            "data",
+            {"tasks": {"math": {"train": "a", "heldout": "b"}, "code": {"train": "c", "heldout": "d"}}},
+            r"data\.tasks\.code\.train: None in .*, 'c' now",
+        ),
+    ],
+)
+def test_history_is_not_altered(
+    tree: Tree, write_run: Callable[[int], RunDir], section: str, change: Tree, said: str
+) -> None:
+    tree["run"]["resume"] = "auto"
+    with pytest.raises(MegarlError, match=said):
+        checks.check_history(changed(tree, **{section: change}), write_run(1), {})
+
+
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("resources", {"servers": 3, "learner_ranks": 2}),
+        ("model", {"tensor_parallel": 1, "sequence_parallel": False}),
+        ("run", {"steps": 500}),
+        ("evaluation", {"every": 5}),
+        ("checkpoint", {"keep": 9}),
+    ],
+)
+def test_the_rest_may_change(tree: Tree, write_run: Callable[[int], RunDir], section: str, change: Tree) -> None:
+    tree["run"]["resume"] = "auto"
+    assert checks.check_history(changed(tree, **{section: change}), write_run(1), {}) is True
+
+
+def test_recipe_of_another_version(tree: Tree, write_run: Callable[[int], RunDir]) -> None:
+    tree["run"]["resume"] = "auto"
+    rundir = write_run(1)
+    rundir.recipe.write_text(rundir.recipe.read_text() + "gone: 1\n")
+    with pytest.raises(MegarlError, match="cannot be read by this version"):
+        checks.check_history(from_tree(tree), rundir, {})
+
+
+@pytest.mark.parametrize("left", ["", "# nothing\n", None])
+@pytest.mark.parametrize("kept", ["metrics.jsonl", "checkpoints", "rollouts"])
+def test_a_run_that_lost_its_recipe_is_not_trained_on(
+    tree: Tree, write_run: Callable[[int], RunDir], left: str | None, kept: str
+) -> None:
+    """Whatever of it is still there, and whether it is asked to go on or to begin."""
+    rundir = write_run(1)
+    begin_journal(rundir)
+    (rundir.checkpoints / "step-0000001").mkdir()
+    for path in (rundir.metrics, rundir.eval, rundir.checkpoints, rundir.rollouts):
+        if path.name != kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    rundir.recipe.unlink() if left is None else rundir.recipe.write_text(left)
+    tree["run"]["resume"] = "auto"
+    with pytest.raises(MegarlError, match=r"demo: has .* of a run, but not the recipe|nothing is in it"):
+        checks.check_history(from_tree(tree), rundir, {})
+    tree["run"]["resume"] = "never"
+    with pytest.raises(MegarlError, match=r"demo: has .* of a run, but not the recipe|holds a run already"):
+        checks.check_history(from_tree(tree), rundir, {})
+
+
+def test_a_start_that_came_to_nothing_is_no_history(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """The prompts were bad, or a role could not start: the same command begins again, with other prompts and another batch."""
+    rundir = write_run(0)
+    rundir.eval.unlink()
+    Journal.open(rundir.rollouts, prompts_per_batch=7, max_lag=1).close()
+    assert not checks.check_history(recipe, rundir, {"model.path: weights": "others"})
+    placed = place(recipe, (here(2 * (4 + recipe.resources.servers), ""),))
+    prepare(recipe, rundir, placed, {"model.path: weights": "others"}, resumed=False)
+    Journal.open(rundir.rollouts, prompts_per_batch=8, max_lag=1).close()
+    begin_journal(rundir, prompts_per_batch=8)
+    with pytest.raises(MegarlError, match="holds a run already"):
+        checks.check_history(recipe, rundir, {})
+
+
+def begin_journal(rundir: RunDir, prompts_per_batch: int = 7) -> None:
+    journal = Journal.open(rundir.rollouts, prompts_per_batch, max_lag=1)
+    journal.append(Admitted(ticket=0, task="math", prompt_id="0", epoch=0, due=0))
+    journal.close()
+
+
+def test_contents_are_compared_with_those_the_run_began_with(tree: Tree, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(1)
+    tree["run"]["resume"] = "auto"
+    recipe = from_tree(tree)
+    rundir.fingerprints.write_bytes(checks.stored_fingerprints(preflight.check_inputs(recipe)))
+    folder = Path(recipe.model.path)
+    train = Path(recipe.data.tasks["math"].train)
+
+    def changes(path: Path, old: bytes, new: bytes) -> str:
+        """What is said with another content of this file; nothing with the old one."""
+        before = path.read_bytes()
+        assert old in before
+        path.write_bytes(before.replace(old, new))
+        with pytest.raises(MegarlError, match="not what the run began with") as error:
+            checks.check_history(recipe, rundir, preflight.check_inputs(recipe))
+        path.write_bytes(before)
+        os.utime(path, (1, 1))
+        assert checks.check_history(recipe, rundir, preflight.check_inputs(recipe))
+        return str(error.value).partition("\n")[0]
+
+    assert changes(folder / "model.safetensors", bytes(12), bytes(11) + b"1").startswith("model.path: weights: not")
+    assert changes(folder / "tokenizer_config.json", b'"eos_token"', b'"x": 1, "eos_token"').startswith(
+        "model.path: tokenizer: not"
+    )
+    assert changes(folder / "config.json", b"{", b'{"x": 1, ').startswith("model.path: config.json: not")
+    assert changes(train, b'"answer": "3"', b'"answer": "4"').startswith("data.tasks.math.train: prompts: not")
+    assert changes(train, b'"prompt": "2+1="', b'"prompt": "2+2="').startswith("data.tasks.math.train: prompts: not")
+    train.write_bytes(b"\n" + train.read_bytes().replace(b": ", b":"))  # the same rows
+    assert checks.check_history(recipe, rundir, preflight.check_inputs(recipe))
+    rundir.fingerprints.unlink()
+    with pytest.raises(MegarlError, match=r"fingerprints\.json: is gone"):
+        checks.check_history(recipe, rundir, preflight.check_inputs(recipe))
+
+
+def test_large_weights_are_known_by_a_sample(tree: Tree) -> None:
+    recipe = from_tree(tree)
+    weights = Path(recipe.model.path) / "model.safetensors"
+    size = 4 * preflight.WHOLE + 12_345
+
+    def fingerprint(at: int) -> str:
+        """With one byte changed there, of a sparse file of zeros."""
+        with weights.open("wb") as file:
+            file.truncate(size)
+            file.seek(at)
+            file.write(b"1")
+        return preflight.read_inputs(recipe)["model.path: weights"]
+
+    places = [0, preflight.BLOCK - 1, size // 3, size - preflight.BLOCK, size - 1]
+    assert len({fingerprint(at) for at in places}) == len(places)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("train.jsonl", b"[" * 100_000, r"train\.jsonl:1: not a row: .*recursion"),
+        (
+            "train.jsonl",
+            b'{"id": "0", "prompt": "0+1=", "answer": "1", "difficulty": 1' + b"0" * 30 + b"}",
+            r"train\.jsonl:1: not a row of id, prompt, answer, difficulty: Expected `int` <= 2147483648",
+        ),
+        (
+            "train.jsonl",
+            b'{"id": "0", "prompt": "0+x=", "answer": "1"}',
+            r"train\.jsonl: prompt '0': .*cannot encode '0\+x='",
+        ),
+        ("train.jsonl", b'{"id": "0", "prompt": "' + b"1" * 3_000 + b'", "answer": "1"}', "raise length.prompt_tokens"),
+        ("train.jsonl", b'{"id": "0", "prompt": "0+1=\\ud800", "answer": "1"}', r"train\.jsonl:1: not a row"),
+        ("train.jsonl", b'{"id": "\xff"}', r"train\.jsonl:1: not a row"),
+        ("model/config.json", b"{", r"config\.json:1: not JSON"),
+        ("model/config.json", b"[" * 100_000, r"config\.json: not JSON that can be read"),
+        ("model/config.json", b"[1]", r"config\.json: a list, not an object"),
+        ("model/config.json", b'{"architectures": ["LlamaForCausalLM"]}', r"config\.json: no '.*' there"),
+        ("model/config.json", b'{"architectures": ["LlamaForCausalLM"], "text_config": 3}', r"config\.json: "),
+        ("model/tokenizer.json", b"{}", r"model: no tokenizer can be loaded"),
+        ("model/tokenizer_config.json", b'{"eos_token": 5}', r"tokenizer_config\.json: eos_token is missing"),
+        ("model/tokenizer_config.json", b"\xff", r"tokenizer_config\.json: not JSON"),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_all_that_is_given_is_read_before_anything_starts(
+    recipe: Recipe, tmp_path: Path, name: str, data: bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(MegarlError, match=said) as error:
+        preflight.check_inputs(recipe)
+    assert str(tmp_path / name.partition("/")[0]) in str(error.value)
+    assert len(str(error.value)) < 1_500
+
+
+def test_lengths_that_servers_would_refuse_are_refused_before(tree: Tree) -> None:
+    preflight.check_all(from_tree(tree))
+    with pytest.raises(MegarlError, match=r"serving\.kv_tokens: 1 cannot hold one longest sequence"):
+        preflight.check_all(changed(tree, serving={"kv_tokens": 1}))
+
+
+def test_a_configuration_whose_values_are_of_other_types(recipe: Recipe) -> None:
+    file = Path(recipe.model.path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": "many"}))
+    with pytest.raises(MegarlError, match=r"config\.json: not a model's configuration: '<' not supported"):
+        preflight.check_all(recipe)
+
+
+def test_a_folder_that_cannot_be_written_in(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    preflight.check_all(changed(tree, run={"dir": str(tmp_path / "not" / "yet")}))
+    for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
+        with pytest.raises(MegarlError, match=r"run\.dir: cannot write in .*/file; give another"):
+            preflight.check_all(changed(tree, run={"dir": str(folder)}))
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # a file system that was mounted to be read
+    with pytest.raises(MegarlError, match=r"run\.dir: cannot write in "):
+        preflight.check_all(from_tree(tree))
+
+
+def test_differences_are_dotted(tree: Tree) -> None:
+    other = changed(tree, learner={"optimizer": {"lr": 1e-3}})
+    assert checks.differences(from_tree(tree), other) == [("learner.optimizer.lr", 5e-7, 1e-3)]
+    assert "resume: never" in dump(other)

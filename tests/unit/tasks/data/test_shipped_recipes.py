@@ -1,0 +1,133 @@
+"""The shipped recipes load, and say ScaleRL's numbers and those of its baselines where they must."""
+
+import pytest
+
+from megarl.core.recipe import Recipe, load, shipped
+from megarl.tasks.data import arithmetic, products
+
+DEFAULT = Recipe()
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_it_loads_describes_itself_and_is_named_after_its_file(name):
+    recipe = load(name)
+    assert 20 < len(recipe.description) < 110
+    assert recipe.run.name == name
+    assert recipe.sft.output == (recipe.model.path if recipe.sft.init else "")
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if name.startswith(("scalerl-", "quickstart"))])
+def test_the_structure_is_scalerls(name):
+    recipe = load(name)
+    assert recipe.pipeline.k == 8
+    assert recipe.loss == DEFAULT.loss
+    assert recipe.model.fp32_head == "both"
+    assert recipe.reference.coefficient == recipe.loss.entropy_bonus == 0
+    for key in ("zero_variance", "positive_threshold", "advantage", "aggregation"):
+        assert getattr(recipe.batch, key) == getattr(DEFAULT.batch, key)
+    for key in ("betas", "eps", "weight_decay", "grad_clip"):
+        assert getattr(recipe.learner.optimizer, key) == getattr(DEFAULT.learner.optimizer, key)
+
+
+BASELINES = {
+    # phases or PipelineRL, k; loss, its bounds; aggregation, advantage; FP32 head; prompts of 8B
+    "grpo": ("ppo-off-policy", 8, "clip", (0.2, 0.2), "sample", "group", "none", 48),
+    "dapo": ("ppo-off-policy", 8, "clip", (0.2, 0.26), "prompt", "group", "none", 80),
+    "magistral": ("pipeline-rl", 8, "clip", (0.2, 0.26), "prompt", "batch", "none", 48),
+    "minimax-m1": ("ppo-off-policy", 8, "cispo", (0.0, 5.0), "prompt", "group", "both", 80),
+    "gspo": ("pipeline-rl", 8, "gspo", (4e-3, 5e-3), "sample", "group", "both", 48),
+    "dr-grpo": ("ppo-off-policy", 1, "clip", (0.2, 0.2), "constant", "none", "none", 48),
+}
+"""arXiv 2510.13786, the baselines of its comparison of recipes and losses; Dr. GRPO: arXiv 2503.20783."""
+
+
+@pytest.mark.parametrize(("size", "base"), [("8b", "scalerl-8b"), ("tiny", "quickstart")])
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_is_its_paper_and_otherwise_the_scalerl_of_its_size(name, size, base):
+    r, scalerl = load(f"{name}-{size}"), load(base)
+    bounds = (0, r.loss.cap) if r.loss.kind == "cispo" else (r.loss.clip_low, r.loss.clip_high)
+    assert (
+        r.pipeline.kind, r.pipeline.k, r.loss.kind, bounds, r.batch.aggregation, r.batch.advantage, r.model.fp32_head,
+    ) == BASELINES[name][:-1]  # fmt: skip
+    assert r.batch.prompts == BASELINES[name][-1] // (1 if size == "8b" else 2)
+    assert r.batch.positive_threshold is None
+    assert (r.loss.correction, r.loss.entropy_bonus, r.batch.centring) == ("none", 0.0, "group")
+    assert r.reference.coefficient == 0
+    for section in ("resources", "data", "sampling", "learner", "weights", "serving", "evaluation", "sft"):
+        assert getattr(r, section) == getattr(scalerl, section)
+    assert r.length.completion_tokens == scalerl.length.completion_tokens
+    assert r.length.control == ("overlong_penalty" if name == "dapo" else "interruption")
+    assert r.model.path == scalerl.model.path
+
+
+@pytest.mark.parametrize(("size", "base"), [("8b", "scalerl-8b"), ("tiny", "quickstart")])
+def test_ppo_with_a_critic_is_as_it_is_usually_given_and_otherwise_the_scalerl_of_its_size(size, base):
+    r, scalerl = load(f"ppo-critic-{size}"), load(base)
+    assert r.has_critic
+    assert (r.pipeline.kind, r.batch.aggregation, r.batch.zero_variance) == ("ppo-off-policy", "token", "keep")
+    assert (r.loss.kind, r.loss.clip_low, r.loss.clip_high, r.loss.entropy_bonus) == ("clip", 0.2, 0.2, 0.01)
+    assert r.critic.value_clip == 0.2
+    assert r.batch.advantage == "running"
+    assert 0.01 <= r.reference.coefficient <= 0.1
+    for optimizer in (r.learner.optimizer, r.critic_optimizer):
+        assert (optimizer.schedule, optimizer.grad_clip) == ("cosine", 1.0)
+    assert 2 <= r.learner.epochs <= 8
+    for section in ("model", "resources", "data", "length", "sampling", "weights", "serving", "evaluation", "sft"):
+        assert getattr(r, section) == getattr(scalerl, section)
+
+
+def test_scalerl_8b_is_the_papers():
+    """arXiv 2510.13786: 64 + 16 GPUs, 48 x 16 rollouts, lr 5e-7 after 100 steps, 10k-12k thinking, mean@16 on 1,000 prompts."""
+    r = load("scalerl-8b")
+    assert (r.resources.servers * r.resources.server_tensor_parallel, r.resources.learner_ranks) == (64, 16)
+    assert (r.batch.prompts, r.sampling.generations) == (48, 16)
+    longest, batch = load("scalerl-8b-batch-2048"), r.batch.prompts * r.sampling.generations
+    per_rollout = 100_000 / (longest.run.steps * longest.batch.prompts * longest.sampling.generations)
+    assert r.run.steps * batch * per_rollout == pytest.approx(16_000, rel=0.02), (
+        "GPU-hours of the paper's runs of this batch"
+    )
+    assert (r.learner.optimizer.lr, r.learner.optimizer.warmup_steps) == (5e-7, 100)
+    assert (r.length.prompt_tokens, r.length.thinking_tokens, r.length.answer_tokens) == (2048, (10_000, 12_000), 2048)
+    assert (r.evaluation.every, r.evaluation.prompts, r.evaluation.samples) == (100, 1000, 16)
+    assert (r.sft.batch_tokens, r.sft.optimizer.lr, r.sft.max_length) == (2_000_000, 3e-5, 12_288)
+    assert r.model.dtype == "bf16"
+
+
+def test_scalerl_17bx16_is_the_papers_where_it_differs_from_8b():
+    """arXiv 2510.13786: 7,100 steps; the same 80 GPUs and hyperparameters."""
+    r, dense = load("scalerl-17bx16"), load("scalerl-8b")
+    assert (r.resources.servers * r.resources.server_tensor_parallel, r.resources.learner_ranks) == (64, 16)
+    assert r.run.steps == 7100
+    assert (r.batch, r.length, r.learner, r.sampling, r.evaluation) == (
+        dense.batch, dense.length, dense.learner, dense.sampling, dense.evaluation,
+    )  # fmt: skip
+    assert r.model.moe == DEFAULT.model.moe
+
+
+def test_math_and_code_is_scalerl_8b_with_a_second_task():
+    r, math = load("scalerl-8b-math-code"), load("scalerl-8b")
+    assert {name: task.grader for name, task in r.data.tasks.items()} == {"math": "math", "code": "code"}
+    assert r.data.sandbox == "bubblewrap"
+    for section in Recipe.model_fields.keys() - {"description", "run", "data", "evaluation"}:
+        assert getattr(r, section) == getattr(math, section)
+    assert r.evaluation == math.evaluation.model_copy(update={"forecast": "math"})
+    assert r.run.model_copy(update={"name": math.run.name}) == math.run
+
+
+def test_one_gpu_is_all_that_scalerl_1gpu_needs():
+    r = load("scalerl-1gpu")
+    assert (r.resources.servers, r.resources.server_tensor_parallel, r.resources.learner_ranks) == (1, 1, 1)
+    assert (r.resources.colocate, r.weights.transport) == (True, "cuda_ipc")
+    assert r.learner.microbatch_tokens >= r.length.context_tokens
+    assert r.length.end_of_thinking == DEFAULT.length.end_of_thinking
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-tools"])
+def test_the_quickstart_fits_its_task_and_its_machine(name):
+    r = load(name)
+    assert r.evaluation.prompts <= min(arithmetic.HELDOUT_PROMPTS, products.HELDOUT_PROMPTS)
+    assert r.resources.learner_ranks + r.resources.servers == 2  # cores
+    assert r.model.dtype == "fp32"
+    longest = r.length.context_tokens + len("...") + 1
+    assert r.serving.kv_tokens >= r.serving.max_running_requests * longest
+    assert r.sft.max_length >= longest

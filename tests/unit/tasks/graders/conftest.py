@@ -1,0 +1,20 @@
+"""Sandboxes that can be had here; tests of the others are skipped, and say why."""
+
+import pytest
+
+from megarl.tasks.graders.sandbox import Kind
+from tests.unit.tasks.graders.asking import why_not
+
+
+@pytest.fixture(scope="module", params=["bubblewrap", "rlimits"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    if reason := why_not(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def bubblewrap() -> Kind:
+    if reason := why_not("bubblewrap"):
+        pytest.skip(reason)
+    return "bubblewrap"

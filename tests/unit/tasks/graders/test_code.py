@@ -1,0 +1,215 @@
+"""Programs graded by their tests: what is taken for the program, what passes, how tests are written down."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.core.base.contracts import Grade
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.recipe import from_tree
+from megarl.tasks.data import arithmetic_models
+from megarl.tasks.data.prompts import load_tasks
+from megarl.tasks.graders.code import UnitTest, passed, program_of, read_tests, same_text, same_value
+from megarl.tasks.graders.sandbox import Ran, Sandbox
+from tests.unit.tasks.graders.asking import graders_of, prompt_of
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        ("```python\nprint(1)\n```", "print(1)\n"),
+        ("```\nprint(1)\n```", "print(1)\n"),
+        ("Try\n```py\nprint(1)\n```\nBetter:\n```python\nprint(2)\n```\nDone.", "print(2)\n"),
+        ("- here:\n  ```python\n  print(1)\n  ```", "  print(1)\n"),
+        ("```python\nprint('```')\n```", "print('```')\n"),
+        ("```python\n```", ""),
+        ("print(1)", None),
+        ("```python\nprint(1)", None),
+        ("`print(1)`", None),
+        ("```print(1)```", None),
+    ],
+)
+def test_the_program_is_the_last_closed_block(answer: str, program: str | None) -> None:
+    assert program_of(answer) == program
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("3\n", "3", True),
+        (" 3 \n\n", "3", True),
+        ("1 2\n3", "1  2\n3\n", True),
+        ("0.50", "0.5", True),
+        ("1e3", "1000", True),
+        ("1\n2", "1 2", False),
+        ("1 2", "1\n2", False),
+        ("0.5001", "0.5", False),
+        ("3 4", "3", False),
+        ("", "3", False),
+        ("", "", True),
+        ("Yes", "yes", False),
+        ("nan", "nan", True),
+        ("sNaN", "1", False),
+    ],
+)
+def test_what_is_printed(printed: str, expected: str, same: bool) -> None:
+    assert same_text(printed, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ((1, [2]), [1, (2,)], True),
+        ({"a": (1,)}, {"a": [1]}, True),
+        (0.1 + 0.2, 0.3, True),
+        (0.1, 0.2, False),
+        (1, 1.0, True),
+        (10**20, 10**20 + 1, False),
+        ("1", 1, False),
+        ([1], [1, 1], False),
+        ({1, 2}, {2, 1}, True),
+        (float("nan"), 1.0, False),
+        (None, 0, False),
+    ],
+)
+def test_values(found: Any, expected: Any, same: bool) -> None:
+    assert same_value(found, expected) is same
+
+
+@given(st.recursive(st.integers() | st.text() | st.floats(allow_nan=False) | st.none(), st.lists, max_leaves=20))
+def test_a_value_is_the_same_as_itself_and_its_repr_passes(value: Any) -> None:
+    assert same_value(value, value)
+    if "inf" not in repr(value):
+        assert passed(UnitTest(call="f()", result=value), Ran(repr(value), "exit"))
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "",
+        "[",
+        "f(1)",
+        "9" * 5000,
+        "[" * 5000,
+        "__import__('os')",
+        "\x00",
+        "1 +",
+        "{[]: 1}",
+        "7" + " " * 100_000,
+        "-" * 9999 + "7",
+    ],
+)
+def test_what_is_no_literal_fails(shown: str) -> None:
+    assert not passed(UnitTest(call="f()", result=7), Ran(shown, "exit"))
+
+
+def test_a_number_that_no_float_can_be_is_another_one() -> None:
+    assert not passed(UnitTest(call="f()", result=1.5), Ran("1" + "0" * 400, "exit"))
+
+
+def test_a_program_that_met_a_limit_or_failed_does_not_pass() -> None:
+    test = UnitTest(printed="7")
+    assert passed(test, Ran("7\n", "exit"))
+    assert not passed(test, Ran("7\n", "exit", status=1))
+    assert not passed(test, Ran("7\n", "time"))
+    assert not passed(test, Ran("7\n", "output"))
+
+
+def written(*rows: dict[str, str]) -> str:
+    return json.dumps({"tests": rows})
+
+
+def test_four_kinds_of_tests() -> None:
+    check = "import math\n\ndef check(candidate):\n    assert math.isclose(candidate(1), 2)\n"
+    assert read_tests(
+        written(
+            {"input": "1 2", "output": "3"},
+            {"call": "f(1)", "result": "[1, 2]"},
+            {"assert": "assert f(1, 'a') == {'x': -1}"},
+            {"check": check, "entry_point": "f"},
+        )
+    ) == (
+        UnitTest(given="1 2", printed="3"),
+        UnitTest(call="f(1)", result=[1, 2]),
+        UnitTest(call="f(1, 'a')", result={"x": -1}),
+        UnitTest(check=check, entry_point="f"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("7", "is not"),
+        ("{", "is not"),
+        (written(), "has no tests"),
+        (written({"input": "1"}), "test 0: give input and output"),
+        (written({"input": "1", "output": "2", "timeout": "3"}), "test 0: give"),
+        (written({"call": "", "result": "2"}), "test 0: give"),
+        (written({"call": "f()", "result": "g()"}), "'g\\(\\)' is not a Python literal"),
+        (written({"input": "", "output": ""}, {"assert": "assert f(1)"}), "test 1: .* is not `assert CALL == LITERAL`"),
+        (written({"assert": "assert f(1) == 1; x = 2"}), "is not `assert"),
+        (written({"assert": "assert f(1) == g(1)"}), "is not a Python literal"),
+        (
+            written({"check": "def check(c): pass"}),
+            "test 0: give input and output, call and result, check and entry_point",
+        ),
+        (written({"check": "def check(c): pass", "entry_point": "f()"}), "test 0: give"),
+        (written({"check": "def check(c)", "entry_point": "f"}), "test 0: the check is not Python: expected ':'"),
+        (written({"check": "assert f(1) == 2", "entry_point": "f"}), "test 0: the check defines no function `check`"),
+        (
+            written({"check": "import os.path\nfrom numpy import array\ndef check(c): pass", "entry_point": "f"}),
+            "test 0: the check imports numpy; there is the standard library alone",
+        ),
+    ],
+)
+def test_tests_that_cannot_be_read(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_tests(text)
+
+
+def test_a_data_set_with_such_tests_is_refused(tmp_path: Path) -> None:
+    made = arithmetic_models.character_tokenizer()
+    tokenizer = Tokenizer(made.backend_tokenizer, made.eos_token_id, Path())
+    rows = [{"id": "a", "prompt": "1+1=", "answer": written({"call": "f()", "result": "2"})}]
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps(rows[0]))
+    heldout = tmp_path / "h.jsonl"
+    heldout.write_text(json.dumps(rows[0] | {"prompt": "1+2="}))
+    task = {"train": str(file), "heldout": str(heldout), "grader": "code"}
+    recipe = from_tree({"data": {"tasks": {"code": task}}, "length": {"prompt_tokens": 16}})
+    assert len(load_tasks(recipe, tokenizer)["code"].train) == 1
+    file.write_text(json.dumps(rows[0] | {"answer": "2"}))
+    with pytest.raises(MegarlError, match=r"p.jsonl:1: the answer of 'a' is not \{"):
+        load_tasks(recipe, tokenizer)
+
+
+def test_answers_are_graded() -> None:
+    try:
+        Sandbox("bubblewrap", 1).check()
+    except MegarlError as error:
+        pytest.skip(str(error))
+    add = written({"call": "add(1, 2)", "result": "3"}, {"call": "add('a', 'b')", "result": "'ab'"})
+    sums = written({"input": "1 2\n", "output": "3\n"}, {"input": "3 4\n", "output": "7\n"})
+    right, wrong = Grade(1.0, True, True), Grade(-1.0, False, True)
+    cases = [
+        ("```python\ndef add(a, b):\n    print('hello')\n    return a + b\n```", add, right),
+        ("```python\ndef add(a, b):\n    return 3\n```", add, wrong),
+        ("```python\ndef add(a, b:\n```", add, wrong),
+        ("```python\nprint(sum(map(int, input().split())))\n```", sums, right),
+        ("```python\nimport sys\nprint(sum(map(int, sys.stdin.read().split())))\n```", sums, right),
+        ("```python\nprint(3)\n```", sums, wrong),
+        ("```python\nprint(sum(map(int, input().split())))\nraise SystemExit(1)\n```", sums, wrong),
+        ("the sum", sums, wrong),
+    ]
+
+    async def run() -> list[Grade]:
+        grader = graders_of("code")["task"]
+        return list(await asyncio.gather(*(grader.grade("</think>" + a, prompt_of(e)) for a, e, _ in cases)))
+
+    assert asyncio.run(run()) == [grade for _, _, grade in cases]

@@ -1,0 +1,111 @@
+"""Grades by table; and that a worker which hangs or dies costs one answer at most."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from megarl.core.base.contracts import WRONG, Grade, Verdict
+from megarl.tasks.graders.answer import Submission, judged
+from megarl.tasks.graders.functions import is_equal
+from megarl.tasks.graders.pool import Pool
+from tests.unit.tasks.graders.asking import graders_of, prompt_of
+
+END = "</think>"
+
+
+def grade(kind: str, text: str, expected: str) -> Grade:
+    async def run() -> Grade:
+        graders = graders_of(kind)
+        try:
+            return await graders["task"].grade(text, prompt_of(expected))
+        finally:
+            graders.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("text", "correct", "format_ok"),
+    [
+        ("<think>7+8=15</think>85", True, True),
+        ("<think>7+8=15</think> 85\n", True, True),
+        ("<think>7+8=15</think>86", False, True),
+        ("<think>85", False, False),
+        ("85", False, False),
+        ("<think>85</think>", False, False),
+        ("<think>85</think>  ", False, False),
+        ("<think></think>85</think>", False, True),
+        ("<think></think>85 85", False, True),
+        ("<think></think>085", False, True),
+    ],
+)
+def test_exact(text: str, correct: bool, format_ok: bool) -> None:
+    assert grade("exact", text, "85") == Grade(1.0 if correct else -1.0, correct, format_ok)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "equal"),
+    [
+        ("85", "85", True),
+        ("The answer is 85.", "85", True),
+        (r"So \boxed{85}", "85", True),
+        (r"\boxed{85} and not 86", "85", True),
+        (r"\boxed{86} and not 85", "85", False),
+        ("86", "85", False),
+        ("0.5", r"\frac{1}{2}", True),
+        (r"\boxed{\frac{2}{4}}", "1/2", True),
+        (r"\frac{2}{4}", "1/2", True),
+        ("$1+x^2$", "x^2+1", True),
+        ("x^2+1", "1+x^2", True),
+        (r"$\sqrt{8}$", r"2\sqrt{2}", True),
+        ("-7", "-7", True),
+        ("7", "-7", False),
+        ("no idea", "7", False),
+        ("((((", "7", False),
+    ],
+)
+def test_mathematically_equal(answer: str, expected: str, equal: bool) -> None:
+    assert is_equal(answer, expected) is equal
+
+
+def test_an_answer_that_takes_too_long_is_wrong_and_the_pool_goes_on() -> None:
+    async def run() -> tuple[Verdict, Verdict]:
+        pool = Pool(1, limit_s=1.0)
+        try:
+            return await pool.check(Submission("$9^{9^{9^{9}}}+1$", "7")), await pool.check(Submission("7", "7"))
+        finally:
+            pool.close()
+
+    slow, after = asyncio.run(run())
+    assert slow == Verdict(WRONG, timeout=True)
+    assert after == judged(True)
+
+
+def test_a_worker_that_dies_is_replaced_and_the_answer_graded_again() -> None:
+    async def run() -> Verdict:
+        pool = Pool(1, limit_s=5.0)
+        try:
+            (starting,) = pool._workers
+            worker = await starting
+            os.kill(worker.pid, signal.SIGKILL)
+            return await pool.check(Submission("7", "7"))
+        finally:
+            pool.close()
+
+    assert asyncio.run(run()) == judged(True)
+
+
+def test_a_worker_that_hangs_is_killed_and_replaced() -> None:
+    async def run() -> tuple[Verdict, Verdict]:
+        pool = Pool(1, limit_s=3.0)  # the second is to be graded in time on a busy machine too
+        try:
+            (starting,) = pool._workers
+            worker = await starting
+            os.kill(worker.pid, signal.SIGSTOP)
+            return await pool.check(Submission("7", "7")), await pool.check(Submission("7", "7"))
+        finally:
+            pool.close()
+
+    assert asyncio.run(run()) == (Verdict(WRONG, timeout=True), judged(True))

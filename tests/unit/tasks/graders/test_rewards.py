@@ -1,0 +1,196 @@
+"""Several rewards of a task: their sum, what each said, and the user's own graders."""
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.algorithm.batch import batch_statistics
+from megarl.core.base.contracts import Grade, GraderDown, Verdict
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, decode, encode, int32
+from megarl.core.controller.metrics import task_statistics
+from megarl.core.recipe import from_tree
+from megarl.tasks.graders.answer import graded, judged
+from megarl.tasks.graders.grader import TaskGraders
+from tests.unit.tasks.graders.asking import graders_of, prompt_of
+
+MODULE = """
+import os, time
+def length(submission):
+    print("what a grader prints is not a verdict")
+    return len(submission.completion) / 10
+def is_polite(submission):
+    return "please" in submission.answer
+def everything(submission):
+    return repr(tuple(submission)) == repr(("5", "5", "<think></think>5", "2+3=", "task"))
+def fails(submission):
+    return {}["no such key"]
+def not_a_number(submission):
+    return float("nan")
+def sleeps(submission):
+    time.sleep(100)
+def dies(submission):
+    os._exit(3)
+number = 7
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_graders.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+
+
+async def made(*args: Any, **more: Any) -> TaskGraders:
+    return graders_of(*args, **more)
+
+
+def test_the_sum_and_each_apart() -> None:
+    found = graded("5", Verdict(1.0), {"a": Verdict(0.5), "b": Verdict(-1.0, error="no")}, {"a": 2.0, "b": 0.25})
+    assert found == Grade(1.75, True, True, False, True, {"answer": 1.0, "a": 0.5, "b": -1.0})
+    assert graded("5", Verdict(1.0), {}, {}) == Grade(1.0, True, True)
+    assert graded("", Verdict(-1.0), {"a": Verdict(9.0)}, {"a": 1.0}) == Grade(
+        8.0, False, False, rewards={"answer": -1, "a": 9}
+    )
+
+
+def test_a_format_reward_beside_the_answer() -> None:
+    async def run() -> list[Grade]:
+        graders = graders_of("exact", task={"rewards": {"form": {"grader": "format", "weight": 0.5}}})
+        return [await graders["task"].grade(text, prompt_of("5")) for text in ("</think>5", "</think>6", "<think>5")]
+
+    assert asyncio.run(run()) == [
+        Grade(1.5, True, True, rewards={"answer": 1.0, "form": 1.0}),
+        Grade(-0.5, False, True, rewards={"answer": -1.0, "form": 1.0}),
+        Grade(-1.5, False, False, rewards={"answer": -1.0, "form": -1.0}),
+    ]
+
+
+def test_an_evaluation_asks_the_grader_of_the_task_alone() -> None:
+    async def run() -> Grade:
+        graders = graders_of("exact", task={"rewards": {"form": {"grader": "format", "weight": 0.5}}})
+        return await graders["task"].grade_answer("</think>5", prompt_of("5"))
+
+    assert asyncio.run(run()) == Grade(1.0, True, True)
+
+
+@pytest.mark.usefixtures("mine")
+def test_graders_of_the_user() -> None:
+    """A number is the score, above 0 is right; what fails, hangs or dies costs its answer and no more."""
+
+    async def run() -> dict[str, Any]:
+        rewards = {"length": {"grader": "my_graders:length", "weight": -0.1}}
+        graders = graders_of("my_graders:everything", task={"rewards": rewards}, limit_s=1.0)
+        others = {name: graders_of(f"my_graders:{name}", limit_s=1.0) for name in ("fails", "not_a_number", "sleeps")}
+        try:
+            prompt = prompt_of("5", "2+3=")
+            found = {"right": await graders["task"].grade("<think></think>5", prompt)}
+            found["none"] = await graders["task"].grade("<think>", prompt)
+            for name, other in others.items():
+                found[name] = await other["task"].grade("</think>5", prompt)
+            return found
+        finally:
+            for each in (graders, *others.values()):
+                each.close()
+
+    assert asyncio.run(asyncio.wait_for(run(), 100)) == {
+        "right": Grade(1.0 - 0.1 * 1.6, True, True, rewards={"answer": 1.0, "length": 1.6}),
+        "none": Grade(-1.0 - 0.1 * 0.7, False, False, rewards={"answer": -1.0, "length": 0.7}),
+        "fails": Grade(-1.0, False, True, error=True),
+        "not_a_number": Grade(-1.0, False, True, error=True),
+        "sleeps": Grade(-1.0, False, True, timeout=True),
+    }
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("grader", "words"),
+    [
+        ("my_graders:no_such", "has no attribute 'no_such'"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("my_graders:number", "it cannot be called"),
+    ],
+)
+def test_functions_that_are_none_are_refused_before_the_run(grader: str, words: str) -> None:
+    with pytest.raises(MegarlError, match=rf"the grader {grader} cannot be used: .*{words}"):
+        asyncio.run(made(grader))
+
+
+TASK = {"train": "a", "heldout": "b"}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (
+            {"tasks": {"m": TASK | {"grader": "mahts"}}},
+            r"data\.tasks\.m\.grader: 'mahts' is no grader; did you mean math\?",
+        ),
+        ({"tasks": {"m": TASK | {"grader": "os.system"}}}, r"data\.tasks\.m\.grader: 'os\.system' is no grader"),
+        ({"tasks": {"m": TASK | {"grader": "a:b;c"}}}, r"is no grader"),
+        (
+            {
+                "tasks": {"m": TASK | {"rewards": {"r": {"grader": "taste", "weight": 1}}}},
+                "services": {"tastes": {"url": "http://x"}},
+            },
+            r"data\.tasks\.m\.rewards\.r\.grader: 'taste' is no grader; did you mean tastes\?",
+        ),
+        (
+            {"tasks": {"m": TASK | {"rewards": {"answer": {"grader": "format", "weight": 1}}}}},
+            r"data\.tasks\.m\.rewards\.answer: .*choose another name",
+        ),
+        ({"services": {"math": {"url": "http://x"}}}, r"data\.services\.math: a grader has this name"),
+        (
+            {"services": {"s": {"url": "http://x", "api_key_env": "A", "api_key_file": "b"}}},
+            r"data\.services\.s\.api_key_file: the key is in api_key_env already",
+        ),
+        ({"services": {"s": {"url": "ftp://x"}}}, r"data\.services\.s\.url"),
+        ({"services": {"s": {"url": "http://me:secret@x"}}}, r"data\.services\.s\.url"),
+    ],
+)
+def test_recipes_that_name_no_grader(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(MegarlError, match=words):
+        from_tree({"data": data})
+
+
+def test_good_recipes() -> None:
+    rewards = {"taste": {"grader": "taste", "weight": 0.5}, "mine": {"grader": "a.b:c", "weight": -1}}
+    recipe = from_tree(
+        {"data": {"tasks": {"m": TASK | {"rewards": rewards}}, "services": {"taste": {"url": "https://x/score"}}}}
+    )
+    assert recipe.data.tasks["m"].graders == ("math", "taste", "a.b:c")
+
+
+def test_each_reward_is_a_metric_of_its_own() -> None:
+    def rollout(reward: float, **rewards: float) -> Rollout:
+        return Rollout(sample=0, segments=(), reward=reward, correct=reward > 0, finish="stop", rewards=rewards)
+
+    def group(task: str, *rollouts: Rollout) -> Group:
+        prompt = Prompt(id="p", tokens=int32([1]), answer="5", task=task)
+        return decode(encode(Group(ticket=0, prompt=prompt, rollouts=rollouts)), Group)
+
+    batch = Batch(
+        step=0,
+        groups=(
+            group("m", rollout(1.5, answer=1.0, form=1.0), rollout(-1.5, answer=-1.0, form=-1.0)),
+            group("n", rollout(1.0)),
+        ),
+    )
+    found = batch_statistics(batch)
+    assert {name: found[name] for name in found if name.startswith("reward/")} == {
+        "reward/answer": 0.0,
+        "reward/form": 0.0,
+    }
+    recipe = from_tree({"data": {"tasks": {"m": TASK, "n": TASK}}})
+    of_tasks = task_statistics(batch, recipe)
+    assert [name for name in of_tasks if name.startswith("reward/")] == ["reward/answer/m", "reward/form/m"]
+
+
+@pytest.mark.parametrize(("score", "weight"), [(math.nan, 1.0), (math.inf, -1.0), (1e308, 1e10)])
+def test_a_sum_that_is_no_number_is_no_grade(score: float, weight: float) -> None:
+    with pytest.raises(GraderDown, match=r"the reward is (nan|-?inf), .*answer 1, taste (nan|inf|1e\+308)\)"):
+        graded("a", judged(True), {"taste": Verdict(score)}, {"taste": weight})
+    assert graded("a", judged(True), {"taste": Verdict(2.0)}, {"taste": weight}).reward == 1 + 2 * weight
