@@ -15,8 +15,8 @@ from megarl.cli import parameters as p
 from megarl.core.base.errors import MegarlError
 
 if TYPE_CHECKING:
-    from megarl.lab.scaling.compare import Comparison
-    from megarl.lab.scaling.fit import Fit
+    from megarl.lab.scaling.compare import RunComparison
+    from megarl.lab.scaling.fit import Fit, FitOptions, Grid
     from megarl.lab.scaling.points import Curve
 
 app = typer.Typer(name="scaling", help="What a run will reach, from its evaluations.")
@@ -30,7 +30,7 @@ def fit(
 ) -> int:  # fmt: skip
     """Fit A, B and C_mid of a run, with 95 % intervals."""
     from megarl.lab.scaling import tables
-    from megarl.lab.scaling.fit import fit, fit_each
+    from megarl.lab.scaling.fit import fit
 
     how = _how(r0, start, until, form, grid)
     curves = _read(points, seed, hours_column, score_column)
@@ -38,7 +38,7 @@ def fit(
     if as_json:
         print(json.dumps(found.record(), allow_nan=False))
         return 0
-    each = fit_each(curves, **how) if len(curves) > 1 else []
+    each = [fit([curve], **how) for curve in curves] if len(curves) > 1 else []
     rows = [(f"seed {curve.seed}", one) for curve, one in zip(curves, each, strict=False)]
     tables.show(tables.fits([("pooled" if each else curves[0].name, found), *rows]))
     tables.show(tables.forms(curves, how))
@@ -168,9 +168,9 @@ def show_published(
 
 
 def _read(source: str | Path, seed: int | None, hours_column: str | None, score_column: str | None) -> list["Curve"]:
-    from megarl.lab.scaling.points import Columns, read_points
+    from megarl.lab.scaling.points import PointColumns, read_points
 
-    curves = read_points(source, Columns(hours_column, score_column))
+    curves = read_points(source, PointColumns(hours_column, score_column))
     if seed is None:
         return curves
     if chosen := [curve for curve in curves if curve.seed == seed]:
@@ -187,12 +187,12 @@ def _named(sources: Sequence[Path], *which: Any) -> dict[str, list["Curve"]]:
     }
 
 
-def _how(r0: float | None, start: float | None, until: float | None, form: str, grid: str) -> dict[str, Any]:
+def _how(r0: float | None, start: float | None, until: float | None, form: str, grid: "Grid") -> "FitOptions":
     return {"r0": r0, "start": start, "end": until, "form": form, "grid": grid}
 
 
 def _draw(
-    base: Path, to: float | None, published: Sequence[str], runs: dict[str, list["Curve"]], comparison: "Comparison",
+    base: Path, to: float | None, published: Sequence[str], runs: dict[str, list["Curve"]], comparison: "RunComparison",
     efficiency: dict[str, "Fit"],
 ) -> None:  # fmt: skip
     """Draw all pictures; the efficiency plot shows the fits that are given for it."""

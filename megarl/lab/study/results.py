@@ -10,17 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import load
-from megarl.lab.report.pictures import BLUE, GREY, ORANGE, STYLE
+from megarl.lab.report.pictures import BLUE, GREY, ORANGE, drawing, save
 from megarl.lab.scaling.fit import Fit, fit
 from megarl.lab.scaling.points import read_points
 from megarl.lab.study.plan import Study, StudyTask
@@ -164,11 +162,8 @@ CURVE_POINTS = 200
 
 def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
     """Write `path`.png and `path`.svg with one panel per variant."""
-    with matplotlib.rc_context(STYLE):
-        lines = -(-len(rows) // PANELS_A_LINE)
-        columns = min(len(rows), PANELS_A_LINE)
-        figure = Figure(figsize=(3.1 * columns, 2.6 * lines + 0.5), layout="constrained")
-        panels = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
+    lines, columns = -(-len(rows) // PANELS_A_LINE), min(len(rows), PANELS_A_LINE)
+    with drawing((3.1 * columns, 2.6 * lines + 0.5), lines, columns, sharex=True, sharey=True) as (figure, panels):
         for axes, row in zip(panels, rows, strict=False):
             if row is not rows[0]:
                 _curve(axes, rows[0], GREY, rows[0].variant)
@@ -181,14 +176,12 @@ def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
         unit = rows[0].runs[0][0].compute_unit
         figure.supxlabel(f"compute, {unit}-hours", fontsize=9)
         figure.supylabel("held-out pass rate", fontsize=9)
-        _save(figure, path)
+        save(figure, path, dpi=140)
 
 
 def plot_final(rows: Sequence[VariantResult], path: Path) -> None:
     """Write `path`.png and `path`.svg; the first variant on top, a dotted line at its mean."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 1.2 + 0.42 * len(rows)), layout="constrained")
-        axes = figure.add_subplot()
+    with drawing((8, 1.2 + 0.42 * len(rows))) as (figure, (axes,)):
         for y, row in enumerate(rows):
             labels = ("last pass rate of a seed", "asymptote A, 95 %") if y == 0 else (None, None)
             axes.plot(row.final, [y] * len(row.final), "o", color=BLUE, alpha=0.75, label=labels[0])
@@ -201,7 +194,7 @@ def plot_final(rows: Sequence[VariantResult], path: Path) -> None:
         axes.set_xlabel("held-out pass rate")
         axes.grid(axis="y", visible=False)
         figure.legend(loc="outside lower center", ncol=2)
-        _save(figure, path)
+        save(figure, path, dpi=140)
 
 
 def _curve(axes: Axes, row: VariantResult, color: str, label: str) -> None:
@@ -211,8 +204,3 @@ def _curve(axes: Axes, row: VariantResult, color: str, label: str) -> None:
     if row.fit is not None:
         line = np.linspace(*row.fit.window, CURVE_POINTS)
         axes.plot(line, row.fit(line), color=color, label=label)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=140)
