@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megarl.lab.planning.layouts import Plan
@@ -38,7 +39,7 @@ def draw(
         figure.savefig(path, dpi=110)
 
 
-def _lags(axes: Any, results: Mapping[str, Result]) -> None:
+def _lags(axes: Axes, results: Mapping[str, Result]) -> None:
     width = 0.8 / len(results)
     for i, ((name, result), colour) in enumerate(zip(results.items(), COLOURS, strict=False)):
         lags = result.summary.lags
@@ -63,7 +64,7 @@ def _lags(axes: Any, results: Mapping[str, Result]) -> None:
     axes.legend()
 
 
-def _shares(axes: Any, results: Mapping[str, Result]) -> None:
+def _shares(axes: Axes, results: Mapping[str, Result]) -> None:
     names = list(results)
     left = np.zeros(len(names))
     parts = (
@@ -86,7 +87,7 @@ def _shares(axes: Any, results: Mapping[str, Result]) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)
 
 
-def _steps(axes: Any, results: Mapping[str, Result]) -> None:
+def _steps(axes: Axes, results: Mapping[str, Result]) -> None:
     """Draw the seconds of each step, with those that fill the window shaded."""
     for (name, result), colour in zip(results.items(), COLOURS, strict=False):
         ended = np.array([0.0, *(s.ended for s in result.steps)])
@@ -99,7 +100,7 @@ def _steps(axes: Any, results: Mapping[str, Result]) -> None:
     axes.set_ylabel("seconds")
 
 
-def _split(axes: Any, plans: Sequence[Plan], results: Mapping[str, Result]) -> None:
+def _split(axes: Axes, plans: Sequence[Plan], results: Mapping[str, Result]) -> None:
     """Draw the estimate for the best plan of each split, and what was simulated."""
     best: dict[int, float] = {}
     for plan in plans:  # best first
@@ -120,7 +121,7 @@ def _split(axes: Any, plans: Sequence[Plan], results: Mapping[str, Result]) -> N
     axes.legend()
 
 
-def _sweep(axes: Any, found: Mapping[Any, Summary], title: str, label: str) -> None:
+def _sweep(axes: Axes, found: Mapping[Any, Summary], title: str, label: str) -> None:
     rows = np.arange(len(found))
     axes.bar(rows, [s.tokens_per_second for s in found.values()], 0.5, color="#b9c7da")
     axes.set_xticks(rows, [f"{value:g}" for value in found])

@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megarl.core.base.errors import MegarlError
@@ -25,7 +26,7 @@ MOST_POINTS = 400
 CURVE_POINTS = 60
 
 
-def pass_rate_against(axes: Any, rows: list[Row], evaluations: list[Row], x: str) -> None:
+def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: str) -> None:
     """Draw training and held-out pass rate against `x` (step or compute_hours); bars: 95 %, from sampling prompts."""
     xs, ys = series(rows, "pass_rate_train", x)
     axes.plot(*binned(xs, ys, MOST_POINTS), color=BLUE, alpha=0.35, linewidth=1)
@@ -57,7 +58,7 @@ def pass_rate_against(axes: Any, rows: list[Row], evaluations: list[Row], x: str
         axes.legend(loc="lower right")
 
 
-def _predicted(axes: Any, rows: list[Row], evaluations: list[Row]) -> None:
+def _predicted(axes: Axes, rows: list[Row], evaluations: list[Row]) -> None:
     """Draw the fitted law with its 95 % interval, from its first point to the compute of the last step, if there is a fit."""
     newest = evaluations[-1] if evaluations else {}
     if "predicted_hours" not in newest:
@@ -76,7 +77,7 @@ def _predicted(axes: Any, rows: list[Row], evaluations: list[Row]) -> None:
     axes.axhline(fitted.A, color=GREY, linewidth=0.8, linestyle=":")
 
 
-def by_task(axes: Any, rows: list[Row], evaluations: list[Row], tasks: Sequence[str]) -> bool:
+def by_task(axes: Axes, rows: list[Row], evaluations: list[Row], tasks: Sequence[str]) -> bool:
     """Draw each task's pass rate by step in its own colour: running mean of the training batches, and held out."""
     drawn = False
     for task, color in zip(tasks, itertools.cycle(COLORS)):
@@ -93,7 +94,7 @@ def by_task(axes: Any, rows: list[Row], evaluations: list[Row], tasks: Sequence[
     return drawn
 
 
-def lines(axes: Any, rows: list[Row], names: dict[str, str], *, log: bool = False) -> bool:
+def lines(axes: Axes, rows: list[Row], names: dict[str, str], *, log: bool = False) -> bool:
     """Draw metrics by step, `names` with labels; return whether there was anything to draw."""
     drawn = False
     for (name, label), color in zip(names.items(), itertools.cycle(COLORS)):
@@ -111,7 +112,7 @@ def lines(axes: Any, rows: list[Row], names: dict[str, str], *, log: bool = Fals
     return drawn
 
 
-def where_time_goes(axes: Any, rows: list[Row]) -> bool:
+def where_time_goes(axes: Axes, rows: list[Row]) -> bool:
     """Draw the seconds of a step, stacked: training, waiting, publishing, checkpoints."""
     parts = {
         "train_seconds": ("trains", BLUE),
@@ -141,7 +142,7 @@ def where_time_goes(axes: Any, rows: list[Row]) -> bool:
     return True
 
 
-def lag_limit(axes: Any, recipe: Recipe) -> None:
+def lag_limit(axes: Axes, recipe: Recipe) -> None:
     """Draw the line that no trained token may be above."""
     limit = recipe.pipeline.lag_limit
     axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
@@ -190,7 +191,7 @@ def interval(evaluation: Row) -> float:
     return 1.96 * math.sqrt(p * (1 - p) / evaluation["n_prompts"])
 
 
-def svg(draw: Callable[[Any], bool | None], title: str) -> str:
+def svg(draw: Callable[[Axes], bool | None], title: str) -> str:
     """Return one picture as an inline SVG element; empty if there was nothing to draw."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 2.9), layout="constrained")
@@ -220,7 +221,7 @@ def reward_png(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> bytes
 PARITY = {"kernels": "equal weights", "decode": "decode", "stale_kv": "stale KV", "staleness": "staleness"}
 
 
-def parity(axes: Any, rows: list[Row]) -> bool:
+def parity(axes: Axes, rows: list[Row]) -> bool:
     """Draw the causes of differences between servers and learner; those that are 0 throughout are named instead."""
     measured = {c: [v for r in rows if (v := r.get(f"parity_mean/{c}")) is not None] for c in PARITY}
     same = [PARITY[c] for c, values in measured.items() if values and not any(values)]
@@ -236,7 +237,7 @@ TITLES = {"completion_tokens_mean": "completion length, tokens", "truncation_rat
 def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: list[Row]) -> Sequence[str]:
     """Return all SVGs of the report, in reading order, without empty ones. `timed`: rows whose times are meaningful."""
 
-    def lag(axes: Any) -> bool:
+    def lag(axes: Axes) -> bool:
         drawn = lines(axes, rows, {"lag_max": "largest", "lag_mean": "mean"})
         lag_limit(axes, recipe)
         return drawn

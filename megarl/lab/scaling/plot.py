@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megarl.core.base.errors import MegarlError
@@ -104,14 +105,14 @@ def band(fit: Fit, end: float) -> Prediction:
     return predict(fit, np.geomspace(fit.window[0] / 2, max(end, fit.window[1]), BAND_POINTS))
 
 
-def _draw_laws(axes: Any, laws: Sequence[Law], first: float, end: float) -> None:
+def _draw_laws(axes: Axes, laws: Sequence[Law], first: float, end: float) -> None:
     for law, dashes in zip(laws, cycle([(2, 1), (6, 2), (6, 1, 1, 1)]), strict=False):
         hours = np.geomspace(first / 2, end, 300)
         label = f"{law.name} (published; R_0 = {law.r0:g}, read off figure 1)"
         axes.plot(hours, law(hours), color=GREY, linestyle=(0, dashes), linewidth=1.2, label=label)
 
 
-def _draw(axes: Any, series: Series, bands: Mapping[str, Prediction], end: float) -> None:
+def _draw(axes: Axes, series: Series, bands: Mapping[str, Prediction], end: float) -> None:
     for (name, (curves, fit)), color in zip(series.items(), _colors(len(series)), strict=True):
         for curve in curves:
             inside = used(curve, fit)
@@ -149,7 +150,7 @@ def _draw(axes: Any, series: Series, bands: Mapping[str, Prediction], end: float
             axes.axvline(fit.C_mid, color=color, linewidth=0.8, linestyle=":")
 
 
-def _explain(axes: Any) -> None:
+def _explain(axes: Axes) -> None:
     """Draw the legend, which explains the marks."""
     axes.plot([], [], "D", color="white", markeredgecolor=GREY, markersize=6, label="C_mid")
     axes.plot([], [], color=GREY, linewidth=0.8, linestyle=":", label="A, the ceiling")
