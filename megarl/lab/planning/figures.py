@@ -44,7 +44,11 @@ def _lags(axes: Axes, results: Mapping[str, Result]) -> None:
     for i, ((name, result), colour) in enumerate(zip(results.items(), COLOURS, strict=False)):
         lags = result.summary.lags
         axes.bar(
-            [lag + (i - (len(results) - 1) / 2) * width for lag in lags], lags.values(), width, color=colour, label=name
+            [lag + (i - (len(results) - 1) / 2) * width for lag in lags],
+            list(lags.values()),
+            width,
+            color=colour,
+            label=name,
         )
     limit = max(r.plan.recipe.pipeline.lag_limit for r in results.values())
     axes.axvline(limit + 0.5, color=GREY, linestyle=":", linewidth=1)
