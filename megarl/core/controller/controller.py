@@ -90,7 +90,7 @@ class Controller:
         journal: Journal,
         tokenizer: Tokenizer,
         tasks: Tasks,
-        questions: Sequence[Questions[Any]],
+        questions: Sequence[Questions[object]],
         forecast: Forecast,
         link: Link,
     ) -> None:
@@ -328,7 +328,7 @@ class Controller:
             return None
         return Exporter(endpoints.controller_metrics, endpoints.metrics_key, lambda: of_controller(*self._exported))
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, object]:
         """Return the content of RUN/status.json."""
         seconds = self.meter.second()
         servers = self.servers.membership.members.items()
