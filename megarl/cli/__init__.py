@@ -21,7 +21,7 @@ from megarl import __version__
 from megarl.cli import data, scaling
 from megarl.cli import parameters as p
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import die_with_supervisor, have_streams
+from megarl.run.process import die_with_supervisor, have_streams
 
 if TYPE_CHECKING:
     from megarl.core.recipe import Recipe
@@ -304,9 +304,9 @@ def rollout(recipe: p.Recipe, overrides: p.Overrides) -> int:
 @app.command()
 def learn(recipe: p.Recipe, overrides: p.Overrides) -> int:
     """Role: the learner."""
-    from megarl.core.learner.main import main
+    from megarl.cli import roles
 
-    return main(_load(recipe, overrides))
+    return roles.learn(_load(recipe, overrides))
 
 
 @recipes.callback(invoke_without_command=True)

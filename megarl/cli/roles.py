@@ -1,4 +1,4 @@
-"""The roles with what they are given: tasks and predictor come together with the core here, and nowhere else."""
+"""The roles with what they are given: only here do tasks, forecast and metrics writers come together with the core."""
 
 from functools import partial
 
@@ -29,6 +29,7 @@ def rollout(recipe: Recipe) -> int:
     from megarl.core.base.tokenizer import load_tokenizer
     from megarl.core.controller.controller import main
     from megarl.lab.evaluation.suites import questions_of
+    from megarl.lab.monitoring.prometheus import serve_controller
     from megarl.lab.scaling.outlook import forecast
     from megarl.tasks.data.prompts import load_tasks
     from megarl.tasks.environments.registry import TaskEnvironments
@@ -41,4 +42,12 @@ def rollout(recipe: Recipe) -> int:
         graders=partial(TaskGraders.of, recipe, tokenizer.decode),
         environments=partial(TaskEnvironments, recipe, tokenizer),
     )
-    return main(recipe, tokenizer, tasks, questions_of(recipe, prompts, tokenizer), forecast)
+    return main(recipe, tokenizer, tasks, questions_of(recipe, prompts, tokenizer), forecast, serve_controller)
+
+
+def learn(recipe: Recipe) -> int:
+    """`megarl learn`: one rank of the learner, whose metrics are written and shown."""
+    from megarl.core.learner.main import main
+    from megarl.lab.monitoring.metrics import MetricsWriter
+
+    return main(recipe, MetricsWriter)

@@ -18,14 +18,13 @@ from pathlib import Path
 
 from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import parameters
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.base.types import Prompt, encode
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import LOSSES
-from megarl.core.telemetry import wandb_writer
+from megarl.lab.monitoring import wandb_writer
 from megarl.run import checks, devices
-from megarl.run.checks import Fingerprints
+from megarl.run.checks import Fingerprints, parameters
 from megarl.tasks.data import sources
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.data.prompts import load_tasks

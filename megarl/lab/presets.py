@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import parameters
 from megarl.core.recipe.loading import load
+from megarl.run.checks import parameters
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from typing import Literal, Protocol
 
 import psutil
 
-from megarl.core.base.process import NODE, SUPERVISOR, remove_shared_memory
+from megarl.core.base.process import NODE, SUPERVISOR
 from megarl.core.base.rundir import RunDir, writing
 from megarl.core.recipe import Recipe
 from megarl.run.nodes import Node, here
 from megarl.run.placement import Place
+from megarl.run.process import remove_shared_memory
 from megarl.run.restart import NodeState, Role
 
 KILL_LIMIT_S = 30.0

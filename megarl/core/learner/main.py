@@ -21,9 +21,9 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
 from megarl.core.base.process import NODE, log_to, start_logging
 from megarl.core.base.ranks import from_rank_0
-from megarl.core.base.rundir import RunDir, append_jsonl, by_step, read_jsonl, write_atomically
+from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl, write_atomically
 from megarl.core.base.types import decode, encode
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.checkpoint import Checkpoints
@@ -44,10 +44,8 @@ from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient
-from megarl.core.telemetry.metrics import MetricsWriter
 from megarl.core.telemetry.profiler import Profiler
 from megarl.core.telemetry.spans import Spans
-from megarl.core.telemetry.warnings import flags
 from megarl.core.weights.offload import Lending
 from megarl.core.weights.parity import LIMITS, Limits
 from megarl.core.weights.publisher import Publisher
@@ -61,7 +59,19 @@ MOST_SKIPPED = 3
 """Steps in a row without a finite gradient that end the run: one is bad luck, three are broken weights or data."""
 
 
-def main(recipe: Recipe) -> int:
+class MetricsWriter(Protocol):
+    """Keeps and shows the metrics of a run."""
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Write the metrics of `row["step"]`. A later row of the same step counts."""
+
+    def close(self) -> None: ...
+
+
+type OpenMetrics = Callable[[Recipe, RunDir, Endpoints], MetricsWriter]
+
+
+def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
     """Run this rank of the learner; with more than one and outside torchrun, become torchrun."""
     rundir = RunDir(recipe.run.path)
     if recipe.resources.learner_ranks > 1 and not is_rank():
@@ -80,7 +90,7 @@ def main(recipe: Recipe) -> int:
         asyncio.run(_let_servers_first(recipe, rundir))
     # Ranks other than 0 wait in a collective as long as rank 0 waits for the controller.
     parallel.start(recipe.model, recipe.run.seed, CONTROLLER_LIMIT_S + recipe.weights.timeout_s)
-    learner = Learner(recipe, rundir)
+    learner = Learner(recipe, rundir, open_metrics)
     try:
         learner.run()
     except OutOfMemory as error:  # a learner that starts again replays the same batch
@@ -113,7 +123,7 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir) -> None:
 class Learner:
     """One rank. Only rank 0 has a link to the controller and writes metrics."""
 
-    def __init__(self, recipe: Recipe, rundir: RunDir) -> None:
+    def __init__(self, recipe: Recipe, rundir: RunDir, open_metrics: OpenMetrics) -> None:
         self.recipe, self.rundir = recipe, rundir
         self.signalled = ""
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -149,7 +159,7 @@ class Learner:
         self.clock = StepClock(self.spans)
         self.trainer.within = self.clock.within
         self.profiler = Profiler(recipe.monitor.profile, rundir.profile, dist.get_rank())
-        self.metrics = MetricsWriter(recipe, rundir, endpoints) if self.leader else None
+        self.metrics = open_metrics(recipe, rundir, endpoints) if self.leader else None
         log.info("learner %s ready at step %d", self.incarnation, self.trainer.step)
 
     def run(self) -> None:
@@ -223,7 +233,6 @@ class Learner:
         row = (
             command.stats
             | metrics
-            | flags(command.stats | metrics)
             | seconds
             | {
                 "step": step,

@@ -23,7 +23,6 @@ request is sent twice: aiohttp repeats only a GET, which changes nothing.
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -538,31 +537,3 @@ def collect[T](futures: dict[int, Future[T]]) -> tuple[dict[int, T], dict[int, M
         except MegarlError as error:
             errors[i] = error
     return results, errors
-
-
-POLL_S = 0.1
-
-
-def wait_ready(url: str, limit_s: float, exit_code: Callable[[], int | None] = lambda: None) -> float:
-    """Wait for the server at `url` and return the seconds. exit_code: status of its process, None while it runs.
-
-    MegarlError if it ended, or after `limit_s` (serving.start_timeout_s).
-    """
-
-    async def wait() -> float:
-        start = time.monotonic()
-        async with ServerClient(ServerAddress(id=0, url=url), "", "", limit_s) as client:
-            while not await client.health():
-                code = exit_code()
-                if code is not None:
-                    raise MegarlError(
-                        f"the server for {url} ended with status {code} before it was ready; its log says why"
-                    )
-                if time.monotonic() - start > limit_s:
-                    raise MegarlError(
-                        f"the server at {url} was not ready within {limit_s:g} s (serving.start_timeout_s)"
-                    )
-                await asyncio.sleep(POLL_S)
-        return time.monotonic() - start
-
-    return asyncio.run(wait())

@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from megarl.core.base.process import SUPERVISOR, Wish, outlive_screen, wishes
+from megarl.core.base.process import SUPERVISOR
 from megarl.core.base.rundir import latest_rows
 from megarl.lab.study.plan import Study, Task
+from megarl.run.process import StopRequest, outlive_screen, stop_requests
 from megarl.run.view import sparkline
 
 LOOK_S = 2.0
@@ -31,20 +32,20 @@ TRAIN = (sys.executable, "-m", "megarl", "train")
 def run(study: Study, tasks: Sequence[Task], console: Console) -> int:
     """Bring each of `tasks` to its end. Return 0: all done; 1: some failed; 128 + signal: asked to stop."""
     outlive_screen()
-    with wishes() as wish, Screen(study, console) as screen:
+    with stop_requests() as stop_request, Screen(study, console) as screen:
         for task in tasks:
             if task.state() != "done":
-                _finish(task, wish, screen)
-            if wish.count:
+                _finish(task, stop_request, screen)
+            if stop_request.count:
                 console.print("stopped as asked; the same command goes on from here", highlight=False)
-                return 128 + wish.signal
+                return 128 + stop_request.signal
     failed = [task for task in tasks if task.state() != "done"]
     for task in failed:
         console.print(f"failed: {task.name}; see {task.log}", style="red", highlight=False)
     return 1 if failed else 0
 
 
-def _finish(task: Task, wish: Wish, screen: "Screen") -> None:
+def _finish(task: Task, stop_request: StopRequest, screen: "Screen") -> None:
     """Run `megarl train` to its end; requests to stop are passed on to it, once each."""
     task.rundir.summary.unlink(missing_ok=True)  # left by an earlier life that was stopped
     environment = os.environ | {SUPERVISOR: str(os.getpid())}
@@ -55,8 +56,8 @@ def _finish(task: Task, wish: Wish, screen: "Screen") -> None:
             env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         while process.poll() is None:
-            if wish.count > heard:
-                heard = wish.count
+            if stop_request.count > heard:
+                heard = stop_request.count
                 process.send_signal(signal.SIGINT)
             screen.show(task)
             time.sleep(LOOK_S)

@@ -12,11 +12,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import free_ports
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows
 from megarl.core.recipe import Recipe, from_tree
-from megarl.core.telemetry.prometheus import Exporter, LearnerMetrics, of_controller
+from megarl.lab.monitoring.prometheus import Exporter, LearnerMetrics, controller_families
 from megarl.run.prepare import write_targets
+from megarl.run.process import free_ports
 
 CONVENTION = re.compile(r"megarl_[a-z0-9_]+")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -63,12 +63,12 @@ def test_rows_of_the_learner(scraped: Callable[..., Samples], write_run: Callabl
 
 
 def test_status_of_the_controller(scraped: Callable[..., Samples], write_run: Callable[[int], RunDir]) -> None:
-    assert scraped(lambda: of_controller({}, {})) == {}
+    assert scraped(lambda: controller_families({}, {})) == {}
     status = json.loads(write_run(5).status.read_text())
     status["tickets"]["removed"] = 3
     status |= {"malformed_requests": 0, "refused_connections": 2, "eval": {"pass_rate": 0.5, "pass@4/aime24": 0.7}}
     totals = {n: {"tokens": 100.0 * n, "busy_seconds": 7.5} for n in range(2)}
-    found = scraped(lambda: of_controller(status, totals))
+    found = scraped(lambda: controller_families(status, totals))
     assert found["megarl_server_tokens_total", (("server", "1"),)] == 100
     assert found["megarl_server_state", (("server", "1"), ("state", "publishing"))] == 1
     assert found["megarl_tickets_done_total", (("result", "removed"),)] == 3

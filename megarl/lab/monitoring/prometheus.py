@@ -20,9 +20,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import Endpoints
 from megarl.core.telemetry.names import NAMES
 
 Families = Callable[[], Iterable[Metric]]
+Status = Mapping[str, Any]
+"""As in RUN/status.json, empty before the first."""
+Totals = Mapping[int, Mapping[str, float]]
+"""Totals by server: tokens, busy_seconds."""
 
 
 class Exporter:
@@ -45,6 +50,13 @@ class Exporter:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+def serve_controller(endpoints: Endpoints, latest: Callable[[], tuple[Status, Totals]]) -> Callable[[], None]:
+    """Serve the controller's metrics if the run exports any, and return what ends that. latest: called at each scrape."""
+    if not endpoints.controller_metrics:
+        return lambda: None
+    return Exporter(endpoints.controller_metrics, endpoints.metrics_key, lambda: controller_families(*latest())).close
 
 
 class _Handler(WSGIRequestHandler):
@@ -87,8 +99,6 @@ def _said(status: str, start_response: Any) -> list[bytes]:
     return [status.encode()]
 
 
-Totals = Mapping[int, Mapping[str, float]]
-"""Totals by server: tokens, busy_seconds."""
 PARTS = ("wait", "train", "publish", "checkpoint")
 
 
@@ -138,8 +148,8 @@ def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[M
     yield from by_name.values()
 
 
-def of_controller(status: Mapping[str, Any], totals: Totals) -> Iterator[Metric]:
-    """Yield the controller's metrics. status: as in RUN/status.json, empty before the first."""
+def controller_families(status: Status, totals: Totals) -> Iterator[Metric]:
+    """Yield the controller's metrics."""
     if not status:
         return
     yield GaugeMetricFamily("megarl_controller_step", "the next step to train", status["step"])
@@ -147,8 +157,8 @@ def of_controller(status: Mapping[str, Any], totals: Totals) -> Iterator[Metric]
     yield CounterMetricFamily(
         "megarl_compute_seconds", "devices held x wall time of all lives", 3600 * status["compute_hours"]
     )
-    yield from _of_servers(status["servers"], totals)
-    yield from _of_tickets(status["tickets"])
+    yield from _server_families(status["servers"], totals)
+    yield from _ticket_families(status["tickets"])
     for name, about in (
         ("malformed_requests", "messages with the right key that made no sense"),
         ("refused_connections", "connections without the learner's key"),
@@ -157,7 +167,7 @@ def of_controller(status: Mapping[str, Any], totals: Totals) -> Iterator[Metric]
     yield from gauges("megarl_eval_", status["eval"] or {}, {"time"})
 
 
-def _of_servers(servers: list[Mapping[str, Any]], totals: Totals) -> Iterator[Metric]:
+def _server_families(servers: list[Mapping[str, Any]], totals: Totals) -> Iterator[Metric]:
     state = GaugeMetricFamily("megarl_server_state", "1 for the state it is in", labels=["server", "state"])
     version = GaugeMetricFamily("megarl_server_weight_version", "of its weights, -1 before", labels=["server"])
     running = GaugeMetricFamily("megarl_server_running_requests", "requests on it now", labels=["server"])
@@ -173,7 +183,7 @@ def _of_servers(servers: list[Mapping[str, Any]], totals: Totals) -> Iterator[Me
     yield from (state, version, running, tokens, busy)
 
 
-def _of_tickets(tickets: Mapping[str, int]) -> Iterator[Metric]:
+def _ticket_families(tickets: Mapping[str, int]) -> Iterator[Metric]:
     now = GaugeMetricFamily("megarl_tickets", "tickets now, by what they do", labels=["state"])
     over = CounterMetricFamily("megarl_tickets_done", "tickets of all lives, by what became of them", labels=["result"])
     for state in ("running", "waiting"):
