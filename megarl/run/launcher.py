@@ -2,7 +2,7 @@
 srun.py's launcher starts steps of a Slurm job.
 
 Each role leads its own session: Ctrl-C in the terminal reaches the supervisor alone, and `kill` reaches all of the role's
-processes through their group. Roles end with the supervisor however it ends (`megarl.core.base.process.die_with_supervisor`).
+processes through their group. Roles end with the supervisor however it ends (`megarl.run.process.die_with_supervisor`).
 """
 
 import os

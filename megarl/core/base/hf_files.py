@@ -6,8 +6,11 @@ from typing import Any
 
 from megarl.core.base.errors import MegarlError
 
+type JsonObject = dict[str, Any]
+"""A parsed file, not checked yet."""
 
-def read_config(hf_dir: Path | str) -> dict[str, Any]:
+
+def read_config(hf_dir: Path | str) -> JsonObject:
     """Read config.json of a directory."""
     path = Path(hf_dir) / "config.json"
     if not path.is_file():
@@ -17,7 +20,7 @@ def read_config(hf_dir: Path | str) -> dict[str, Any]:
     return config
 
 
-def text_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
+def text_config(config: JsonObject, path: Path) -> JsonObject:
     """Return the language model's part of the config.json at `path`."""
     text = config.get("text_config", config)
     if not isinstance(text, dict):
@@ -25,7 +28,7 @@ def text_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
     return text
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Read the JSON object in a file."""
     try:
         value = json.loads(path.read_bytes())
