@@ -146,8 +146,6 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SIGUSR1 is what the batch scripts ask Slurm to send before a job's end (`#SBATCH --signal`)."""
-
-
 SAME_REQUEST_S = 5.0
 
 

@@ -1,9 +1,8 @@
 """Reading a file that another process appends to."""
 
 from pathlib import Path
-from typing import Any
 
-from megarl.core.base.rundir import parsed
+from megarl.core.base.rundir import Row, parsed
 
 
 class Tail:
@@ -25,6 +24,6 @@ class Tail:
         self._offset += end
         return data[:end].decode(errors="replace").splitlines()
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[Row]:
         """Return rows since the last call; a line truncated by a crash is skipped."""
         return [row for line in self.lines() if (row := parsed(line)) is not None]

@@ -20,7 +20,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl, writing
 from megarl.core.recipe import Recipe
 from megarl.core.telemetry.names import tag
-from megarl.lab.monitoring.prometheus import Exporter, LearnerMetrics
+from megarl.lab.monitoring.prometheus import LearnerMetrics, serve
 from megarl.lab.monitoring.wandb_writer import WandbWriter
 from megarl.run.tail import Tail
 from megarl.run.warnings import flags
@@ -36,11 +36,7 @@ class MetricsWriter:
         if recipe.monitor.wandb.project:
             self._writers.append(WandbWriter(recipe, rundir))
         self._latest = LearnerMetrics()
-        self._exporter = (
-            Exporter(endpoints.learner_metrics, endpoints.metrics_key, self._latest.families)
-            if endpoints.learner_metrics
-            else None
-        )
+        self._close_exporter = serve(endpoints.learner_metrics, endpoints.metrics_key, self._latest.families)
         self._evaluations = Tail(rundir.eval)
         self._evaluations.new()  # an earlier life has written those
 
@@ -61,8 +57,7 @@ class MetricsWriter:
         self._mirror_evaluations()
         for writer in self._writers:
             writer.close()
-        if self._exporter is not None:
-            self._exporter.close()
+        self._close_exporter()
 
     def _mirror_evaluations(self) -> None:
         for step, row in by_step(self._evaluations.new()).items():

@@ -30,33 +30,31 @@ Totals = Mapping[int, Mapping[str, float]]
 """Totals by server: tokens, busy_seconds."""
 
 
-class Exporter:
-    """Serves `address` (host:port) from its own thread until closed. `families` is called at each scrape."""
+def serve(address: str, key: str, families: Families) -> Callable[[], None]:
+    """Serve `address` (host:port), if there is one, from a thread; return what ends that. families: called at each scrape."""
+    if not address:
+        return lambda: None
+    registry = CollectorRegistry()
+    registry.register(_Collected(families))
+    host, _, port = address.rpartition(":")
+    try:
+        server = make_server(host, int(port), _Guarded(make_wsgi_app(registry), key), ThreadingWSGIServer, _Handler)
+    except OSError as error:
+        raise MegarlError(
+            f"monitor.prometheus: cannot listen on {address}: {error.strerror}; choose another monitor.prometheus_port"
+        ) from None
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
-    def __init__(self, address: str, key: str, families: Families) -> None:
-        registry = CollectorRegistry()
-        registry.register(_Collected(families))
-        host, _, port = address.rpartition(":")
-        try:
-            self._server = make_server(
-                host, int(port), _Guarded(make_wsgi_app(registry), key), ThreadingWSGIServer, _Handler
-            )
-        except OSError as error:
-            raise MegarlError(
-                f"monitor.prometheus: cannot listen on {address}: {error.strerror}; choose another monitor.prometheus_port"
-            ) from None
-        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    return close
 
 
 def serve_controller(endpoints: Endpoints, latest: Callable[[], tuple[Status, Totals]]) -> Callable[[], None]:
-    """Serve the controller's metrics if the run exports any, and return what ends that. latest: called at each scrape."""
-    if not endpoints.controller_metrics:
-        return lambda: None
-    return Exporter(endpoints.controller_metrics, endpoints.metrics_key, lambda: controller_families(*latest())).close
+    """Serve the controller's metrics, if the run exports any, and return what ends that. latest: called at each scrape."""
+    return serve(endpoints.controller_metrics, endpoints.metrics_key, lambda: controller_families(*latest()))
 
 
 class _Handler(WSGIRequestHandler):
@@ -73,10 +71,6 @@ class _Collected(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._families()
-
-    def describe(self) -> list[Metric]:
-        """Return nothing: no metric is known before the first row."""
-        return []
 
 
 class _Guarded:

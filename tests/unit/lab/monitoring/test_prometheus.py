@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows
 from megarl.core.recipe import Recipe, from_tree
-from megarl.lab.monitoring.prometheus import Exporter, LearnerMetrics, controller_families
+from megarl.lab.monitoring.prometheus import LearnerMetrics, controller_families, serve
 from megarl.run.prepare import write_targets
 from megarl.run.process import free_ports
 
@@ -25,11 +25,11 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 @pytest.fixture
 def scraped() -> Iterator[Callable[..., Samples]]:
     """Of `families`, over HTTP."""
-    exporters = []
+    closings = []
 
     def scrape(families: Callable[[], Iterator]) -> Samples:
         address = f"127.0.0.1:{free_ports(1)[0]}"
-        exporters.append(Exporter(address, "secret", families))
+        closings.append(serve(address, "secret", families))
         text = get(address, "secret")
         found = list(text_string_to_metric_families(text))
         assert len({family.name for family in found}) == len(found)
@@ -37,8 +37,8 @@ def scraped() -> Iterator[Callable[..., Samples]]:
         return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in found for s in family.samples}
 
     yield scrape
-    for exporter in exporters:
-        exporter.close()
+    for close in closings:
+        close()
 
 
 def get(address: str, key: str, path: str = "/metrics", method: str = "GET") -> str:
@@ -79,7 +79,7 @@ def test_status_of_the_controller(scraped: Callable[..., Samples], write_run: Ca
 
 def test_only_who_has_the_key_is_answered() -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    exporter = Exporter(address, "secret", LearnerMetrics().families)
+    close = serve(address, "secret", LearnerMetrics().families)
     try:
         for key, path, method, status in (
             ("", "/metrics", "GET", 401),
@@ -93,9 +93,9 @@ def test_only_who_has_the_key_is_answered() -> None:
             assert refused.value.code == status
         assert "megarl_steps_total 0.0" in get(address, "secret")
         with pytest.raises(MegarlError, match=r"monitor\.prometheus: cannot listen on"):
-            Exporter(address, "secret", LearnerMetrics().families)
+            serve(address, "secret", LearnerMetrics().families)
     finally:
-        exporter.close()
+        close()
 
 
 def test_files_for_prometheus(recipe: Recipe, tree: dict, tmp_path: Path) -> None:
