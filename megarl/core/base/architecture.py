@@ -279,8 +279,8 @@ def _llama4(name: str, config: JsonObject, where: Path | str) -> Architecture:
 
 
 READERS: dict[str, Callable[[str, JsonObject, Path | str], Architecture]] = {
-    "LlamaForCausalLM": lambda *read: _decoder(*read, NO_BIAS | {"mlp_bias": False}),
-    "Qwen2ForCausalLM": lambda *read: _decoder(*read, QWEN, qkv_biases=True),
+    "LlamaForCausalLM": lambda name, config, where: _decoder(name, config, where, NO_BIAS | {"mlp_bias": False}),
+    "Qwen2ForCausalLM": lambda name, config, where: _decoder(name, config, where, QWEN, qkv_biases=True),
     # A head's size is 128 whatever the number of heads.
     "Qwen3ForCausalLM": lambda name, config, where: _decoder(
         name, {"head_dim": 128, **config}, where, QWEN | NO_BIAS, head_norms=True
