@@ -34,7 +34,8 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient, wait_ready
+from megarl.core.server.client import ServerClient
+from megarl.lab.evaluation.servers import wait_ready
 from megarl.tasks.data.prompts import load_tasks
 
 ROOT = Path(__file__).parents[1]

@@ -32,7 +32,8 @@ from megarl.core import recipe as recipes
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient, wait_ready
+from megarl.core.server.client import ServerClient
+from megarl.lab.evaluation.servers import wait_ready
 from megarl.lab.planning.simulate import Costs, Scenario, simulate, summary
 from megarl.lab.planning.workload import Lengths, Workload, lengths_of
 

@@ -27,10 +27,12 @@ import psutil
 from megarl.core import recipe as recipes
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.process import die_with_parent, free_ports
+from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient, wait_ready
+from megarl.core.server.client import ServerClient
+from megarl.lab.evaluation.servers import wait_ready
+from megarl.run.process import free_ports
 
 CONCURRENCY = (1, 8, 32, 128)
 PROMPT_TOKENS = 16

@@ -20,7 +20,8 @@ from megarl import __version__
 from megarl.cli import data, scaling
 from megarl.cli import parameters as p
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import die_with_supervisor, have_streams, start_logging
+from megarl.core.base.process import start_logging
+from megarl.run.process import die_with_supervisor, have_streams
 
 if TYPE_CHECKING:
     from megarl.core.base.rundir import RunDir
@@ -293,6 +294,7 @@ def rollout(recipe: p.Recipe, overrides: p.Overrides) -> int:
     from megarl.core.base.tokenizer import load_tokenizer
     from megarl.core.controller.controller import main
     from megarl.lab.evaluation.suites import questions_of
+    from megarl.lab.monitoring.prometheus import serve_controller
     from megarl.lab.scaling.outlook import forecast
     from megarl.tasks.data.prompts import load_tasks
     from megarl.tasks.environments.registry import TaskEnvironments
@@ -306,15 +308,16 @@ def rollout(recipe: p.Recipe, overrides: p.Overrides) -> int:
         partial(TaskEnvironments, loaded, tokenizer),
     )
     tasks = Tasks(prompts, graders=graders, environments=environments)
-    return main(loaded, tokenizer, tasks, questions_of(loaded, prompts, tokenizer), forecast)
+    return main(loaded, tokenizer, tasks, questions_of(loaded, prompts, tokenizer), forecast, serve_controller)
 
 
 @app.command()
 def learn(recipe: p.Recipe, overrides: p.Overrides) -> int:
     """Role: the learner."""
     from megarl.core.learner.main import main
+    from megarl.lab.monitoring.metrics import MetricsWriter
 
-    return main(_load(recipe, overrides))
+    return main(_load(recipe, overrides), MetricsWriter)
 
 
 @recipes.callback(invoke_without_command=True)

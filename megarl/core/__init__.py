@@ -2,7 +2,7 @@
 
 base/        types, messages, admission, run directory, processes, contracts with tasks
 recipe/      one YAML file, one typed tree
-telemetry/   metrics, spans, warnings, and who is shown them
+telemetry/   names of the metrics, spans, profiler
 algorithm/   a batch: filters, advantages, losses, packing          models/    Megatron-Core's GPT, Hugging Face weights
 journal/     what a controller must not forget
 server/      SGLang: started, guarded, asked

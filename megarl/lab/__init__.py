@@ -3,6 +3,7 @@
 preflight.py  reads a run's inputs in full before anything starts
 evaluation/   `megarl eval`            planning/   `megarl plan`         scaling/     `megarl scaling`, forecasts
 study/        `megarl study`           report/     report and trace      inspection/  shows rollouts and data
+monitoring/   metrics writers: TensorBoard, W&B, Prometheus
 sft.py        `megarl sft`             submit.py   `megarl submit`       presets.py   `megarl recipes suggest`
 doctor.py     `megarl doctor`
 """

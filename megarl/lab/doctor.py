@@ -21,8 +21,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import free_ports
 from megarl.run.devices import gpus
+from megarl.run.process import free_ports
 from megarl.tasks.graders.sandbox import Sandbox
 
 GIB = 1 << 30

@@ -22,7 +22,7 @@ from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.base.types import Prompt, encode
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import LOSSES
-from megarl.core.telemetry import wandb_writer
+from megarl.lab.monitoring import wandb_writer
 from megarl.run import checks, devices
 from megarl.run.checks import Fingerprints
 from megarl.tasks.data import sources

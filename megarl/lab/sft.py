@@ -23,7 +23,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import Wish, free_ports, lock, outlive_screen, wishes
 from megarl.core.base.ranks import gathered
 from megarl.core.base.rundir import complete, write_atomically
 from megarl.core.base.tokenizer import load_tokenizer
@@ -33,6 +32,7 @@ from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf, parallel
 from megarl.core.recipe import Recipe
+from megarl.run.process import StopRequest, free_ports, lock, outlive_screen, stop_requests
 from megarl.tasks.data.traces import Trace, load_traces
 
 SETTINGS = "settings.json"
@@ -67,8 +67,8 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     checkpoints.load_latest()
     microbatch_size.settle(trainer, sft.max_length, sft.batch_tokens, unfinished / "microbatch.json")
     traces = load_traces(sft.data, load_tokenizer(init), sft.max_length, recipe.data.decontaminate)
-    with wishes() as wish:
-        asked = train(trainer, batches(traces, sft.batch_tokens, recipe.run.seed), checkpoints, recipe, wish)
+    with stop_requests() as stop_request:
+        asked = train(trainer, batches(traces, sft.batch_tokens, recipe.run.seed), checkpoints, recipe, stop_request)
         if not asked:
             hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(sft.output))
             if dist.get_rank() == 0:
@@ -96,7 +96,11 @@ def check_settings(unfinished: Path, recipe: Recipe) -> None:
 
 
 def train(
-    trainer: Trainer, source: Iterator[list[TrainSequence]], checkpoints: Checkpoints, recipe: Recipe, wish: Wish
+    trainer: Trainer,
+    source: Iterator[list[TrainSequence]],
+    checkpoints: Checkpoints,
+    recipe: Recipe,
+    stop_request: StopRequest,
 ) -> int:
     """Run the remaining steps, with a progress bar on rank 0; return 0, or the signal on which all saved and ended early."""
     now = TextColumn("{task.fields[now]}")
@@ -112,7 +116,7 @@ def train(
             speed = sum(map(len, batch)) / (time.monotonic() - begin)
             progress.update(task, advance=1, now=f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s")
             checkpoints.poll()
-            asked = max(gathered(wish.signal))
+            asked = max(gathered(stop_request.signal))
             if trainer.step < steps and (asked or trainer.step % recipe.checkpoint.every == 0):
                 checkpoints.save()
             if asked and trainer.step < steps:

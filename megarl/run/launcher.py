@@ -2,7 +2,7 @@
 srun.py's launcher starts steps of a Slurm job.
 
 Each role leads its own session: Ctrl-C in the terminal reaches the supervisor alone, and `kill` reaches all of the role's
-processes through their group. Roles end with the supervisor however it ends (`megarl.core.base.process.die_with_supervisor`).
+processes through their group. Roles end with the supervisor however it ends (`megarl.run.process.die_with_supervisor`).
 """
 
 import os
@@ -18,11 +18,12 @@ from typing import Literal, Protocol
 
 import psutil
 
-from megarl.core.base.process import NODE, SUPERVISOR, remove_shared_memory
+from megarl.core.base.process import NODE, SUPERVISOR
 from megarl.core.base.rundir import RunDir, writing
 from megarl.core.recipe import Recipe
 from megarl.run.nodes import Node, here
 from megarl.run.placement import Place
+from megarl.run.process import remove_shared_memory
 from megarl.run.restart import NodeState, Role
 
 KILL_LIMIT_S = 30.0

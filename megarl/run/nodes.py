@@ -14,8 +14,8 @@ import msgspec
 import psutil
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import free_ports
 from megarl.run import devices
+from megarl.run.process import free_ports
 
 LOOPBACK = "127.0.0.1"
 DISCARD = 9

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from megarl.core.base.rundir import RunDir, by_step, scores
-from megarl.core.telemetry.metrics import Tail
 from megarl.run.restart import Role
+from megarl.run.tail import Tail
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
 OF_SLURM = re.compile(r"^(srun|slurmstepd\S*): error")

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from megarl.core.base.process import adopt_orphans
 from megarl.core.base.rundir import RunDir
 from megarl.run.launcher import LocalLauncher, LocalProcess, Task
 from megarl.run.nodes import Node
 from megarl.run.placement import Place
+from megarl.run.process import adopt_orphans
 from megarl.run.restart import Role
 
 BEAT_S = 5.0

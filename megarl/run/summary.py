@@ -16,7 +16,7 @@ from rich.text import Text
 from megarl.core.base.rundir import RunDir, latest_rows, latest_scores
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
-from megarl.core.telemetry import warnings
+from megarl.run import warnings
 
 Row = dict[str, Any]
 

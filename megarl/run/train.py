@@ -15,7 +15,6 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from megarl.core.base.process import Wish, adopt_orphans, lock, outlive_screen, wishes
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl
 from megarl.core.evaluation.forecast import enough
 from megarl.core.recipe import Recipe
@@ -25,6 +24,7 @@ from megarl.run.launcher import Launcher, Running, task
 from megarl.run.observe import Observer, last_problem, log_of
 from megarl.run.placement import Place, described, place
 from megarl.run.prepare import prepare
+from megarl.run.process import StopRequest, adopt_orphans, lock, outlive_screen, stop_requests
 from megarl.run.restart import Done, Drop, Elsewhere, GiveUp, Nothing, Restart, RestartPolicy, Role
 from megarl.run.srun import chosen
 from megarl.run.view import Frame, RoleView, Screen
@@ -71,13 +71,13 @@ def main(recipe: Recipe, fingerprints: checks.Fingerprints, write_report: WriteR
         if len(nodes) > 1:
             print(*described(placed, nodes), sep="\n", flush=True)
         began = time.monotonic()
-        with wishes() as wish:
-            supervisor = Supervisor(recipe, rundir, endpoints, launcher, placed, wish)
+        with stop_requests() as stop_request:
+            supervisor = Supervisor(recipe, rundir, endpoints, launcher, placed, stop_request)
             with Screen(console) as screen:
                 outcome = supervisor.run(screen)
         closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - began, write_report)
     if outcome.kind == "stopped":
-        asked = wish.signal or rundir.stop_signal()
+        asked = stop_request.signal or rundir.stop_signal()
         return 128 + asked if asked else 0
     return {"finished": 0, "elsewhere": START_ELSEWHERE, "failed": 1}[outcome.kind]
 
@@ -92,10 +92,10 @@ class Supervisor:
         endpoints: Endpoints,
         launcher: Launcher,
         placed: Mapping[Role, Place],
-        wish: Wish,
+        stop_request: StopRequest,
     ) -> None:
         self.recipe, self.rundir, self.endpoints = recipe, rundir, endpoints
-        self.launcher, self.placed, self.wish = launcher, placed, wish
+        self.launcher, self.placed, self.stop_request = launcher, placed, stop_request
         self.roles = [Role("server", i) for i in range(recipe.resources.servers)] + [
             Role("controller"),
             Role("learner"),
@@ -142,7 +142,7 @@ class Supervisor:
             self._looked = now
             self.observer.look()
             self.screen.show(self.frame())
-            if self.stopping_since is None and (self.wish.count or self.rundir.stop_file.exists()):
+            if self.stopping_since is None and (self.stop_request.count or self.rundir.stop_file.exists()):
                 self._begin_stopping(now)
         if now - self._watched >= WATCH_S and self.stopping_since is None:
             self._watched = now
@@ -150,7 +150,7 @@ class Supervisor:
         for role in [role for role, at in self.due.items() if at <= now]:
             del self.due[role]
             self._start(role)
-        return self._deaths(now) or self._wishes(now)
+        return self._deaths(now) or self._second_request(now)
 
     def _start(self, role: Role) -> None:
         if role.kind == "controller":
@@ -191,7 +191,7 @@ class Supervisor:
         node = process.node_state() if status else "up"
         match self.policy.died(role, status, now, self.observer.steps_made, node):
             case Done():
-                if self.wish.count or self.rundir.stop_file.exists():
+                if self.stop_request.count or self.rundir.stop_file.exists():
                     return Outcome("stopped", "as asked")
                 return Outcome("finished", self._finished())
             case Nothing():
@@ -242,12 +242,12 @@ class Supervisor:
 
     def _begin_stopping(self, now: float) -> None:
         self.stopping_since = now
-        if self.wish.count:
-            self.rundir.stop(self.wish.signal)
+        if self.stop_request.count:
+            self.rundir.stop(self.stop_request.signal)
         self._note("stopping", None, signal=self.rundir.stop_signal())
 
-    def _wishes(self, now: float) -> Outcome | None:
-        if self.wish.count > 1:
+    def _second_request(self, now: float) -> Outcome | None:
+        if self.stop_request.count > 1:
             return Outcome("stopped", "killed as asked; the last checkpoint stands")
         if self.stopping_since is None:
             return None

@@ -18,10 +18,10 @@ from rich.text import Text
 
 from megarl.core.evaluation.forecast import enough, words
 from megarl.core.recipe import Recipe
-from megarl.core.telemetry.warnings import words as flagged
 from megarl.core.weights import parity
 from megarl.run.observe import Observer, ServerStatus
 from megarl.run.restart import Role
+from megarl.run.warnings import words as flagged
 
 BARS = "▁▂▃▄▅▆▇█"
 RECENT = 20

@@ -21,14 +21,15 @@ from transformers import AutoModelForCausalLM
 
 from megarl.core import recipe as recipes
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.process import free_ports
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Finished
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient, wait_ready
+from megarl.core.server.client import ServerClient
+from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.observe import PROBLEM
+from megarl.run.process import free_ports
 from tests import trace_format
 from tests.e2e import runs
 from tests.e2e.runs import (

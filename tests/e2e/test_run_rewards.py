@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import free_ports
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.base.types import Group, Rollout
+from megarl.run.process import free_ports
 from megarl.tasks.graders.sandbox import Sandbox
 from tests.e2e import runs
 from tests.e2e.runs import LiveRun, batches, check_nothing_left

@@ -21,10 +21,11 @@ import zmq
 
 from megarl.core import recipe as recipes
 from megarl.core.base.messages import Ack, Next, Reply, Request, Stop, Stopped, Train, Wait, from_frames, to_frames
-from megarl.core.base.process import die_with_parent, free_ports
+from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, complete, latest_rows, read_jsonl, step_of
 from megarl.core.base.types import Batch
-from megarl.core.telemetry.spans import read
+from megarl.lab.report.spans import read
+from megarl.run.process import free_ports
 from tests.damage import cut_in_half, flip_a_bit
 from tests.parallel.test_learner_layouts import make_batch
 from tests.tiny import tiny_llama

@@ -15,7 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.core.base.process import die_with_parent, free_ports
+from megarl.core.base.process import die_with_parent
+from megarl.run.process import free_ports
 
 ROOT = Path(__file__).parents[2]
 

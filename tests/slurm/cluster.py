@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.core.base.process import free_ports
+from megarl.run.process import free_ports
 from tests.processes import alive
 
 LIMIT_S = 60.0

@@ -19,10 +19,12 @@ import torch
 
 from megarl.core import recipe as recipes
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.process import die_with_parent, free_ports
+from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient, wait_ready
+from megarl.core.server.client import ServerClient
+from megarl.lab.evaluation.servers import wait_ready
+from megarl.run.process import free_ports
 from tests.processes import ForkedServer
 from tests.tiny import tiny_llama
 

@@ -38,13 +38,14 @@ from megarl.core.base.messages import (
     Train,
     Wait,
 )
-from megarl.core.base.process import die_with_parent, free_ports
+from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import RunDir, read_jsonl
 from megarl.core.base.types import Group, decode, encode
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Admitted
 from megarl.core.learner.link import ControllerLink
 from megarl.core.recipe import Recipe, dump
+from megarl.run.process import free_ports
 from tests.stack.conftest import ROOT, Stack, stack_recipe
 from tests.tiny_scores import scores
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from megarl.core.base.rundir import RunDir
-from megarl.core.server.client import ServerLost, wait_ready
+from megarl.core.server.client import ServerLost
+from megarl.lab.evaluation.servers import wait_ready
 from tests.stack.conftest import START_LIMIT_S, Network, client_of, serve
 from tests.stack.test_server_faults import LIMIT_S, PROMPT, Pair, before
 

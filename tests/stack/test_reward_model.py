@@ -18,8 +18,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from megarl.core.base.process import die_with_parent, free_ports
+from megarl.core.base.process import die_with_parent
 from megarl.core.recipe import Service
+from megarl.run.process import free_ports
 from megarl.tasks.graders.answer import Submission
 from megarl.tasks.graders.remote import Remote
 from tests.stack.conftest import ROOT, START_LIMIT_S

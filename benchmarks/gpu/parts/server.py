@@ -25,8 +25,9 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Prefill, ServerClient, wait_ready
+from megarl.core.server.client import Prefill, ServerClient
 from megarl.core.weights.publisher import Publisher
+from megarl.lab.evaluation.servers import wait_ready
 
 ONE_B = {
     "num_hidden_layers": 16,

@@ -3,7 +3,7 @@
 types.py         prompts, rollouts, groups, batches          messages.py  messages between learner and controller
 admission.py     the law of the pipeline, pure               contracts.py what tasks implement: graders, environments
 rundir.py        the run directory                           errors.py    MegarlError
-process.py       a process: its parent, signals, lock and ports
+process.py       a process: its parent, its log
 ranks.py         what ranks agree on; torch's stores      device.py  which machine and GPUs a process is on
 architecture.py  what a model is, by its config.json        hf_files.py  files of a Hugging Face directory
 tokenizer.py     ids of a text, text of ids

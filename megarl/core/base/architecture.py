@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import read_config, read_json
+from megarl.core.base.hf_files import JsonObject, read_config, read_json
 from megarl.core.base.types import Routing
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -206,7 +206,7 @@ def in_directory(hf_dir: Path | str) -> Architecture:
     return of(read_config(hf_dir), Path(hf_dir) / "config.json")
 
 
-def of(config: dict[str, Any], where: Path | str) -> Architecture:
+def of(config: JsonObject, where: Path | str) -> Architecture:
     """The model of a parsed config.json. MegarlError, which begins with `where`, if it is not supported or not whole."""
     name = ""
     try:
@@ -227,20 +227,7 @@ QWEN = {"use_sliding_window": False}
 NO_BIAS = {"attention_bias": False}
 
 
-def _llama(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
-    return _decoder(name, config, where, NO_BIAS | {"mlp_bias": False})
-
-
-def _qwen2(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
-    return _decoder(name, config, where, QWEN, qkv_biases=True)
-
-
-def _qwen3(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
-    # 128 whatever the number of heads.
-    return _decoder(name, {"head_dim": 128, **config}, where, QWEN | NO_BIAS, head_norms=True)
-
-
-def _qwen3_moe(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
+def _qwen3_moe(name: str, config: JsonObject, where: Path | str) -> Architecture:
     chosen, normalised = _size(config, "num_experts_per_tok"), config.get("norm_topk_prob", False)
     if chosen == 1 and normalised:
         raise MegarlError(
@@ -261,13 +248,13 @@ def _qwen3_moe(name: str, config: dict[str, Any], where: Path | str) -> Architec
     )  # fmt: skip
 
 
-def _llama4_multimodal(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
+def _llama4_multimodal(name: str, config: JsonObject, where: Path | str) -> Architecture:
     text = config["text_config"]
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return _llama4(name, text | {"tie_word_embeddings": tied}, where)
 
 
-def _llama4(name: str, config: dict[str, Any], where: Path | str) -> Architecture:
+def _llama4(name: str, config: JsonObject, where: Path | str) -> Architecture:
     layers, step = range(_size(config, "num_hidden_layers")), _size(config, "interleave_moe_layer_step", 1)
     listed, interval = config.get("moe_layers"), _size(config, "no_rope_layer_interval", 4)
     # 1 where there is rotation, in spite of the name.
@@ -291,10 +278,13 @@ def _llama4(name: str, config: dict[str, Any], where: Path | str) -> Architectur
     )  # fmt: skip
 
 
-READERS: dict[str, Callable[[str, dict[str, Any], Path | str], Architecture]] = {
-    "LlamaForCausalLM": _llama,
-    "Qwen2ForCausalLM": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
+READERS: dict[str, Callable[[str, JsonObject, Path | str], Architecture]] = {
+    "LlamaForCausalLM": lambda name, config, where: _decoder(name, config, where, NO_BIAS | {"mlp_bias": False}),
+    "Qwen2ForCausalLM": lambda name, config, where: _decoder(name, config, where, QWEN, qkv_biases=True),
+    # A head's size is 128 whatever the number of heads.
+    "Qwen3ForCausalLM": lambda name, config, where: _decoder(
+        name, {"head_dim": 128, **config}, where, QWEN | NO_BIAS, head_norms=True
+    ),
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _llama4_multimodal,
@@ -302,14 +292,14 @@ READERS: dict[str, Callable[[str, dict[str, Any], Path | str], Architecture]] = 
 """By the name in `architectures` of config.json."""
 
 
-def _decoder(name: str, config: dict[str, Any], where: Path | str, only: dict[str, Any], **more: Any) -> Architecture:
+def _decoder(name: str, config: JsonObject, where: Path | str, only: JsonObject, **more: Any) -> Architecture:
     """What most architectures write alike, with `more`. only: settings of which no other value is implemented."""
     for key, value in ({"hidden_act": "silu"} | only).items():
         if config.get(key, value) != value:
             raise MegarlError(f"{where}: {key}={config[key]!r} is not supported, only {value!r}")
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     # transformers 5 writes rope_parameters; before, rope_theta stood beside rope_scaling.
-    rope: dict[str, Any] = config.get("rope_parameters") or {
+    rope: JsonObject = config.get("rope_parameters") or {
         "rope_theta": config.get("rope_theta", 10000.0),
         **(config.get("rope_scaling") or {}),
     }
@@ -335,7 +325,7 @@ def _decoder(name: str, config: dict[str, Any], where: Path | str, only: dict[st
     )
 
 
-def _size(config: dict[str, Any], key: str, otherwise: int | None = None) -> int:
+def _size(config: JsonObject, key: str, otherwise: int | None = None) -> int:
     """A whole number above 0; `otherwise` if it is not there."""
     value = config[key] if otherwise is None else config.get(key) or otherwise
     if not 0 < value == int(value):

@@ -1,7 +1,4 @@
-"""A Hugging Face directory, possibly written by hand: reads its JSON files, and checks that its weights are complete.
-
-Any fault of a file is one `MegarlError`.
-"""
+"""A Hugging Face directory, possibly written by hand. Any fault of its JSON files is one `MegarlError`."""
 
 import json
 import math
@@ -10,8 +7,11 @@ from typing import Any
 
 from megarl.core.base.errors import MegarlError
 
+type JsonObject = dict[str, Any]
+"""A parsed file, not checked yet."""
 
-def read_config(hf_dir: Path | str) -> dict[str, Any]:
+
+def read_config(hf_dir: Path | str) -> JsonObject:
     """Read config.json of a directory."""
     path = Path(hf_dir) / "config.json"
     if not path.is_file():
@@ -21,7 +21,7 @@ def read_config(hf_dir: Path | str) -> dict[str, Any]:
     return config
 
 
-def text_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
+def text_config(config: JsonObject, path: Path) -> JsonObject:
     """Return the language model's part of the config.json at `path`."""
     text = config.get("text_config", config)
     if not isinstance(text, dict):
@@ -29,7 +29,7 @@ def text_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
     return text
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Read the JSON object in a file."""
     try:
         value = json.loads(path.read_bytes())

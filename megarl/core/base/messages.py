@@ -162,7 +162,7 @@ Reply = Train | Publish | Score | Wait | Stop | Ack | Refused
 _SCHEMA = f"megarl {SCHEMA_VERSION}".encode()
 
 
-def to_frames(message: Any) -> list[bytes]:
+def to_frames(message: Request | Reply) -> list[bytes]:
     """Encode a request or reply as ZeroMQ frames: schema version, msgpack body."""
     return [_SCHEMA, encode(message)]
 

@@ -1,31 +1,16 @@
-"""A process and its machine: dying with the parent, logging to a file, surviving a lost screen; one process at a time in a
-directory; free ports; and signals that ask a command to save and end, which are counted instead of ending it.
-
-Slurm sometimes sends the same signal to all processes of a job, and the batch script forwards what it gets: a repetition within
-`ONE_WISH_S` counts as the same wish. Ctrl-C does not, since a person presses it.
-"""
+"""What every role does as a process: it dies with its parent, marks its shared memory, logs, checks a port."""
 
 import ctypes
-import fcntl
-import io
 import logging
 import os
-import random
 import signal
 import socket
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import writing
 
 PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 SUPERVISOR, NODE = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE"
 """Environment variables of a process that megarl started: its supervisor's pid and, for a role, the name of its node."""
 
@@ -41,78 +26,9 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_with_supervisor() -> None:
-    """Make a role started by `megarl train`, or a rank started by torchrun, die with its parent, even if it is already dead.
-
-    Call it before anything slow.
-    """
-    supervisor = os.environ.pop(SUPERVISOR, None)  # not for its own children: their parent is this process
-    if supervisor is not None:
-        die_with_parent()
-        if os.getppid() != int(supervisor):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def adopt_orphans() -> None:
-    """Make processes that a dead role leaves behind children of this process, which can then find and end them. Linux only."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def have_streams() -> None:
-    """Open /dev/null for a closed stdin, stdout or stderr, before any other file is opened.
-
-    The next file to be opened would otherwise take its number.
-    """
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-            os.set_inheritable(number, True)
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  (open as long as the process lives)
-
-
-def outlive_screen() -> None:
-    """Discard from now on what stdout or stderr does not accept, so that this process goes on.
-
-    Leaving a pager, a `tee` that dies, or a full disk behind `> file` does not end a run.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is not getattr(sys, f"__{name}__"):
-            continue  # someone captures it, or it leads nowhere
-        stream.flush()
-        buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
-        lasting = io.TextIOWrapper(
-            buffer, stream.encoding, "replace", line_buffering=stream.line_buffering, write_through=stream.write_through
-        )
-        setattr(sys, name, lasting)
-        setattr(sys, f"__{name}__", lasting)
-
-
-class _Lasting(io.FileIO):
-    """A file descriptor that leads nowhere once writing to it fails."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-            return len(data)
-
-
 def shared_memory_mark(session: int) -> str:
     """Return a mark for names in /dev/shm, by which whoever ends a session finds what its processes could not remove."""
     return f"megarl-{session}-"
-
-
-def remove_shared_memory(session: int) -> None:
-    """Remove the shared memory of a session that has ended."""
-    for path in Path("/dev/shm").glob(f"*{shared_memory_mark(session)}*"):
-        path.unlink(missing_ok=True)
 
 
 def log_to(path: Path) -> None:
@@ -134,55 +50,6 @@ def start_logging(role: str) -> None:
     )
 
 
-@contextmanager
-def lock(folder: Path, command: str, key: str) -> Iterator[None]:
-    """Be the only `command` in the folder; the kernel releases the lock when we die. key: the option that names the folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise MegarlError(f"{key}: cannot write in {folder}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(descriptor, 100).decode()
-            raise MegarlError(
-                f"{folder}: another `{command}` (process {owner}) works there; end it, or give another {key}"
-            ) from None
-        except OSError as error:
-            raise MegarlError(
-                f"{folder}: cannot be locked: {error.strerror}; the file system has to have flock (Lustre: mount -o flock)"
-            ) from None
-        with writing(folder / ".lock"):
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, str(os.getpid()).encode())
-        yield
-    finally:
-        os.close(descriptor)
-
-
-LOWEST_PORT, PORTS_WANTED = 10_000, 5_000
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Find this many distinct ports of `host`, an address of this machine, on which nobody is listening.
-
-    They lie below those that the kernel gives to outgoing connections, so that none of these takes one before it is used. They
-    are drawn at random, so that runs looking at the same moment find different ones.
-    """
-    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    last = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
-    found: list[int] = []
-    for port in random.SystemRandom().sample(range(LOWEST_PORT, last), last - LOWEST_PORT):
-        if len(found) == count:
-            return found
-        with socket.socket() as s, suppress(OSError):
-            s.bind((host, port))
-            found.append(port)
-    raise MegarlError(f"{host}: of the ports {LOWEST_PORT} to {last} only {len(found)} are free; {count} are needed")
-
-
 def check_free(key: str, host: str, port: int) -> None:
     """Raise MegarlError if `port` of `host`, an address of this machine, is not free. key: where the user chose it."""
     with socket.socket() as s:
@@ -192,38 +59,3 @@ def check_free(key: str, host: str, port: int) -> None:
             s.bind((host, port))
         except OSError as error:
             raise MegarlError(f"{key}: cannot listen on {host}:{port}: {error.strerror}; choose another") from None
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""SIGUSR1 is what the batch scripts ask Slurm to send before a job's end (`#SBATCH --signal`)."""
-ONE_WISH_S = 5.0
-
-
-class Wish:
-    """How often we were asked to end, and by which signal first."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.signal = 0
-        self._last = -ONE_WISH_S
-
-    def heard(self, number: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if number == signal.SIGINT or now - self._last > ONE_WISH_S:
-            self.count += 1
-            self.signal = self.signal or number
-        self._last = now
-
-
-@contextmanager
-def wishes() -> Iterator[Wish]:
-    """Count Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal (unless under `nohup`) instead of ending."""
-    wish = Wish()
-    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    numbers = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
-    before = {number: signal.signal(number, wish.heard) for number in numbers}
-    try:
-        yield wish
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -11,7 +11,6 @@ Neither requires a key, and by default a store listens on every address of the m
 import importlib
 import os
 import socket
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from megarl.core.base.errors import MegarlError
 
 
-def from_rank_0(value: Any) -> Any:
+def from_rank_0[T](value: T) -> T:
     """Return rank 0's value on all ranks."""
     if dist.get_world_size() == 1:
         return value
@@ -30,11 +29,11 @@ def from_rank_0(value: Any) -> Any:
     return box[0]
 
 
-def gathered(value: Any) -> list[Any]:
+def gathered[T](value: T) -> list[T]:
     """Return every rank's value on all ranks."""
     if dist.get_world_size() == 1:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
+    values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
@@ -44,7 +43,7 @@ BACKLOG = 2048
 
 
 def bound_store(
-    host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *more: Any, **named: Any
+    host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *more: object, **named: object
 ) -> TCPStore:
     """Make a TCPStore with torch's arguments; the master of port 0 takes a free one. MegarlError if it cannot listen there."""
     if is_master:

@@ -33,9 +33,10 @@ META = "megarl.json"
 """Written last into a checkpoint: without it the checkpoint is incomplete."""
 CHECKPOINT = re.compile(r"step-(\d+)")
 
-
 LARGEST = 1 << 62
 """Bound on the size of any number in a row."""
+type Row = dict[str, Any]
+"""A line of a JSONL file, by name: numbers, and a few texts."""
 
 
 class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,15 +51,8 @@ class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
     def new() -> "LinkKeys":
         import zmq  # not for the many who only want a run's files
 
-        controller, controller_secret, learner, learner_secret = (
-            key.decode() for pair in (zmq.curve_keypair(), zmq.curve_keypair()) for key in pair
-        )
-        return LinkKeys(
-            controller=controller,
-            controller_secret=controller_secret,
-            learner=learner,
-            learner_secret=learner_secret,
-        )
+        keys = (key.decode() for _ in range(2) for key in zmq.curve_keypair())
+        return LinkKeys(**dict(zip(LinkKeys.__struct_fields__, keys, strict=True)))
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,12 +199,12 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
             raise
 
 
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Write one row per line, all of them or none."""
     write_atomically(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
 
-def append_jsonl(path: Path, row: dict[str, Any]) -> None:
+def append_jsonl(path: Path, row: Row) -> None:
     """Append one flushed line; first close a line left unfinished by a crash, so that it spoils only itself.
 
     A non-finite number becomes null: JSON has none.
@@ -225,7 +219,7 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
         file.write(data)
 
 
-def parsed(line: str) -> dict[str, Any] | None:
+def parsed(line: str) -> Row | None:
     """Parse a line of `append_jsonl`, null becoming NaN; None for a line truncated by a crash, or of other origin."""
     try:
         row = json.loads(line)
@@ -234,13 +228,13 @@ def parsed(line: str) -> dict[str, Any] | None:
     return {k: _number(v) for k, v in row.items()} if isinstance(row, dict) else None
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     """Turn what no metric can be into NaN."""
     beyond = isinstance(value, int | float) and not -LARGEST < value < LARGEST
     return math.nan if value is None or beyond else value
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: Path) -> Iterator[Row]:
     """Yield rows in order; bytes that are not UTF-8 are replaced."""
     if not path.exists():
         return
@@ -250,7 +244,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def latest_rows(path: Path) -> list[dict[str, Any]]:
+def latest_rows(path: Path) -> list[Row]:
     """Return rows by step; a later row of the same step replaces the earlier one (replay after a crash)."""
     return [row for _, row in sorted(by_step(read_jsonl(path)).items())]
 
@@ -274,12 +268,12 @@ def lacking(score: Mapping[str, Any]) -> str:
     return "" if score.get("compute_unit") in ("gpu", "core") else "compute_unit"
 
 
-def is_figure(value: Any) -> bool:
+def is_figure(value: object) -> bool:
     """Return whether this is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def scores(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def scores(rows: Iterable[Row]) -> dict[int, Row]:
     """Return the latest eval.jsonl row for each step: numbers, and two texts. Incomplete rows are skipped."""
     result = {}
     for step, row in by_step(row for row in rows if not lacking(row)).items():
@@ -289,12 +283,12 @@ def scores(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return result
 
 
-def latest_scores(path: Path) -> list[dict[str, Any]]:
+def latest_scores(path: Path) -> list[Row]:
     """Return the scores in a file, by step."""
     return [row for _, row in sorted(scores(read_jsonl(path)).items())]
 
 
-def by_step(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def by_step(rows: Iterable[Row]) -> dict[int, Row]:
     """Return the latest row of each step: its numbers, and two texts. Rows without a step are skipped, as not ours."""
     return {
         row["step"]: {k: v for k, v in row.items() if (isinstance(v, str) if k in TEXTS else type(v) in (int, float))}

@@ -7,7 +7,6 @@ role start five seconds faster and 700 MB lighter, because it imports torch.
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
@@ -24,7 +23,7 @@ class Tokenizer:
     `vocabulary`: number of tokens that the model beside it knows; sending a server larger ids crashes it.
     """
 
-    backend: Any
+    backend: Backend
     end: int
     path: Path
     vocabulary: int = sys.maxsize

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import DTypeLike
 
 SCHEMA_VERSION = 2
 """Version of every frame between roles and every journal file; readers refuse any other."""
@@ -182,25 +183,15 @@ class Batch(Record, frozen=True):
     groups: tuple[Group, ...]
 
 
-_ARRAY_CODES: dict[Any, int] = {
-    np.dtype(np.int32): 1,
-    np.dtype(np.float32): 2,
-    np.dtype(np.uint8): 3,
-    np.dtype(np.int16): 4,
-}
-_ARRAY_DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("<i4"),
-    2: np.dtype("<f4"),
-    3: np.dtype("u1"),
-    4: np.dtype("<i2"),
-}
+_ARRAY_DTYPES = {1: np.dtype("<i4"), 2: np.dtype("<f4"), 3: np.dtype("u1"), 4: np.dtype("<i2")}
+_ARRAY_CODES = {dtype: code for code, dtype in _ARRAY_DTYPES.items()}
 
 
-def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+def _joined(parts: list[np.ndarray], dtype: DTypeLike) -> np.ndarray:
     return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
 
 
-def _enc_hook(value: Any) -> Any:
+def _enc_hook(value: object) -> msgspec.msgpack.Ext:
     if isinstance(value, np.ndarray):
         return msgspec.msgpack.Ext(_ARRAY_CODES[value.dtype], np.ascontiguousarray(value).tobytes())
     raise NotImplementedError(f"cannot encode {type(value).__name__}")
@@ -212,17 +203,17 @@ def _ext_hook(code: int, data: memoryview) -> np.ndarray:
     return np.frombuffer(bytes(data), dtype=_ARRAY_DTYPES[code])
 
 
-def _dec_hook(kind: type, value: Any) -> Any:
+def _dec_hook(kind: type, value: object) -> np.ndarray:
     if kind is np.ndarray and isinstance(value, np.ndarray):
         return value
     raise msgspec.ValidationError(f"expected an array, got {type(value).__name__}")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
-_decoders: dict[Any, msgspec.msgpack.Decoder] = {}
+_decoders: dict[object, msgspec.msgpack.Decoder] = {}
 
 
-def encode(record: Any) -> bytes:
+def encode(record: object) -> bytes:
     """Encode a record as msgpack."""
     return _encoder.encode(record)
 

@@ -17,7 +17,7 @@ import logging
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +47,6 @@ from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
-from megarl.core.telemetry.prometheus import Exporter, of_controller
 from megarl.core.telemetry.spans import Spans
 
 log = logging.getLogger(__name__)
@@ -60,12 +59,23 @@ UNMET_LIMIT_S = 5.0
 """The same limit for a learner that has never spoken to this controller."""
 
 
+type StatusAndTotals = tuple[Mapping[str, Any], Mapping[int, Mapping[str, float]]]
+"""The latest status.json, empty before the first, and the totals of each server by id."""
+type ServeMetrics = Callable[[Endpoints, Callable[[], StatusAndTotals]], Callable[[], None]]
+
+
 def main(
-    recipe: Recipe, tokenizer: Tokenizer, tasks: Tasks, questions: Sequence[Questions[Any]], forecast: Forecast
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    tasks: Tasks,
+    questions: Sequence[Questions[Any]],
+    forecast: Forecast,
+    serve_metrics: ServeMetrics,
 ) -> int:
     """Run until the learner was told to stop and has left; return 1 if the run failed.
 
     questions: what each evaluation asks. forecast: predicts the rest of the run from its scores.
+    serve_metrics: starts an exporter of the status and returns what ends it.
     """
     rundir = RunDir(recipe.run.path)
     endpoints = rundir.endpoints()
@@ -75,7 +85,9 @@ def main(
 
     async def run() -> int:
         link = Link(endpoints.controller, endpoints.link)
-        return await Controller(recipe, rundir, journal, tokenizer, tasks, questions, forecast, link).run()
+        return await Controller(
+            recipe, rundir, journal, tokenizer, tasks, questions, forecast, serve_metrics, link
+        ).run()
 
     return uvloop.run(run())
 
@@ -92,6 +104,7 @@ class Controller:
         tasks: Tasks,
         questions: Sequence[Questions[object]],
         forecast: Forecast,
+        serve_metrics: ServeMetrics,
         link: Link,
     ) -> None:
         salt = uuid.uuid4().hex[:8]  # of this life: prefixes cached for an earlier one hold older weights
@@ -128,8 +141,8 @@ class Controller:
             rundir, questions, forecast, asker, self.pipeline, self.records, self.compute, hooks, self.spans
         )
         self.conversation = Conversation(link, self)
-        self._exported: tuple[dict[str, Any], dict[int, dict[str, float]]] = {}, {}
-        self._exporter = self._listening(rundir.endpoints())
+        self._exported: StatusAndTotals = {}, {}
+        self._close_metrics = serve_metrics(rundir.endpoints(), lambda: self._exported)
         self.step, self.phase = 0, "starting"
         self.stop_reason, self.failure = "", ""
         self._stopping_since = 0.0
@@ -319,14 +332,7 @@ class Controller:
         await self.records.close()
         self.link.close()
         self.spans.flush()
-        if self._exporter is not None:
-            self._exporter.close()
-
-    def _listening(self, endpoints: Endpoints) -> Exporter | None:
-        """Serve Prometheus with the status of the latest second."""
-        if not endpoints.controller_metrics:
-            return None
-        return Exporter(endpoints.controller_metrics, endpoints.metrics_key, lambda: of_controller(*self._exported))
+        self._close_metrics()
 
     def _status(self) -> dict[str, object]:
         """Return the content of RUN/status.json."""

@@ -27,7 +27,10 @@ from megarl.core.journal.records import Finished, JournalRecord, Snapshot, State
 
 
 class GroupIndex:
-    """The offset of each group's record, by ticket."""
+    """The offset of each group's record in a file: 16 bytes a group, because a long run has hundreds of thousands.
+
+    Tickets finish about in the order of their numbers, so a new one goes in near the end of the sorted arrays.
+    """
 
     def __init__(self) -> None:
         self._tickets, self._offsets = array("q"), array("q")

@@ -129,6 +129,11 @@ class Snapshot(Record, frozen=True, tag="snapshot"):
     session_published: bool = False
 
 
+SHARED = (
+    "published_version", "session", "earlier_hours", "last_time", "generated_tokens", "finished", "void", "removed",
+    "startup_hours", "evaluation_hours", "session_published",
+)  # fmt: skip
+"""Fields that `Snapshot` has as `State` has them."""
 JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Evaluated | Snapshot
 
 
@@ -222,18 +227,8 @@ class State:
             queue=np.array(a.queue, dtype=np.int32),
             unfinished=tuple(self.unfinished.values()),
             tasks=self.tasks,
-            published_version=self.published_version,
             evaluations=tuple(self.evaluations.values()),
-            session=self.session,
-            earlier_hours=self.earlier_hours,
-            last_time=self.last_time,
-            generated_tokens=self.generated_tokens,
-            finished=self.finished,
-            void=self.void,
-            removed=self.removed,
-            startup_hours=self.startup_hours,
-            evaluation_hours=self.evaluation_hours,
-            session_published=self.session_published,
+            **{name: getattr(self, name) for name in SHARED},
         )
 
     @staticmethod
@@ -253,16 +248,6 @@ class State:
             admission,
             unfinished=unfinished,
             tasks={t: msgspec.structs.replace(h, pass_rates=dict(h.pass_rates)) for t, h in s.tasks.items()},
-            published_version=s.published_version,
             evaluations={e.version: e for e in s.evaluations},
-            session=s.session,
-            earlier_hours=s.earlier_hours,
-            last_time=s.last_time,
-            generated_tokens=s.generated_tokens,
-            finished=s.finished,
-            void=s.void,
-            removed=s.removed,
-            startup_hours=s.startup_hours,
-            evaluation_hours=s.evaluation_hours,
-            session_published=s.session_published,
+            **{name: getattr(s, name) for name in SHARED},
         )

@@ -13,8 +13,9 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,10 +36,8 @@ from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient
-from megarl.core.telemetry.metrics import MetricsWriter
 from megarl.core.telemetry.profiler import Profiler
 from megarl.core.telemetry.spans import Spans
-from megarl.core.telemetry.warnings import flags
 from megarl.core.weights.offload import Offload
 from megarl.core.weights.parity import LIMITS, ParityLimits
 from megarl.core.weights.publisher import Publisher
@@ -52,7 +51,19 @@ MOST_SKIPPED = 3
 """Steps in a row without a finite gradient that end the run: one is bad luck, three are broken weights or data."""
 
 
-def main(recipe: Recipe) -> int:
+class MetricsWriter(Protocol):
+    """Keeps and shows the metrics of a run."""
+
+    def row(self, row: dict[str, object]) -> None:
+        """Write the metrics of `row["step"]`. A later row of the same step counts."""
+
+    def close(self) -> None: ...
+
+
+type OpenMetrics = Callable[[Recipe, RunDir, Endpoints], MetricsWriter]
+
+
+def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
     """Run this rank of the learner; with more than one and outside torchrun, become torchrun."""
     rundir, ranks = RunDir(recipe.run.path), recipe.resources.learner_ranks
     endpoints = rundir.endpoints()
@@ -66,7 +77,7 @@ def main(recipe: Recipe) -> int:
         asyncio.run(_let_servers_first(recipe, rundir, endpoints))
     # Ranks other than 0 wait in a collective as long as rank 0 waits for the controller.
     parallel.start(recipe.model, recipe.run.seed, CONTROLLER_LIMIT_S + recipe.weights.timeout_s)
-    learner = LearnerRank(recipe, rundir, endpoints)
+    learner = LearnerRank(recipe, rundir, endpoints, open_metrics)
     try:
         learner.run()
     except OutOfMemory as error:  # a learner that starts again replays the same batch
@@ -99,7 +110,7 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoint
 class LearnerRank:
     """One rank. Only rank 0 has a link to the controller and writes metrics."""
 
-    def __init__(self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
+    def __init__(self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints, open_metrics: OpenMetrics) -> None:
         self.recipe, self.rundir = recipe, rundir
         self.signalled = ""
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -130,7 +141,7 @@ class LearnerRank:
         self.trainer.within = self.clock.within
         self.profiler = Profiler(recipe.monitor.profile, rundir.profile, dist.get_rank())
         if self.leader:
-            self.metrics = MetricsWriter(recipe, rundir, endpoints)
+            self.metrics = open_metrics(recipe, rundir, endpoints)
         log.info("learner %s ready at step %d", self.incarnation, first)
 
     def run(self) -> None:
@@ -202,8 +213,7 @@ class LearnerRank:
         for rollout in self.trainer.offenders:
             append_jsonl(self.rundir.bad_rollouts, {"step": step} | rollout)
         held = (time.monotonic() - received) / 3600 * command.compute_devices
-        measured = command.stats | metrics
-        row = {
+        row: dict[str, object] = {
             "step": step,
             "weight_version": self.trainer.step,
             "time": time.time(),
@@ -213,7 +223,7 @@ class LearnerRank:
             "tokens_per_second": command.stats.get("generated_tokens", 0.0) / seconds["step_seconds"],
         }
         with self.clock.within("metrics"):
-            self.metrics.row(measured | flags(measured) | seconds | row)
+            self.metrics.row({**command.stats, **metrics, **seconds, **row})
 
     def _check_recorded(self, step: int, metrics: dict[str, float]) -> None:
         """End the run, before anything of it is overwritten, if its first step here contradicts the recorded one.

@@ -23,10 +23,9 @@ request is sent twice: aiohttp repeats only a GET, which changes nothing.
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Literal, NamedTuple, Self
 
 import aiohttp
@@ -51,7 +50,7 @@ TOP_K_WITH_TOP_P = 4096
 """SGLang reports the sampling support only for a bounded number of candidates; top_p seldom leaves as many."""
 
 
-class Span(NamedTuple):
+class VersionSpan(NamedTuple):
     """Completion tokens [start, end) were sampled with weights of `version`."""
 
     version: int
@@ -68,7 +67,7 @@ class Generation(NamedTuple):
 
     tokens: np.ndarray
     logprobs: np.ndarray
-    spans: tuple[Span, ...]
+    spans: tuple[VersionSpan, ...]
     finish: Literal["stop", "length"]
     routing: str = ""
 
@@ -103,7 +102,7 @@ class ServerSaid(MegarlError):
     """The server answered a call with an error, so it is alive."""
 
 
-class _VersionSpan(msgspec.Struct):
+class _ReportedSpan(msgspec.Struct):
     version: str
     start: int
     end: int
@@ -119,7 +118,7 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[float, int, None]] = []
     output_token_sampling_logprobs: list[float] | None = None
-    weight_versions: list[_VersionSpan] = []
+    weight_versions: list[_ReportedSpan] = []
     routed_experts: str = ""
 
 
@@ -222,15 +221,16 @@ class ServerClient:
         (benchmarks). routing_from: also return the experts chosen from this position of `input_ids` on. Cancelling aborts the
         request on the server.
         """
-        body: dict[str, Any] = {
+        sampling: dict[str, object] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "stop_token_ids": list(stop_token_ids),
+            "ignore_eos": ignore_eos,
+        }
+        body: dict[str, object] = {
             "input_ids": input_ids.tolist() if isinstance(input_ids, np.ndarray) else list(input_ids),
-            "sampling_params": {
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "top_p": top_p,
-                "stop_token_ids": list(stop_token_ids),
-                "ignore_eos": ignore_eos,
-            },
+            "sampling_params": sampling,
             "return_logprob": True,
             "cache_salt": cache_salt,
             "stream": True,
@@ -239,7 +239,7 @@ class ServerClient:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routing_from}
         if top_p < 1.0:
             body["return_sampling_mask"] = True
-            body["sampling_params"]["top_k"] = TOP_K_WITH_TOP_P
+            sampling["top_k"] = TOP_K_WITH_TOP_P
         received = _Received()
         async with self._sampling(body, received) as reply:
             async for event in events(reply.content.iter_any()):
@@ -265,7 +265,7 @@ class ServerClient:
         SGLang matches prefixes only up to `logprob_start_len`. The one token that every request must sample is ignored.
         against: also score this token in each place. routing: also return the experts chosen for all tokens.
         """
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "input_ids": [s.tolist() for s in sequences],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
@@ -287,7 +287,7 @@ class ServerClient:
         return [_prefill(each["meta_info"]) for each in replies]
 
     @asynccontextmanager
-    async def _sampling(self, body: dict[str, Any], received: _Received) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _sampling(self, body: dict[str, object], received: _Received) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield a good reply to a request for tokens. A failure while it is read becomes ServerLost with what was received."""
         limit = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_LIMIT_S)
         url = self.address.url
@@ -312,7 +312,7 @@ class ServerClient:
                 raise ServerRefused(f"{self.address.url} refused a request: {reason}")
             # A request aborted while its server was paused still gets one token, from weights that may be half replaced.
             raise ServerLost(f"{self.address.url} aborted a request: {reason}", tokens[:-1], logprobs[:-1])
-        spans = tuple(Span(int(s.version), s.start, s.end) for s in chunk.meta_info.weight_versions)
+        spans = tuple(VersionSpan(int(s.version), s.start, s.end) for s in chunk.meta_info.weight_versions)
         ended: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
         return Generation(tokens, logprobs, spans, ended, chunk.meta_info.routed_experts)
 
@@ -428,7 +428,7 @@ class ServerClient:
         return MegarlError(f"server {self.address.id} ({self.address.url}): {step}: {what}")
 
     async def _call(
-        self, step: str, path: str, body: Any = None, limit_s: float | None = None, key: str | None = None
+        self, step: str, path: str, body: object = None, limit_s: float | None = None, key: str | None = None
     ) -> Any:
         """Return the reply's JSON, None if it has none. Without a body this is a GET. key: default the admin key."""
         limit_s = min(self._timeout_s, CONTROL_LIMIT_S) if limit_s is None else limit_s
@@ -451,7 +451,9 @@ class ServerClient:
             raise ServerSaid(str(self.error(step, f"{reply.status}: {message[:500]}")))
         return said
 
-    def _request(self, path: str, body: Any, key: str, limit: aiohttp.ClientTimeout) -> Any:
+    def _request(
+        self, path: str, body: object, key: str, limit: aiohttp.ClientTimeout
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         if self._session is None:  # it belongs to the running event loop, so it is made at the first request
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
@@ -465,7 +467,7 @@ class ServerClient:
         )
 
 
-def _bucket(complete: int | None, flush: bool) -> dict[str, Any]:
+def _bucket(complete: int | None, flush: bool) -> dict[str, object]:
     """Return what SGLang needs with every bucket. The last one carries the version and permits flushing cached prefixes."""
     version = None if complete is None else str(complete)
     return {"load_format": "flattened_bucket", "flush_cache": flush and version is not None, "weight_version": version}
@@ -482,7 +484,7 @@ def _prefill(meta: dict[str, Any]) -> Prefill:
 
 CLOSE_LIMIT_S = 5.0
 
-type Call[T] = Callable[[ServerClient], Coroutine[Any, Any, T]]
+type Call[T] = Callable[[ServerClient], Coroutine[object, object, T]]
 
 
 class Fleet:
@@ -538,31 +540,3 @@ def collect[T](futures: dict[int, Future[T]]) -> tuple[dict[int, T], dict[int, M
         except MegarlError as error:
             errors[i] = error
     return results, errors
-
-
-POLL_S = 0.1
-
-
-def wait_ready(url: str, limit_s: float, exit_code: Callable[[], int | None] = lambda: None) -> float:
-    """Wait for the server at `url` and return the seconds. exit_code: status of its process, None while it runs.
-
-    MegarlError if it ended, or after `limit_s` (serving.start_timeout_s).
-    """
-
-    async def wait() -> float:
-        start = time.monotonic()
-        async with ServerClient(ServerAddress(id=0, url=url), "", "", limit_s) as client:
-            while not await client.health():
-                code = exit_code()
-                if code is not None:
-                    raise MegarlError(
-                        f"the server for {url} ended with status {code} before it was ready; its log says why"
-                    )
-                if time.monotonic() - start > limit_s:
-                    raise MegarlError(
-                        f"the server at {url} was not ready within {limit_s:g} s (serving.start_timeout_s)"
-                    )
-                await asyncio.sleep(POLL_S)
-        return time.monotonic() - start
-
-    return asyncio.run(wait())

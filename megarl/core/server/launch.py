@@ -13,7 +13,6 @@ import logging
 import os
 import subprocess
 import time
-from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.core.base.architecture import in_directory
@@ -107,11 +106,11 @@ async def warm_up(url: str, endpoints: Endpoints) -> bool:
     return False
 
 
-def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, Any]:
+def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, object]:
     """Return the ServerArgs for a GPU that the server shares with the learner."""
     if not cuda:
         return {}
-    found: dict[str, Any] = {"enable_memory_saver": recipe.serving.release_memory}
+    found: dict[str, object] = {"enable_memory_saver": recipe.serving.release_memory}
     if recipe.serving.memory_fraction is not None:
         found["mem_fraction_static"] = static_fraction(recipe.serving.memory_fraction, free_and_total())
     return found
@@ -136,7 +135,7 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dic
     return common | cpu
 
 
-def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: bool) -> dict[str, Any]:
+def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: bool) -> dict[str, object]:
     """Return SGLang's ServerArgs. Others keep SGLang's defaults (radix cache on, attention backend, CUDA graphs)."""
     serving, weights = recipe.serving, recipe.weights
     model = in_directory(recipe.model.path)
@@ -199,7 +198,7 @@ def free_and_total() -> list[tuple[int, int]]:
 
 def static_fraction(share: float, memory: list[tuple[int, int]]) -> float:
     """Return SGLang's mem_fraction_static for `share` of each whole GPU. memory: (free, total) of each."""
-    free, total = min(memory, key=lambda of: of[0] / of[1])
+    free, total = min(memory, key=lambda gpu: gpu[0] / gpu[1])
     if share * total >= free:
         raise MegarlError(
             f"serving.memory_fraction: {share:g} of the GPU are {share * total / MIB_A_GIB:.1f} GiB, and only "

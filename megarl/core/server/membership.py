@@ -17,7 +17,7 @@ from typing import Literal
 
 from megarl.core.base.messages import ServerAddress
 
-State = Literal["starting", "unknown", "publishing", "clean", "lost"]
+ServerState = Literal["starting", "unknown", "publishing", "clean", "lost"]
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Member:
     """One server. `version`: the weights of a clean server, or the target of a publishing one."""
 
     address: ServerAddress
-    state: State = "starting"
+    state: ServerState = "starting"
     version: int = -1
     incarnation: str = ""  # the learner that published, or is publishing
     pinned: bool = False

@@ -118,7 +118,7 @@ def nonsense(body: bytes, vocabulary: int) -> str:
         if lists and len(lists) != len(ids or ()):
             return f"{name} has both tokens and lists of tokens"
         rows = lists or [ids or ()]
-        for extreme in (of(row) for row in rows for of in (min, max) if row):
+        for extreme in (pick(row) for row in rows for pick in (min, max) if row):
             if not 0 <= extreme < vocabulary:
                 return f"{name} has {extreme}, which is not in the vocabulary of {vocabulary}"
     return ""

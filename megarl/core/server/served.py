@@ -26,27 +26,27 @@ _STACKED = re.compile(r"\.experts\.(gate_up|down)_proj$")
 _GATED = re.compile(r"\.(gate|up)_proj\.weight$")
 
 
-class Place(NamedTuple):
+class ServedPart(NamedTuple):
     """Part `position`, counted from 0, of the server's parameter `name`, which holds one Hugging Face tensor."""
 
     name: str
     position: int = 0
 
 
-def place(name: str) -> Place:
+def place(name: str) -> ServedPart:
     """Return where the server holds the Hugging Face tensor of that name."""
     if match := _ATTENTION.search(name):
-        return Place(_ATTENTION.sub(r".qkv_proj.\2", name), "qkv".index(match[1]))
+        return ServedPart(_ATTENTION.sub(r".qkv_proj.\2", name), "qkv".index(match[1]))
     if match := _EXPERT.search(name):
         expert = int(match[1])
         if match[2] == "down":
-            return Place(_EXPERT.sub(".experts.w2_weight", name), expert)
-        return Place(_EXPERT.sub(".experts.w13_weight", name), 2 * expert + (match[2] == "up"))
+            return ServedPart(_EXPERT.sub(".experts.w2_weight", name), expert)
+        return ServedPart(_EXPERT.sub(".experts.w13_weight", name), 2 * expert + (match[2] == "up"))
     if match := _STACKED.search(name):
-        return Place(_STACKED.sub(".experts.w2_weight" if match[1] == "down" else ".experts.w13_weight", name))
+        return ServedPart(_STACKED.sub(".experts.w2_weight" if match[1] == "down" else ".experts.w13_weight", name))
     if match := _GATED.search(name):
-        return Place(_GATED.sub(".gate_up_proj.weight", name), int(match[1] == "up"))
-    return Place(name)
+        return ServedPart(_GATED.sub(".gate_up_proj.weight", name), int(match[1] == "up"))
+    return ServedPart(name)
 
 
 def rotary_head_dim(model: Architecture) -> int | None:

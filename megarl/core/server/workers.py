@@ -7,12 +7,11 @@ import os
 import threading
 import uuid
 from dataclasses import replace
-from typing import Any
 
 from megarl.core.base.process import die_with_parent, shared_memory_mark
 
 
-def scheduler(*args: Any, **kwargs: Any) -> None:
+def scheduler(*args: object, **kwargs: object) -> None:
     """Run the process that owns the model."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
@@ -36,14 +35,14 @@ def own_ports() -> None:
 
     made = PortArgs.init_new
 
-    def named(*args: Any, **kwargs: Any) -> Any:
+    def named(*args: object, **kwargs: object) -> PortArgs:
         ports = made(*args, **kwargs)
         return replace(ports, instance_id=f"{shared_memory_mark(os.getsid(0))}{ports.instance_id}")
 
     PortArgs.init_new = staticmethod(named)
 
 
-def no_detokenizer(server_args: Any, port_args: Any) -> None:
+def no_detokenizer(server_args: object, port_args: object) -> None:
     """Sleep in place of the detokenizer, which SGLang wants alive although nothing reaches it: only token ids pass."""
     die_with_parent()
     threading.Event().wait()

@@ -22,7 +22,6 @@ from rich.console import Console
 
 from megarl.core.base.contracts import GraderDown
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import lock, outlive_screen
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.evaluation.answers import Answer, SuiteDir
@@ -34,6 +33,7 @@ from megarl.lab.evaluation.servers import OwnServers, own_servers
 from megarl.lab.evaluation.show import counted, table
 from megarl.lab.evaluation.subject import Subject, recipe_of, subject_of
 from megarl.lab.evaluation.suites import SuiteQuestions
+from megarl.run.process import lock, outlive_screen
 
 
 def main(

@@ -7,7 +7,7 @@ A failed request is retried on any server. If a server's process ends, so does t
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from megarl.core.evaluation.score import Asker
 from megarl.core.recipe import Recipe, dump
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
-from megarl.core.server.client import ServerClient, wait_ready
+from megarl.core.server.client import ServerClient
 from megarl.core.server.membership import Membership
 from megarl.run.checks import check_cpu
 from megarl.run.launcher import LocalLauncher, LocalProcess, task
@@ -129,3 +129,31 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
         for process in processes:
             process.wait_gone()
         rundir.endpoints_file.unlink(missing_ok=True)
+
+
+POLL_S = 0.1
+
+
+def wait_ready(url: str, limit_s: float, exit_code: Callable[[], int | None] = lambda: None) -> float:
+    """Wait for the server at `url` and return the seconds. exit_code: status of its process, None while it runs.
+
+    MegarlError if it ended, or after `limit_s` (serving.start_timeout_s).
+    """
+
+    async def wait() -> float:
+        start = time.monotonic()
+        async with ServerClient(ServerAddress(id=0, url=url), "", "", limit_s) as client:
+            while not await client.health():
+                code = exit_code()
+                if code is not None:
+                    raise MegarlError(
+                        f"the server for {url} ended with status {code} before it was ready; its log says why"
+                    )
+                if time.monotonic() - start > limit_s:
+                    raise MegarlError(
+                        f"the server at {url} was not ready within {limit_s:g} s (serving.start_timeout_s)"
+                    )
+                await asyncio.sleep(POLL_S)
+        return time.monotonic() - start
+
+    return asyncio.run(wait())

@@ -26,7 +26,8 @@ from typing import TypedDict
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows
-from megarl.core.telemetry.spans import TICKETS, Event, Span, Value, read
+from megarl.core.telemetry.spans import TICKETS, Event, Span, Value
+from megarl.lab.report.spans import read
 
 Unit = Sequence[Span]
 """Spans that stay on one lane: the first contains the others."""

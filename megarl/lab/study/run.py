@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from megarl.core.base.process import SUPERVISOR, Wish, outlive_screen, wishes
+from megarl.core.base.process import SUPERVISOR
 from megarl.core.base.rundir import latest_rows, latest_scores
 from megarl.lab.study.plan import Study, StudyTask
+from megarl.run.process import StopRequest, outlive_screen, stop_requests
 from megarl.run.view import sparkline
 
 LOOK_S = 2.0
@@ -47,20 +48,20 @@ def run(study: Study, tasks: Sequence[StudyTask], console: Console) -> int:
             at = "step {}, pass rate {}".format(*_progress(now))
             print(f"{done}/{len(study.tasks)} done · {now.name}: {now.state()}, {at}", flush=True)
 
-    with wishes() as wish, live or nullcontext():
+    with stop_requests() as stop_request, live or nullcontext():
         for task in tasks:
             if task.state() != "done":
-                _finish(task, wish, show)
-            if wish.count:
+                _finish(task, stop_request, show)
+            if stop_request.count:
                 console.print("stopped as asked; the same command goes on from here", highlight=False)
-                return 128 + wish.signal
+                return 128 + stop_request.signal
     failed = [task for task in tasks if task.state() != "done"]
     for task in failed:
         console.print(f"failed: {task.name}; see {task.log}", style="red", highlight=False)
     return 1 if failed else 0
 
 
-def _finish(task: StudyTask, wish: Wish, show: Callable[..., None]) -> None:
+def _finish(task: StudyTask, stop_request: StopRequest, show: Callable[..., None]) -> None:
     """Run `megarl train` to its end; requests to stop are passed on to it, once each."""
     task.rundir.summary.unlink(missing_ok=True)  # left by an earlier life that was stopped
     environment = os.environ | {SUPERVISOR: str(os.getpid())}
@@ -71,8 +72,8 @@ def _finish(task: StudyTask, wish: Wish, show: Callable[..., None]) -> None:
             env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         while process.poll() is None:
-            if wish.count > heard:
-                heard = wish.count
+            if stop_request.count > heard:
+                heard = stop_request.count
                 process.send_signal(signal.SIGINT)
             show(task)
             time.sleep(LOOK_S)

@@ -7,9 +7,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import parameters
 from megarl.core.recipe import load
 from megarl.lab.presets import PPO, ppo_for, suggest
+from megarl.run.checks import parameters
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.core.base.process import die_with_supervisor
 from megarl.core.base.rundir import RunDir, append_jsonl, read_jsonl, write_atomically
+from megarl.run.process import die_with_supervisor
 
 STRAY = """
 import os, sys, time

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from megarl.cli import write_report
 from megarl.core import recipe as recipes
-from megarl.core.base.process import have_streams
 from megarl.core.base.rundir import RunDir
 from megarl.lab.preflight import check_inputs
 from megarl.run import restart, train
 from megarl.run.launcher import LocalLauncher, LocalProcess, Task
+from megarl.run.process import have_streams
 from megarl.run.watch import Watch
 
 ROLE = Path(__file__).with_name("stand_in_role.py")

@@ -20,7 +20,9 @@ from tests.processes import alive, wait_until_gone
 
 SLEEP = "import time; time.sleep(600)"
 PARENT = f"import subprocess, sys; print('child', subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True)"
-ROLE = "import os; from megarl.core.base.process import die_with_supervisor; die_with_supervisor(); print('role', os.getpid())"
+ROLE = (
+    "import os; from megarl.run.process import die_with_supervisor; die_with_supervisor(); print('role', os.getpid())"
+)
 
 
 HERE = Place((here(0, ""),))
@@ -135,7 +137,7 @@ time.sleep(600)
 
 def test_role_whose_supervisor_is_dead_already_ends_at_once(tmp_path: Path) -> None:
     environment = os.environ | {"MEGARL_SUPERVISOR_PID": "1"}
-    code = f"from megarl.core.base.process import die_with_supervisor; die_with_supervisor(); {SLEEP}"
+    code = f"from megarl.run.process import die_with_supervisor; die_with_supervisor(); {SLEEP}"
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == -9
 
 

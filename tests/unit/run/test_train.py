@@ -244,7 +244,7 @@ def test_second_signal_kills(live: Callable[..., Life]) -> None:
     life.wait_for(lambda: life.rundir.stop_file.exists())
     life.process.send_signal(
         signal.SIGTERM
-    )  # so soon after the first it is the same wish, sent by the job and by its script
+    )  # so soon after the first it is the same request, sent by the job and by its script
     life.process.send_signal(signal.SIGINT)
     status, output = life.end()
     assert status == 128 + signal.SIGTERM, output

@@ -99,7 +99,7 @@ def chunk_mask(
 _build_attention = llama4.Llama4Attention.__init__
 
 
-def build_attention(self: Any, config: Any, layer_id: int, *args: Any, **kwargs: Any) -> None:
+def build_attention(self: Any, config: Any, layer_id: int, *args: object, **kwargs: object) -> None:
     """Replace llama4.Llama4Attention.__init__: RoPE layers know their chunk."""
     _build_attention(self, config, layer_id, *args, **kwargs)
     if self.use_rope and config.attention_chunk_size:

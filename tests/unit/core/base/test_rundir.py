@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import lock
 from megarl.core.base.rundir import RunDir, append_jsonl, latest_rows, read_jsonl, write_atomically
 from megarl.run.observe import Observer
+from megarl.run.process import lock
 from tests.full_disk import files_no_larger_than
 
 

@@ -18,7 +18,7 @@ LIMIT = timedelta(seconds=20)
 GROUP = """
 import os, psutil, torch.distributed as dist
 from megarl.core.base import ranks
-from megarl.core.base.process import free_ports
+from megarl.run.process import free_ports
 ranks.bind_all()
 port, = free_ports(1, "127.0.0.3")
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.3:{port}", rank=0, world_size=1)

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.core.base.process import free_ports
+from megarl.run.process import free_ports
 
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from megarl.core.base.process import die_with_supervisor
+from megarl.run.process import die_with_supervisor
 die_with_supervisor()
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):

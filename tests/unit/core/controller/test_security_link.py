@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import LARGEST_REQUEST, Ack, Next, Request, Stopped, from_frames, to_frames
-from megarl.core.base.process import free_ports
 from megarl.core.base.rundir import LinkKeys
 from megarl.core.base.types import encode
 from megarl.core.controller.conversation import Link
 from megarl.core.learner.link import ControllerLink
+from megarl.run.process import free_ports
 
 LIMIT_S = 20.0
 KEYS = LinkKeys.new()

@@ -8,10 +8,10 @@ import zmq
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Ack, Next, Reply, Request, Wait, from_frames, to_frames
-from megarl.core.base.process import free_ports
 from megarl.core.base.rundir import LinkKeys
 from megarl.core.base.types import decode, encode
 from megarl.core.learner.link import ControllerLink, Interrupted
+from megarl.run.process import free_ports
 
 KEYS = LinkKeys.new()
 NEXT = Next(incarnation="a", step=3, version=3)

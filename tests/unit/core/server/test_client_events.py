@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.process import free_ports
 from megarl.core.server.client import ServerClient, ServerLost, ServerRefused, events
+from megarl.run.process import free_ports
 
 
 @given(st.lists(st.text('abc{}:" ', min_size=1, max_size=20), max_size=6), st.lists(st.integers(1, 30), max_size=20))

@@ -9,8 +9,9 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.process import free_ports
-from megarl.core.server.client import Fleet, ServerClient, ServerSaid, collect, wait_ready
+from megarl.core.server.client import Fleet, ServerClient, ServerSaid, collect
+from megarl.lab.evaluation.servers import wait_ready
+from megarl.run.process import free_ports
 
 LIMIT_S = 1.0
 YES = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnull"

@@ -25,7 +25,7 @@ from megarl.core.controller.metrics import task_statistics
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import MAX_RETRIES, Completion, Job, Sampler, Void
-from megarl.core.server.client import Generation, ServerLost, Span
+from megarl.core.server.client import Generation, ServerLost, VersionSpan
 from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
 from tests.unit.tasks.environments import scripted
@@ -102,10 +102,10 @@ class Client:
             sent = tokens[: rng.randint(0, len(tokens))]
             self.servers.log.append((ids, int32(sent), [version] * len(sent), stop_token_ids == (END,)))
             raise ServerLost("gone", int32(sent), float32([-1.0] * len(sent)))
-        spans, versions = [Span(version, 0, len(tokens))], [version] * len(tokens)
+        spans, versions = [VersionSpan(version, 0, len(tokens))], [version] * len(tokens)
         if rng.random() < 0.5:
             at, newer = rng.randint(0, len(tokens)), self.servers.publish(self.server)
-            spans = [Span(version, 0, at), Span(newer, at, len(tokens))]
+            spans = [VersionSpan(version, 0, at), VersionSpan(newer, at, len(tokens))]
             versions = [version] * at + [newer] * (len(tokens) - at)
         self.servers.log.append((ids, int32(tokens), versions, stop_token_ids == (END,)))
         rows = np.arange(routing_from, len(ids) + len(tokens) - 1, dtype="<i4")
@@ -272,7 +272,7 @@ class OneTurnEach:
         self.asked.append((limit, stop_token_ids))
         tokens = self.turns.pop(0)[:limit]
         finish = "stop" if tokens[-1] in stop_token_ids else "length"
-        return Generation(int32(tokens), float32([-1.0] * len(tokens)), (Span(3, 0, len(tokens)),), finish)  # type: ignore[arg-type]
+        return Generation(int32(tokens), float32([-1.0] * len(tokens)), (VersionSpan(3, 0, len(tokens)),), finish)  # type: ignore[arg-type]
 
 
 def say(

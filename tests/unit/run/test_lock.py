@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import lock
+from megarl.run.process import lock
 
 COMMAND = ("megarl train", "run.name")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.core.base.process import SIGNALS, wishes
+from megarl.run.process import SIGNALS, stop_requests
 
 
 @pytest.fixture(autouse=True)
@@ -19,25 +19,25 @@ def as_before() -> Iterator[None]:
 @pytest.mark.parametrize("number", SIGNALS)
 def test_each_is_counted_and_remembered(number: signal.Signals) -> None:
     handlers = [signal.getsignal(n) for n in SIGNALS]
-    with wishes() as wish:
+    with stop_requests() as stop_request:
         signal.raise_signal(number)
-        assert (wish.count, wish.signal) == (1, number)
+        assert (stop_request.count, stop_request.signal) == (1, number)
     assert [signal.getsignal(n) for n in SIGNALS] == handlers
 
 
-def test_the_same_wish_comes_twice_but_ctrl_c_is_pressed_twice() -> None:
-    with wishes() as wish:
+def test_the_same_request_comes_twice_but_ctrl_c_is_pressed_twice() -> None:
+    with stop_requests() as stop_request:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGUSR1)
-        assert wish.count == 1
+        assert stop_request.count == 1
         signal.raise_signal(signal.SIGINT)
-        assert (wish.count, wish.signal) == (2, signal.SIGTERM)
+        assert (stop_request.count, stop_request.signal) == (2, signal.SIGTERM)
 
 
 def test_nohup_is_obeyed() -> None:
     """A command under nohup does not end with its terminal."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with wishes() as wish:
+    with stop_requests() as stop_request:
         signal.raise_signal(signal.SIGHUP)
-        assert wish.count == 0
+        assert stop_request.count == 0
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

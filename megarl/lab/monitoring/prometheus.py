@@ -20,31 +20,41 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import Endpoints
 from megarl.core.telemetry.names import NAMES
 
 Families = Callable[[], Iterable[Metric]]
+Status = Mapping[str, Any]
+"""As in RUN/status.json, empty before the first."""
+Totals = Mapping[int, Mapping[str, float]]
+"""Totals by server: tokens, busy_seconds."""
 
 
-class Exporter:
-    """Serves `address` (host:port) from its own thread until closed. `families` is called at each scrape."""
+def serve(address: str, key: str, families: Families) -> Callable[[], None]:
+    """Serve `address` (host:port), if there is one, from a thread; return what ends that. families: called at each scrape."""
+    if not address:
+        return lambda: None
+    registry = CollectorRegistry()
+    registry.register(_Collected(families))
+    host, _, port = address.rpartition(":")
+    try:
+        server = make_server(host, int(port), _Guarded(make_wsgi_app(registry), key), ThreadingWSGIServer, _Handler)
+    except OSError as error:
+        raise MegarlError(
+            f"monitor.prometheus: cannot listen on {address}: {error.strerror}; choose another monitor.prometheus_port"
+        ) from None
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
-    def __init__(self, address: str, key: str, families: Families) -> None:
-        registry = CollectorRegistry()
-        registry.register(_Collected(families))
-        host, _, port = address.rpartition(":")
-        try:
-            self._server = make_server(
-                host, int(port), _Guarded(make_wsgi_app(registry), key), ThreadingWSGIServer, _Handler
-            )
-        except OSError as error:
-            raise MegarlError(
-                f"monitor.prometheus: cannot listen on {address}: {error.strerror}; choose another monitor.prometheus_port"
-            ) from None
-        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    return close
+
+
+def serve_controller(endpoints: Endpoints, latest: Callable[[], tuple[Status, Totals]]) -> Callable[[], None]:
+    """Serve the controller's metrics, if the run exports any, and return what ends that. latest: called at each scrape."""
+    return serve(endpoints.controller_metrics, endpoints.metrics_key, lambda: controller_families(*latest()))
 
 
 class _Handler(WSGIRequestHandler):
@@ -61,10 +71,6 @@ class _Collected(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._families()
-
-    def describe(self) -> list[Metric]:
-        """Return nothing: no metric is known before the first row."""
-        return []
 
 
 class _Guarded:
@@ -87,8 +93,6 @@ def _said(status: str, start_response: Any) -> list[bytes]:
     return [status.encode()]
 
 
-Totals = Mapping[int, Mapping[str, float]]
-"""Totals by server: tokens, busy_seconds."""
 PARTS = ("wait", "train", "publish", "checkpoint")
 
 
@@ -138,8 +142,8 @@ def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[M
     yield from by_name.values()
 
 
-def of_controller(status: Mapping[str, Any], totals: Totals) -> Iterator[Metric]:
-    """Yield the controller's metrics. status: as in RUN/status.json, empty before the first."""
+def controller_families(status: Status, totals: Totals) -> Iterator[Metric]:
+    """Yield the controller's metrics."""
     if not status:
         return
     yield GaugeMetricFamily("megarl_controller_step", "the next step to train", status["step"])
@@ -147,8 +151,8 @@ def of_controller(status: Mapping[str, Any], totals: Totals) -> Iterator[Metric]
     yield CounterMetricFamily(
         "megarl_compute_seconds", "devices held x wall time of all lives", 3600 * status["compute_hours"]
     )
-    yield from _of_servers(status["servers"], totals)
-    yield from _of_tickets(status["tickets"])
+    yield from _server_families(status["servers"], totals)
+    yield from _ticket_families(status["tickets"])
     for name, about in (
         ("malformed_requests", "messages with the right key that made no sense"),
         ("refused_connections", "connections without the learner's key"),
@@ -157,7 +161,7 @@ def of_controller(status: Mapping[str, Any], totals: Totals) -> Iterator[Metric]
     yield from gauges("megarl_eval_", status["eval"] or {}, {"time"})
 
 
-def _of_servers(servers: list[Mapping[str, Any]], totals: Totals) -> Iterator[Metric]:
+def _server_families(servers: list[Mapping[str, Any]], totals: Totals) -> Iterator[Metric]:
     state = GaugeMetricFamily("megarl_server_state", "1 for the state it is in", labels=["server", "state"])
     version = GaugeMetricFamily("megarl_server_weight_version", "of its weights, -1 before", labels=["server"])
     running = GaugeMetricFamily("megarl_server_running_requests", "requests on it now", labels=["server"])
@@ -173,7 +177,7 @@ def _of_servers(servers: list[Mapping[str, Any]], totals: Totals) -> Iterator[Me
     yield from (state, version, running, tokens, busy)
 
 
-def _of_tickets(tickets: Mapping[str, int]) -> Iterator[Metric]:
+def _ticket_families(tickets: Mapping[str, int]) -> Iterator[Metric]:
     now = GaugeMetricFamily("megarl_tickets", "tickets now, by what they do", labels=["state"])
     over = CounterMetricFamily("megarl_tickets_done", "tickets of all lives, by what became of them", labels=["result"])
     for state in ("running", "waiting"):

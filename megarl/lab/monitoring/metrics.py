@@ -17,11 +17,13 @@ from typing import Any
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, parsed, read_jsonl, writing
+from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl, writing
 from megarl.core.recipe import Recipe
 from megarl.core.telemetry.names import tag
-from megarl.core.telemetry.prometheus import Exporter, LearnerMetrics
-from megarl.core.telemetry.wandb_writer import WandbWriter
+from megarl.lab.monitoring.prometheus import LearnerMetrics, serve
+from megarl.lab.monitoring.wandb_writer import WandbWriter
+from megarl.run.tail import Tail
+from megarl.run.warnings import flags
 
 
 class MetricsWriter:
@@ -34,16 +36,13 @@ class MetricsWriter:
         if recipe.monitor.wandb.project:
             self._writers.append(WandbWriter(recipe, rundir))
         self._latest = LearnerMetrics()
-        self._exporter = (
-            Exporter(endpoints.learner_metrics, endpoints.metrics_key, self._latest.families)
-            if endpoints.learner_metrics
-            else None
-        )
+        self._close_exporter = serve(endpoints.learner_metrics, endpoints.metrics_key, self._latest.families)
         self._evaluations = Tail(rundir.eval)
         self._evaluations.new()  # an earlier life has written those
 
     def row(self, row: dict[str, Any]) -> None:
         """Write the metrics of `row["step"]`."""
+        row = row | flags(row)
         append_jsonl(self._path, row)
         self._latest.add(row)
         if row["step"] <= self._last_step:
@@ -58,8 +57,7 @@ class MetricsWriter:
         self._mirror_evaluations()
         for writer in self._writers:
             writer.close()
-        if self._exporter is not None:
-            self._exporter.close()
+        self._close_exporter()
 
     def _mirror_evaluations(self) -> None:
         for step, row in by_step(self._evaluations.new()).items():
@@ -94,27 +92,3 @@ class Board:
     def _add(self, event: event_pb2.Event) -> None:
         with writing(self._folder):
             self._events.add_event(event)
-
-
-class Tail:
-    """Reads a growing file: `new()` returns complete lines since the last call; an unfinished last line waits for its end."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
-
-    def lines(self) -> list[str]:
-        """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        return data[:end].decode(errors="replace").splitlines()
-
-    def new(self) -> list[dict[str, Any]]:
-        """Return rows since the last call; a line truncated by a crash is skipped."""
-        return [row for line in self.lines() if (row := parsed(line)) is not None]

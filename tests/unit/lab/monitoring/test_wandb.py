@@ -14,9 +14,9 @@ import pytest
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, append_jsonl
 from megarl.core.recipe import Recipe, from_tree
-from megarl.core.telemetry import wandb_writer
-from megarl.core.telemetry.metrics import MetricsWriter
-from megarl.core.telemetry.wandb_writer import WandbWriter
+from megarl.lab.monitoring import wandb_writer
+from megarl.lab.monitoring.metrics import MetricsWriter
+from megarl.lab.monitoring.wandb_writer import WandbWriter
 
 NOBODY = Endpoints(
     session="s", controller="", servers=(), api_key="u", admin_key="a", link=LinkKeys.new(), rendezvous_port=1

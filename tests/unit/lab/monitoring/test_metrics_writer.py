@@ -9,8 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, latest_rows
 from megarl.core.recipe import Recipe
-from megarl.core.telemetry.metrics import MetricsWriter, Tail
 from megarl.core.telemetry.names import tag
+from megarl.lab.monitoring.metrics import MetricsWriter
+from megarl.run.tail import Tail
 
 ENDPOINTS = Endpoints(
     session="s", controller="", servers=(), api_key="u", admin_key="a", link=LinkKeys.new(), rendezvous_port=1

@@ -12,11 +12,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import free_ports
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows
 from megarl.core.recipe import Recipe, from_tree
-from megarl.core.telemetry.prometheus import Exporter, LearnerMetrics, of_controller
+from megarl.lab.monitoring.prometheus import LearnerMetrics, controller_families, serve
 from megarl.run.prepare import write_targets
+from megarl.run.process import free_ports
 
 CONVENTION = re.compile(r"megarl_[a-z0-9_]+")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -25,11 +25,11 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 @pytest.fixture
 def scraped() -> Iterator[Callable[..., Samples]]:
     """Of `families`, over HTTP."""
-    exporters = []
+    closings = []
 
     def scrape(families: Callable[[], Iterator]) -> Samples:
         address = f"127.0.0.1:{free_ports(1)[0]}"
-        exporters.append(Exporter(address, "secret", families))
+        closings.append(serve(address, "secret", families))
         text = get(address, "secret")
         found = list(text_string_to_metric_families(text))
         assert len({family.name for family in found}) == len(found)
@@ -37,8 +37,8 @@ def scraped() -> Iterator[Callable[..., Samples]]:
         return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in found for s in family.samples}
 
     yield scrape
-    for exporter in exporters:
-        exporter.close()
+    for close in closings:
+        close()
 
 
 def get(address: str, key: str, path: str = "/metrics", method: str = "GET") -> str:
@@ -63,12 +63,12 @@ def test_rows_of_the_learner(scraped: Callable[..., Samples], write_run: Callabl
 
 
 def test_status_of_the_controller(scraped: Callable[..., Samples], write_run: Callable[[int], RunDir]) -> None:
-    assert scraped(lambda: of_controller({}, {})) == {}
+    assert scraped(lambda: controller_families({}, {})) == {}
     status = json.loads(write_run(5).status.read_text())
     status["tickets"]["removed"] = 3
     status |= {"malformed_requests": 0, "refused_connections": 2, "eval": {"pass_rate": 0.5, "pass@4/aime24": 0.7}}
     totals = {n: {"tokens": 100.0 * n, "busy_seconds": 7.5} for n in range(2)}
-    found = scraped(lambda: of_controller(status, totals))
+    found = scraped(lambda: controller_families(status, totals))
     assert found["megarl_server_tokens_total", (("server", "1"),)] == 100
     assert found["megarl_server_state", (("server", "1"), ("state", "publishing"))] == 1
     assert found["megarl_tickets_done_total", (("result", "removed"),)] == 3
@@ -79,7 +79,7 @@ def test_status_of_the_controller(scraped: Callable[..., Samples], write_run: Ca
 
 def test_only_who_has_the_key_is_answered() -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    exporter = Exporter(address, "secret", LearnerMetrics().families)
+    close = serve(address, "secret", LearnerMetrics().families)
     try:
         for key, path, method, status in (
             ("", "/metrics", "GET", 401),
@@ -93,9 +93,9 @@ def test_only_who_has_the_key_is_answered() -> None:
             assert refused.value.code == status
         assert "megarl_steps_total 0.0" in get(address, "secret")
         with pytest.raises(MegarlError, match=r"monitor\.prometheus: cannot listen on"):
-            Exporter(address, "secret", LearnerMetrics().families)
+            serve(address, "secret", LearnerMetrics().families)
     finally:
-        exporter.close()
+        close()
 
 
 def test_files_for_prometheus(recipe: Recipe, tree: dict, tmp_path: Path) -> None:

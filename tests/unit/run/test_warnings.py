@@ -2,7 +2,7 @@
 
 import math
 
-from megarl.core.telemetry.warnings import flags, words
+from megarl.run.warnings import flags, words
 
 
 def test_a_row_says_what_it_shows() -> None:
