@@ -32,7 +32,7 @@ from torch.autograd.function import FunctionCtx
 
 from megarl.core.learner.head import passes
 from megarl.core.learner.microbatch import MicroBatch
-from megarl.core.models.value_head import ValueHead
+from megarl.core.models.layers import ValueHead
 
 CHUNK = (4096, 8192)
 """Rows (tokens) and columns (of the vocabulary) of a chunk: 128 MiB of FP32, in products large enough for a GPU."""
