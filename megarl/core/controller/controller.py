@@ -102,7 +102,7 @@ class Controller:
         journal: Journal,
         tokenizer: Tokenizer,
         tasks: Tasks,
-        questions: Sequence[Questions[object]],
+        questions: Sequence[Questions[Any]],
         forecast: Forecast,
         serve_metrics: ServeMetrics,
         link: Link,

@@ -242,18 +242,19 @@ def read_view(
 
 def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]:
     """Return each rank's result of `work()`. COLLECTIVE. If any fails, every rank raises and rank 0 removes `partial`."""
-    value, failure = None, ""
+    done: list[T] = []
+    failure = ""
     try:
-        value = work()
+        done.append(work())
     except (MegarlError, OSError, SafetensorError) as error:
         failure = str(error)
-    results = gathered((value, failure))
+    results = gathered((done, failure))
     errors = list(dict.fromkeys(error for _, error in results if error))
     if errors:
         if partial is not None and dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise MegarlError("\n".join(errors))
-    return [value for value, _ in results]
+    return [value for done, _ in results for value in done]
 
 
 def copy_description(source: Path, destination: Path, dtype: torch.dtype | None = None) -> None:

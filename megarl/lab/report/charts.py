@@ -95,7 +95,7 @@ def lines(axes: Axes, rows: list[Row], names: dict[str, str], *, log: bool = Fal
         if len(xs):
             axes.plot(*binned(xs, ys, MOST_POINTS), color=color, label=label, marker="." if len(xs) == 1 else None)
             drawn = True
-    if log and drawn and any(line.get_ydata().max() > 0 for line in axes.lines):
+    if log and drawn and any(np.asarray(line.get_ydata()).max() > 0 for line in axes.lines):
         axes.set_yscale("log")
     elif drawn:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))

@@ -69,7 +69,8 @@ class RunComparison:
         """Return the table as records: the fit's keys, `name`, and B and C_mid at the mean A with the first run."""
         records = []
         for entry in self.entries:
-            row = {"name": entry.name} | ({"problem": entry.problem} if entry.fit is None else entry.fit.record())
+            row: dict[str, object] = {"name": entry.name}
+            row |= {"problem": entry.problem} if entry.fit is None else entry.fit.record()
             if refitted := self.at_mean.get(entry.name):
                 row |= {"A_mean": refitted.A, "B_at_A_mean": refitted.B, "C_mid_at_A_mean": refitted.C_mid}
             records.append(row)

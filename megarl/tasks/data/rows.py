@@ -34,7 +34,7 @@ class UnfitError(Exception):
 
 
 type Raw = Mapping[str, Any]
-type Getter = Callable[[Raw], object]
+type Getter = Callable[[Raw], Any]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+from typing import Any
 
 from megarl.core.base.contracts import RIGHT, WRONG, Verdict
 from megarl.core.base.process import die_with_parent
@@ -42,7 +43,7 @@ def main(limit_s: float, grader: str) -> None:
     os.dup2(2, 1)  # what a grader prints is not a verdict
     function = named(grader)
 
-    def time_up(*_: object) -> None:
+    def time_up(*_: Any) -> None:
         raise TimeUp
 
     signal.signal(signal.SIGALRM, time_up)
