@@ -105,7 +105,7 @@ class RMSNorm(Module):
         return l2_norm(x, self.eps) * self.weight
 
 
-class RowLayout(NamedTuple):
+class RotatedRow(NamedTuple):
     """Where this rank's tokens of one packed micro-batch are.
 
     positions [tokens]: in their sequences. cos, sin [tokens, 1, head_dim]: for these positions.
@@ -168,7 +168,7 @@ class CausalAttention(Module):
             q = (q * temperatures(positions, *self.layer.temperature)).to(q.dtype)
         return q, k
 
-    def _layout(self, packed: PackedSeqParams, like: Tensor) -> RowLayout:
+    def _layout(self, packed: PackedSeqParams, like: Tensor) -> RotatedRow:
         """Return this micro-batch's layout, made by the first layer that needs it, kept with the parameters all layers get."""
         known = vars(packed).setdefault("megarl_layouts", {})
         chunk = self.layer.chunk if self.layer.chunk and packed.max_seqlen_q > self.layer.chunk else None
@@ -177,8 +177,8 @@ class CausalAttention(Module):
             boundaries, size, rank = packed_at.tolist(), self.cp.size(), self.cp.rank()
             here = positions_of(boundaries)[segments(boundaries, None, size, rank).queries].to(like.device)
             kernels = attention.attention_of(boundaries, chunk, size, rank, like)
-            known[chunk] = RowLayout(here, *self.rope(here, like.dtype), kernels)
-        layout: RowLayout = known[chunk]
+            known[chunk] = RotatedRow(here, *self.rope(here, like.dtype), kernels)
+        layout: RotatedRow = known[chunk]
         return layout
 
     def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
