@@ -183,7 +183,12 @@ class Batch(Record, frozen=True):
     groups: tuple[Group, ...]
 
 
-_ARRAY_DTYPES = {1: np.dtype("<i4"), 2: np.dtype("<f4"), 3: np.dtype("u1"), 4: np.dtype("<i2")}
+_ARRAY_DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<i4"),
+    2: np.dtype("<f4"),
+    3: np.dtype("u1"),
+    4: np.dtype("<i2"),
+}
 _ARRAY_CODES = {dtype: code for code, dtype in _ARRAY_DTYPES.items()}
 
 
