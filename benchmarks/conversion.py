@@ -54,7 +54,7 @@ MODELS = {"llama": LLAMA, "llama4": LLAMA4}
 
 def synthesise(path: Path, model: str, size: int) -> dict[str, tuple[int, ...]]:
     """Random bf16 tensors in files of about 1 GB; as many layers as make `size` bytes. Shape of each tensor."""
-    from checkpoints_tools.mapping import groups
+    from checkpoints_tools.stored import groups
     from megarl.core.models import family_of
 
     path.mkdir(parents=True)
@@ -135,10 +135,10 @@ def step(what: str, arguments: list[str]) -> None:
         work = lambda: copy(Path(source), Path(destination))  # noqa: E731
     else:
         from checkpoints_tools import convert
-        from checkpoints_tools.layout import Layout
+        from checkpoints_tools.layout import Parallelism
 
         if what == "hf-to-megatron":
-            layout = Layout(*map(int, rest))
+            layout = Parallelism(*map(int, rest))
             work = lambda: convert.hf_to_megatron(Path(source), Path(destination), layout)  # noqa: E731
         else:
             work = lambda: convert.megatron_to_hf(Path(source), Path(destination))  # noqa: E731

@@ -38,10 +38,9 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import Fleet, ServerClient
-from megarl.core.weights.checksum import SentChecksums
 from megarl.core.weights.process_group import ProcessGroupTransport, form_group
 from megarl.core.weights.publisher import Publisher
-from megarl.core.weights.transport import Bucket, buckets
+from megarl.core.weights.transport import Bucket, SentChecksums, buckets
 from megarl.lab.evaluation.servers import wait_ready
 
 LIMIT = timedelta(seconds=120)

@@ -1,4 +1,4 @@
-"""What grows with the number of servers, tokens and groups on one process: CPU seconds, measured here, for benchmarks/scaling-out.md.
+"""What grows with the number of servers, tokens and groups on one process: CPU seconds, for scaling-out.md.
 
     python -m benchmarks.scale [--json FILE]
 

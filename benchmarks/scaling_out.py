@@ -15,7 +15,7 @@ from typing import Any
 from megarl.core.base import architecture
 from megarl.core.recipe import load
 from megarl.lab.planning.hardware import assumed, gpu_named
-from megarl.lab.planning.layouts import Problem, as_written
+from megarl.lab.planning.layouts import PlanningProblem, as_written
 from megarl.lab.planning.scenario import costs
 from megarl.lab.planning.simulate import Scenario, simulate, summary
 from megarl.lab.planning.workload import lognormal, workload
@@ -66,7 +66,7 @@ def simulated(gpus: int, part: int, keys: tuple[str, ...]) -> dict[str, Any]:
     recipe = load("scalerl-8b", [*BASE, *keys])
     lengths = lognormal(recipe, MEAN, SPREAD)
     work = workload(recipe, lengths, 1.0, 0)
-    problem = Problem(recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), assumed(), gpus, work)
+    problem = PlanningProblem(recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), assumed(), gpus, work)
     plan = as_written(problem)
     assert not isinstance(plan, str), plan
     resources = recipe.resources.model_copy(update={"servers": recipe.resources.servers // part})

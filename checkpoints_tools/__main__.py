@@ -1,113 +1,111 @@
-"""The command line. Exit status: 0 well; 1 `verify` found a difference; 2 a message on stderr."""
+"""The command line. Exit status: 0 success; 1 `verify` found a difference; 2 a message on stderr.
 
-import argparse
+Each command imports its part when it runs, so that --help answers at once, without torch.
+"""
+
 import logging
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer import Argument, Option
 
 from megarl.core.base.errors import MegarlError
 
-CHECKPOINT = "RUN, RUN/checkpoints (the latest whole one) or RUN/checkpoints/step-N"
+INTERRUPTED = 130
+Checkpoint = Annotated[Path, Argument(help="RUN, RUN/checkpoints (the latest complete one) or RUN/checkpoints/step-N")]
+Destination = Annotated[Path, Argument(help="must not exist; a killed conversion is continued")]
+Tensor = Annotated[int, Option("--tp", min=1, metavar="N", help="tensor parallelism")]
+Pipeline = Annotated[int, Option("--pp", min=1, metavar="N", help="pipeline parallelism")]
+Expert = Annotated[int, Option("--ep", min=1, metavar="N", help="expert parallelism")]
+
+app = typer.Typer(
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"max_content_width": 120},
+)
+conversion = typer.Typer(name="convert", help="Convert a checkpoint into a Hugging Face directory, or back.")
+app.add_typer(conversion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
     warnings.simplefilter("ignore")  # megatron names each optional package that is not installed
     logging.basicConfig(level=logging.ERROR)
-    # It says that there is no GPU, and where CUDA is that is not used.
+    # It says that there is no GPU, and where an unused CUDA is.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
-        return _run(options)
+        status: int = app(arguments, prog_name="python -m checkpoints_tools", standalone_mode=False) or 0
+        if status != INTERRUPTED:
+            return status
+        message = "stopped; the same command continues from here"
     except MegarlError as error:
-        print(f"checkpoints_tools: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("checkpoints_tools: stopped; the same command goes on from here", file=sys.stderr)
-        return 2
+        message = str(error)
+    except typer.TyperException as error:
+        message = error.format_message()
+    print(f"checkpoints_tools: {message}", file=sys.stderr)
+    return 2
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m checkpoints_tools", description=__doc__)
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    convert = commands.add_parser("convert", help="a checkpoint into a Hugging Face directory, or back")
-    directions = convert.add_subparsers(dest="direction", metavar="DIRECTION", required=True)
-    export = directions.add_parser("megatron-to-hf", help="a checkpoint into a Hugging Face directory")
-    export.add_argument("source", type=Path, help=CHECKPOINT)
-    _destination(export)
-    export.add_argument(
-        "--base",
-        type=Path,
-        help="directory with the tensors that are not trained (a vision tower); default: its origin",
-    )
-    into = directions.add_parser("hf-to-megatron", help="a Hugging Face directory into a checkpoint of weights")
-    into.add_argument("source", type=Path, help="Hugging Face directory")
-    _destination(into)
-    _layout(into)
-    into.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="default: that of the source")
-
-    reshard = commands.add_parser("reshard", help="a checkpoint into the shards of another layout, optimiser included")
-    reshard.add_argument("source", type=Path, help=CHECKPOINT)
-    _destination(reshard)
-    _layout(reshard)
-
-    verify = commands.add_parser("verify", help="whether two models, each in either form, are the same")
-    verify.add_argument("a", type=Path)
-    verify.add_argument("b", type=Path)
-    verify.add_argument(
-        "--logits", type=_at_least(0), default=0, metavar="N", help="also compare those of N random prompts"
-    )
-
-    inspect = commands.add_parser("inspect", help="what a checkpoint or a Hugging Face directory holds")
-    inspect.add_argument("directory", type=Path)
-    inspect.add_argument("--tensors", action="store_true", help="a line for every tensor instead of a tree")
-    return top
-
-
-def _destination(command: argparse.ArgumentParser) -> None:
-    command.add_argument("destination", type=Path, help="must not exist; a killed conversion is continued")
-
-
-def _layout(command: argparse.ArgumentParser) -> None:
-    for option, what in (("--tp", "tensor"), ("--pp", "pipeline"), ("--ep", "expert")):
-        command.add_argument(option, type=_at_least(1), default=1, metavar="N", help=f"{what} parallelism; default 1")
-
-
-def _at_least(least: int) -> "type[int]":
-    def count(text: str) -> int:
-        if int(text) < least:
-            raise ValueError
-        return int(text)
-
-    return count  # type: ignore[return-value]
-
-
-def _run(options: argparse.Namespace) -> int:
-    # Imported here: --help answers at once, without torch.
-    if options.command == "inspect":
-        from checkpoints_tools.inspect import inspect
-
-        inspect(options.directory, options.tensors)
-        return 0
-    if options.command == "verify":
-        from checkpoints_tools.verify import verify
-
-        return verify(options.a, options.b, options.logits)
+@conversion.command()
+def megatron_to_hf(
+    source: Checkpoint,
+    destination: Destination,
+    base: Annotated[
+        Path | None, Option(help="directory with the tensors that are not trained (a vision tower); else its origin")
+    ] = None,
+) -> None:
+    """Convert a checkpoint into a Hugging Face directory."""
     from checkpoints_tools import convert
-    from checkpoints_tools.layout import Layout
 
-    if options.command == "convert" and options.direction == "megatron-to-hf":
-        convert.megatron_to_hf(options.source, options.destination, options.base)
-        return 0
-    layout = Layout(options.tp, options.pp, options.ep)
-    if options.command == "reshard":
-        convert.reshard(options.source, options.destination, layout)
-    else:
-        convert.hf_to_megatron(options.source, options.destination, layout, options.dtype)
-    return 0
+    convert.megatron_to_hf(source, destination, base)
+
+
+@conversion.command()
+def hf_to_megatron(
+    source: Annotated[Path, Argument(help="Hugging Face directory")],
+    destination: Destination,
+    tp: Tensor = 1,
+    pp: Pipeline = 1,
+    ep: Expert = 1,
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, Option(help="else that of the source")] = None,
+) -> None:
+    """Convert a Hugging Face directory into a checkpoint of weights."""
+    from checkpoints_tools import convert
+
+    convert.hf_to_megatron(source, destination, convert.Parallelism(tp, pp, ep), dtype)
+
+
+@app.command()
+def reshard(source: Checkpoint, destination: Destination, tp: Tensor = 1, pp: Pipeline = 1, ep: Expert = 1) -> None:
+    """Write a checkpoint in the shards of another layout, optimiser included."""
+    from checkpoints_tools import convert
+
+    convert.reshard(source, destination, convert.Parallelism(tp, pp, ep))
+
+
+@app.command()
+def verify(
+    a: Path, b: Path, logits: Annotated[int, Option(min=0, metavar="N", help="compare logits of N random prompts")] = 0
+) -> int:
+    """Compare two models, each in either form."""
+    from checkpoints_tools.verify import verify
+
+    return verify(a, b, logits)
+
+
+@app.command()
+def inspect(
+    directory: Path, tensors: Annotated[bool, Option("--tensors", help="a line for every tensor, no tree")] = False
+) -> None:
+    """Show what a checkpoint or a Hugging Face directory holds."""
+    from checkpoints_tools.inspect import inspect
+
+    inspect(directory, tensors)
 
 
 if __name__ == "__main__":

@@ -8,39 +8,48 @@ One parameter is in memory at a time. Values are copied, never computed with; on
 """
 
 import gc
-import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from torch import Tensor
 
 from checkpoints_tools import card
-from checkpoints_tools.layout import WHOLE, Layout, Part, parts
-from checkpoints_tools.mapping import Group, box_of, check_keys, groups, stored_value, value_of, views
+from checkpoints_tools.layout import WHOLE, Parallelism, StoredPart, parts
 from checkpoints_tools.partial import PROGRESS, Partial, fingerprint, refuse_existing, writing
-from checkpoints_tools.region import Region
-from checkpoints_tools.safetensors_files import Directory, File, Shape, index_of
+from checkpoints_tools.region import Region, Shape
+from checkpoints_tools.safetensors_files import Directory, File
 from checkpoints_tools.shards import OPTIMIZER, Shards, Writer, no_objects, plan_files
-from checkpoints_tools.stored import Dtype, checked, stored
+from checkpoints_tools.stored import (
+    Dtype,
+    TensorGroup,
+    box_of,
+    check_keys,
+    checked,
+    groups,
+    stored,
+    stored_value,
+    value_of,
+    views,
+)
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import Family, checkpoint, family_of
 from megarl.core.models.build import DTYPES
 from megarl.core.models.checkpoint import checksums
-from megarl.core.models.hf import INDEX, copy_description
+from megarl.core.models.hf import copy_description, write_index
 
 FILE_BYTES = 4 << 30
-"""Of a file: what a kill costs at most. All ranks' files that are open at once have as much together."""
+"""Size of a file: what a kill costs at most. All ranks' files that are open at once have as much together."""
 
 Shard = tuple[str, Sequence[int], Sequence[int], Tensor]
 
 
 def hf_to_megatron(
-    source: Path, destination: Path, layout: Layout, dtype: Dtype | None = None, file_bytes: int = FILE_BYTES
+    source: Path, destination: Path, layout: Parallelism, dtype: Dtype | None = None, file_bytes: int = FILE_BYTES
 ) -> None:
-    """`destination` becomes one checkpoint of weights, step 0, sharded as a world of that layout would."""
+    """Write `destination` as a checkpoint of weights, step 0, sharded as a world of that layout would."""
     if not (source / "config.json").is_file():
         raise MegarlError(f"{source}: no Hugging Face model there (no config.json)")
     refuse_existing(destination)
@@ -52,18 +61,17 @@ def hf_to_megatron(
         step=0, version=0, hf_source=str(source.resolve()), model=layout.section(source, dtype).model_dump()
     )
 
-    def shards(part: Part) -> Iterator[Shard]:
+    def shards(part: StoredPart) -> Iterator[Shard]:
         for shard in part.shards(value_of(part, family, directory)):
             offsets, sizes = box_of(shard)
             yield shard.key, offsets, shard.global_shape, shard.data.view(sizes)
 
     with writing(destination, _identity("hf-to-megatron", source, layout, dtype, file_bytes)) as partial:
-        _write_checkpoint(partial, wanted, shards, no_objects(), layout, file_bytes)
-        _finish_checkpoint(partial, source, meta)
+        _write_checkpoint(partial, wanted, shards, no_objects(), file_bytes // layout.ranks, source, meta)
 
 
-def reshard(source: Path, destination: Path, layout: Layout, file_bytes: int = FILE_BYTES) -> None:
-    """The same checkpoint, step and optimiser included, in the shards of another layout."""
+def reshard(source: Path, destination: Path, layout: Parallelism, file_bytes: int = FILE_BYTES) -> None:
+    """Write the same checkpoint, step and optimiser included, in the shards of another layout."""
     what = stored(source)
     if what.meta is None:
         raise MegarlError(f"{source}: a Hugging Face directory has no shards; use `convert hf-to-megatron`")
@@ -78,13 +86,12 @@ def reshard(source: Path, destination: Path, layout: Layout, file_bytes: int = F
     carried = {
         f"{OPTIMIZER}state.{state}.{shard.key}" for state in states for part in wanted for shard in part.shards()
     }
-    lost = sorted(key for key in shards.tensors if key.startswith(OPTIMIZER) and key not in carried)
-    if lost:
+    if lost := sorted(key for key in shards.tensors if key.startswith(OPTIMIZER) and key not in carried):
         raise MegarlError(
             f"{what.path}: {len(lost)} tensors of the optimiser belong to no weight of the model: {lost[0]}, …"
         )
 
-    def read(part: Part) -> Iterator[Shard]:
+    def read(part: StoredPart) -> Iterator[Shard]:
         for shard in part.shards():
             for key in (shard.key, *(f"{OPTIMIZER}state.{state}.{shard.key}" for state in states)):
                 if key in shards.tensors:
@@ -94,14 +101,15 @@ def reshard(source: Path, destination: Path, layout: Layout, file_bytes: int = F
     kept = {key: what.meta.model[key] for key in ("path", "fp32_head") if key in what.meta.model}
     meta = msgspec.structs.replace(what.meta, model=changed | kept)
     with writing(destination, _identity("reshard", what.path, layout, what.dtype, file_bytes)) as partial:
-        _write_checkpoint(partial, wanted, read, shards.objects(), layout, file_bytes, 1 + len(states))
-        _finish_checkpoint(partial, what.hf_dir, meta)
+        limit = file_bytes // layout.ranks
+        _write_checkpoint(partial, wanted, read, shards.objects(), limit, what.hf_dir, meta, 1 + len(states))
 
 
 def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, file_bytes: int = FILE_BYTES) -> None:
-    """`source`: a run or its checkpoints directory (the latest complete one), or one checkpoint; its optimiser is left out.
+    """Write a checkpoint, without its optimiser, as a Hugging Face directory.
 
-    `base`: the Hugging Face directory whose other tensors (a vision tower) come along; None: the one it was made from.
+    source: a run or its checkpoints directory (the latest complete one), or one checkpoint. base: the Hugging Face directory
+    whose other tensors (a vision tower) come along; None: the one it was made from.
     """
     what = stored(source)
     if what.meta is None:
@@ -111,15 +119,16 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
     found = groups(what.hf_dir, family, what.dtype)
     check_keys(shards, [part for group in found for part in group.parts])
     untouched = _untouched(base or Path(what.meta.hf_source), family)
-    found += [Group((), {name: Shape(region.shape, region.dtype)}) for name, region in untouched.items()]
-    files = _planned(found, file_bytes)
+    found += [TensorGroup((), {name: Shape(region.shape, region.dtype)}) for name, region in untouched.items()]
+    files, total = _planned(found, file_bytes), sum(group.nbytes for group in found)
     with writing(destination, _identity("megatron-to-hf", what.path, WHOLE, what.dtype, file_bytes)) as partial:
-        partial.expect("safetensors", sum(shape.nbytes for tensors, _ in files.values() for shape in tensors.values()))
-        for name, (tensors, members) in files.items():
+        partial.expect("safetensors", total)
+        for name, members in files.items():
             if name in partial.finished:
-                partial.skip(sum(shape.nbytes for shape in tensors.values()))
+                partial.skip(sum(group.nbytes for group in members))
                 continue
-            with closing(File(partial.unfinished(name), tensors)) as file:
+            shapes = {tensor: shape for group in members for tensor, shape in group.tensors.items()}
+            with closing(File(partial.unfinished(name), shapes)) as file:
                 for tensor, entry, value in _values(members, family, shards, untouched):
                     file.write(tensor, value, entry)
                     partial.wrote(name, value.nbytes)
@@ -127,25 +136,25 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
         partial.flush()
         copy_description(what.hf_dir, partial.path, DTYPES[what.dtype])
         if len(files) > 1:
-            index = index_of({name: tensors for name, (tensors, _) in files.items()})
-            (partial.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            file_of = {tensor: name for name, members in files.items() for group in members for tensor in group.tensors}
+            write_index(partial.path, file_of, total)
         (partial.path / card.FILE).write_text(card.render(what.path, what.meta))
 
 
 def _write_checkpoint(
     partial: Partial,
-    wanted: Sequence[Part],
-    read: Callable[[Part], Iterable[Shard]],
+    wanted: Sequence[StoredPart],
+    read: Callable[[StoredPart], Iterable[Shard]],
     objects: dict[str, bytes],
-    layout: Layout,
     file_bytes: int,
+    description: Path,
+    meta: checkpoint.Meta,
     copies: int = 1,
 ) -> None:
-    """Every part's shards into its rank's files; `copies`: tensors of a part's size that each yields."""
-    limit = max(1, file_bytes // layout.ranks)
-    files = plan_files(wanted, lambda part: part.rank, lambda part: part.nbytes * copies, limit)
+    """Write every part's shards into its rank's files. copies: tensors of a part's size that each part yields."""
+    files = plan_files(wanted, copies, file_bytes)
     first = "__0_objects.distcp"
-    writer = Writer(partial, {file: files.count(file) for file in set(files)} | {first: 1})
+    writer = Writer(partial, Counter([first, *files]))
     partial.expect("shards", sum(part.nbytes for part in wanted) * copies)
     try:
         if first not in partial.finished:
@@ -158,16 +167,13 @@ def _write_checkpoint(
     finally:
         writer.abandon()
     writer.complete()
-
-
-def _finish_checkpoint(partial: Partial, description: Path, meta: checkpoint.Meta) -> None:
     copy_description(description, partial.path / "hf", DTYPES[meta.model["dtype"]])
     found = checksums(partial.path)
     checkpoint.seal(partial.path, meta, {name: value for name, value in found.items() if name != PROGRESS})
 
 
 def _untouched(base: Path, family: Family) -> dict[str, Region]:
-    """The tensors of the original model that are not trained here."""
+    """Return the tensors of the original model that are not trained here."""
     if not family.elsewhere:
         return {}
     found = {}
@@ -182,12 +188,12 @@ def _untouched(base: Path, family: Family) -> dict[str, Region]:
 
 
 def _values(
-    members: Sequence[Group], family: Family, shards: Shards, untouched: Mapping[str, Region]
+    members: Sequence[TensorGroup], family: Family, shards: Shards, untouched: Mapping[str, Region]
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """(Hugging Face name, entry along dimension 0 if it is stacked, values)."""
-    gc.freeze()  # what is there already is looked through no more: collecting is quick then
+    """Yield (Hugging Face name, entry along dimension 0 if it is stacked, values)."""
+    gc.freeze()  # objects that exist already are not searched again, so that collecting is quick
     for group in members:
-        gc.collect()  # views hold maps of the source's files, and some of them only this lets go of
+        gc.collect()  # views hold maps of the source's files, some of which only this releases
         for part in group.parts:
             for source, value in views(part, family, stored_value(part, shards)):
                 yield source.name, source.expert or 0, value
@@ -196,24 +202,23 @@ def _values(
                 yield name, 0, untouched[name].tensor()
 
 
-def _planned(found: Sequence[Group], file_bytes: int) -> dict[str, tuple[dict[str, Shape], list[Group]]]:
-    """File name -> its tensors, and the groups that fill them."""
-    filled: list[tuple[dict[str, Shape], list[Group]]] = []
+def _planned(found: Sequence[TensorGroup], file_bytes: int) -> dict[str, list[TensorGroup]]:
+    """Divide groups into files by name."""
+    filled: list[list[TensorGroup]] = []
     size = 0
     for group in found:
         if not filled or size + group.nbytes > file_bytes:
-            filled.append(({}, []))
+            filled.append([])
             size = 0
-        filled[-1][0].update(group.tensors)
-        filled[-1][1].append(group)
+        filled[-1].append(group)
         size += group.nbytes
     if len(filled) == 1:
         return {"model.safetensors": filled[0]}
     return {f"model-{i:05}-of-{len(filled):05}.safetensors": file for i, file in enumerate(filled, 1)}
 
 
-def _identity(command: str, source: Path, layout: Layout, dtype: Dtype, file_bytes: int) -> dict[str, Any]:
-    """What must be the same for a killed conversion to be continued."""
+def _identity(command: str, source: Path, layout: Parallelism, dtype: Dtype, file_bytes: int) -> dict[str, object]:
+    """Return what must be the same for a killed conversion to be continued."""
     return {
         "command": command,
         "source": str(source.resolve()),

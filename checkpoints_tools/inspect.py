@@ -1,6 +1,6 @@
 """What a directory holds: architecture, size, step, recipe, the layout it was written at, and its tensors as a tree.
 
-decoder                                                    of a tree: equal siblings are one line
+decoder                                                    in a tree, equal siblings are one line
   layers.[0-31]
     mlp.down_proj.weight   [4096, 14336] bfloat16  117.4 MB
 """
@@ -9,39 +9,34 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 
 from checkpoints_tools.card import run_of
+from checkpoints_tools.region import Shape
 from checkpoints_tools.safetensors_files import Directory
 from checkpoints_tools.shards import OPTIMIZER, Shards
-from checkpoints_tools.stored import Stored, stored
+from checkpoints_tools.stored import StoredModel, stored
 from megarl.core.base.hf_files import read_config
 
 
 @dataclass(frozen=True)
-class Described:
+class Described(Shape):
     """A tensor. shards: how many pieces it is stored in, and the shape of one; for Hugging Face its file."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     shards: str
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {_plain(self.dtype)}  {self.nbytes / 1e6:,.1f} MB  {self.shards}"
 
 
-Tree = dict[str, Any]  # name component -> Tree, or a Described
+type Tree = dict[str, Tree | Described]
+"""Tensors by the components of their names."""
 
 
 def inspect(directory: Path, every_tensor: bool) -> None:
-    """Print it. No weights are read. `every_tensor`: a line for each instead of the tree."""
+    """Print what a directory holds, without reading weights. every_tensor: a line for each instead of the tree."""
     what = stored(directory)
     config = read_config(what.hf_dir)
     print(what.path)
@@ -57,15 +52,12 @@ def inspect(directory: Path, every_tensor: bool) -> None:
         print(f"  written at    {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank a copy'}")
         print(f"  optimiser     {_size(optimizer) if optimizer else 'none'}")
     print(f"  weights       {_size(tensors)}")
-    if every_tensor:
-        for name, tensor in sorted(tensors.items()):
-            print(f"  {name}  {tensor}")
-    else:
-        for line in _lines(_tree(tensors)):
-            print(f"  {line}")
+    every = [f"{name}  {tensor}" for name, tensor in sorted(tensors.items())]
+    for line in every if every_tensor else _lines(_tree(tensors)):
+        print(f"  {line}")
 
 
-def _described(what: Stored) -> dict[str, Described]:
+def _described(what: StoredModel) -> dict[str, Described]:
     if what.meta is None:
         regions = Directory(what.path).regions
         return {name: Described(r.shape, r.dtype, r.path.name) for name, r in regions.items()}
@@ -75,7 +67,7 @@ def _described(what: Stored) -> dict[str, Described]:
     }
 
 
-def _recipe(what: Stored) -> str:
+def _recipe(what: StoredModel) -> str:
     run = run_of(what.path)
     if run is None:
         return "none: not in a run directory"
@@ -89,13 +81,15 @@ def _tree(tensors: dict[str, Described]) -> Tree:
         *path, leaf = name.split(".")
         node = root
         for component in path:
-            node = node.setdefault(component, {})
+            child = node.setdefault(component, {})
+            assert isinstance(child, dict)  # no tensor's name is the beginning of another's
+            node = child
         node[leaf] = tensor
     return root
 
 
 def _lines(node: Tree, indent: str = "") -> list[str]:
-    """Siblings counted 0, 1, … that hold the same are one line; what has one child is joined with it."""
+    """Return the tree's lines: numbered siblings that hold the same share one; a node with one child is joined with it."""
     lines: list[str] = []
     for name, child in _merged(node):
         while isinstance(child, dict) and len(below := _merged(child)) == 1:
@@ -108,25 +102,23 @@ def _lines(node: Tree, indent: str = "") -> list[str]:
     return lines
 
 
-def _merged(node: Tree) -> list[tuple[str, Any]]:
+def _merged(node: Tree) -> list[tuple[str, Tree | Described]]:
     kinds: dict[str, list[str]] = {}
     for name, child in node.items():
         same = _without_files(child) if name.isdigit() else name
         kinds.setdefault(same, []).append(name)
-    merged = []
-    for names in kinds.values():
-        numbers = sorted(map(int, names)) if len(names) > 1 else []
-        merged.append((_ranges(numbers) if numbers else names[0], node[names[0]]))
-    return merged
+    return [
+        (_ranges(sorted(map(int, names))) if len(names) > 1 else names[0], node[names[0]]) for names in kinds.values()
+    ]
 
 
-def _without_files(child: Any) -> str:
-    """Equal for two subtrees that differ at most in the files they lie in."""
+def _without_files(child: Tree | Described) -> str:
+    """Return the same text for two subtrees that differ at most in the files of their tensors."""
     return re.sub(r"[\w.-]+\.safetensors", "", str(child) if isinstance(child, dict) else f"leaf {child}")
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[0-3,6]."""
+    """Write numbers as [0-3,6]."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:

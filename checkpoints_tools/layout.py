@@ -1,24 +1,24 @@
 """Which rank of a layout holds which part of which Megatron tensor, found without data, processes or GPUs.
 
     for each rank of the layout:
-        process groups that only pretend  ->  megatron's model on the meta device  ->  its own sharded_state_dict
-                                                                                            |
-                                              Part(rank, parameter, how it is cut and keyed)  <-
+        fake process groups  ->  megatron's model on the meta device  ->  its own sharded_state_dict
+                                                                               |
+                                 StoredPart(rank, parameter, how it is cut and keyed)  <-
 
 So names, offsets and replicas in a converted checkpoint are megatron's, at any layout, from one process.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoints_tools.region import Shape
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import build, checkpoint, hf, parallel
 from megarl.core.recipe import Model
@@ -27,13 +27,18 @@ from megarl.shims.megatron_cpu import after_megatron_import
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @dataclass(frozen=True)
-class Layout:
+class Parallelism:
     """Sizes of tensor, pipeline and expert parallelism."""
 
     tensor: int = 1
@@ -42,16 +47,16 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Of the smallest world with this layout: every shard is in it once."""
+        """The size of the smallest world with this layout, which has every shard once."""
         return self.pipeline * math.lcm(self.tensor, self.expert * self.expert_tensor)
 
     @property
     def expert_tensor(self) -> int:
-        """With expert parallelism experts are whole; without it they are divided as the rest is, or megatron errs."""
+        """With expert parallelism experts are whole; without it they must be divided as the rest is, for megatron."""
         return self.tensor if self.expert == 1 else 1
 
     def section(self, path: Path, dtype: str) -> Model:
-        """The recipe's `model` for it."""
+        """Return the recipe's `model` for it."""
         return Model.model_validate(
             {
                 "path": str(path),
@@ -65,70 +70,64 @@ class Layout:
         )
 
 
-WHOLE = Layout()
+WHOLE = Parallelism()
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart(Shape):
     """What one rank stores of one Megatron parameter.
 
-    name: counted over the whole model. shape, dtype: of the rank's parameter. place: (rank, size) in the group that divides it.
+    shape, dtype: of the rank's parameter. name: counted over the whole model. place: (rank, size) in the group that divides it.
     entry: megatron's description of how it is stored, without data.
     """
 
     rank: int
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     place: tuple[int, int]
     entry: ShardedTensor | ShardedTensorFactory
 
     def shards(self, value: Tensor | None = None) -> list[ShardedTensor]:
-        """The pieces a checkpoint has of it, with the data of `value` if that is given."""
+        """Return the pieces that a checkpoint has of it, with the data of `value` if that is given."""
         if value is None:
             value = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return list(nested_values({"": _built(replace(self.entry, data=value))}))
 
-    def value(self, read: Any) -> Tensor:
-        """The parameter, of what `read(shard)` gives for each of its pieces."""
+    def value(self, read: Callable[[ShardedTensor], Tensor]) -> Tensor:
+        """Return the parameter, made from what `read(shard)` gives for each of its pieces."""
         built = _built(self.entry)
         if isinstance(self.entry, ShardedTensorFactory):
             return self.entry.merge_fn(dict_list_map_outplace(read, built))
         return read(built)
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
-
-def parts(hf_dir: Path, layout: Layout, dtype: str) -> list[Part]:
-    """Every stored part once, stage by stage; the ranks that share a tensor one after the other."""
-    found: dict[str, list[Part]] = {}
+def parts(hf_dir: Path, layout: Parallelism, dtype: str) -> list[StoredPart]:
+    """Return every stored part once, stage by stage; the ranks that share a tensor one after the other."""
+    by_name: dict[str, list[StoredPart]] = {}
     for rank in range(layout.ranks):
         with _pretended(rank, layout):
-            for part in _of_rank(hf_dir, layout, dtype, rank):
-                found.setdefault(part.name, []).append(part)
-    return [part for of_name in found.values() for part in of_name]
+            for part in _parts_of_rank(hf_dir, layout, dtype, rank):
+                by_name.setdefault(part.name, []).append(part)
+    return [part for parts in by_name.values() for part in parts]
 
 
-def _built(entry: ShardedTensor | ShardedTensorFactory) -> Any:
+def _built(entry: ShardedTensor | ShardedTensorFactory) -> ShardedStateDict | ShardedTensor:
     return entry.build() if isinstance(entry, ShardedTensorFactory) else entry
 
 
-def _of_rank(hf_dir: Path, layout: Layout, dtype: str, rank: int) -> Iterator[Part]:
+def _parts_of_rank(hf_dir: Path, layout: Parallelism, dtype: str, rank: int) -> Iterator[StoredPart]:
     chunks = build.build(layout.section(hf_dir, dtype), hf_dir, transformer_engine=False)
     states = checkpoint.model_state(chunks).values()
     for chunk, state in zip(chunks, states, strict=True):
         local = (name for name, _ in chunk.named_parameters())
         for (name, parameter), key in zip(hf.named_parameters([chunk]), local, strict=True):
-            part = Part(rank, name, tuple(parameter.shape), parameter.dtype, hf.shard_of(name), state[key])
+            part = StoredPart(tuple(parameter.shape), parameter.dtype, rank, name, hf.shard_of(name), state[key])
             if all(is_main_replica(shard.replica_id) for shard in part.shards()):
                 yield part
 
 
 @contextmanager
-def _pretended(rank: int, layout: Layout) -> Iterator[None]:
-    """This process is rank `rank` of a world that does not exist, and what megatron makes has shapes but no memory."""
+def _pretended(rank: int, layout: Parallelism) -> Iterator[None]:
+    """Within this context the process is rank `rank` of a fake world, and megatron's tensors have shapes but no memory."""
     after_megatron_import()
     dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
     device = torch.cuda.current_device

@@ -15,11 +15,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -27,17 +27,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megarl.core.base.errors import MegarlError
 
 PROGRESS = "progress.jsonl"
-SETTLE_BYTES = (
-    128 << 20
-)  # left to itself Linux begins to write at a tenth of the memory, and the disk stands idle till then
+SETTLE_BYTES = 128 << 20
+"""Left to itself Linux begins to write at a tenth of the memory, and the disk stands idle till then."""
 
 
 class Partial:
-    """Made by `writing`. path: the directory. finished: what was noted of each finished file, by name."""
+    """Made by `writing`. path: the directory. finished: what was noted about each finished file (JSON), by name."""
 
     def __init__(self, path: Path, log: TextIO, progress: Progress) -> None:
         self.path = path
-        self.finished: dict[str, Any] = {}
+        self.finished: dict[str, object] = {}
         self.done = 0
         self._unsettled = 0
         self._progress = progress
@@ -46,26 +45,33 @@ class Partial:
         self._pending: Future[None] | None = None
         self._log = log
 
-    def begin(self, identity: dict[str, Any]) -> None:
-        """Go on from what lies here if it has the same identity, else begin anew."""
-        lines = [_parsed(line) for line in self._log.read().splitlines()]
-        if not lines or lines[0] != json.loads(json.dumps(identity)):
-            self._restart(identity)
+    def begin(self, identity: Mapping[str, object]) -> None:
+        """Continue what lies here if it has the same identity, else begin anew."""
+        first, *rows = self._log.read().splitlines() or [""]
+        if first != json.dumps(identity):
+            for entry in self.path.iterdir():
+                if entry.name != PROGRESS:
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            self._log.seek(0)
+            self._log.truncate()
+            self._note(identity)
             return
-        for row in filter(None, lines[1:]):
-            if (self.path / row["file"]).is_file() and (self.path / row["file"]).stat().st_size == row["bytes"]:
-                self.finished[row["file"]] = row["note"]
+        for line in rows:
+            with suppress(json.JSONDecodeError):  # a line that a kill cut off
+                row = json.loads(line)
+                if (file := self.path / row["file"]).is_file() and file.stat().st_size == row["bytes"]:
+                    self.finished[row["file"]] = row["note"]
 
     def expect(self, what: str, total: int) -> None:
-        """For the progress bar: bytes to be written in all."""
+        """Tell the progress bar how many bytes will be written in all."""
         self._progress.update(self._task, description=what, total=total)
 
     def skip(self, count: int) -> None:
-        """That many bytes are there already."""
+        """Count bytes that are there already."""
         self._progress.advance(self._task, count)
 
     def wrote(self, name: str, count: int) -> None:
-        """That many bytes more are in `unfinished(name)`: every now and then the second thread puts them on disk."""
+        """Count bytes that were added to `unfinished(name)`: every now and then the second thread puts them on disk."""
         self.done += count
         self._progress.advance(self._task, count)
         self._unsettled += count
@@ -75,16 +81,16 @@ class Partial:
             self._pending = self._disk.submit(_settle, self.unfinished(name))
 
     def unfinished(self, name: str) -> Path:
-        """Where to write the file `name`."""
+        """Return where to write the file `name`."""
         return self.path / f"{name}.part"
 
-    def finish(self, name: str, note: Any) -> None:
-        """`unfinished(name)` has all its bytes: put it on disk, give it its name, remember it. Returns before that is done."""
+    def finish(self, name: str, note: object) -> None:
+        """Put the complete `unfinished(name)` on disk, give it its name, remember it. Returns before that is done."""
         self.flush()
         self._pending = self._disk.submit(self._finish, name, note)
 
     def flush(self) -> None:
-        """Wait until what is finished is on disk; raises what went wrong there."""
+        """Wait until what is finished is on disk; raise what went wrong there."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
@@ -94,29 +100,21 @@ class Partial:
         with suppress(OSError):  # a full disk: a line that is still in memory
             self._log.close()
 
-    def _finish(self, name: str, note: Any) -> None:
+    def _finish(self, name: str, note: object) -> None:
         _settle(self.unfinished(name))
         os.replace(self.unfinished(name), self.path / name)
         self._note({"file": name, "bytes": (self.path / name).stat().st_size, "note": note})
         self.finished[name] = note
 
-    def _note(self, row: dict[str, Any]) -> None:
+    def _note(self, row: Mapping[str, object]) -> None:
         self._log.write(json.dumps(row) + "\n")
         self._log.flush()
         os.fsync(self._log.fileno())
 
-    def _restart(self, identity: dict[str, Any]) -> None:
-        for entry in self.path.iterdir():
-            if entry.name != PROGRESS:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        self._log.seek(0)
-        self._log.truncate()
-        self._note(identity)
-
 
 @contextmanager
-def writing(destination: Path, identity: dict[str, Any]) -> Iterator[Partial]:
-    """`destination` exists when the block has ended well. Identity: what makes an earlier attempt the same (JSON)."""
+def writing(destination: Path, identity: Mapping[str, object]) -> Iterator[Partial]:
+    """`destination` exists once the block has ended well. identity: what makes an earlier attempt the same (JSON)."""
     refuse_existing(destination)
     path = destination.with_name(f".{destination.name}.partial")
     console = Console(stderr=True)
@@ -145,10 +143,8 @@ def writing(destination: Path, identity: dict[str, Any]) -> Iterator[Partial]:
             raise
         finally:
             partial.close()
-    seconds = time.monotonic() - begin
-    print(
-        f"{destination}: {partial.done / 1e6:,.1f} MB written in {seconds:.1f} s ({partial.done / seconds / 1e6:,.0f} MB/s)"
-    )
+    seconds, megabytes = time.monotonic() - begin, partial.done / 1e6
+    print(f"{destination}: {megabytes:,.1f} MB written in {seconds:.1f} s ({megabytes / seconds:,.0f} MB/s)")
 
 
 def _settle(path: Path) -> None:
@@ -161,8 +157,8 @@ def refuse_existing(destination: Path) -> None:
         raise MegarlError(f"{destination}: exists already; remove it or name another directory")
 
 
-def fingerprint(directory: Path) -> list[list[Any]]:
-    """Name, size and time of every file: a source that has changed is not continued from."""
+def fingerprint(directory: Path) -> list[list[str | int]]:
+    """Return name, size and time of every file: a conversion of a source that has changed is not continued."""
     files = sorted(p for p in directory.rglob("*") if p.is_file())
     return [[str(p.relative_to(directory)), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
 
@@ -178,12 +174,3 @@ def _locked(path: Path) -> TextIO:
         ) from None
     log.seek(0)
     return log
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    """None for a line that a kill cut off."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return row if isinstance(row, dict) else None

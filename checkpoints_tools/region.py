@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Region:
-    path: Path
-    offset: int
+class Shape:
+    """What a tensor is without its values."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -21,8 +21,14 @@ class Region:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+
+@dataclass(frozen=True)
+class Region(Shape):
+    path: Path
+    offset: int
+
     def tensor(self) -> Tensor:
-        """A view of the file, private to this process. The file must be as long as was said (checked where it was opened)."""
+        """Return a view of the file, private to this process. The file's length was checked where it was opened."""
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype)
         start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
@@ -37,7 +43,7 @@ class Region:
 
 
 def write_all(descriptor: int, tensor: Tensor, offset: int) -> None:
-    """The values of a tensor at a place in a file."""
+    """Write the values of a tensor at an offset of a file."""
     data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     while data:
         written = os.pwrite(descriptor, data, offset)

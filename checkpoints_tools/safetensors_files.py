@@ -6,21 +6,18 @@ safetensors' own reader maps a whole file and keeps what it touched; its writer 
 """
 
 import json
-import math
 import os
 import struct
 from collections.abc import Iterator, Mapping, Set
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from checkpoints_tools.region import Region, write_all
+from checkpoints_tools.region import Region, Shape, write_all
 from megarl.core.base.errors import MegarlError
-from megarl.core.models.hf import INDEX
+from megarl.core.base.hf_files import weight_files
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -40,16 +37,16 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Directory(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face directory by name. Files are checked when opened, values read when asked for."""
+    """The tensors of a Hugging Face directory by name. Files are checked when opened, values read on access."""
 
     def __init__(self, hf_dir: Path) -> None:
         self.path = hf_dir
         self.regions: dict[str, Region] = {}
-        for path in _files(hf_dir):
+        for path in weight_files(hf_dir):
             self.regions |= _regions(path)
 
     def only(self, names: Set[str]) -> "Directory":
-        """The same with no other tensors than these."""
+        """Return the same directory without all other tensors."""
         fewer = copy(self)
         fewer.regions = {name: region for name, region in self.regions.items() if name in names}
         return fewer
@@ -64,73 +61,33 @@ class Directory(Mapping[str, Tensor]):
         return len(self.regions)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Of a tensor to be written."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class File:
     """One safetensors file being written: its header is there from the beginning, values come in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Shape]) -> None:
         self._tensors = tensors
         self._begin: dict[str, int] = {}
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, tensor in tensors.items():
-            self._begin[name] = end
-            end += tensor.nbytes
-            header[name] = {
-                "dtype": NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [self._begin[name], end],
-            }
+            self._begin[name], end = end, end + tensor.nbytes
+            offsets = [self._begin[name], end]
+            header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._values = 8 + len(text)
         self._descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
-        write_all(
-            self._descriptor, torch.frombuffer(bytearray(struct.pack("<Q", len(text)) + text), dtype=torch.uint8), 0
-        )
+        beginning = bytearray(struct.pack("<Q", len(text)) + text)
+        write_all(self._descriptor, torch.frombuffer(beginning, dtype=torch.uint8), 0)
 
     def write(self, name: str, value: Tensor, entry: int = 0) -> None:
-        """The values of a tensor, or of the `entry`-th of the equal parts that dimension 0 stacks."""
+        """Write the values of a tensor, or of the `entry`-th of the equal parts that dimension 0 stacks."""
         if NAMES[value.dtype] != NAMES[self._tensors[name].dtype]:
             raise MegarlError(f"{name}: {value.dtype} instead of {self._tensors[name].dtype}")
         write_all(self._descriptor, value, self._values + self._begin[name] + entry * value.nbytes)
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-def index_of(files: Mapping[str, Mapping[str, Shape]]) -> dict[str, Any]:
-    """model.safetensors.index.json."""
-    size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
-    weight_map = {name: file for file, tensors in files.items() for name in tensors}
-    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-
-
-def _files(hf_dir: Path) -> list[Path]:
-    if not hf_dir.is_dir():
-        raise MegarlError(f"{hf_dir}: no such directory")
-    index = hf_dir / INDEX
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
-    except (OSError, KeyError, ValueError) as error:
-        raise MegarlError(f"{index}: unreadable: {error}") from None
-    paths = [hf_dir / name for name in names] if names else sorted(hf_dir.glob("*.safetensors"))
-    if not paths:
-        raise MegarlError(f"{hf_dir}: no *.safetensors there (other formats: convert with transformers first)")
-    if missing := [path.name for path in paths if not path.is_file()]:
-        raise MegarlError(f"{hf_dir}: weights incomplete: no {', '.join(missing)}")
-    return paths
 
 
 def _regions(path: Path) -> dict[str, Region]:
@@ -145,7 +102,7 @@ def _regions(path: Path) -> dict[str, Region]:
         regions = {}
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            region = Region(path, 8 + length + begin, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+            region = Region(tuple(entry["shape"]), DTYPES[entry["dtype"]], path, 8 + length + begin)
             if begin < 0 or region.nbytes != end - begin:
                 raise ValueError(f"{name} of {entry['shape']} {entry['dtype']} has {end - begin} bytes")
             if 8 + length + end > size:

@@ -10,15 +10,18 @@ appends, and makes .metadata of what was noted.
 import io
 import json
 import math
+import mmap
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, cast
 from zipfile import ZipFile
 
+import msgspec
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,29 +38,24 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from checkpoints_tools.layout import StoredPart
 from checkpoints_tools.partial import Partial
-from checkpoints_tools.region import Region
+from checkpoints_tools.region import Region, Shape
 from megarl.core.base.errors import MegarlError
 from megarl.core.models.checkpoint import CRITIC, METADATA, safely
 
-COMMON = "common_state/shard_0_1"  # where megatron puts what is no tensor; it must be there
+COMMON = "common_state/shard_0_1"  # where megatron puts everything except tensors; it must be there
 OPTIMIZER = "optimizer."
 DISTCP = ".distcp"
-ALIGNMENT = 64  # of torch's archives, within which values are so aligned: then they can be mapped
+ALIGNMENT = 64  # where archives begin; torch aligns values within them, so that they can be mapped
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor(Shape):
     """A tensor of a checkpoint: its shape, and its shards as boxes within it."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     boxes: tuple[Box, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Shards:
@@ -65,9 +63,10 @@ class Shards:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        metadata = _read_metadata(path)
-        self.tensors: dict[str, Stored] = {
-            key: Stored(
+        with safely(path):
+            metadata = FileSystemReader(path).read_metadata()
+        self.tensors: dict[str, StoredTensor] = {
+            key: StoredTensor(
                 tuple(entry.size),
                 entry.properties.dtype,
                 tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks),
@@ -84,7 +83,7 @@ class Shards:
         self._check_files()
 
     def objects(self) -> dict[str, bytes]:
-        """Everything that is no tensor."""
+        """Return everything except tensors."""
         return {
             key: self._bytes(key, info)
             for (key, offset), info in self._places.items()
@@ -92,7 +91,7 @@ class Shards:
         }
 
     def read(self, key: str, box: Box) -> Tensor:
-        """The values in a box: a view of a shard if it is one, else copied together. Zeros beyond the tensor's end: padding."""
+        """Return the values in a box: a view if it is a shard, else copied from several; zeros beyond the tensor's end."""
         stored = self.tensors[key]
         offsets, sizes = box
         if box in stored.boxes:
@@ -105,8 +104,7 @@ class Shards:
             end = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, *shard, strict=True)]
             length = [e - b for b, e in zip(begin, end, strict=True)]
             if min(length, default=1) > 0:
-                source = self._shard(key, shard)[_slices(begin, shard[0], length)]
-                out[_slices(begin, offsets, length)] = source
+                out[_slices(begin, offsets, length)] = self._shard(key, shard)[_slices(begin, shard[0], length)]
                 found += math.prod(length)
         if found != math.prod(wanted):
             raise MegarlError(f"{self.path}: {found} of {math.prod(wanted)} values of {key} at {offsets} are stored")
@@ -124,30 +122,35 @@ class Shards:
         self._check(key, info)
         if tuple(fake.shape) != sizes or not fake.is_contiguous() or fake.storage_offset():
             raise MegarlError(f"{path}: {key} is stored as {tuple(fake.shape)} {fake.stride()} instead of {sizes}")
-        return Region(path, info.offset + fake.untyped_storage()._checkpoint_offset, sizes, fake.dtype).tensor()
+        return Region(sizes, fake.dtype, path, info.offset + fake.untyped_storage()._checkpoint_offset).tensor()
 
-    def _bytes(self, key: str, info: Any) -> bytes:
+    def _bytes(self, key: str, info: _StorageInfo) -> bytes:
         self._check(key, info)
         with (self.path / info.relative_path).open("rb") as file:
             file.seek(info.offset)
             return file.read(info.length)
 
-    def _check(self, key: str, info: Any) -> None:
-        """Read an archive against its CRCs, which torch writes and does not look at; once, however many boxes lie in it."""
+    def _check(self, key: str, info: _StorageInfo) -> None:
+        """Check an archive against its CRCs, which torch writes but does not read; once, however many boxes lie in it."""
         place = (info.relative_path, info.offset)
         if place in self._checked:
             return
         path = self.path / info.relative_path
-        with path.open("rb") as file:
-            try:
-                with ZipFile(_Part(file, info.offset, info.length)) as archive:
-                    damaged = archive.testzip()
-            except Exception as error:  # a damaged archive can fail in any way
-                raise MegarlError(f"{path}: {key} is unreadable: {error}") from None
+        begin = info.offset - info.offset % mmap.ALLOCATIONGRANULARITY  # zipfile finds the archive from its end
+        try:
+            with (
+                path.open("rb") as file,
+                _Mapped(
+                    file.fileno(), info.offset + info.length - begin, offset=begin, access=mmap.ACCESS_READ
+                ) as part,
+                ZipFile(cast(BinaryIO, part)) as archive,
+            ):
+                damaged = archive.testzip()
+        except Exception as error:  # a damaged archive can fail in any way
+            raise MegarlError(f"{path}: {key} is unreadable: {error}") from None
         if damaged:
-            raise MegarlError(
-                f"{path}: {key} is not as it was written ({damaged}); the checkpoint is damaged, use another"
-            )
+            what = f"{key} is not as it was written ({damaged})"
+            raise MegarlError(f"{path}: {what}; the checkpoint is damaged, use another")
         self._checked.add(place)
 
     def _check_files(self) -> None:
@@ -161,120 +164,110 @@ class Shards:
                 raise MegarlError(f"{file}: {size} of {end} bytes are there; the checkpoint is damaged, use another")
 
 
-class _Part(io.RawIOBase):
-    """`length` bytes of a file from `begin` on, as a file. (torch's own view of that kind goes astray from the end.)"""
-
-    def __init__(self, file: io.BufferedReader, begin: int, length: int) -> None:
-        self._file, self._begin, self._length = file, begin, length
-        self.seek(0)
-
-    def readable(self) -> bool:
-        return True
+class _Mapped(mmap.mmap):
+    """A part of a file, mapped, as a file."""
 
     def seekable(self) -> bool:
+        """Return True, as Python 3.13's own mmap does; zipfile asks."""
         return True
 
-    def tell(self) -> int:
-        return self._file.tell() - self._begin
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
-        return self._file.seek(self._begin + origin + offset) - self._begin
+class WrittenPiece(msgspec.Struct, array_like=True):
+    """Bytes [begin, end) of a file: a shard, or, without `shard`, another object."""
 
-    def readinto(self, buffer: Any) -> int:
-        return self._file.readinto(memoryview(buffer)[: max(0, self._length - self.tell())])
+    key: str
+    begin: int
+    end: int
+    shard: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str] | None = None
+    """Its offsets and sizes, the shape of the whole tensor, and its dtype."""
 
 
 class Writer:
-    """Shards into files of a directory. `plan`: of each file the parts it gets, as (name, number of parts)."""
+    """Writes shards into files of a directory. parts: how many parts each file gets."""
 
-    def __init__(self, partial: Partial, plan: Mapping[str, int]) -> None:
+    def __init__(self, partial: Partial, parts: Mapping[str, int]) -> None:
         self.partial = partial
-        self._left = dict(plan)
-        self._open: dict[str, io.BufferedWriter] = {}
-        self._notes: dict[str, list[Any]] = {}
+        self._left = dict(parts)
+        self._open: dict[str, tuple[io.BufferedWriter, list[WrittenPiece]]] = {}
 
     def write(self, file: str, tensors: Iterable[tuple[str, Sequence[int], Sequence[int], Tensor]]) -> None:
-        """One part: of each shard its key, its offsets, the shape of the whole, and its values."""
-        stream = self._stream(file)
+        """Write one part. tensors: for each shard its key, its offsets, the shape of the whole, and its values."""
+        stream, entries = self._opened(file)
         for key, offsets, whole, value in tensors:
             stream.write(bytes(-stream.tell() % ALIGNMENT))
             begin = stream.tell()
             _save(value, stream)
-            self._note(
-                file, [key, list(offsets), list(value.shape), list(whole), str(value.dtype), begin, stream.tell()]
-            )
+            shard = (tuple(offsets), tuple(value.shape), tuple(whole), str(value.dtype).removeprefix("torch."))
+            entries.append(WrittenPiece(key, begin, stream.tell(), shard))
+            self.partial.wrote(file, stream.tell() - begin)
         self._part_done(file)
 
     def write_objects(self, file: str, objects: Mapping[str, bytes]) -> None:
-        """One part: what is no tensor."""
-        stream = self._stream(file)
+        """Write one part that has no tensors."""
+        stream, entries = self._opened(file)
         for key, data in objects.items():
-            begin = stream.tell()
+            entries.append(WrittenPiece(key, stream.tell(), stream.tell() + len(data)))
             stream.write(data)
-            self._note(file, [key, None, None, None, None, begin, stream.tell()])
+            self.partial.wrote(file, len(data))
         self._part_done(file)
 
     def abandon(self) -> None:
         """Close what is open, whatever is in it."""
-        for stream in self._open.values():
+        for stream, _ in self._open.values():
             with suppress(OSError):  # a full disk: its buffer cannot be written either
                 stream.close()
 
     def complete(self) -> None:
-        """.metadata and metadata.json, of what this process and any that was killed before it have written."""
+        """Write .metadata and metadata.json for what this process, and any that was killed before it, have written."""
         self.partial.flush()
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
-        for file, notes in self.partial.finished.items():
-            for key, offsets, sizes, whole, dtype, begin, end in notes:
-                info = _StorageInfo(relative_path=file, offset=begin, length=end - begin)
-                if offsets is None:
-                    tensors[key] = BytesStorageMetadata()
-                    places[MetadataIndex(key)] = info
+        for file, note in self.partial.finished.items():
+            for entry in msgspec.convert(note, list[WrittenPiece]):
+                info = _StorageInfo(relative_path=file, offset=entry.begin, length=entry.end - entry.begin)
+                if entry.shard is None:
+                    tensors[entry.key] = BytesStorageMetadata()
+                    places[MetadataIndex(entry.key)] = info
                     continue
-                properties = TensorProperties(dtype=getattr(torch, dtype.removeprefix("torch.")))
-                entry = tensors.setdefault(key, TensorStorageMetadata(properties, torch.Size(whole), []))
-                entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-                places[MetadataIndex(key, torch.Size(offsets))] = info
+                offsets, sizes, whole, dtype = entry.shard
+                properties = TensorProperties(dtype=getattr(torch, dtype))
+                tensor = tensors.setdefault(entry.key, TensorStorageMetadata(properties, torch.Size(whole), []))
+                tensor.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                places[MetadataIndex(entry.key, torch.Size(offsets))] = info
         metadata = Metadata(tensors, planner_data=None, storage_data=places, storage_meta=StorageMeta())
         _write(self.partial.path / METADATA, pickle.dumps(metadata))
         version = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         _write(self.partial.path / "metadata.json", json.dumps(version).encode())
 
-    def _stream(self, file: str) -> io.BufferedWriter:
+    def _opened(self, file: str) -> tuple[io.BufferedWriter, list[WrittenPiece]]:
         if file not in self._open:
-            self._open[file] = self.partial.unfinished(file).open("wb")
-            self._notes[file] = []
+            self._open[file] = self.partial.unfinished(file).open("wb"), []
         return self._open[file]
-
-    def _note(self, file: str, note: list[Any]) -> None:
-        self._notes[file].append(note)
-        self.partial.wrote(file, note[-1] - note[-2])
 
     def _part_done(self, file: str) -> None:
         self._left[file] -= 1
         if not self._left[file]:
-            self._open.pop(file).close()
-            self.partial.finish(file, self._notes.pop(file))
+            stream, entries = self._open.pop(file)
+            stream.close()
+            self.partial.finish(file, msgspec.to_builtins(entries))
 
 
-def plan_files[P](parts: Sequence[P], rank: Callable[[P], int], size: Callable[[P], int], limit: int) -> list[str]:
-    """The file of each part: those of a rank in turn, a new one when the last has `limit` bytes."""
-    number: dict[int, int] = {}
-    filled: dict[int, int] = {}
+def plan_files(parts: Iterable[StoredPart], copies: int, limit: int) -> list[str]:
+    """Return the file of each part: those of a rank in turn, a new one when the last has `limit` bytes."""
+    number: Counter[int] = Counter()
+    filled: Counter[int] = Counter()
     files = []
     for part in parts:
-        r = rank(part)
-        if filled.get(r, 0) >= limit:
-            number[r], filled[r] = number.get(r, 0) + 1, 0
-        filled[r] = filled.get(r, 0) + size(part)
-        files.append(f"__{r}_{number.get(r, 0)}.distcp")
+        if filled[part.rank] >= limit:
+            number[part.rank] += 1
+            filled[part.rank] = 0
+        filled[part.rank] += part.nbytes * copies
+        files.append(f"__{part.rank}_{number[part.rank]}.distcp")
     return files
 
 
 def no_objects() -> dict[str, bytes]:
-    """The objects of a checkpoint of weights alone."""
+    """Return the objects of a checkpoint of weights alone."""
     data = io.BytesIO()
     torch.save([{}], data)
     return {COMMON: data.getvalue()}
@@ -293,11 +286,6 @@ def _save(value: Tensor, stream: io.BufferedWriter) -> None:
 
 def _slices(begin: Sequence[int], origin: Sequence[int], length: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(b - o, b - o + n) for b, o, n in zip(begin, origin, length, strict=True))
-
-
-def _read_metadata(path: Path) -> Metadata:
-    with safely(path):
-        return FileSystemReader(path).read_metadata()
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,6 +1,10 @@
-"""What lies at a path, and its Hugging Face tensors by name, read one at a time whichever form it has."""
+"""What lies at a path, and its Hugging Face tensors by name, one Megatron parameter at a time.
 
-from collections.abc import Iterator, Mapping
+Hugging Face tensors  ──views──►  this part's pieces  ──merge──►  parameter  ──►  its shards      (value_of)
+shards  ──►  parameter  ──unmerge──►  views  ──►  Hugging Face tensors, or entries of stacked ones  (TensorGroup)
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -8,21 +12,119 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from checkpoints_tools.mapping import Group, check_keys, check_names_and_shapes, groups, stored_value, views
+from checkpoints_tools.layout import WHOLE, StoredPart, parts
+from checkpoints_tools.region import Shape
 from checkpoints_tools.safetensors_files import Directory
-from checkpoints_tools.shards import DISTCP, Shards
+from checkpoints_tools.shards import DISTCP, OPTIMIZER, Box, Shards
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config
 from megarl.core.models import Family, checkpoint, family_of
 from megarl.core.models.checkpoint import check
-from megarl.core.models.hf import check_names
+from megarl.core.models.families import SourceView
+from megarl.core.models.hf import check_names, read_view
+
+# isort: split
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)
-class Stored:
-    """hf_dir: where configuration and tokenizer are. meta: of a distributed checkpoint, else None."""
+class TensorGroup:
+    """Megatron parameters and the Hugging Face tensors they make: one parameter, or the experts of a layer's stacked tensor."""
+
+    parts: tuple[StoredPart, ...]
+    tensors: dict[str, Shape]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def box_of(shard: ShardedTensor) -> Box:
+    """Return where a shard lies in the stored tensor, in that one's dimensions."""
+    return tuple(shard.global_offset), (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+
+
+def value_of(part: StoredPart, family: Family, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the part's parameter, made from Hugging Face tensors."""
+    weight = family.weight(part.name)
+    views = [(source, tensors[source.name]) for source in weight.sources]
+    value = weight.merge([read_view(t, t.shape, s, weight, *part.place) for s, t in views])
+    value = value.to(part.dtype).contiguous()
+    assert value.shape == part.shape, (part.name, value.shape, part.shape)  # `check` has compared them
+    return value
+
+
+def stored_value(part: StoredPart, shards: Shards) -> Tensor:
+    """Return the part's parameter, read from a checkpoint."""
+    return part.value(lambda shard: shards.read(shard.key, box_of(shard)).view(shard.local_shape))
+
+
+def groups(hf_dir: Path, family: Family, dtype: str) -> list[TensorGroup]:
+    """Return the whole model, in megatron's order."""
+    members: dict[str, list[StoredPart]] = {}
+    for part in parts(hf_dir, WHOLE, dtype):
+        if not (family.architecture.tied and part.name == "output_layer.weight"):
+            members.setdefault(family.weight(part.name).sources[0].name, []).append(part)
+    return [_group(tuple(same), family) for same in members.values()]
+
+
+def views(part: StoredPart, family: Family, value: Tensor) -> Iterator[tuple[SourceView, Tensor]]:
+    """Yield the Hugging Face side of a whole parameter: each tensor, or each expert's entry, with its equal parts joined."""
+    weight = family.weight(part.name)
+    joined: dict[tuple[str, int | None], list[Tensor]] = {}
+    for source, view in zip(weight.sources, weight.unmerge(value), strict=True):
+        joined.setdefault((source.name, source.expert), []).append(view[: weight.vocabulary])
+    for (name, expert), pieces in joined.items():
+        yield SourceView(name, expert), pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
+
+def check_names_and_shapes(hf_dir: Path, present: Mapping[str, tuple[int, ...]], found: Sequence[TensorGroup]) -> None:
+    """Raise MegarlError that names every tensor without the shape that config.json says."""
+    expected = {name: tensor.shape for group in found for name, tensor in group.tensors.items()}
+    wrong = [
+        f"{name} {list(present[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in present and present[name] != shape
+    ]
+    if wrong:
+        raise MegarlError(f"{hf_dir}: tensors do not have the shapes config.json says: {_few(wrong)}")
+
+
+def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
+    """Raise MegarlError if the checkpoint does not hold these parameters, or holds others."""
+    wanted = {shard.key: shard for part in needed for shard in part.shards()}
+    present = {key for key in shards.tensors if not key.startswith(OPTIMIZER)}
+    problems = [f"missing {key}" for key in sorted(wanted.keys() - present)]
+    problems += [f"not of this model: {key}" for key in sorted(present - wanted.keys())]
+    for key in sorted(wanted.keys() & present):
+        shape, shard = shards.tensors[key].shape, wanted[key]
+        if shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch:  # a padded vocabulary may differ
+            problems.append(f"{key} is {list(shape)} instead of {list(shard.global_shape)}")
+    if problems:
+        raise MegarlError(f"{shards.path}: tensors do not fit its config.json: {_few(problems)}")
+
+
+def _few(problems: Sequence[str]) -> str:
+    return "; ".join(problems[:8]) + (f"; … ({len(problems)} in all)" if len(problems) > 8 else "")
+
+
+def _group(members: tuple[StoredPart, ...], family: Family) -> TensorGroup:
+    shapes: dict[str, Shape] = {}
+    experts: dict[str, int] = {}
+    for part in members:
+        for source, view in views(part, family, torch.empty(part.shape, dtype=part.dtype, device="meta")):
+            shapes[source.name] = Shape(tuple(view.shape), view.dtype)
+            if source.expert is not None:
+                experts[source.name] = max(experts.get(source.name, 0), source.expert + 1)
+    stacked = {name: Shape((count, *shapes[name].shape), shapes[name].dtype) for name, count in experts.items()}
+    return TensorGroup(members, shapes | stacked)
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model on disk. hf_dir: where configuration and tokenizer are. meta: None for a Hugging Face directory."""
 
     path: Path
     hf_dir: Path
@@ -30,10 +132,10 @@ class Stored:
 
     @property
     def dtype(self) -> Dtype:
-        """As the checkpoint or config.json says."""
+        """The precision that the checkpoint or config.json names."""
         if self.meta is not None:
-            of_model: Dtype = self.meta.model["dtype"]
-            return of_model
+            written: Dtype = self.meta.model["dtype"]
+            return written
         config = read_config(self.hf_dir)
         config = config if "dtype" in config or "torch_dtype" in config else config.get("text_config", config)
         name = config.get("dtype", config.get("torch_dtype", "float32"))
@@ -46,31 +148,29 @@ class Stored:
         return known[name]
 
 
-def stored(path: Path) -> Stored:
-    """A Hugging Face directory if it has a config.json, else a checkpoint or a run.
+def stored(path: Path) -> StoredModel:
+    """Find a Hugging Face directory if there is a config.json, else a checkpoint or a run.
 
-    MegarlError if a file is not as it was written. Files of shards are not read for that: `Shards` checks what is asked for.
+    MegarlError if a file is not as it was written. Shards are not checked here: `Shards` checks what it reads.
     """
     if (path / "config.json").is_file():
-        return Stored(path, path, None)
+        return StoredModel(path, path, None)
     found = checkpoint.find(path)
     meta = checkpoint.read_meta(found)
     check(found, {name: value for name, value in meta.files.items() if not name.endswith(DISTCP)})
-    return Stored(found, found / "hf", meta)
+    return StoredModel(found, found / "hf", meta)
 
 
 class HuggingFaceTensors(Mapping[str, Tensor]):
-    """Of a checkpoint: whole Hugging Face tensors, assembled when asked for (those of one parameter are kept till the next)."""
+    """A checkpoint's tensors in Hugging Face form, assembled on access; those of the last parameter are kept."""
 
-    def __init__(self, source: Stored, family: Family) -> None:
+    def __init__(self, source: StoredModel, family: Family) -> None:
         self._family = family
         self._shards = Shards(source.path)
-        self._groups: dict[str, Group] = {}
         found = groups(source.hf_dir, family, source.dtype)
         check_keys(self._shards, [part for group in found for part in group.parts])
-        for group in found:
-            self._groups |= dict.fromkeys(group.tensors, group)
-        self._last: tuple[Group | None, dict[str, Tensor]] = (None, {})
+        self._groups = {name: group for group in found for name in group.tensors}
+        self._last: tuple[TensorGroup | None, dict[str, Tensor]] = (None, {})
 
     def __getitem__(self, name: str) -> Tensor:
         group = self._groups[name]
@@ -85,7 +185,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._groups)
 
-    def _assembled(self, group: Group) -> dict[str, Tensor]:
+    def _assembled(self, group: TensorGroup) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for part in group.parts:
             for source, view in views(part, self._family, stored_value(part, self._shards)):
@@ -98,17 +198,17 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         return tensors
 
 
-def tensors_of(source: Stored, everything: bool) -> Mapping[str, Tensor]:
-    """By Hugging Face name. `everything`: also what a directory has beside the model that is trained (a vision tower)."""
+def tensors_of(source: StoredModel, everything: bool) -> Mapping[str, Tensor]:
+    """Return tensors by Hugging Face name. everything: also a directory's tensors that are not trained (a vision tower)."""
     if source.meta is not None:
         return HuggingFaceTensors(source, family_of(source.hf_dir))
     directory = Directory(source.path)
     return directory if everything else directory.only(family_of(source.hf_dir).names())
 
 
-def checked(directory: Directory, family: Family, dtype: Dtype) -> list[Group]:
-    """The model's groups, once the directory has been found to hold just their tensors."""
-    check_names(directory.path, set(directory), family)
+def checked(directory: Directory, family: Family, dtype: Dtype) -> list[TensorGroup]:
+    """Return the model's groups; MegarlError unless the directory holds just their tensors."""
+    check_names(directory.path, directory.keys(), family)
     found = groups(directory.path, family, dtype)
     check_names_and_shapes(directory.path, {name: r.shape for name, r in directory.regions.items()}, found)
     return found

@@ -1,4 +1,4 @@
-"""Whether two stored models are the same: names, types, shapes, bits; and, if asked, what they compute.
+"""Whether two stored models are the same: names, types, shapes, bits; and, on request, what they compute.
 
 Tensors are compared one at a time. Logits need one whole model in memory, and are computed in float32: a checkpoint by
 megatron, a Hugging Face directory by transformers.
@@ -12,19 +12,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from checkpoints_tools.layout import WHOLE
-from checkpoints_tools.stored import Stored, stored, tensors_of
+from checkpoints_tools.stored import StoredModel, stored, tensors_of
 from megarl.core.base.architecture import in_directory
 from megarl.core.models import build, checkpoint, parallel
 
 SHOWN = 20
 PROMPT_TOKENS = 64
 LOGITS_TOLERANCE = 1e-4
-"""Of the largest logit: float32 in another order of operations; bf16 weights are widened exactly."""
+"""Relative to the largest logit: float32 in another order of operations; bf16 weights are widened exactly."""
 TIMEOUT_S = 60.0
 
 
 def verify(a: Path, b: Path, prompts: int = 0) -> int:
-    """0 if equal; else 1, with each difference printed."""
+    """Return 0 if both are equal, else 1; print each difference."""
     sides = stored(a), stored(b)
     directories = all(side.meta is None for side in sides)
     left, right = (tensors_of(side, everything=directories) for side in sides)
@@ -39,20 +39,15 @@ def verify(a: Path, b: Path, prompts: int = 0) -> int:
 
 
 def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Iterator[str]:
-    """One line a difference."""
+    """Yield one line for each difference."""
     yield from (f"{name}: only in the first" for name in sorted(a.keys() - b.keys()))
     yield from (f"{name}: only in the second" for name in sorted(b.keys() - a.keys()))
     for name in (name for name in a if name in b):
         x, y = a[name], b[name]
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             yield f"{name}: {tuple(x.shape)} {x.dtype} against {tuple(y.shape)} {y.dtype}"
-        elif not _same_bits(x, y):
+        elif not torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (x, y))):  # bits: a NaN equals itself
             yield _difference(name, x, y)
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """A NaN equals itself, 0 is not -0."""
-    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (x, y)))
 
 
 def _difference(name: str, x: Tensor, y: Tensor) -> str:
@@ -63,7 +58,7 @@ def _difference(name: str, x: Tensor, y: Tensor) -> str:
     return f"{name}: {unequal} of {x.numel()} values differ, by {largest:.3g}"
 
 
-def _logits_agree(a: Stored, b: Stored, prompts: int) -> bool:
+def _logits_agree(a: StoredModel, b: StoredModel, prompts: int) -> bool:
     vocabulary = in_directory(a.hf_dir).vocabulary
     tokens = torch.randint(vocabulary, (prompts, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
     x, y = _logits(a, tokens), _logits(b, tokens)
@@ -76,8 +71,8 @@ def _logits_agree(a: Stored, b: Stored, prompts: int) -> bool:
 
 
 @torch.no_grad()
-def _logits(side: Stored, tokens: Tensor) -> Tensor:
-    """[prompts, tokens, vocabulary] float32."""
+def _logits(side: StoredModel, tokens: Tensor) -> Tensor:
+    """Return logits [prompts, tokens, vocabulary] float32."""
     if side.meta is None:
         reference = AutoModelForCausalLM.from_pretrained(side.path, dtype=torch.float32, trust_remote_code=False)
         return torch.cat([reference(prompt[None]).logits for prompt in tokens])
@@ -87,10 +82,7 @@ def _logits(side: Stored, tokens: Tensor) -> Tensor:
         chunks = build.build(model, side.hf_dir)
         checkpoint.load_model(side.path, chunks)
         chunk = chunks[0].eval()
-        return torch.cat([chunk(prompt[None].to(_device(chunk)), None, None).cpu() for prompt in tokens])
+        on_device = tokens.to(next(chunk.parameters()).device)
+        return torch.cat([chunk(prompt[None], None, None).cpu() for prompt in on_device])
     finally:
         parallel.stop()
-
-
-def _device(module: torch.nn.Module) -> torch.device:
-    return next(module.parameters()).device

@@ -1,7 +1,5 @@
-"""The command line: every command is a function, thin. Each imports its part when it runs, so that `megarl --help` answers at
-once.
+"""The command line: every command is a thin function that imports its part when it runs, so that `--help` answers at once.
 
-roles.py       the roles with the tasks and the forecast that they are given
 parameters.py  parameters that several commands share
 data.py        `megarl data`
 scaling.py     `megarl scaling`
@@ -10,6 +8,7 @@ scaling.py     `megarl scaling`
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,15 +20,16 @@ from megarl import __version__
 from megarl.cli import data, scaling
 from megarl.cli import parameters as p
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.process import start_logging
 from megarl.run.process import die_with_supervisor, have_streams
 
 if TYPE_CHECKING:
+    from megarl.core.base.rundir import RunDir
     from megarl.core.recipe import Recipe
-    from megarl.lab.study.main import Options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0 well; 1 failed; 2 a message for the user on stderr; 130 interrupted."""
+    """Return the exit status: 0 well; 1 failed; 2 a message for the user on stderr; 130 interrupted."""
     have_streams()
     die_with_supervisor()
     try:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _misused(error: typer.TyperException) -> str:
-    """One line: what is wrong with the command line, and where its help is."""
+    """Return a line: what is wrong with the command line, and where its help is."""
     from pydantic import ValidationError
 
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
@@ -55,9 +55,9 @@ def _misused(error: typer.TyperException) -> str:
 
 
 class _Commands(TyperGroup):
-    """All commands; a reader that leaves early, as of `megarl recipes show x | head`, ends them well."""
+    """All commands; they end well if a reader leaves early, as in `megarl recipes show x | head`."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         try:
             status = super().invoke(ctx)
             sys.stdout.flush()
@@ -99,13 +99,11 @@ def train(
     recipe: p.Recipe,
     overrides: p.Overrides,
     dry_run: p.DryRun = False,
-    plan: Annotated[
-        str | None,
-        Option(metavar="GPU", help="divide this machine's GPUs into servers and learner as `megarl plan --gpu GPU` does best"),
-    ] = None,
+    plan: Annotated[str | None, Option(metavar="GPU", help="divide this machine's GPUs as `megarl plan` does")] = None,
 ) -> int:  # fmt: skip
     """Train a policy: start, watch and restart all roles."""
     from megarl.lab import preflight
+    from megarl.run.train import main
 
     if plan is None:
         loaded = _load(recipe, overrides)
@@ -115,9 +113,14 @@ def train(
         loaded = planned(recipe, overrides, plan)
     if dry_run:
         return _dry_run(loaded, preflight.check_all)
-    from megarl.cli import roles
+    return main(loaded, preflight.check_inputs(loaded), write_report)
 
-    return roles.train(loaded)
+
+def write_report(rundir: "RunDir") -> None:
+    """Write RUN/report.html and RUN/reward.png. Imported at the end: matplotlib has no place in a run that lives for weeks."""
+    from megarl.lab.report.report import write_report
+
+    write_report(rundir)
 
 
 @app.command()
@@ -141,15 +144,14 @@ def _load(recipe: str, overrides: Sequence[str]) -> "Recipe":
 
 
 def _dry_run(recipe: "Recipe", checked: Callable[["Recipe"], str]) -> int:
-    """The resolved recipe on stdout; on stderr that it is ready, or what keeps it from starting, and then the status is 2."""
+    """Print the resolved recipe on stdout, and on stderr that it is ready, or what keeps it from starting: status 2."""
     from megarl.core.recipe import dump
 
     print(dump(recipe), end="")
     try:
         print(f"ready: {checked(recipe)}", file=sys.stderr)
     except MegarlError as error:
-        print(f"megarl: before this can start: {error}", file=sys.stderr)
-        return 2
+        raise MegarlError(f"before this can start: {error}") from None
     return 0
 
 
@@ -169,7 +171,7 @@ def plan(
     out: Annotated[Path, Option(help="picture of --simulate")] = Path("plan.png"),
     as_json: p.Json = False,
 ) -> int:
-    """What a recipe needs on N GPUs, and how fast it will be."""
+    """Say what a recipe needs on N GPUs, and how fast it will be."""
     from megarl.lab.planning.command import main, problem, work
 
     loaded = _load(recipe, overrides)
@@ -195,17 +197,15 @@ def submit(
     yes: Annotated[bool, Option("--yes", help="submit it")] = False,
 ) -> int:
     """Write a Slurm batch script for a recipe, and submit it."""
-    from megarl.lab.submit import Job, main
+    from megarl.lab.submit import SlurmJob, main
 
-    job = Job(
-        recipe, overrides, nodes, gpus_per_node, gpu, model_config, time, partition, account, container, image, mounts
-    )
-    return main(job, out, yes)
+    slurm = nodes, gpus_per_node, gpu, model_config, time, partition, account, container, image, mounts
+    return main(SlurmJob(recipe, overrides, *slurm), out, yes)
 
 
 @app.command()
 def status(run: p.Run) -> int:
-    """How a run stands, from any terminal, also after its end."""
+    """Show how a run stands, from any terminal, also after its end."""
     from megarl.run.status import main
 
     return main(run)
@@ -218,7 +218,7 @@ def logs(
     lines: Annotated[int, Option("-n", min=1, metavar="LINES", help="of each file")] = 20,
     follow: Annotated[bool, Option("-f", "--follow", help="go on until the run has ended")] = False,
 ) -> int:
-    """What the processes of a run wrote."""
+    """Show what the processes of a run wrote."""
     from megarl.run.logs import main
 
     return main(run, role, lines, follow)
@@ -238,7 +238,7 @@ def trace(
     steps: Annotated[int, Option(min=1, help="the last so many")] = 20,
     output: Annotated[Path | None, Option(help="JSON, compressed if it ends in .gz; else RUN/trace.json.gz")] = None,
 ) -> int:
-    """Where the time of a run's last steps went, for Perfetto. Also while it runs."""
+    """Write where the time of a run's last steps went, for Perfetto. Also while it runs."""
     from megarl.lab.report.trace import main
 
     return main(run, steps, output)
@@ -248,14 +248,7 @@ def trace(
 def evaluate(
     overrides: p.Overrides,
     model: Annotated[str, Option(help="a Hugging Face directory, RUN (newest checkpoint) or RUN@STEP")],
-    suite: Annotated[
-        str,
-        Option(
-            metavar="NAME[,NAME]",
-            help="aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, a suite or task of the run, RUN:TASK (held "
-            "out of that run), or a YAML file",
-        ),
-    ],
+    suite: Annotated[str, Option(metavar="NAME[,NAME]", help=p.SUITES)],
     samples: Annotated[int | None, Option(help="answers a prompt; else as many as the suite says")] = None,
     limit: Annotated[int | None, Option(help="prompts of each suite, chosen by hash; else all")] = None,
     data: Annotated[str | None, Option(help="rows of the one suite, instead of its set on the hub")] = None,
@@ -269,7 +262,7 @@ def evaluate(
 
 @app.command()
 def doctor() -> int:
-    """What this machine can run, and what to do about what it cannot."""
+    """Say what this machine can run, and what to do about what it cannot."""
     from megarl.lab.doctor import main
 
     return main()
@@ -295,46 +288,62 @@ def serve(
 
 @app.command()
 def rollout(recipe: p.Recipe, overrides: p.Overrides) -> int:
-    """Role: the controller."""
-    from megarl.cli import roles
+    """Role: the controller, with the recipe's tasks and the forecast of its scores."""
+    start_logging("controller")
+    from megarl.core.base.contracts import Tasks
+    from megarl.core.base.tokenizer import load_tokenizer
+    from megarl.core.controller.controller import main
+    from megarl.lab.evaluation.suites import questions_of
+    from megarl.lab.monitoring.prometheus import serve_controller
+    from megarl.lab.scaling.outlook import forecast
+    from megarl.tasks.data.prompts import load_tasks
+    from megarl.tasks.environments.registry import TaskEnvironments
+    from megarl.tasks.graders.grader import TaskGraders
 
-    return roles.rollout(_load(recipe, overrides))
+    loaded = _load(recipe, overrides)
+    tokenizer = load_tokenizer(loaded.model.path)
+    prompts = load_tasks(loaded, tokenizer)
+    graders, environments = (
+        partial(TaskGraders.of, loaded, tokenizer.decode),
+        partial(TaskEnvironments, loaded, tokenizer),
+    )
+    tasks = Tasks(prompts, graders=graders, environments=environments)
+    return main(loaded, tokenizer, tasks, questions_of(loaded, prompts, tokenizer), forecast, serve_controller)
 
 
 @app.command()
 def learn(recipe: p.Recipe, overrides: p.Overrides) -> int:
     """Role: the learner."""
-    from megarl.cli import roles
+    from megarl.core.learner.main import main
+    from megarl.lab.monitoring.metrics import MetricsWriter
 
-    return roles.learn(_load(recipe, overrides))
+    return main(_load(recipe, overrides), MetricsWriter)
 
 
 @recipes.callback(invoke_without_command=True)
 def _recipes(context: typer.Context) -> int:
-    """The recipes that come with megarl. Without a command: their list."""
+    """Show the recipes that come with megarl. Without a command: their list."""
     if context.invoked_subcommand is not None:
         return 0
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from megarl.core.recipe import load, shipped
     from megarl.run.devices import needed
 
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("name", style="bold", no_wrap=True)
-    table.add_column("GPUs", justify="right", no_wrap=True)
-    table.add_column("what", ratio=1)
-    for name in shipped():
-        recipe = load(name)
+    name, count = Column("name", style="bold", no_wrap=True), Column("GPUs", justify="right", no_wrap=True)
+    table = Table(name, count, Column("what", ratio=1), box=None, padding=(0, 1), pad_edge=False)
+    for shown in shipped():
+        recipe = load(shown)
         gpus = f"{needed(recipe)}" + (" or 0" if recipe.model.dtype == "fp32" else "")
-        table.add_row(name, gpus, recipe.description)
+        table.add_row(shown, gpus, recipe.description)
     Console().print(table)
     return 0
 
 
 @recipes.command("show")
 def show_recipe(recipe: p.Recipe, overrides: p.Overrides) -> int:
-    """A recipe, resolved, with what each key means."""
+    """Print a recipe, resolved, with what each key means."""
     from megarl.core.recipe import describe
 
     print(describe(_load(recipe, overrides)), end="")
@@ -346,7 +355,7 @@ def suggest(
     model: Annotated[Path, Option(help="Hugging Face directory with weights")],
     preset: Annotated[Literal["scalerl", "ppo"], Option(help="whose numbers")] = "scalerl",
 ) -> int:
-    """A recipe for a model of yours, with numbers for its size."""
+    """Print a recipe for a model of yours, with numbers for its size."""
     from megarl.lab.presets import suggest
 
     return suggest(model, preset)
@@ -357,45 +366,30 @@ def loo(
     recipe: p.Recipe,
     overrides: p.Overrides,
     beside: Annotated[str, Option("--with", metavar="A,B", help="more recipes to run beside the variants")] = "",
-    seeds: p.Seeds = "0,1,2",
-    directory: p.StudyDirectory = "",
-    task: p.Task = None,
-    dry_run: p.DryRun = False,
-) -> int:
-    """Leave-one-out: variants of a recipe that revert one ScaleRL part each."""
-    from megarl.lab.study.main import loo
+    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.Task = None, dry_run: p.DryRun = False,
+) -> int:  # fmt: skip
+    """Leave one out: run variants of a recipe that revert one ScaleRL part each."""
+    from megarl.lab.study.main import StudyOptions, loo
 
     others = [name for name in beside.split(",") if name]
-    return loo(recipe, others, _study_options(seeds, directory, task, dry_run, overrides))
+    return loo(recipe, others, StudyOptions(seeds, directory, task, dry_run, overrides))
 
 
 @study.command("compare")
 def compare_recipes(
     words: Annotated[list[str], Argument(metavar="recipe", help=p.RECIPES, autocompletion=p.recipe_names)],
-    seeds: p.Seeds = "0,1,2",
-    directory: p.StudyDirectory = "",
-    task: p.Task = None,
-    dry_run: p.DryRun = False,
-) -> int:
-    """Several recipes, run and compared."""
-    from megarl.lab.study.main import compare
+    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.Task = None, dry_run: p.DryRun = False,
+) -> int:  # fmt: skip
+    """Run and compare several recipes."""
+    from megarl.lab.study.main import StudyOptions, compare
 
     recipes, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
-    return compare(recipes, _study_options(seeds, directory, task, dry_run, overrides))
-
-
-def _study_options(seeds: str, directory: str, task: int | None, dry_run: bool, overrides: Sequence[str]) -> "Options":
-    from megarl.lab.study.main import Options
-
-    try:
-        return Options([int(seed) for seed in seeds.split(",")], directory, task, dry_run, overrides)
-    except ValueError:
-        raise MegarlError(f"--seeds: {seeds!r} is not a list of numbers such as 0,1,2") from None
+    return compare(recipes, StudyOptions(seeds, directory, task, dry_run, overrides))
 
 
 @study.command("results")
 def study_results(directory: Path) -> int:
-    """Table, plots and CSVs of a study, also of an unfinished one."""
+    """Write table, plots and CSVs of a study, also of an unfinished one."""
     from megarl.lab.study.main import table_and_plots
 
     return table_and_plots(directory)
@@ -409,7 +403,7 @@ def show_rollouts(
     limit: Annotated[int, Option(min=1, help="how many groups, or rollouts of a ticket")] = 20,
     as_json: p.Json = False,
 ) -> int:
-    """What the policy wrote, also while the run lives."""
+    """Show what the policy wrote, also while the run lives."""
     from megarl.core.base.rundir import RunDir
     from megarl.core.base.tokenizer import load_tokenizer
     from megarl.lab.inspection.rollouts import show
@@ -425,7 +419,7 @@ def curve(
     suite: p.Suite = None,
     picture: Annotated[Path | None, Option(help="a PNG; else curve-SUITE.png in the first `out`")] = None,
 ) -> int:
-    """Score against tokens generated: best of n by majority, reward, oracle."""
+    """Draw score against tokens generated: best of n by majority, reward, oracle."""
     from megarl.lab.evaluation.curve import main
 
     return main(out, suite, picture)
@@ -438,7 +432,7 @@ def compare_answers(
     suite: p.Suite = None,
     page: Annotated[Path | None, Option("-o", "--page", help="HTML; else compare-SUITE.html in `out_b`")] = None,
 ) -> int:
-    """Two models on the same prompts: a table, and a page to read their answers side by side."""
+    """Compare two models on the same prompts: a table, and a page to read their answers side by side."""
     from megarl.lab.evaluation.compare import main
 
     return main(out_a, out_b, suite, page)

@@ -10,17 +10,16 @@ RECIPES = f"{RECIPE}, each; key=value is for all of them"
 
 
 def recipe_names(incomplete: str) -> list[str]:
-    """What a shell offers where a recipe is wanted."""
+    """Return what a shell offers where a recipe is wanted."""
     from megarl.core.recipe import shipped
 
     return [name for name in shipped() if name.startswith(incomplete)]
 
 
 def repeated(metavar: str, about: str) -> Any:
-    """An option of a list."""
-    return Option(
-        metavar=metavar, default_factory=list, show_default=False, help=f"{about}; may be given several times"
-    )
+    """Return an option of a list."""
+    about += "; may be given several times"
+    return Option(metavar=metavar, default_factory=list, show_default=False, help=about)
 
 
 Recipe = Annotated[str, Argument(help=RECIPE, autocompletion=recipe_names)]
@@ -33,21 +32,26 @@ Run = Annotated[Path, Argument(help="run directory")]
 Json = Annotated[bool, Option("--json", help="print JSON")]
 ModelConfig = Annotated[str | None, Option(help="config.json, or a name such as llama-3.1-8b; else that of model.path")]
 
-# Of studies.
+SUITES = (
+    "aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, a suite or task of the run, RUN:TASK (held out of that "
+    "run), or a YAML file"
+)
+
+# For studies.
 Seeds = Annotated[str, Option(help="values of run.seed")]
 StudyDirectory = Annotated[str, Option("--dir", help="the study's directory; else runs/studies/KIND-RECIPE")]
 Task = Annotated[int | None, Option(min=0, help="run this one alone, such as $SLURM_ARRAY_TASK_ID, and make no table")]
 
-# Of answers.
+# For answers.
 Suite = Annotated[str | None, Option(help="a suite that all have; else each of those")]
 
-# Of sources of prompts.
+# For sources of prompts.
 SETS = "polaris, deepscaler, dapo-math-17k, deepcoder, gsm8k, math, livecodebench, humaneval, mbpp"
 Mapping = Annotated[str, Option(metavar="SET", help=f"published set whose columns it has: {SETS}")]
 COLUMN = "column of prompt, answer, difficulty or id, such as prompt=problem"
 Column = Annotated[list[str], repeated("FIELD=COLUMN", COLUMN)]
 
-# Of points of learning curves, their fits and pictures.
+# For points of learning curves, their fits and pictures.
 POINTS = "a run directory, or a CSV or JSONL of points"
 Points = Annotated[str, Argument(help=POINTS)]
 AllPoints = Annotated[list[Path], Argument(metavar="points", help=f"{POINTS}, each; the first is the reference")]

@@ -15,8 +15,8 @@ from megarl.cli import parameters as p
 from megarl.core.base.errors import MegarlError
 
 if TYPE_CHECKING:
-    from megarl.lab.scaling.compare import Comparison
-    from megarl.lab.scaling.fit import Fit
+    from megarl.lab.scaling.compare import RunComparison
+    from megarl.lab.scaling.fit import Fit, FitOptions, Grid
     from megarl.lab.scaling.points import Curve
 
 app = typer.Typer(name="scaling", help="What a run will reach, from its evaluations.")
@@ -28,9 +28,9 @@ def fit(
     grid: p.Grid = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
     as_json: p.Json = False,
 ) -> int:  # fmt: skip
-    """A, B and C_mid of a run, with 95 % intervals."""
+    """Fit A, B and C_mid of a run, with 95 % intervals."""
     from megarl.lab.scaling import tables
-    from megarl.lab.scaling.fit import fit, fit_each
+    from megarl.lab.scaling.fit import fit
 
     how = _how(r0, start, until, form, grid)
     curves = _read(points, seed, hours_column, score_column)
@@ -38,7 +38,7 @@ def fit(
     if as_json:
         print(json.dumps(found.record(), allow_nan=False))
         return 0
-    each = fit_each(curves, **how) if len(curves) > 1 else []
+    each = [fit([curve], **how) for curve in curves] if len(curves) > 1 else []
     rows = [(f"seed {curve.seed}", one) for curve, one in zip(curves, each, strict=False)]
     tables.show(tables.fits([("pooled" if each else curves[0].name, found), *rows]))
     tables.show(tables.forms(curves, how))
@@ -54,10 +54,13 @@ def extrapolate(
     to: Annotated[float | None, Option(metavar="H", help="predict the pass rate at this many hours")] = None,
     reach: Annotated[float | None, Option(metavar="R", help="or the hours at which this pass rate is reached")] = None,
 ) -> int:  # fmt: skip
-    """The score at some compute, or the compute of a score."""
+    """Predict the score at some compute, or the compute of a score."""
+    import numpy as np
+
     from megarl.lab.scaling import tables
-    from megarl.lab.scaling.extrapolate import hours_to, later_points
+    from megarl.lab.scaling.extrapolate import hours_to, later_points, predict
     from megarl.lab.scaling.fit import fit
+    from megarl.lab.scaling.points import amount
 
     if (to is None) == (reach is None):
         raise MegarlError("give one of --to and --reach")
@@ -65,16 +68,19 @@ def extrapolate(
         raise MegarlError(f"--to is {to:g}; it is compute in hours, above 0")
     curves = _read(points, seed, hours_column, score_column)
     found = fit(curves, **_how(r0, start, until, form, grid))
-    record: dict[str, Any]
+    record: dict[str, object]
     if to is not None:
-        record, text = _score_at(found, to)
+        there = predict(found, np.array([to]))
+        score, low, high = (float(part[0]) for part in (there.pass_rate, there.low, there.high))
+        record = {"hours": to, "pass_rate": score, "interval": [low, high]}
+        at = amount(to, found.unit)
+        text = f"At {at} the fit predicts a pass rate of {score:.3f} (95 %: {low:.3f} to {high:.3f})."
     elif reach is not None:
         reached = hours_to(found, reach)
-        interval = [_json(hours) for hours in reached.interval]
-        record = {"pass_rate": reach, "hours": _json(reached.hours), "interval": interval}
+        hours = [h if math.isfinite(h) else None for h in (reached.hours, *reached.interval)]
+        record = {"pass_rate": reach, "hours": hours[0], "interval": hours[1:]}
         text = tables.reached(found, reach, reached)
-    later = later_points(found, curves)
-    if later is not None:
+    if (later := later_points(found, curves)) is not None:
         record["later"] = asdict(later)
         text += "\n" + tables.later(found, later)
     if as_json:
@@ -91,7 +97,7 @@ def compare(
     score_column: p.ScoreColumn = None, to: p.DrawTo = None, as_json: p.Json = False,
     output: Annotated[Path | None, p.PICTURE] = None,
 ) -> int:  # fmt: skip
-    """Which run has the higher ceiling, which is quicker."""
+    """Say which run has the higher ceiling, and which is quicker."""
     from megarl.lab.scaling import tables
     from megarl.lab.scaling.compare import compare
 
@@ -115,7 +121,7 @@ def plot(
     form: p.Form = "sigmoid", grid: p.Grid = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,
     score_column: p.ScoreColumn = None, to: p.DrawTo = None, output: Annotated[Path, p.PICTURE] = Path("scaling"),
 ) -> int:  # fmt: skip
-    """Points, fits and what they predict, as PNG, SVG and interactive HTML."""
+    """Draw points, fits and what they predict, as PNG, SVG and interactive HTML."""
     from megarl.lab.scaling.compare import compare
 
     runs = _named(points, seed, hours_column, score_column)
@@ -130,22 +136,27 @@ def plot(
 @app.command("published")
 def show_published(
     as_json: p.Json = False,
-    synthetic: Annotated[
-        str | None,
-        Option(metavar="NAME", help="print a CSV of points drawn from this fit instead, with an evaluation's noise"),
-    ] = None,
+    synthetic: Annotated[str | None, Option(metavar="NAME", help="print a CSV of noisy points of this fit instead")] = None,
     hours: Annotated[float, Option(help="compute of the synthetic run")] = 16_000,
     evaluations: Annotated[int, Option(min=1, help="of the synthetic run")] = 32,
     seeds: Annotated[int, Option(min=1, help="synthetic runs")] = 1,
-) -> int:
-    """The fits of ScaleRL's paper."""
+) -> int:  # fmt: skip
+    """Show the fits of ScaleRL's paper."""
     import msgspec
+    import numpy as np
 
     from megarl.lab.scaling import tables
-    from megarl.lab.scaling.published import published
+    from megarl.lab.scaling.published import SAMPLES, csv_of, law_named, published
+    from megarl.lab.scaling.published import synthetic as points_of
 
     if synthetic:
-        return _synthetic(synthetic, hours, evaluations, seeds)
+        law, compute = law_named(synthetic), np.linspace(hours / evaluations, hours, evaluations)
+        about = (
+            f"SYNTHETIC, no run: drawn from the published fit {law.name} with the noise of {SAMPLES:,} samples; "
+            f"R_0 = {law.r0:g} is read off its figure 1"
+        )
+        print(csv_of([points_of(law, compute, seed) for seed in range(seeds)], about), end="")
+        return 0
     if as_json:
         print(json.dumps([msgspec.to_builtins(law) for law in published()]))
         return 0
@@ -157,19 +168,18 @@ def show_published(
 
 
 def _read(source: str | Path, seed: int | None, hours_column: str | None, score_column: str | None) -> list["Curve"]:
-    from megarl.lab.scaling.points import Columns, read_points
+    from megarl.lab.scaling.points import PointColumns, read_points
 
-    curves = read_points(source, Columns(hours_column, score_column))
+    curves = read_points(source, PointColumns(hours_column, score_column))
     if seed is None:
         return curves
-    chosen = [curve for curve in curves if curve.seed == seed]
-    if not chosen:
-        raise MegarlError(f"{source}: no seed {seed} in it")
-    return chosen
+    if chosen := [curve for curve in curves if curve.seed == seed]:
+        return chosen
+    raise MegarlError(f"{source}: no seed {seed} in it")
 
 
 def _named(sources: Sequence[Path], *which: Any) -> dict[str, list["Curve"]]:
-    """Curves of all sources; two files of one name keep their paths. which: as of `_read`."""
+    """Read the curves of all sources; two files of one name keep their paths. which: as in `_read`."""
     names = [source.stem if source.is_file() else source.resolve().name for source in sources]
     return {
         name if names.count(name) == 1 else str(source): _read(source, *which)
@@ -177,56 +187,22 @@ def _named(sources: Sequence[Path], *which: Any) -> dict[str, list["Curve"]]:
     }
 
 
-def _how(r0: float | None, start: float | None, until: float | None, form: str, grid: str) -> dict[str, Any]:
+def _how(r0: float | None, start: float | None, until: float | None, form: str, grid: "Grid") -> "FitOptions":
     return {"r0": r0, "start": start, "end": until, "form": form, "grid": grid}
 
 
-def _score_at(found: "Fit", hours: float) -> tuple[dict[str, Any], str]:
-    import numpy as np
-
-    from megarl.lab.scaling.extrapolate import predict
-    from megarl.lab.scaling.points import amount
-
-    there = predict(found, np.array([hours]))
-    value, low, high = (float(part[0]) for part in (there.pass_rate, there.low, there.high))
-    text = (
-        f"At {amount(hours, found.unit)} the fit predicts a pass rate of {value:.3f} (95 %: {low:.3f} to {high:.3f})."
-    )
-    return {"hours": hours, "pass_rate": value, "interval": [low, high]}, text
-
-
 def _draw(
-    base: Path, to: float | None, published: Sequence[str], runs: dict[str, list["Curve"]], comparison: "Comparison",
+    base: Path, to: float | None, published: Sequence[str], runs: dict[str, list["Curve"]], comparison: "RunComparison",
     efficiency: dict[str, "Fit"],
 ) -> None:  # fmt: skip
-    """All pictures; the efficiency plot of the fits that are given for it."""
+    """Draw all pictures; the efficiency plot shows the fits that are given for it."""
     from megarl.lab.scaling.plot import plot_efficiency, plot_fits, write_page
     from megarl.lab.scaling.published import law_named
 
     base.parent.mkdir(parents=True, exist_ok=True)
     laws = [law_named(name) for name in published]
     series = {entry.name: (runs[entry.name], entry.fit) for entry in comparison.entries}
-    written = [*plot_fits(series, base, until=to, laws=laws)]
-    written.append(write_page(series, base, until=to, laws=laws))
+    written = [*plot_fits(series, base, until=to, laws=laws), write_page(series, base, until=to, laws=laws)]
     if efficiency:
         written += plot_efficiency(efficiency, base.with_name(f"{base.name}-efficiency"))
     print(*written, sep="\n", file=sys.stderr)
-
-
-def _synthetic(name: str, last: float, evaluations: int, seeds: int) -> int:
-    import numpy as np
-
-    from megarl.lab.scaling.published import SAMPLES, csv_of, law_named, synthetic
-
-    law = law_named(name)
-    hours = np.linspace(last / evaluations, last, evaluations)
-    about = (
-        f"SYNTHETIC, no run: drawn from the published fit {law.name} with the noise of {SAMPLES:,} samples; "
-        f"R_0 = {law.r0:g} is read off its figure 1"
-    )
-    print(csv_of([synthetic(law, hours, seed) for seed in range(seeds)], about), end="")
-    return 0
-
-
-def _json(value: float) -> float | None:
-    return value if math.isfinite(value) else None

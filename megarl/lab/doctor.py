@@ -10,14 +10,14 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from megarl.core.base.errors import MegarlError
@@ -42,13 +42,16 @@ class Finding:
     advice: str = ""
 
 
+def noted(what: str, found: str, advice: str = "") -> Finding:
+    """Return a finding that is a note if there is something to do, else good."""
+    return Finding(what, "note" if advice else "good", found, advice)
+
+
 def main() -> int:
     """Print all findings and the verdict; return 0 if something can be run here."""
     findings = examine()
-    table = Table(box=None, padding=(0, 2), pad_edge=False, show_header=False)
-    for _ in range(3):
-        table.add_column(no_wrap=True)
-    table.add_column(ratio=1)
+    columns = [Column(no_wrap=True), Column(no_wrap=True), Column(no_wrap=True), Column(ratio=1)]
+    table = Table(*columns, box=None, padding=(0, 2), pad_edge=False, show_header=False)
     marks = {"good": "[green]✓", "note": "[yellow]•", "bad": "[red]✗"}
     for f in findings:
         table.add_row(marks[f.grade], f.what, f.found, Text(f.advice))
@@ -61,39 +64,30 @@ def main() -> int:
 
 def examine() -> list[Finding]:
     """Answer every question about this machine."""
-    checks: Sequence[Callable[[], Finding]] = (
-        python, *(lambda name=name: package(name) for name in PINS), cuda, transformer_engine, apex, bytecode,
-        cores, memory, shared_memory, disk, ports, sandbox,
-    )  # fmt: skip
-    return [check() for check in checks]
+    others = (cuda, transformer_engine, apex, bytecode, cores, memory, shared_memory, disk, ports, sandbox)
+    return [python(), *map(package, PINS), *(check() for check in others)]
 
 
 def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
     """Return what can be run, and the exit status."""
-    bad = [f.what for f in findings if f.grade == "bad"]
-    if bad:
+    if bad := [f.what for f in findings if f.grade == "bad"]:
         return f"Nothing can be run here yet: {', '.join(bad)}.", 1
-    by_name = {f.what: f for f in findings}
+    good = {f.what for f in findings if f.grade == "good"}
     if gpu_count == 0:
-        return (
-            "Runs on the CPU are possible (tiny models: `make quickstart`). For GPU runs a machine with GPUs is needed.",
-            0,
-        )
-    if by_name["CUDA"].grade != "good":
+        text = "Runs on the CPU are possible (tiny models: `make quickstart`). GPU runs need a machine with GPUs."
+        return text, 0
+    if "CUDA" not in good:
         return "CPU runs are possible (CUDA_VISIBLE_DEVICES=); GPU runs are not yet: CUDA.", 0
-    slower = (
-        "" if by_name["Transformer Engine"].grade == "good" else ", without Transformer Engine's fused layers and FP8"
-    )
+    slower = "" if "Transformer Engine" in good else ", without Transformer Engine's fused layers and FP8"
     return f"GPU runs are possible on {gpu_count} GPUs{slower} (`megarl recipes` says what each recipe takes).", 0
 
 
 def python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] == (3, 12):
-        return Finding("Python", "good", version)
-    return Finding(
-        "Python", "bad", version, "the stack has wheels for Python 3.12 alone; `make setup` finds or fetches one"
-    )
+        return noted("Python", version)
+    advice = "the stack has wheels for Python 3.12 alone; `make setup` finds or fetches one"
+    return Finding("Python", "bad", version, advice)
 
 
 def package(name: str) -> Finding:
@@ -106,99 +100,91 @@ def package(name: str) -> Finding:
     if not importable:
         return Finding(name, "bad", f"{version}, but it cannot be imported", SETUP)
     if version.partition("+")[0] != PINS[name]:
-        return Finding(name, "note", version, f"made and tested with {PINS[name]}; {SETUP}")
-    return Finding(name, "good", version)
+        return noted(name, version, f"made and tested with {PINS[name]}; {SETUP}")
+    return noted(name, version)
 
 
 def cuda() -> Finding:
     """Check for GPUs, as seen by the driver and by torch."""
     count = len(gpus())
     if importlib.util.find_spec("torch") is None:
-        return Finding("CUDA", "note", "unknown: torch is missing", SETUP)
+        return noted("CUDA", "unknown: torch is missing", SETUP)
     import torch
 
     if torch.cuda.is_available():
         names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
-        return Finding("CUDA", "good", f"{torch.version.cuda}, {torch.cuda.device_count()} x {names}")
+        return noted("CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} x {names}")
     if count:
-        advice = (
-            f"the driver is too old for torch's CUDA {torch.version.cuda}, or torch is a CPU build; update the driver"
-        )
-        return Finding("CUDA", "note", f"{count} GPUs that torch cannot use", advice)
-    return Finding("CUDA", "note", "no GPU", "tiny models run on the CPU; for others use a machine with NVIDIA GPUs")
+        advice = f"update the driver, too old for torch's CUDA {torch.version.cuda}, or replace torch's CPU build"
+        return noted("CUDA", f"{count} GPUs that torch cannot use", advice)
+    return noted("CUDA", "no GPU", "tiny models run on the CPU; for others use a machine with NVIDIA GPUs")
 
 
 def transformer_engine() -> Finding:
     """Check for the learner's layers on GPUs; the CPU does not use them."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        advice = "only needed with GPUs: pip install --no-build-isolation 'transformer-engine[pytorch]'"
-        return Finding("Transformer Engine", "note", "not installed", advice)
-    return Finding("Transformer Engine", "good", importlib.metadata.version("transformer-engine"))
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return noted("Transformer Engine", importlib.metadata.version("transformer-engine"))
+    advice = "only needed with GPUs: pip install --no-build-isolation 'transformer-engine[pytorch]'"
+    return noted("Transformer Engine", "not installed", advice)
 
 
 def apex() -> Finding:
     """Check for NVIDIA Apex: fused optimiser kernels. PyPI's package of that name is another project."""
+    source = "build https://github.com/NVIDIA/apex"
     if importlib.util.find_spec("apex") is None:
-        advice = (
-            "optional, with GPUs: build https://github.com/NVIDIA/apex from source (PyPI's `apex` is another project)"
-        )
-        return Finding("NVIDIA Apex", "note", "not installed", advice)
+        advice = f"optional, with GPUs: {source} from source (PyPI's `apex` is another project)"
+        return noted("NVIDIA Apex", "not installed", advice)
     if importlib.util.find_spec("amp_C") is None:
-        advice = "pip uninstall apex, then build https://github.com/NVIDIA/apex with its CUDA extensions"
-        return Finding("NVIDIA Apex", "note", "another `apex`, or one without CUDA extensions", advice)
-    return Finding("NVIDIA Apex", "good", "with CUDA extensions")
+        advice = f"pip uninstall apex, then {source} with its CUDA extensions"
+        return noted("NVIDIA Apex", "another `apex`, or one without CUDA extensions", advice)
+    return noted("NVIDIA Apex", "with CUDA extensions")
 
 
 def bytecode() -> Finding:
     """Check for .pyc files: without them every role compiles the whole stack at each start, taking tens of seconds."""
-    advice = "python -m compileall -q -j 0 of site-packages, and unset PYTHONDONTWRITEBYTECODE"
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
-        return Finding("bytecode", "note", "unknown: transformers is missing", SETUP)
-    compiled = any((Path(spec.origin).parent / "__pycache__").glob(f"*{sys.implementation.cache_tag}.pyc"))
-    return Finding("bytecode", "good", "compiled") if compiled else Finding("bytecode", "note", "not compiled", advice)
+        return noted("bytecode", "unknown: transformers is missing", SETUP)
+    if any((Path(spec.origin).parent / "__pycache__").glob(f"*{sys.implementation.cache_tag}.pyc")):
+        return noted("bytecode", "compiled")
+    advice = "python -m compileall -q -j 0 of site-packages, and unset PYTHONDONTWRITEBYTECODE"
+    return noted("bytecode", "not compiled", advice)
 
 
 def cores() -> Finding:
     count = len(os.sched_getaffinity(0))
-    advice = "server and learner share one core: expect half the speed" if count == 1 else ""
-    return Finding("cores", "note" if advice else "good", str(count), advice)
+    return noted("cores", str(count), "server and learner share one core: expect half the speed" if count == 1 else "")
 
 
 def memory() -> Finding:
     free = psutil.virtual_memory().available / GIB
     advice = "the quickstart's roles take about 6 GiB together; end other programs" if free < 6 else ""
-    return Finding("memory", "note" if advice else "good", f"{free:.0f} GiB available", advice)
+    return noted("memory", f"{free:.0f} GiB available", advice)
 
 
 def shared_memory() -> Finding:
     """Check /dev/shm, through which a server's processes, NCCL and PyTorch pass tensors."""
     if not os.access("/dev/shm", os.W_OK):
         return Finding("/dev/shm", "bad", "not writable", "mount a tmpfs there")
-    size = shutil.disk_usage("/dev/shm").total / GIB
-    needed = 8 if gpus() else 1
+    size, needed = shutil.disk_usage("/dev/shm").total / GIB, 8 if gpus() else 1
     advice = f"in a container: --shm-size={needed}g or --ipc=host" if size < needed * 0.95 else ""
-    text = f"{size:.1f} GiB" if size >= 1 else f"{size * 1024:.0f} MiB"
-    return Finding("/dev/shm", "note" if advice else "good", text, advice)
+    return noted("/dev/shm", f"{size:.1f} GiB" if size >= 1 else f"{size * 1024:.0f} MiB", advice)
 
 
 def disk() -> Finding:
-    """Check the disk where runs are written: checkpoints take about 16 bytes a parameter."""
+    """Check the disk where runs are written."""
     free = shutil.disk_usage(".").free / GIB
-    advice = (
-        "checkpoints take about 16 bytes a parameter; free some, or set run.dir to another disk" if free < 10 else ""
-    )
-    return Finding("disk", "note" if advice else "good", f"{free:.0f} GiB free here", advice)
+    advice = "checkpoints take about 16 bytes a parameter; free some, or set run.dir to another disk"
+    return noted("disk", f"{free:.0f} GiB free here", advice if free < 10 else "")
 
 
 def ports() -> Finding:
     try:
         free_ports(8)
     except OSError as error:
-        return Finding(
-            "ports", "bad", f"cannot listen on 127.0.0.1: {error.strerror}", "the roles talk over it; allow it"
-        )
-    return Finding("ports", "good", "free on 127.0.0.1")
+        advice = "the roles talk over it; allow it"
+        return Finding("ports", "bad", f"cannot listen on 127.0.0.1: {error.strerror}", advice)
+    return noted("ports", "free on 127.0.0.1")
 
 
 def sandbox() -> Finding:
@@ -207,5 +193,5 @@ def sandbox() -> Finding:
         Sandbox("bubblewrap", 1).check()
     except MegarlError as error:
         advice = f"only needed to grade code: {str(error).partition('; ')[2]}"
-        return Finding("bubblewrap", "note", "no program can be run in it", advice)
-    return Finding("bubblewrap", "good", "runs programs apart")
+        return noted("bubblewrap", "no program can be run in it", advice)
+    return noted("bubblewrap", "runs programs apart")

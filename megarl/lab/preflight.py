@@ -1,5 +1,4 @@
-"""Reads the inputs of `megarl train` and `megarl sft` in full before anything starts; each fault is one `MegarlError` that
-says what to do.
+"""Reads all inputs of `megarl train` and `megarl sft` before anything starts; a MegarlError says what to do about a fault.
 
     model.path, reference.path, critic.path ──► config.json, tokenizer, weights ─┐
     data.tasks ──► prompts as the model sees them, with answers ─────────────────┼─► fingerprints (run/checks.py)
@@ -18,13 +17,14 @@ from pathlib import Path
 
 from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import parameters
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.base.types import Prompt, encode
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import LOSSES
 from megarl.lab.monitoring import wandb_writer
 from megarl.run import checks, devices
-from megarl.run.checks import Fingerprints, parameters
+from megarl.run.checks import Fingerprints
 from megarl.tasks.data import sources
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.data.prompts import load_tasks
@@ -36,23 +36,19 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 def check_inputs(recipe: Recipe) -> Fingerprints:
     """Check that what the recipe names exists and can be read; return its fingerprints."""
-    if not _is_model(recipe.model.path):
-        raise MegarlError(_no_model(recipe))
-    _check_files("model.path", recipe.model.path)
-    for key, used, path in (
-        ("reference.path", recipe.reference.coefficient > 0, recipe.reference.path),
-        ("critic.path", recipe.has_critic, recipe.critic.path),
-    ):
-        if used and path and not _is_model(path):
-            raise MegarlError(
-                f"{key}: {path!r} is not a Hugging Face model directory (no config.json in it); leave it empty for model.path"
-            )
-        if used and path:
-            _check_files(key, path, tokenizer=False)
+    from megarl.tasks.graders.grader import check_graders  # imports aiohttp
+
+    path = recipe.model.path
+    advice = f"download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one you have"
+    if path and path == recipe.sft.output:
+        advice = "it is what the warm start writes: run `megarl sft` with this recipe first (`make quickstart` does)"
+    _check_model("model.path", path, advice)
+    for key, other in _other_models(recipe).items():
+        _check_model(key, other, "leave it empty for model.path", tokenizer=False)
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
-    _check_graders(recipe)
+    check_graders(recipe.data, recipe.evaluation.sampled)  # here, for the controller starts with this environment
     if recipe.loss.kind not in LOSSES:
         check_own_loss(recipe)
     wandb_writer.check(recipe)
@@ -60,21 +56,14 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
 
 
 def check_all(recipe: Recipe) -> str:
-    """Run all checks of `megarl train`, starting and writing nothing; return what it would start.
-
-    Other nodes of a Slurm job are not asked.
-    """
-    fingerprints = check_inputs(recipe)
-    return checks.check_start(recipe, fingerprints)
+    """Return what `megarl train` would start, after all of its checks but those of other nodes of a Slurm job."""
+    return checks.check_start(recipe, check_inputs(recipe))
 
 
 def check_sft(recipe: Recipe) -> str:
     """Check that the inputs of `megarl sft` exist and its ranks fit; return what it would start."""
-    if not _is_model(recipe.sft.init):
-        raise MegarlError(f"sft.init: {recipe.sft.init!r} is not a Hugging Face model directory (no config.json in it)")
-    _check_files("sft.init", recipe.sft.init)
-    wrong = sources.problem(recipe.sft.data)
-    if wrong:
+    _check_model("sft.init", recipe.sft.init)
+    if wrong := sources.problem(recipe.sft.data):
         raise MegarlError(f"sft.data: {wrong}; give rows of prompt and completion, or of messages")
     for source in recipe.data.decontaminate:
         if wrong := sources.problem(source):
@@ -83,17 +72,18 @@ def check_sft(recipe: Recipe) -> str:
         raise MegarlError("sft.output: say where the trained model is to be written")
     ranks, here = recipe.resources.learner_ranks, len(devices.gpus())
     if 0 < here < ranks:
-        raise MegarlError(
-            f"resources.learner_ranks: {ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs; set "
-            f"resources.learner_ranks={here}"
-        )
+        why = f"{ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs"
+        raise MegarlError(f"resources.learner_ranks: {why}; set resources.learner_ranks={here}")
     if not here:
         checks.check_cpu(recipe, recipe.sft.init, {"learner ranks": ranks}, len(os.sched_getaffinity(0)))
     return f"{ranks} rank{'s' * (ranks != 1)}, {min(here, ranks)} GPU{'s' * (min(here, ranks) != 1)}"
 
 
-def _check_files(key: str, path: str, tokenizer: bool = True) -> None:
-    """Check that a model's weights are complete, and its tokenizer can be loaded."""
+def _check_model(key: str, path: str, advice: str = "", tokenizer: bool = True) -> None:
+    """Check that a model is there, its weights are complete, and its tokenizer can be loaded."""
+    if not path or not os.path.isfile(Path(path) / "config.json"):
+        text = f"{key}: {path!r} is not a Hugging Face model directory (no config.json in it)"
+        raise MegarlError(f"{text}; {advice}" if advice else text)
     try:
         parameters(Path(path))
         if tokenizer:
@@ -105,27 +95,17 @@ def _check_files(key: str, path: str, tokenizer: bool = True) -> None:
 def _check_sources(recipe: Recipe) -> None:
     """Check that files of prompts exist, and the model has the template that tasks require."""
     named = [(f"data.tasks.{name}.train", task.train) for name, task in recipe.data.tasks.items()]
-    named += [
-        (f"data.tasks.{name}.heldout", task.heldout)
-        for name, task in recipe.data.tasks.items()
-        if isinstance(task.heldout, str)
-    ]
+    heldout = {f"data.tasks.{name}.heldout": task.heldout for name, task in recipe.data.tasks.items()}
+    named += [(key, source) for key, source in heldout.items() if isinstance(source, str)]
     named += [(f"evaluation.suites.{name}.data", suite.data) for name, suite in recipe.evaluation.suites.items()]
-    for key, source in [*named, *(("data.decontaminate", source) for source in recipe.data.decontaminate)]:
-        wrong = sources.problem(source)
-        if wrong:
+    named += [("data.decontaminate", source) for source in recipe.data.decontaminate]
+    for key, source in named:
+        if wrong := sources.problem(source):
             made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
     asked = [*recipe.data.tasks.values(), *recipe.evaluation.sampled.values()]
     if any(rows.template == "chat" for rows in asked):
         load_chat(recipe.model.path)
-
-
-def _check_graders(recipe: Recipe) -> None:
-    """Check for sandbox, functions and keys; the controller, which needs them, starts with this environment."""
-    from megarl.tasks.graders.grader import check_graders  # imports aiohttp
-
-    check_graders(recipe.data, recipe.evaluation.sampled)
 
 
 def check_own_loss(recipe: Recipe) -> None:
@@ -150,21 +130,14 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
     """Return fingerprints of all that determines the run's steps. MegarlError for what cannot be read."""
     architecture.read(recipe.model.path)
     tokenizer = load_tokenizer(recipe.model.path)
-    fingerprints = {"model.path: tokenizer": _of_files(Path(recipe.model.path) / name for name in TOKENIZER)}
-    models = {"model.path": recipe.model.path}
-    if recipe.reference.coefficient and recipe.reference.path:
-        models["reference.path"] = recipe.reference.path
-    if recipe.has_critic and recipe.critic.path:
-        models["critic.path"] = recipe.critic.path
-    for key, path in models.items():
-        folder = Path(path)
-        fingerprints[f"{key}: config.json"] = _of_files([folder / "config.json"])
-        fingerprints[f"{key}: weights"] = _of_files(
-            [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.safetensors.index.json"))]
-        )
+    fingerprints = {"model.path: tokenizer": _hash_files(Path(recipe.model.path) / name for name in TOKENIZER)}
+    for key, path in {"model.path": recipe.model.path, **_other_models(recipe)}.items():
+        weights = [file for kind in ("", ".index.json") for file in sorted(Path(path).glob(f"*.safetensors{kind}"))]
+        fingerprints[f"{key}: config.json"] = _hash_files([Path(path) / "config.json"])
+        fingerprints[f"{key}: weights"] = _hash_files(weights)
     for name, prompts in load_tasks(recipe, tokenizer).items():
-        fingerprints[f"data.tasks.{name}.train: prompts"] = _of_prompts(prompts.train)
-        fingerprints[f"data.tasks.{name}.heldout: prompts"] = _of_prompts(prompts.heldout)
+        fingerprints[f"data.tasks.{name}.train: prompts"] = _hash_prompts(prompts.train)
+        fingerprints[f"data.tasks.{name}.heldout: prompts"] = _hash_prompts(prompts.heldout)
     if recipe.evaluation.suites:
         from megarl.lab.evaluation import suites  # imports scipy
 
@@ -173,7 +146,14 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
     return fingerprints
 
 
-def _of_files(paths: Iterable[Path]) -> str:
+def _other_models(recipe: Recipe) -> dict[str, str]:
+    """Return reference and critic by their keys, if the recipe uses them and they are not the policy's."""
+    reference = recipe.reference.path if recipe.reference.coefficient > 0 else ""
+    critic = recipe.critic.path if recipe.has_critic else ""
+    return {key: path for key, path in (("reference.path", reference), ("critic.path", critic)) if path}
+
+
+def _hash_files(paths: Iterable[Path]) -> str:
     """Hash the files that exist: names, sizes and contents, of large ones a sample."""
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
@@ -194,21 +174,9 @@ def _of_files(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _of_prompts(prompts: Iterable[Prompt]) -> str:
+def _hash_prompts(prompts: Iterable[Prompt]) -> str:
     """Hash everything known of each prompt, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         digest.update(encode(prompt))
     return digest.hexdigest()
-
-
-def _is_model(path: str) -> bool:
-    return bool(path) and os.path.isfile(Path(path) / "config.json")
-
-
-def _no_model(recipe: Recipe) -> str:
-    path = recipe.model.path
-    text = f"model.path: {path!r} is not a Hugging Face model directory (no config.json in it)"
-    if path and path == recipe.sft.output:
-        return f"{text}; it is what the warm start writes: run `megarl sft` with this recipe first (`make quickstart` does)"
-    return f"{text}; download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one you have"

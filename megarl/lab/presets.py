@@ -1,6 +1,4 @@
-"""`megarl recipes suggest --model DIR`: a recipe for a model, with numbers for its size.
-
-Two sources, kept apart because their evidence differs:
+"""`megarl recipes suggest --model DIR`: a recipe for a model, with numbers for its size from one of two sources:
 
 scalerl  what ScaleRL's paper (arXiv 2510.13786) ran, at 8B dense and 17Bx16: one set of numbers for both. The default.
 ppo      ranges by size from guides to PPO and GRPO, for PPO with a critic: rules of thumb without a scaling study.
@@ -17,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import parameters
 from megarl.core.recipe.loading import load
-from megarl.run.checks import parameters
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,16 @@ PPO = (
     Preset("7B-70B+", float("inf"), (1e-6, 3e-6), (512, 2048), (2, 4), (500, 2000), (0.01, 0.05)),
 )
 SCALERL = Preset("8B, 17Bx16", float("inf"), (5e-7, 5e-7), (768, 2048), (1, 1), (100, 100), (0.0, 0.0))
+NOTE = """# The layout (model.tensor_parallel, resources) is that of the base: fit it to your GPUs.
+# Give data.tasks (train, heldout), and start from a model that follows the prompt format (`megarl sft`).
+"""
+ROWS = {
+    "learning rate": "lr",
+    "rollouts a step": "batch",
+    "epochs": "epochs",
+    "warm-up steps": "warmup_steps",
+    "KL": "kl",
+}
 
 
 def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
@@ -50,15 +58,14 @@ def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
     shown = Table(box=None, padding=(0, 2), pad_edge=False)
     for heading in ("", "scalerl", "ppo"):
         shown.add_column(heading, no_wrap=True, style="bold" if heading == preset else "")
-    for name, scalerl, ppo in _rows(chosen):
-        shown.add_row(name, scalerl, ppo)
+    shown.add_row("models", SCALERL.size, chosen.size)
+    for name, attribute in ROWS.items():
+        shown.add_row(name, *(_range(*getattr(one, attribute)) for one in (SCALERL, chosen)))
     console = Console(file=sys.stderr)
     console.print(f"{model}: {count / 1e9:.2f}B parameters", soft_wrap=True, highlight=False)
     console.print(shown)
     if count < 1e9:
-        console.print(
-            "Both are for models of 1B parameters and more; a smaller one bears, and needs, a higher learning rate."
-        )
+        console.print("Both are for models of 1B parameters and more; a smaller one needs a higher learning rate.")
     print(text(model, preset, chosen), end="")
     return 0
 
@@ -81,25 +88,8 @@ def text(model: Path, preset: Literal["scalerl", "ppo"], chosen: Preset) -> str:
             },
             "reference": {"coefficient": chosen.kl[0]},
         }
-    note = (
-        "# The layout (model.tensor_parallel, resources) is that of the base: fit it to your GPUs."
-        "\n# Give data.tasks (train, heldout), and start from a model that follows the prompt format (`megarl sft`).\n"
-    )
-    return note + yaml.safe_dump(tree, sort_keys=False)
+    return NOTE + yaml.safe_dump(tree, sort_keys=False)
 
 
-def _rows(ppo: Preset) -> list[tuple[str, str, str]]:
-    """Return the choices: name, ScaleRL's, PPO's."""
-    return [
-        ("models", SCALERL.size, ppo.size),
-        ("learning rate", _range(SCALERL.lr), _range(ppo.lr)),
-        ("rollouts a step", _range(SCALERL.batch), _range(ppo.batch)),
-        ("epochs", _range(SCALERL.epochs), _range(ppo.epochs)),
-        ("warm-up steps", _range(SCALERL.warmup_steps), _range(ppo.warmup_steps)),
-        ("KL", _range(SCALERL.kl), _range(ppo.kl)),
-    ]
-
-
-def _range(ends: tuple[float, float]) -> str:
-    low, high = ends
+def _range(low: float, high: float) -> str:
     return f"{low:g}" if low == high else f"{low:g} - {high:g}"

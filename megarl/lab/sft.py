@@ -13,9 +13,8 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megarl.core.algorithm.batch import TrainSequence
-from megarl.core.algorithm.losses import supervised_loss
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import gathered
 from megarl.core.base.rundir import complete, write_atomically
@@ -38,12 +36,11 @@ from megarl.run.process import StopRequest, free_ports, lock, outlive_screen, st
 from megarl.tasks.data.traces import Trace, load_traces
 
 SETTINGS = "settings.json"
-RANKS_LIMIT_S = 600.0
-"""Limit of a collective; ranks differ by no more than the time to read the data."""
+RANKS_LIMIT_S = 600.0  # limit of a collective; ranks differ by no more than the time to read the data
 
 
 def main(recipe: Recipe) -> int:
-    """Train sft.init on sft.data for sft.steps steps and write sft.output. Return 0, or 128 + the signal that ended it."""
+    """Train sft.init and write sft.output. Return 0, or 128 + the signal that ended it."""
     output = Path(recipe.sft.output)
     if output.exists():
         raise MegarlError(f"sft.output: {output} exists already; remove it, or name another directory")
@@ -64,27 +61,23 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     # Nothing else of the run is alive yet: the learner can use all cores.
     torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
-    init = Path(recipe.sft.init)
-    trainer = Trainer(
-        recipe, init, optimizer=recipe.sft_optimizer, loss=supervised_loss(), temperature=1.0, steps=recipe.sft.steps
-    )
+    sft, init = recipe.sft, Path(recipe.sft.init)
+    trainer = Trainer(recipe, init, supervised=True)
     checkpoints = Checkpoints(unfinished, 1, trainer, init)
     checkpoints.load_latest()
-    microbatch_size.settle(trainer, recipe.sft.max_length, recipe.sft.batch_tokens, unfinished / "microbatch.json")
-    traces = load_traces(recipe.sft.data, load_tokenizer(init), recipe.sft.max_length, recipe.data.decontaminate)
+    microbatch_size.settle(trainer, sft.max_length, sft.batch_tokens, unfinished / "microbatch.json")
+    traces = load_traces(sft.data, load_tokenizer(init), sft.max_length, recipe.data.decontaminate)
     with stop_requests() as stop_request:
-        asked = train(
-            trainer, batches(traces, recipe.sft.batch_tokens, recipe.run.seed), checkpoints, recipe, stop_request
-        )
+        asked = train(trainer, batches(traces, sft.batch_tokens, recipe.run.seed), checkpoints, recipe, stop_request)
         if not asked:
-            hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(recipe.sft.output))
+            hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(sft.output))
             if dist.get_rank() == 0:
                 shutil.rmtree(unfinished)
     parallel.stop()
     return 128 + asked if asked else 0
 
 
-def settings_of(recipe: Recipe) -> dict[str, Any]:
+def settings_of(recipe: Recipe) -> dict[str, object]:
     """Return the settings that a warm start must keep until its end."""
     return {
         "sft": recipe.sft.model_dump(mode="json"),
@@ -98,10 +91,8 @@ def check_settings(unfinished: Path, recipe: Recipe) -> None:
     file = unfinished / SETTINGS
     begun_with = json.loads(file.read_text()) if file.exists() else None
     if complete(unfinished) and begun_with != settings_of(recipe):
-        raise MegarlError(
-            f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); remove it to begin anew, or name "
-            "another sft.output"
-        )
+        advice = "remove it to begin anew, or name another sft.output"
+        raise MegarlError(f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}")
 
 
 def train(
@@ -111,20 +102,13 @@ def train(
     recipe: Recipe,
     stop_request: StopRequest,
 ) -> int:
-    """Run the remaining steps, with a progress bar on rank 0, until the last or until a rank was asked to exit.
-
-    In the latter case save; return the signal, else 0.
-    """
-    columns = (
-        TextColumn("warm start"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[now]}"),
-    )
+    """Run the remaining steps, with a progress bar on rank 0; return 0, or the signal on which all saved and ended early."""
+    now = TextColumn("{task.fields[now]}")
+    columns = (TextColumn("warm start"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now)
     begun, steps = trainer.step, recipe.sft.steps
     losses: list[float] = []
     with Progress(*columns, disable=dist.get_rank() != 0) as progress:
+        say = progress.console.print
         task = progress.add_task("sft", total=steps, completed=begun, now="")
         for batch in islice(source, begun, steps):
             begin = time.monotonic()
@@ -137,18 +121,12 @@ def train(
                 checkpoints.save()
             if asked and trainer.step < steps:
                 checkpoints.finish()
-                progress.console.print(
-                    f"warm start: saved after step {trainer.step} of {steps}; the same command goes on"
-                )
+                say(f"warm start: saved after step {trainer.step} of {steps}; the same command goes on")
                 return asked
         checkpoints.finish()
-        if trainer.scaler_skipped_steps:
-            progress.console.print(
-                f"warm start: {trainer.scaler_skipped_steps} of {steps} updates were skipped, scaled gradients overflowed"
-            )
-        progress.console.print(
-            f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token in steps {begun + 1} to {steps}"
-        )
+        if skipped := trainer.scaler_skipped_steps:
+            say(f"warm start: {skipped} of {steps} updates were skipped, scaled gradients overflowed")
+        say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token in steps {begun + 1} to {steps}")
     return 0
 
 
@@ -159,7 +137,8 @@ def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[l
     """
     batch: list[Trace] = []
     tokens = 0
-    for trace in _shuffled(traces, seed):
+    shuffled = (np.random.default_rng([seed, epoch]).permutation(len(traces)) for epoch in count())
+    for trace in (traces[i] for order in shuffled for i in order):
         if batch and tokens + len(trace.tokens) > batch_tokens:
             yield _sequences(batch)
             batch, tokens = [], 0
@@ -167,24 +146,12 @@ def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[l
         tokens += len(trace.tokens)
 
 
-def _shuffled(traces: Sequence[Trace], seed: int) -> Iterator[Trace]:
-    epoch = 0
-    while True:
-        for i in np.random.default_rng([seed, epoch]).permutation(len(traces)):
-            yield traces[i]
-        epoch += 1
-
-
 def _sequences(traces: Sequence[Trace]) -> list[TrainSequence]:
     weight = np.float32(1 / sum(int(t.learnt.sum()) for t in traces))
-    return [
-        TrainSequence(
-            ticket=i,
-            sample=0,
-            tokens=trace.tokens,
-            behaviour_logprobs=np.zeros(len(trace.tokens), np.float32),
-            loss_weight=trace.learnt * weight,
-            advantage=0.0,
-        )
-        for i, trace in enumerate(traces)
-    ]
+    sequences = []
+    for i, t in enumerate(traces):
+        zeros, weights = np.zeros(len(t.tokens), np.float32), t.learnt * weight
+        sequences.append(TrainSequence(
+            ticket=i, sample=0, tokens=t.tokens, behaviour_logprobs=zeros, loss_weight=weights, advantage=0.0
+        ))  # fmt: skip
+    return sequences

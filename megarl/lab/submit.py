@@ -8,8 +8,8 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_atomically
@@ -25,10 +25,8 @@ LIBRARY = Path(__file__).parents[2] / "launch" / "slurm" / "common.sh"
 SUBMIT_LIMIT_S = 60.0
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is asked of Slurm. recipe, overrides, model_config: as of `megarl plan`; gpu: "" if none is named; mounts: folders
-    that the container sees, with commas."""
+class SlurmJob(NamedTuple):
+    """What is asked of Slurm: options of the command. gpu: "" if none is named; mounts: with commas."""
 
     recipe: str
     overrides: Sequence[str]
@@ -44,8 +42,7 @@ class Job:
     mounts: str
 
 
-@dataclass(frozen=True)
-class Chosen:
+class ChosenLayout(NamedTuple):
     """What to submit. recipe: with the plan's changes, listed in `overrides`; figures: expected performance, in lines."""
 
     recipe: Recipe
@@ -53,17 +50,14 @@ class Chosen:
     figures: tuple[str, ...]
 
 
-def main(job: Job, out: Path | None, submitted: bool) -> int:
+def main(job: SlurmJob, out: Path | None, submitted: bool) -> int:
     """Write the script to `out`, show it, submit it if it is to be."""
     if not LIBRARY.is_file():
-        raise MegarlError(
-            f"{LIBRARY} is not there: batch scripts need the folder launch/ of megarl's source; install from it "
-            "(`pip install -e .`)"
-        )
+        raise MegarlError(f"{LIBRARY} is missing: batch scripts need megarl's source, installed by `pip install -e .`")
     chosen = choose(load(job.recipe, job.overrides), job)
     file = out or Path(chosen.recipe.run.dir) / f"{chosen.recipe.run.name}.sbatch"
-    file.parent.mkdir(parents=True, exist_ok=True)
     text = script(chosen, job)
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text.encode())
     print(text)
     if not submitted:
@@ -79,21 +73,18 @@ def submit(file: Path) -> int:
     except FileNotFoundError:
         raise MegarlError(f"there is no sbatch here; submit {file} where there is one") from None
     except subprocess.TimeoutExpired:
-        raise MegarlError(
-            f"sbatch did not answer within {SUBMIT_LIMIT_S:g} s; {file} may or may not be queued"
-        ) from None
+        raise MegarlError(f"sbatch did not answer within {SUBMIT_LIMIT_S:g} s; {file} may be queued or not") from None
     if done.returncode:
         raise MegarlError(f"sbatch refused {file}: {done.stderr.strip()}")
     print(done.stdout.strip())
     return 0
 
 
-def choose(recipe: Recipe, job: Job) -> Chosen:
-    """The recipe as written if it fits the nodes (and, with --gpu, their memory), else the best plan that does. MegarlError if
-    nothing does."""
+def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
+    """Return the recipe as written if it fits the nodes (with --gpu their memory, too), else the best plan, or MegarlError."""
     per_node = job.gpus_per_node
     if not per_node:
-        return Chosen(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))
+        return ChosenLayout(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))
     nodes = [Node(f"node {i + 1}", f"{i}", "", "", tuple(map(str, range(per_node))), 0, ()) for i in range(job.nodes)]
     try:
         placed, misfit = place(recipe, nodes), ""
@@ -104,12 +95,12 @@ def choose(recipe: Recipe, job: Job) -> Chosen:
     if not job.gpu:
         if misfit:
             raise MegarlError(f"{misfit}\n--gpu NAME has `megarl plan` choose a layout for {job.nodes} nodes")
-        return Chosen(recipe, (), (*described(placed, nodes), *spare))
+        return ChosenLayout(recipe, (), (*described(placed, nodes), *spare))
     problem = command.problem(recipe, len(nodes) * per_node, job.gpu, job.model_config, command.work(recipe))
     if not misfit:
         written = as_written(problem)
         if not isinstance(written, str):
-            return Chosen(recipe, (), (*described(placed, nodes), *spare, *_figures(written)))
+            return ChosenLayout(recipe, (), (*described(placed, nodes), *spare, *_figures(written)))
         misfit = written
     for plan in search(problem).plans:
         try:
@@ -117,10 +108,9 @@ def choose(recipe: Recipe, job: Job) -> Chosen:
         except MegarlError:
             continue
         why = f"the layout is the plan's; as written it does not fit: {misfit}"
-        return Chosen(plan.recipe, tuple(show.overrides(plan)), (why, *described(placed, nodes), *_figures(plan)))
-    raise MegarlError(
-        f"as written: {misfit}\nno layout fits {job.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is refused"
-    )
+        return ChosenLayout(plan.recipe, tuple(show.overrides(plan)), (why, *described(placed, nodes), *_figures(plan)))
+    nothing = f"no layout fits {job.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is refused"
+    raise MegarlError(f"as written: {misfit}\n{nothing}")
 
 
 def _figures(plan: Plan) -> tuple[str, ...]:
@@ -133,8 +123,8 @@ def _figures(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def script(chosen: Chosen, job: Job) -> str:
-    """The batch script."""
+def script(chosen: ChosenLayout, job: SlurmJob) -> str:
+    """Return the batch script."""
     recipe = chosen.recipe
     settings = {
         "job-name": recipe.run.name,
@@ -152,22 +142,12 @@ def script(chosen: Chosen, job: Job) -> str:
         "signal": "B:USR1@600",
     }
     lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in settings.items() if value is not None]
-    name = str(Path(job.recipe).resolve()) if job.recipe.endswith((".yaml", ".yml")) else job.recipe
-    network = [] if recipe.run.interface else [f"run.interface={OF_SLURM}"]
-    words = ["train", name, "run.resume=auto", *network, *job.overrides, *chosen.overrides]
+    words = ["train", str(Path(job.recipe).resolve()) if job.recipe.endswith((".yaml", ".yml")) else job.recipe]
+    words += ["run.resume=auto", *([] if recipe.run.interface else [f"run.interface={OF_SLURM}"])]
     variables = {"CONTAINER": job.container, "IMAGE": job.image, "MOUNTS": job.mounts}
     exports = [f"export {key}={shlex.quote(value)}" for key, value in variables.items() if value]
     exports.append(f"export MEGARL={shlex.quote(str(Path(sys.executable).with_name('megarl')))}")
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            *lines,
-            f"# Written by `megarl submit {job.recipe}`.",
-            *(f"# {line}" for line in chosen.figures),
-            *exports,
-            "# shellcheck disable=SC1091",
-            f"source {shlex.quote(str(LIBRARY))}",
-            f'until_done "$MEGARL" {shlex.join(words)}',
-            "",
-        ]
-    )
+    lines += [f"# Written by `megarl submit {job.recipe}`.", *(f"# {line}" for line in chosen.figures), *exports]
+    lines += ["# shellcheck disable=SC1091", f"source {shlex.quote(str(LIBRARY))}"]
+    lines.append(f'until_done "$MEGARL" {shlex.join([*words, *job.overrides, *chosen.overrides])}')
+    return "\n".join(["#!/usr/bin/env bash", *lines, ""])

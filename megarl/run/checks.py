@@ -9,13 +9,12 @@ other steps.
 """
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import read_json
+from megarl.core.base.hf_files import parameters, read_json
 from megarl.core.base.process import check_free
 from megarl.core.base.rundir import RunDir
 from megarl.core.journal.journal import JournalReader
@@ -206,37 +205,3 @@ def _changed(file: Path, now: Fingerprints) -> list[str]:
 def stored_fingerprints(fingerprints: Fingerprints) -> bytes:
     """Encode the fingerprints as the contents of their file."""
     return json.dumps(dict(fingerprints), indent=2).encode() + b"\n"
-
-
-INDEX = "model.safetensors.index.json"
-
-
-def parameters(model: Path) -> int:
-    """Count the parameters in its weights; MegarlError if there are none, or a file is missing or truncated."""
-    from safetensors import SafetensorError, safe_open
-
-    total = 0
-    for file in _files(model):
-        try:
-            with safe_open(str(file), framework="np") as tensors:
-                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise MegarlError(f"{file}: weights unreadable or incomplete ({error}); fetch this file again") from None
-    return total
-
-
-def _files(model: Path) -> list[Path]:
-    """Return the files that the index names, else all *.safetensors."""
-    index = model / INDEX
-    if not index.is_file():
-        if files := sorted(model.glob("*.safetensors")):
-            return files
-        raise MegarlError(f"{model}: no weights there (*.safetensors; convert other formats with transformers first)")
-    try:
-        files = [model / name for name in sorted(set(read_json(index)["weight_map"].values()))]
-    except (KeyError, AttributeError, TypeError) as error:
-        raise MegarlError(f"{index}: not an index of weights: {error!r}; fetch it again") from None
-    if missing := [file.name for file in files if not file.is_file()]:
-        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise MegarlError(f"{model}: {len(missing)} of {len(files)} files of weights are missing: {shown}; fetch them")
-    return files

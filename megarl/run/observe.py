@@ -58,7 +58,7 @@ class Status(msgspec.Struct, kw_only=True):
     tickets: TicketStatus = msgspec.field(default_factory=TicketStatus)
     compute_hours: float = 0.0
     compute_unit: str = ""
-    eval: dict[str, Any] | None = None
+    eval: dict[str, object] | None = None
     evaluating: list[int] = []
     rollout_tokens_per_second: float = 0.0
     parity: str = ""  # what is wrong with parity now
@@ -132,7 +132,7 @@ class Observer:
         return self.rows[max(self.rows)] if self.rows else {}
 
     @property
-    def compared(self) -> dict[str, Any]:
+    def compared(self) -> dict[str, object]:
         """The row of the newest step before which servers and learner were compared; empty before the first."""
         return next((row for _, row in sorted(self.rows.items(), reverse=True) if "parity_rollouts" in row), {})
 

@@ -148,7 +148,7 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
         yield "mishaps", f"{v['restarts']} restarts of a role · {show(v['void_groups'], '.0f')} void groups"
 
 
-def _parity(v: dict[str, Any]) -> str:
+def _parity(v: dict[str, object]) -> str:
     """Describe the difference between servers and learner in words."""
     if not v["parity_publications"]:
         return "not compared"

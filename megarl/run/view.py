@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -163,7 +162,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-def number(value: Any, digits: int = 0, form: str = "f") -> str:
+def number(value: object, digits: int = 0, form: str = "f") -> str:
     """Format with thousands separators; `–` for None or a non-finite value."""
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}{form}}"
 
@@ -229,7 +228,7 @@ def _numbers(frame: Frame) -> RenderableType:
     return grid
 
 
-def _parity(row: Mapping[str, Any]) -> str:
+def _parity(row: Mapping[str, object]) -> str:
     """Show mean and 99th percentile of the log-prob difference at equal weights, then the means of the other causes."""
     if row.get("parity_mean/kernels") is None:
         return "–"

@@ -1,4 +1,4 @@
-"""fp16 matrix products and attention on a CPU, for learner and server alike; with a GPU, nothing here does anything.
+"""fp16 matrix products and attention on a CPU, for learner and server; with a GPU, nothing here does anything.
 
 A CPU without fp16 units computes them 5 to 20 times slower than FP32. A product of two fp16 numbers is exact in FP32, so
 widening both factors, multiplying in FP32 and rounding the sums to fp16 once gives what a tensor core gives, up to the order
@@ -7,7 +7,6 @@ second product. Everything else (norms, activations, sums of micro-batches, comm
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +27,11 @@ def install() -> None:
         _library.impl(name, _in_fp32(name), "CPU", with_keyset=True, allow_override=True)
 
 
-def _in_fp32(name: str) -> Callable[..., Any]:
-    """torch's kernel, which gets fp16 tensors as FP32 ones and whose results are rounded to fp16."""
+def _in_fp32(name: str) -> Callable[..., object]:
+    """Return torch's kernel with fp16 tensors widened to FP32, and its results rounded to fp16."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
-    def widened(keys: Any, *args: Any, **options: Any) -> Any:
+    def widened(keys: object, *args: object, **options: object) -> object:
         if not any(isinstance(a, Tensor) and a.dtype == torch.float16 for a in args):
             return kernel.call_boxed(keys, *args, **options)
         found = kernel.call_boxed(keys, *map(_wide, args), **{k: _wide(v) for k, v in options.items()})
@@ -45,5 +44,5 @@ def _in_fp32(name: str) -> Callable[..., Any]:
     return widened
 
 
-def _wide(value: Any) -> Any:
+def _wide(value: object) -> object:
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value

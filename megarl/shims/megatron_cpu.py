@@ -4,18 +4,23 @@
     import megatron.core
     after_megatron_import()   once after it: its own tensors are made there, and its optimiser accepts torch's Adam state
 
-Where there is a GPU, nothing is done but what torch's AdamW needs if no fused one is installed. The changes are global to the
-process, so a server never shares one with a learner. Every change says what fails without it; all were taken out one at a
-time to see that.
+With a GPU, only what torch's AdamW needs is done, and only if no fused one is installed. The changes are global to the
+process, so a server never shares one with a learner. Every change says what fails without it; each was taken out once to see
+that.
 """
 
 import functools
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 CPU = torch.device("cpu")
 
@@ -27,7 +32,13 @@ def run_on_cpu() -> None:
     # megatron hands small functions (fused activations, routing) to torch.compile: on a CPU a run of the C++ compiler in
     # every process, and a failure where there is none.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    _random_numbers()
+    # The CUDA generator is the CPU's: megatron saves, forks and restores it around tensor-parallel regions.
+    torch.cuda.default_generators = _Generators()
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    # Without these two nothing fails: states and seeds are queued for the start of a GPU, never set, and the queue grows.
+    torch.cuda._lazy_call = lambda callback, **_: callback()
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
     _devices()
     # Even disabled, torch.compile imports the whole compiler when megatron decorates: 2 CPU-seconds in every process.
     compiler, torch.compile = torch.compile, _not_compiled
@@ -58,14 +69,17 @@ def after_megatron_import() -> None:
         return
     # These build tensors with device="cuda". Only they see factories that know better: transformers, which tells torch's
     # factories by identity while it loads a model, would silently leave rotary frequencies uninitialised.
+    on_cpu = _Overlay(torch, tensor=_made_on_cpu(torch.tensor), zeros=_made_on_cpu(torch.zeros))
     for module in (clip_grads, grad_scaler, optimizer, schedules, param_and_grad_buffer, utils):
-        module.torch = _TorchOnCpu()
+        module.torch = on_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = _already_on_cpu
-    mappings.torch = _TorchWithUnevenGloo()
+    # Where expert tensor parallelism divides experts, each rank brings another number of tokens; gloo wants the same
+    # ("invalid tensor size").
+    mappings.torch = _Overlay(torch, distributed=_Overlay(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter))
 
 
 def _devices() -> None:
-    """`.cuda()`, `device="cuda"` and `torch.cuda.current_device()` mean the CPU. Without: "no NVIDIA driver", or TypeError."""
+    """Let `.cuda()`, `device="cuda"`, `torch.cuda.current_device()` mean the CPU. Without: "no NVIDIA driver", or TypeError."""
     # The constructors of all layers.
     torch.cuda.current_device = lambda: CPU
     # The pipeline schedules' barriers and the checkpoint writer.
@@ -81,26 +95,17 @@ def _devices() -> None:
     torch.Tensor.type = lambda self, *a, **k: name_or_cast(self, *a, **k) if a or k else _TypeName(name_or_cast(self))
 
 
-def _random_numbers() -> None:
-    """The CUDA generator is the CPU's: megatron saves, forks and restores it around tensor-parallel regions."""
-    torch.cuda.default_generators = _Generators()
-    for module in (torch.cuda, torch.cuda.random):
-        module.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    # Without these two nothing fails: states and seeds are queued for the start of a GPU, never set, and the queue grows.
-    torch.cuda._lazy_call = lambda callback, **_: callback()
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
-
-
-def _own_step_for_each_parameter(optimizer_class: Any) -> None:
-    """Without it loading an optimiser fails (KeyError: 'step'), and with no more than the key resuming is silently wrong: all
-    parameters share ONE `step` tensor, which AdamW counts up once for each.
+def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") -> None:
+    """Restore a `step` of its own for each parameter.
 
     A fused Adam keeps `step` in the parameter group, torch's in the parameter's state, and megatron restores the former.
+    Without this, loading an optimiser fails (KeyError: 'step'); with the key alone, resuming is silently wrong: all parameters
+    share ONE `step` tensor, which AdamW counts up once for each.
     """
     original = optimizer_class._set_main_param_and_optimizer_states
 
     @torch.no_grad()
-    def restore(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+    def restore(self: "DistributedOptimizer", model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         group, index = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
         if "step" in state:
@@ -111,14 +116,14 @@ def _own_step_for_each_parameter(optimizer_class: Any) -> None:
     optimizer_class._set_main_param_and_optimizer_states = restore
 
 
-def _state_before_first_step(optimizer_class: Any) -> None:
-    """Without it loading into a new optimiser fails (AssertionError): torch's Adam has no state before its first step.
+def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> None:
+    """Make the state that torch's Adam lacks before its first step. Without: loading fails (AssertionError).
 
-    An offloaded optimiser is several of torch's, and keeps what it has of theirs with the FP32 weights in it.
+    An offloaded optimiser consists of several of torch's, and keeps a copy of their state together with the FP32 weights.
     """
     original = optimizer_class.state_dict
 
-    def state_dict(self: Any) -> dict[str, Any]:
+    def state_dict(self: "DistributedOptimizer") -> object:
         if not self.is_stub_optimizer and not self.optimizer.state:
             parts = getattr(self.optimizer, "sub_optimizers", None)
             for part in parts or [self.optimizer]:
@@ -136,66 +141,56 @@ def _state_before_first_step(optimizer_class: Any) -> None:
     optimizer_class.state_dict = state_dict
 
 
-def _to_their_parameters(hybrid: Any) -> None:
-    """For HybridDeviceOptimizer._move_new_state_to_right_device. Without: where a share of AdamW is offloaded, the moments of
-    the rest are loaded into the host's memory, and its step fails: megatron tells the two by their class, and both are torch's.
+def _to_their_parameters(hybrid: "HybridDeviceOptimizer") -> None:
+    """Replace HybridDeviceOptimizer._move_new_state_to_right_device.
+
+    megatron tells offloaded optimisers by their class, but here all are torch's. Without: where a share of AdamW is offloaded,
+    the moments of the rest are loaded into the host's memory, and its step fails.
     """
     for optimizer in hybrid.sub_optimizers:
         for parameter, state in optimizer.state.items():
             state.update({k: v.to(parameter.device) for k, v in state.items() if isinstance(v, torch.Tensor)})
 
 
-def _already_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """megatron's maybe_move_tensor_to_cpu converts what it moves, and moves nothing here. Without: the exchange of tokens
-    between expert-parallel ranks gets tensors for its sizes (TypeError)."""
+def _already_on_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Replace maybe_move_tensor_to_cpu, which converts only what it moves, so nothing here.
+
+    Without: the exchange of tokens between expert-parallel ranks gets tensors for its sizes (TypeError).
+    """
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-class _TorchWithUnevenGloo:
-    """The torch module, but pieces of an all-gather or a reduce-scatter may differ in length. Without: experts divided by
-    expert tensor parallelism fail ("invalid tensor size"), for each rank brings another number of tokens."""
-
-    def __init__(self) -> None:
-        self.distributed = _UnevenGloo()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-class _UnevenGloo:
-    """torch.distributed, with pieces padded to the longest, or summed whole."""
-
-    def all_gather(self, pieces: Sequence[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
-        longest = max(len(piece) for piece in pieces)
-        padded = torch.cat([mine, mine.new_zeros(longest - len(mine), *mine.shape[1:])])
-        everyone = [torch.empty_like(padded) for _ in pieces]
-        dist.all_gather(everyone, padded, group=group)
-        for piece, whole in zip(pieces, everyone, strict=True):
-            piece.copy_(whole[: len(piece)])
-
-    def reduce_scatter(self, mine: torch.Tensor, pieces: Sequence[torch.Tensor], group: Any) -> None:
-        whole = torch.cat(list(pieces))
-        dist.all_reduce(whole, group=group)
-        mine.copy_(whole.split([len(piece) for piece in pieces])[group.rank()])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
+def _all_gather(pieces: Sequence[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather pieces of different lengths, padded to the longest on the way."""
+    longest = max(len(piece) for piece in pieces)
+    padded = torch.cat([mine, mine.new_zeros(longest - len(mine), *mine.shape[1:])])
+    everyone = [torch.empty_like(padded) for _ in pieces]
+    dist.all_gather(everyone, padded, group=group)
+    for piece, whole in zip(pieces, everyone, strict=True):
+        piece.copy_(whole[: len(piece)])
 
 
-class _TorchOnCpu:
-    """The torch module, but `tensor` and `zeros` make on the CPU what is asked for on CUDA."""
+def _reduce_scatter(mine: torch.Tensor, pieces: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum pieces of different lengths as a whole, and keep this rank's."""
+    whole = torch.cat(list(pieces))
+    dist.all_reduce(whole, group=group)
+    mine.copy_(whole.split([len(piece) for piece in pieces])[group.rank()])
 
-    def __init__(self) -> None:
-        self.tensor = _made_on_cpu(torch.tensor)
-        self.zeros = _made_on_cpu(torch.zeros)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+class _Overlay:
+    """A module with some names replaced, without a change to the module itself."""
+
+    def __init__(self, module: ModuleType, **replaced: object) -> None:
+        self._module = module
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._module, name)
 
 
 class _Stream:
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record_event(self, *_: Any) -> "_Stream":
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def record_event(self, *_: object) -> "_Stream":
         return self
 
     def wait_stream(self, _: "_Stream") -> None: ...
@@ -219,13 +214,13 @@ class _TypeName(str):
     __hash__ = str.__hash__
 
 
-def _not_compiled(function: Any = None, **_: Any) -> Any:
+def _not_compiled(function: Callable[..., object] | None = None, **_: object) -> Callable[..., object]:
     return function if function is not None else _not_compiled
 
 
 def _made_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def make(*args: object, **kwargs: object) -> torch.Tensor:
         device = kwargs.get("device")
         if isinstance(device, str | torch.device) and torch.device(device).type == "cuda":
             kwargs["device"] = CPU

@@ -1,22 +1,26 @@
 """What SGLang needs on a machine without a GPU; with one, nothing here does anything.
 
-1. A stand-in for `sgl_kernel`, of which no CPU build exists. SGLang imports names from it unconditionally, but without AMX
-   its CPU path never calls them (norms, attention, rotary embedding and mixture of experts are plain torch there; the names
-   serve speculative decoding). The stand-in answers every import; a call raises. It stands behind all other finders, so a
-   real build wins.
-2. Its processes are forked instead of spawned. SGLang spawns because CUDA does not survive a fork; without it a fork saves
+    install()             before the first import of sglang
+    patch()               after it, before its first process
+
+1. `install` provides a stand-in for `sgl_kernel`, of which no CPU build exists. SGLang imports names from it unconditionally,
+   but without AMX its CPU path never calls them (norms, attention, rotary embedding and mixture of experts are plain torch
+   there; the names serve speculative decoding). The stand-in has every name; a call raises. A real build wins.
+2. Processes are forked instead of spawned. SGLang spawns because CUDA does not survive a fork; without it a fork saves
    importing everything once more (about 10 CPU-seconds and 0.8 GB a process).
-3. Chosen experts are kept in plain memory. SGLang registers it with CUDA.
-4. Its attention decodes requests together (cpu_attention.py).
-5. Memory can be released. SGLang then waits for torch's device, which is CUDA for the CUDA build even where there is none.
+3. Chosen experts (enable_return_routed_experts) are kept in plain memory. SGLang registers it with CUDA.
+4. Attention decodes requests together (sglang_cpu_attention.py).
+5. Memory can be released (/release_memory_occupation). SGLang then waits for torch's device, which is CUDA for the CUDA build
+   even where there is none.
 """
 
 import importlib.machinery
+import importlib.util
 import multiprocessing
 import sys
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
@@ -24,73 +28,35 @@ NAME = "sgl_kernel"
 
 
 def install() -> None:
-    """Make `import sgl_kernel` work in this process. Does nothing with a GPU, or the second time."""
-    if not torch.cuda.is_available() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+    """Make `import sgl_kernel` work in this process. Idempotent."""
+    if not torch.cuda.is_available() and importlib.util.find_spec(NAME) is None:
+        module = sys.modules[NAME] = _StandIn(NAME)
+        spec = importlib.machinery.ModuleSpec(NAME, None, is_package=True)
+        vars(module).update(__version__="0.0.0", __spec__=spec, __path__=[])
 
 
-def fork_processes() -> None:
-    """Make SGLang fork its scheduler: it asks for `spawn` in its last step before the first process. Nothing with a GPU."""
+def patch() -> None:
+    """Apply 2 to 5 to this process."""
     if torch.cuda.is_available():
         return
     from sglang.srt.entrypoints import engine
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.mem_cache.pool_host import common
 
-    prepare = engine._set_envs_and_config
+    from megarl.shims.sglang_cpu_attention import BatchedDecode
 
-    def prepare_then_fork(server_args: Any) -> None:
-        prepare(server_args)
+    prepare, module_of = engine._set_envs_and_config, torch.get_device_module
+
+    def prepare_then_fork(server_args: object) -> None:
+        prepare(server_args)  # SGLang's last step before the first process: it asks for `spawn`
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = prepare_then_fork
-
-
-def record_experts() -> None:
-    """Let SGLang keep chosen experts (enable_return_routed_experts). Nothing with a GPU."""
-    if torch.cuda.is_available():
-        return
-    from sglang.srt.mem_cache.pool_host import common
-
-    common.ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
-
-
-def _plain_memory(
-    dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: Any
-) -> torch.Tensor:
-    memory: torch.Tensor = allocator.allocate(dims, dtype=dtype, device=device)
-    return memory
-
-
-def batch_attention() -> None:
-    """Use cpu_attention.py. Nothing with a GPU."""
-    if not torch.cuda.is_available():
-        from megarl.shims import sglang_cpu_attention
-
-        sglang_cpu_attention.install_attention()
-
-
-def wait_for_the_cpu() -> None:
-    """Let SGLang release memory (/release_memory_occupation). Nothing with a GPU."""
-    if torch.cuda.is_available():
-        return
-    module_of = torch.get_device_module
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, pin_memory, allocator: allocator.allocate(
+        dims, dtype=dtype, device=device
+    )
+    ATTENTION_BACKENDS["torch_native"] = BatchedDecode
     torch.get_device_module = lambda device=None: module_of(device or "cpu")
-
-
-class _Finder:
-    """Finder and loader of `sgl_kernel` and its submodules."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != NAME:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__version__ = "0.0.0"  # type: ignore[attr-defined]
 
 
 class _StandIn(types.ModuleType):
@@ -98,7 +64,7 @@ class _StandIn(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
 
-        def missing(*args: Any, **kwargs: Any) -> NoReturn:
+        def missing(*args: object, **kwargs: object) -> NoReturn:
             raise NotImplementedError(f"sgl_kernel.{name}: there is no CPU build of sgl_kernel")
 
         return missing

@@ -1,61 +1,56 @@
 """SGLang's attention on a CPU, with requests decoded together instead of one after the other.
 
-    requests by length   ─►  buckets, each padded to its longest  ─►  one masked SDPA a bucket
+    requests by length   ─►  batches, each padded to its longest  ─►  one masked SDPA for each
     200 190 188 | 150 131 | 60
 
 The stock backend (`torch_native`) walks over the requests in Python in every layer, which was 63 % of a server's time with
 180 requests of a small model. What depends on the lengths alone is made once a step and shared by all layers. Only plain
-decoding is taken over; the rest stays SGLang's. Nothing here runs where there is a GPU.
+decoding is replaced; the rest stays SGLang's. Nothing here runs where there is a GPU.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 
-ATTENTION = "torch_native"
 FILL = 0.8
-"""A request shorter than this share of its bucket's longest opens a new bucket: padding against calls."""
+"""A request shorter than this share of its batch's longest opens a new batch: padding against calls."""
 
 
-def install_attention() -> None:
-    """Make this the backend that SGLang calls `torch_native`."""
-    attention_registry.ATTENTION_BACKENDS[ATTENTION] = BatchedDecode
+class DecodeBatch(NamedTuple):
+    """Requests of similar length.
 
-
-@dataclass(frozen=True)
-class Bucket:
-    """requests [n]: which of the batch. slots [n * longest]: where each of their tokens lies in the cache (anywhere, for
-    padding). mask [n, 1, 1, longest]: which are theirs."""
+    requests [n]: their indices. slots [n * longest]: where each of their tokens lies in the cache (anywhere, for padding).
+    mask [n, 1, 1, longest]: which slots are theirs.
+    """
 
     requests: Tensor
     slots: Tensor
     mask: Tensor
 
 
-def buckets(lengths: Tensor, slots_of: Tensor) -> list[Bucket]:
-    """lengths [requests]: tokens in the cache, 1 or more. slots_of [requests, at least the longest]."""
+def batches(lengths: Tensor, slots_of: Tensor) -> list[DecodeBatch]:
+    """Divide requests. lengths [requests]: tokens in the cache, 1 or more. slots_of [requests, at least the longest]."""
     ordered, order = lengths.sort(descending=True)
-    starts, longest = [0], int(ordered[0])
+    starts, longest = [], int(ordered[0])
     for i, n in enumerate(ordered.tolist()):
         if n < FILL * longest:
             starts.append(i)
             longest = n
     out = []
-    for requests in order.tensor_split(starts[1:]):
+    for requests in order.tensor_split(starts):
         n = lengths[requests]
         longest = int(n[0])
         slots = slots_of[requests, :longest].long().flatten()
-        out.append(Bucket(requests, slots, (torch.arange(longest) < n[:, None])[:, None, None]))
+        out.append(DecodeBatch(requests, slots, (torch.arange(longest) < n[:, None])[:, None, None]))
     return out
 
 
-def decode(query: Tensor, keys: Tensor, values: Tensor, parts: list[Bucket], scale: float | None) -> Tensor:
-    """Attention of one new token a request. query [requests, heads, head_dim]; keys, values [slots, kv_heads, head_dim]."""
+def decode(query: Tensor, keys: Tensor, values: Tensor, parts: list[DecodeBatch], scale: float | None) -> Tensor:
+    """Attend from a new token of each request. query [requests, heads, head_dim]; keys, values [slots, kv_heads, head_dim]."""
     out = torch.empty_like(query)
     groups, width = keys.shape[1:]
     for part in parts:
@@ -63,28 +58,27 @@ def decode(query: Tensor, keys: Tensor, values: Tensor, parts: list[Bucket], sca
         k, v = (t.index_select(0, part.slots).view(n, longest, groups, width).transpose(1, 2) for t in (keys, values))
         # The queries of a key-value group are rows of one product: nothing is repeated for them.
         q = query[part.requests].view(n, groups, -1, width)
-        out[part.requests] = F.scaled_dot_product_attention(q, k, v, attn_mask=part.mask, scale=scale).view(
-            n, -1, width
-        )
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=part.mask, scale=scale)
+        out[part.requests] = attended.view(n, -1, width)
     return out
 
 
 class BatchedDecode(TorchNativeAttnBackend):
-    """See the top of this file."""
+    """SGLang's backend `torch_native`, with plain decoding replaced."""
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
-        self._buckets = None
+        self._batches = None
         if forward_batch.forward_mode.is_decode() and forward_batch.encoder_lens is None:
             rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
-            self._buckets = buckets(forward_batch.seq_lens, rows)
+            self._batches = batches(forward_batch.seq_lens, rows)
             self._longest = int(forward_batch.seq_lens.max())
 
     def _run_sdpa_forward_decode(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any, **options: Any
+        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object, **options: Any
     ) -> Tensor:
         same = query.dtype == k_cache.dtype and query.shape[-1] == v_cache.shape[-1]
         window = options["sliding_window_size"]
-        if self._buckets is None or not same or (window is not None and self._longest > window):
+        if self._batches is None or not same or (window is not None and self._longest > window):
             return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *rest, **options)
-        return output.copy_(decode(query, k_cache, v_cache, self._buckets, options["scaling"]))
+        return output.copy_(decode(query, k_cache, v_cache, self._batches, options["scaling"]))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -97,11 +98,11 @@ def check_reference(
     """Its log-probs are transformers'; what is not trained has none and pays nothing."""
     for s in sequences:
         trained = s.loss_weight > 0
-        assert abs(s.reference[trained] - expected[s.ticket, s.sample].numpy()).max() <= 1e-5
-        assert not s.reference[~trained].any()
+        assert abs(s.reference_logprobs[trained] - expected[s.ticket, s.sample].numpy()).max() <= 1e-5
+        assert not s.reference_logprobs[~trained].any()
         if recipe.reference.where == "reward":
-            assert s.kl_penalty is not None
-            paid = recipe.reference.coefficient * (s.behaviour_logprobs - s.reference)
+            assert isinstance(s.kl_penalty, np.ndarray)
+            paid = recipe.reference.coefficient * (s.behaviour_logprobs - s.reference_logprobs)
             assert abs(s.kl_penalty - paid).max() <= 1e-6
             assert not s.kl_penalty[~trained].any()
 

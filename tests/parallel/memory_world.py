@@ -117,7 +117,7 @@ class FakeMemory:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
-    def used(self, trial: Callable[[], None]) -> float:
+    def __call__(self, trial: Callable[[], None]) -> float:
         trial()
         tokens = self.trainer.policy.microbatch_tokens
         return (0.003 + 0.001 * dist.get_rank()) * tokens

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpoints_tools.convert import reshard
-from checkpoints_tools.layout import Layout
+from checkpoints_tools.layout import Parallelism
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, encode
 from tests.parallel.worlds import run_world
 from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen3_moe
@@ -139,7 +139,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({"ids": ids, "gradients": balancing}, path / "qwen3_moe" / "balancing.pt")
     print(run_world(1, "tests.parallel.learner_world", str(path)))
     # The other worlds resume from one rank's checkpoint as checkpoints_tools reshards it, optimiser included.
-    for name, layout in {"llama": Layout(tensor=2, pipeline=2), "llama4": Layout(pipeline=2, expert=2)}.items():
+    for name, layout in {
+        "llama": Parallelism(tensor=2, pipeline=2),
+        "llama4": Parallelism(pipeline=2, expert=2),
+    }.items():
         (step,) = (path / name / "checkpoints" / "one_rank").iterdir()
         reshard(step, path / name / "resharded", layout)
         shutil.rmtree(step)

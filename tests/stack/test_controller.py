@@ -43,7 +43,7 @@ from megarl.core.base.rundir import RunDir, read_jsonl
 from megarl.core.base.types import Group, decode, encode
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Admitted
-from megarl.core.learner.link import Link
+from megarl.core.learner.link import ControllerLink
 from megarl.core.recipe import Recipe, dump
 from megarl.run.process import free_ports
 from tests.stack.conftest import ROOT, Stack, stack_recipe
@@ -102,7 +102,7 @@ class Learner:
         Learner.count += 1
         self.incarnation, self.step, self.run = f"learner-{Learner.count}", step, run
         endpoints = run.rundir.endpoints()
-        self.link = Link(endpoints.controller, endpoints.link, lambda: "", resend_s=5.0, limit_s=LIMIT_S)
+        self.link = ControllerLink(endpoints.controller, endpoints.link, lambda: "", resend_s=5.0, limit_s=LIMIT_S)
         self.trained: dict[int, bytes] = {}
         self.replayed: set[int] = set()
         self.published: list[int] = []

@@ -15,9 +15,9 @@ import pytest
 
 from megarl.core.base import device
 from megarl.core.base.messages import Publish, Published
-from megarl.core.models.family import Family, Weight
+from megarl.core.models.families import Family, Weight
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
-from megarl.core.weights.offload import Lending
+from megarl.core.weights.offload import Offload
 from megarl.core.weights.publisher import Publisher
 from tests.stack.conftest import Stack, running
 from tests.tiny_scores import difference, scores
@@ -96,12 +96,12 @@ def test_it_brings_the_same_weights_as_disk(sharing: Stack, learner: Any) -> Non
 
 async def test_memory_is_lent_for_a_step_and_requests_go_on_after_it(sharing: Stack, learner: Any) -> None:
     by = publisher(sharing, learner, "a")
-    lending = Lending(sharing.recipe, sharing.endpoints)
+    offload = Offload(sharing.recipe, sharing.endpoints)
     async with sharing.client() as client:
         await asyncio.to_thread(publish, sharing, by, "a", 10)
         task = asyncio.create_task(client.generate(PROMPT, 900))
         await asyncio.sleep(0.7)
-        with lending.borrowed(10):
+        with offload.released(10):
             await client.release_memory()  # said twice
             await asyncio.sleep(0.5)
             assert not task.done()
@@ -115,8 +115,8 @@ async def test_memory_is_lent_for_a_step_and_requests_go_on_after_it(sharing: St
 async def test_what_a_lost_learner_has_borrowed_comes_back_with_the_next_publication(
     sharing: Stack, learner: Any
 ) -> None:
-    lent = Lending(sharing.recipe, sharing.endpoints).borrowed(10)
-    lent.__enter__()
+    released = Offload(sharing.recipe, sharing.endpoints).released(10)
+    released.__enter__()
     async with sharing.client() as client:
         assert await client.health()
     (result,) = (await asyncio.to_thread(publish, sharing, publisher(sharing, learner, "b"), "b", 11)).results

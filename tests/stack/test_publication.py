@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.core.base.messages import Publish, Published
-from megarl.core.models.family import Family, Weight
+from megarl.core.models.families import Family, Weight
 from megarl.core.weights import process_group
 from megarl.core.weights.publisher import Publisher
 from megarl.core.weights.transport import buckets

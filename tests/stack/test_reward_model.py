@@ -32,7 +32,7 @@ KEY = "key-of-the-reward-model"
 SGLANG = """
 from megarl.shims import sglang_cpu
 sglang_cpu.install()
-sglang_cpu.fork_processes()
+sglang_cpu.patch()
 import sys
 from sglang.srt.entrypoints.http_server import launch_server
 from sglang.srt.server_args import prepare_server_args

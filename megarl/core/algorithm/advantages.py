@@ -74,13 +74,11 @@ def advantages(
     A group with equal rewards has advantage 0 throughout, unless centring is none.
     """
     each = [centred_rewards(g, centring, penalties) for g in groups]
-    if normalisation == "running":
-        return [c / running.deviation for c in each]
     if normalisation == "none" or not groups:
         return each
     if normalisation == "group":  # "or 1": the rewards may all be equal
         return [c / (c.std() or 1.0) for c in each]
-    deviation = centred(groups, centring, penalties).std() or 1.0
+    deviation = running.deviation if normalisation == "running" else np.concatenate(each).std() or 1.0
     return [c / deviation for c in each]
 
 

@@ -3,15 +3,12 @@
     Batch ─► groups in the loss ─► advantages (advantages.py) ─┐
                                └─► weights ────────────────────┴─► [TrainSequence] ─► micro-batches (packing.py)
 
-Pure functions of numpy arrays. Every rank computes them on the whole batch and gets the same result, so that
-
-    loss = sum over sequences and tokens of loss_weight · token_loss
-
+Every rank computes these pure functions on the whole batch, so loss = sum over sequences and tokens of loss_weight · token_loss
 is exact whatever the micro-batching and the number of ranks: partial sums are added, never averaged again.
 Source of the formulas: ScaleRL (arXiv 2510.13786), section 3.2; constant aggregation: Dr. GRPO (arXiv 2503.20783).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,7 +19,6 @@ from megarl.core.base.types import Batch, Group, Rollout
 from megarl.core.recipe import Recipe
 
 Aggregation = Literal["prompt", "sample", "token", "constant"]
-
 
 PerToken = float | np.ndarray
 """[prompt + completion] float32, or one number for all tokens."""
@@ -36,10 +32,10 @@ class TrainSequence:
     behaviour_logprobs [prompt + completion] float32, 0 where not trained
     loss_weight        [prompt + completion] float32, 0 where not trained (prompt, masked segments)
     reward             of the rollout, for the critic
-    advantage          of the rollout; of each token with a critic
+    advantage          of the rollout; with a critic, of each token
     value, value_target  with a critic: its expectation before each trained token, and the value to learn
-    reference_logprobs [prompt + completion] float32, 0 where not trained: log-probs of the frozen reference; None: no reference
-    kl_penalty         [prompt + completion] float32, 0 where not trained: what the KL to it takes off the reward at each token
+    reference_logprobs of each token, 0 where not trained: by the frozen reference
+    kl_penalty         of each token, 0 where not trained: amount that the KL to the reference takes off the reward
     experts            [at most prompt + completion, layers with experts, experts a token]: to be replayed; None: free choice
     """
 
@@ -53,16 +49,11 @@ class TrainSequence:
     reward: float = 0.0
     value: PerToken = 0.0
     value_target: PerToken = 0.0
-    reference_logprobs: np.ndarray | None = None
-    kl_penalty: np.ndarray | None = None
+    reference_logprobs: PerToken = 0.0
+    kl_penalty: PerToken = 0.0
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def reference(self) -> np.ndarray:
-        """The reference_logprobs, 0 throughout if there is no reference."""
-        return np.zeros_like(self.behaviour_logprobs) if self.reference_logprobs is None else self.reference_logprobs
 
 
 def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refill", "keep"]) -> list[Group]:
@@ -70,35 +61,29 @@ def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refi
 
     `refill` removes groups without variance before they reach a batch; any that is here all the same has no gradient.
     """
-    return [
-        g
-        for g in groups
-        if not g.void and any(r.trained_tokens for r in g.rollouts) and (zero_variance == "keep" or g.has_variance)
-    ]
+    wanted = [g for g in groups if not g.void and (zero_variance == "keep" or g.has_variance)]
+    return [g for g in wanted if any(r.trained_tokens for r in g.rollouts)]
 
 
 def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregation, longest: int) -> list[np.ndarray]:
-    """Return each trained token's weight in the loss, by rollout. They sum to 1 over all trained tokens; `constant`: at most 1.
+    """Return each trained token's weight in the loss, by rollout: one [generations] float64 per group.
 
     trained_tokens[g][j]: |y| of rollout j of group g, sampled tokens only; longest: the longest possible |y|.
-    Returns one [generations] float64 per group.
-
     prompt: mean over prompts of (sum over the group's tokens / the group's tokens); sample: mean over rollouts of their
     token means; token: mean over tokens; constant: mean over rollouts of (sum over tokens / longest), so that no
     token's weight depends on its rollout's length. The means leave out rollouts and groups without a trained token.
+    All weights of trained tokens sum to 1; with `constant` to at most 1.
     """
     counts = [np.asarray(group, dtype=np.float64) for group in trained_tokens]
-    if aggregation == "constant":
-        rollouts = sum(int(np.count_nonzero(c)) for c in counts)
-        return [np.where(c > 0, 1.0 / (longest * max(rollouts, 1)), 0.0) for c in counts]
-    if aggregation == "token":
-        total = sum(float(c.sum()) for c in counts)
-        return [np.full(len(c), 1.0 / total) if total else np.zeros(len(c)) for c in counts]
-    if aggregation == "sample":
-        rollouts = sum(int(np.count_nonzero(c)) for c in counts)
-        return [np.divide(1.0, c * rollouts, out=np.zeros(len(c)), where=c > 0) for c in counts]
-    prompts = sum(1 for c in counts if c.any())
-    return [np.full(len(c), 1.0 / (prompts * c.sum())) if c.any() else np.zeros(len(c)) for c in counts]
+    prompts, rollouts = sum(bool(c.any()) for c in counts), sum(int(np.count_nonzero(c)) for c in counts)
+    tokens = sum(float(c.sum()) for c in counts)
+    shares: dict[Aggregation, Callable[[np.ndarray], np.ndarray | float]] = {
+        "prompt": lambda c: prompts * c.sum(),
+        "sample": lambda c: rollouts * c,
+        "token": lambda _: tokens,
+        "constant": lambda _: rollouts * longest,
+    }
+    return [np.divide(1.0, shares[aggregation](c), out=np.zeros(len(c)), where=c > 0) for c in counts]
 
 
 def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
@@ -123,13 +108,13 @@ def with_advantages(
     """Give the batch's `sequences_in_loss` their advantages, from rewards less the sum of each rollout's `kl_penalty`.
 
     before: statistics of the rewards of earlier batches. The second result includes this batch, and `batch.advantage: running`
-    already divides by it. With a critic all advantages stay 0 here: megarl/core/algorithm/gae.py computes them from its values.
+    already divides by it. With a critic all advantages stay 0 here: gae.py computes them from its values.
     """
     settings = recipe.batch
     if settings.centring == "critic":
         return list(sequences), before
     groups = groups_in_loss(batch.groups, settings.zero_variance)
-    penalties = {(s.ticket, s.sample): float(s.kl_penalty.sum()) for s in sequences if s.kl_penalty is not None}
+    penalties = {(s.ticket, s.sample): float(np.sum(s.kl_penalty)) for s in sequences}
     after = before.after(centred(groups, settings.centring, penalties))
     gains = advantages(groups, settings.advantage, settings.centring, after, penalties)
     gain_of = {

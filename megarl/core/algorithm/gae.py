@@ -84,12 +84,8 @@ def value_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def _rewards(sequence: TrainSequence, trained: np.ndarray) -> np.ndarray:
-    """Return the rewards of the trained tokens, [trained tokens]."""
-    rewards = (
-        np.zeros(int(trained.sum()))
-        if sequence.kl_penalty is None
-        else -sequence.kl_penalty[trained].astype(np.float64)
-    )
+    """Return the rewards of the trained tokens, [trained tokens] float64."""
+    rewards = 0.0 - np.broadcast_to(sequence.kl_penalty, len(trained))[trained].astype(np.float64)
     rewards[-1] += sequence.reward
     return rewards
 

@@ -1,11 +1,11 @@
-"""Packs a step's sequences into micro-batches for every data-parallel rank, balanced by cost. Pure functions of lengths.
+"""Pack a step's sequences into micro-batches for every data-parallel rank, balanced by cost. Pure functions of lengths.
 
     lengths ─► as few rounds as longest-first filling needs ─► bins, filled by tokens or by cost, whichever is faster
             ─► sorted by cost: each round has a similar micro-batch for every rank ─► the costliest to the least loaded rank
 
 A sequence has a cost per token (matrices) and per pair of positions (attention), so 16,000 tokens in one sequence take longer
-than in eight. Ranks wait for each other: once per step where only gradients are summed, in each micro-batch where they
-exchange tokens of experts. Rounds of similar micro-batches serve both.
+than in eight. Ranks wait for each other once per step where only gradients are summed, in each micro-batch where they exchange
+tokens of experts; rounds of similar micro-batches serve both.
 """
 
 import heapq
@@ -19,11 +19,8 @@ from megarl.core.base.architecture import Architecture
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a sequence, in any unit.
-
-    token: per token. pair: per pair of positions, in layers with full attention; local_pair: in layers with attention within
-    chunks of `chunk` positions.
-    """
+    """Cost of a sequence, in any unit: per token, and per pair of positions in layers with full attention (pair) and in layers
+    with attention within chunks of `chunk` positions (local_pair)."""
 
     token: float = 1.0
     pair: float = 0.0
@@ -43,12 +40,12 @@ class Cost:
 BY_TOKENS = Cost()
 
 LAYER_PASSES, HEAD_PASSES = 3, 4
-"""Forward and backward, in forwards: backward is two, and the head makes its logits again (megarl/core/learner/head)."""
+"""Cost of forward and backward in forward passes: backward is two, and the head computes its logits again (learner/head)."""
 
 
 def cost_of(model: Architecture) -> Cost:
-    """What training a sequence costs in floating-point operations, in all layers and the head: 2 for each parameter that a
-    token is multiplied with, 4 for each number of a query that meets a position (PaLM, arXiv 2204.02311, appendix B)."""
+    """Return the cost of training in floating-point operations, in all layers and the head: 2 for each parameter that a token
+    is multiplied with, 4 for each number of a query that meets a position (PaLM, arXiv 2204.02311, appendix B)."""
     pair = LAYER_PASSES * 4 * model.query
     return Cost(
         token=LAYER_PASSES * 2 * model.body_parameters + HEAD_PASSES * 2 * model.embedding_parameters,
@@ -67,8 +64,7 @@ def pack(
 ) -> Packed:
     """Pack sequences into micro-batches of at most `max_tokens` tokens.
 
-    one_size: all micro-batches are computed at the size of the fullest (pipeline stages exchange one size).
-
+    one_size: all micro-batches are computed at the size of the fullest, because pipeline stages exchange one size.
     Every rank gets the same number of micro-batches, as few as longest-first filling by tokens finds; a sequence longer than
     `max_tokens` is alone in one. Micro-batches are empty only if sequences run out: fewer than `data_parallel` are. No
     sequences give no micro-batches.
@@ -95,10 +91,9 @@ def sizes_to_try(longest: int, most: int) -> list[int]:
     Two parts of the longest sequence, from which larger sizes are extrapolated; that sequence; then four sizes per doubling, up
     to `most` and 16 times the longest.
     """
-    quarters = [4, 5, 6, 7]
-    more = [longest * quarter * 2**octave // 4 for octave in range(5) for quarter in quarters]
-    sizes = [max(1, longest // 4), max(1, longest // 2), longest]
-    return sorted({*sizes, *(n for n in more if n <= min(most, 16 * longest))})
+    more = {longest * quarter * 2**octave // 4 for octave in range(5) for quarter in (4, 5, 6, 7)}
+    parts = {max(1, longest // 4), max(1, longest // 2), longest}
+    return sorted(parts | {n for n in more if n <= min(most, 16 * longest)})
 
 
 def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool = False) -> float:
@@ -114,13 +109,13 @@ def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool
 
 
 def _by_tokens(lengths: Sequence[int], order: list[int], bins: int, max_tokens: int) -> list[list[int]] | None:
-    """Put each sequence into the emptiest bin, longest first; None if one does not fit."""
+    """Put each sequence into the emptiest bin, in this order; None if one does not fit. `pack` may have to try often."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     loads = [(0, b) for b in range(bins)]
     for i in order:
-        if not loads or loads[0][0] + lengths[i] > max_tokens:
-            return None
         load, b = loads[0]
+        if load + lengths[i] > max_tokens:
+            return None
         heapq.heapreplace(loads, (load + lengths[i], b))
         contents[b].append(i)
     return contents
@@ -129,7 +124,7 @@ def _by_tokens(lengths: Sequence[int], order: list[int], bins: int, max_tokens: 
 def _by_cost(
     lengths: Sequence[int], order: list[int], bins: int, max_tokens: int, costs: Sequence[float]
 ) -> list[list[int]] | None:
-    """Put each sequence into the cheapest bin with room for it, longest first; None if there is none."""
+    """Put each sequence into the cheapest bin with room for it, in this order; None if there is none."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     tokens, so_far = np.zeros(bins, np.int64), np.zeros(bins)
     for i in order:

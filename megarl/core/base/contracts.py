@@ -2,7 +2,7 @@
 
     controller ─► TaskPrompts ─► sampler ⇄ PlayedEnvironment ─► Grader ─► Grade
 
-megarl/tasks/ has the implementations; megarl/cli/roles.py passes them to the controller as one `Tasks`. Users write an
+megarl/tasks/ has the implementations; megarl/cli passes them to the controller as one `Tasks`. Users write an
 `Environment` (docs/tools.md) or a grading function (docs/data.md).
 """
 

@@ -1,6 +1,7 @@
 """A Hugging Face directory, possibly written by hand. Any fault of its JSON files is one `MegarlError`."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,37 @@ def read_json(path: Path) -> JsonObject:
     if not isinstance(value, dict):
         raise MegarlError(f"{path}: a {type(value).__name__}, not an object")
     return value
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def parameters(model: Path) -> int:
+    """Count the parameters in its weights; MegarlError if there are none, or a file is missing or truncated."""
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    for file in weight_files(model):
+        try:
+            with safe_open(str(file), framework="np") as tensors:
+                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise MegarlError(f"{file}: weights unreadable or incomplete ({error}); fetch this file again") from None
+    return total
+
+
+def weight_files(model: Path) -> list[Path]:
+    """Return the files of weights: those that the index names, else all *.safetensors. MegarlError if any is missing."""
+    index = model / INDEX
+    if not index.is_file():
+        if files := sorted(model.glob("*.safetensors")):
+            return files
+        raise MegarlError(f"{model}: no weights there (*.safetensors; convert other formats with transformers first)")
+    try:
+        files = [model / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    except (KeyError, AttributeError, TypeError) as error:
+        raise MegarlError(f"{index}: not an index of weights: {error!r}; fetch it again") from None
+    if missing := [file.name for file in files if not file.is_file()]:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise MegarlError(f"{model}: {len(missing)} of {len(files)} files of weights are missing: {shown}; fetch them")
+    return files

@@ -102,7 +102,7 @@ class Controller:
         journal: Journal,
         tokenizer: Tokenizer,
         tasks: Tasks,
-        questions: Sequence[Questions[Any]],
+        questions: Sequence[Questions[object]],
         forecast: Forecast,
         serve_metrics: ServeMetrics,
         link: Link,
@@ -334,7 +334,7 @@ class Controller:
         self.spans.flush()
         self._close_metrics()
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, object]:
         """Return the content of RUN/status.json."""
         seconds = self.meter.second()
         servers = self.servers.membership.members.items()

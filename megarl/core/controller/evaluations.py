@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from megarl.core.base.contracts import GraderDown
 from megarl.core.base.rundir import RunDir, append_jsonl, lacking, latest_rows, latest_scores, step_folder
@@ -44,7 +43,7 @@ class Evaluations:
     def __init__(
         self,
         rundir: RunDir,
-        questions: Sequence[Questions[Any]],
+        questions: Sequence[Questions[object]],
         forecast: Forecast,
         asker: Asker,
         pipeline: Pipeline,

@@ -1,7 +1,7 @@
 """Which rollouts both sides score for parity, where and when. megarl/core/weights/parity.py interprets the scores.
 
     a chosen rollout ends ──► its server scores it at once (version u) ──► waits until its batch is due
-    version v published   ──► servers score those that are due (version v) ──► Score ──► the learner does ──► Judge
+    version v published   ──► servers score those that are due (version v) ──► Score ──► the learner does ──► ParityJudge
                               the learner waits for that                                                     └► metrics, end
 
 `weights.parity_rollouts` of each batch are chosen by hash before they are sampled, so that nothing about a rollout decides
@@ -23,7 +23,7 @@ from megarl.core.base.types import Prompt, Routing, Segment
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerRefused
 from megarl.core.server.membership import Membership
-from megarl.core.weights.parity import Judge, Measurement, RolloutScores
+from megarl.core.weights.parity import Measurement, ParityJudge, RolloutScores
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Parity:
         self._comparable = recipe.sampling.temperature == 1
         head, model = recipe.model.fp32_head, recipe.model
         heads = (head in ("both", "server"), head in ("both", "learner"))
-        self._judge = Judge(model.dtype, routed is not None, *heads)
+        self._judge = ParityJudge(model.dtype, routed is not None, *heads)
         self._waiting: list[Candidate] = []
         self._scoring: set[asyncio.Task[None]] = set()
         self._comparison: _Comparison | None = None

@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -68,7 +67,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     suite: str
     model: str
     samples: int
-    settings: dict[str, Any]
+    settings: dict[str, object]
     metrics: dict[str, float]
     time: float
     versions: dict[str, str]

@@ -265,7 +265,7 @@ def settings_of(recipe: Recipe, rows: Rows) -> dict[str, Any]:
     }
 
 
-def result_of(suite: str, model: str, samples: int, settings: dict[str, Any], outcomes: Sequence[Outcome]) -> Result:
+def result_of(suite: str, model: str, samples: int, settings: dict[str, object], outcomes: Sequence[Outcome]) -> Result:
     """Return the result, dated now."""
     versions = {name: importlib.metadata.version(name) for name in VERSIONS}
     return Result(

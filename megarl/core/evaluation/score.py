@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from msgspec import UNSET, UnsetType
@@ -137,7 +137,7 @@ def choose[Asked: Named](prompts: Iterable[Asked], count: int | None) -> list[As
     return sorted(prompts, key=lambda p: hashlib.blake2b(p.id.encode(), digest_size=8).digest())[:count]
 
 
-async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callable[[Answer], object]) -> None:
+async def score(questions: Sequence[Questions[object]], asker: Asker, keep: Callable[[Answer], object]) -> None:
     """Ask everything open and call `keep` with each answer as it comes.
 
     A server that leaves the set is not asked again; if all have left, this waits for ever: cancel it. GraderDown (in an
@@ -146,7 +146,7 @@ async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callabl
     answerers = {of.name: of.answerer(asker) for of in questions}
     open_ones = [(of, asked, sample) for of in questions for asked, sample in of.open]
 
-    async def work(left: Iterator[tuple[int, tuple[Questions[Any], Any, int]]]) -> None:
+    async def work(left: Iterator[tuple[int, tuple[Questions[object], object, int]]]) -> None:
         for n, (of, asked, sample) in left:
             keep(await answerers[of.name](asked, sample, (0, n, sample)))
 

@@ -1,17 +1,16 @@
 """`megarl learn`: a torchrun world of Megatron ranks that executes what the controller decides.
 
-main.py          the collective command loop: Next -> Train | Publish | Wait | Stop
+main.py          the collective command loop: Next -> Train | Publish | Score | Wait | Stop
 link.py          rank 0's conversation with the controller
 torchrun.py      the learner as several processes
 trainer.py       one step: who learns from what, what is counted
 network.py       a model on its ranks: micro-batches through Megatron's schedule
-trained.py       one that learns: gradients of a loss, update
+trained.py       a network that learns: gradients of a loss, update, whose loss was not finite
 optimizer.py     AdamW over data-parallel chunks; learning rate of a step; loss scaling for fp16
 critic_and_reference.py  the value network, and the frozen model of the KL penalty
 microbatch.py    sequences -> tensors of one micro-batch
 microbatch_size.py  how large they are, tried when the learner starts
-moe.py           routers take the experts that the server took; how evenly tokens fall on experts
-guards.py        whose loss was not finite; a full GPU, in the words of the recipe
+moe.py           routers take the experts that the server chose; how evenly tokens fall on experts
 clock.py         where the seconds of a step went
 head/            log-probs and entropy of a split vocabulary, without its logits
 checkpoint.py    save without stopping, load at any layout

@@ -19,7 +19,7 @@ Part = Literal["wait", "train", "publish", "parity", "checkpoint"]
 
 
 class StepClock:
-    """One learner rank's. All values in seconds of wall time."""
+    """Times one learner rank, in seconds of wall time."""
 
     def __init__(self, spans: Spans = UNRECORDED) -> None:
         self._spans = spans
@@ -42,36 +42,27 @@ class StepClock:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Something that is part of a part: in the trace, and in the profiler's."""
+        """Name the time within in the trace, and in the profiler's."""
         begin = time.monotonic()
         with record_function(name):
             yield
         self._spans.span(PLACE, name, begin, time.monotonic())
 
     def published(self, result: Published) -> None:
-        """The latest publication, which is the latest part: its columns are those of the step under way."""
-        self._draw(result)
-        self._publication = {
-            "pause_seconds": result.pause_seconds,
-            "transfer_seconds": result.transfer_seconds,
-            "resume_seconds": result.resume_seconds,
-            "publish_bytes": float(result.bytes_sent),
-        }
-
-    def _draw(self, result: Published) -> None:
-        """Its phases, and how long it held each server."""
-        begin = end = self._part_begin
-        held = result.pause_seconds + result.transfer_seconds + result.resume_seconds
-        for name in ("pause", "transfer", "resume"):
-            begin, end = end, end + getattr(result, f"{name}_seconds")
+        """Trace the publication that has just ended, its phases and how long it held each server; it counts in this step."""
+        phases = {"pause": result.pause_seconds, "transfer": result.transfer_seconds, "resume": result.resume_seconds}
+        self._publication = {f"{name}_seconds": seconds for name, seconds in phases.items()}
+        self._publication["publish_bytes"] = float(result.bytes_sent)
+        end = self._part_begin
+        for name, seconds in phases.items():
+            begin, end = end, end + seconds
             self._spans.span(PLACE, name, begin, end)
-        begin = self._part_begin
         for r in result.results:
             told = {"error": r.error} if r.error else {}
-            self._spans.span(f"server {r.id}/paused", f"version {result.version}", begin, begin + held, **told)
+            self._spans.span(f"server {r.id}/paused", f"version {result.version}", self._part_begin, end, **told)
 
     def next_step(self, step: int) -> dict[str, float]:
-        """The columns of the step that ends now."""
+        """Return the columns of the step that ends now."""
         now = time.monotonic()
         self._spans.span(PLACE, f"step {step}", self._begin, now, step=step)
         total = now - self._begin

@@ -1,7 +1,7 @@
 """Learner rank 0's end of the conversation with the controller (megarl/core/base/messages.py): ask, wait, ask again.
 
-All requests are idempotent, so a request without an answer is simply sent again over a new socket: a late answer to the old
-one reaches a closed socket, and a controller that was restarted meanwhile hears it for the first time.
+All requests are idempotent, so a request without an answer is sent again over a new socket: a late answer to the old one
+reaches a closed socket, and a controller that was restarted meanwhile hears it for the first time.
 """
 
 import logging
@@ -18,16 +18,16 @@ from megarl.core.base.rundir import LinkKeys
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""Between looks at `interrupted` while waiting."""
+"""How often `interrupted` is called while waiting."""
 LAST_WORD_S = 5.0
 
 
 class Interrupted(Exception):
-    """The learner was asked to stop while it waited; the text says by what."""
+    """The learner was asked to stop while it waited; the text says how."""
 
 
-class Link:
-    """To the controller at `address` (tcp://host:port), which is believed only if it has the key that `keys` names."""
+class ControllerLink:
+    """A connection to the controller at `address` (tcp://host:port), which must prove that it has the key in `keys`."""
 
     def __init__(
         self,
@@ -39,68 +39,58 @@ class Link:
         limit_s: float = 600.0,
     ) -> None:
         """interrupted() is the reason to give up waiting, or "". A controller silent for `limit_s` is an error."""
-        self.address = address
-        self._keys = keys
-        self.interrupted = interrupted
-        self.resend_s = resend_s
-        self.limit_s = limit_s
+        self.address, self._keys, self.interrupted = address, keys, interrupted
+        self.resend_s, self.limit_s = resend_s, limit_s
         self._context = zmq.Context()
         self._socket = self._connect()
 
     def ask(self, request: Request) -> bytes:
-        """The controller's Reply, still encoded: every rank decodes it once.
-
-        Raises Interrupted, or MegarlError after `limit_s` of silence.
-        """
-        frames = to_frames(request)
+        """Return the controller's Reply, still encoded. Raises Interrupted, or MegarlError after `limit_s` of silence."""
+        frames, name = to_frames(request), type(request).__name__
         limit = time.monotonic() + self.limit_s
-        while True:
-            self._look()  # a controller that always answers at once leaves no wait to look in
-            self._socket.send_multipart(frames)
-            reply = self._receive(min(time.monotonic() + self.resend_s, limit))
-            if reply is not None:
-                return reply
-            name = type(request).__name__
+        self._check_interrupted()  # a controller that always answers at once leaves no wait to do it in
+        self._socket.send_multipart(frames)
+        resend = time.monotonic() + self.resend_s
+        while not self._socket.poll(int(1000 * LOOK_S)):
+            self._check_interrupted()
             if time.monotonic() >= limit:
                 raise MegarlError(
                     f"the controller at {self.address} has not answered {name} for {self.limit_s:g} s; "
                     "look at logs/controller/ of the run, then start again with run.resume=auto"
                 )
-            log.warning("no answer to %s within %g s; sending it again", name, self.resend_s)
-            self._socket.close()
-            self._socket = self._connect()
+            if time.monotonic() >= resend:
+                log.warning("no answer to %s within %g s; sending it again", name, self.resend_s)
+                self._reconnect()
+                self._socket.send_multipart(frames)
+                resend = time.monotonic() + self.resend_s
+        try:
+            return body_of(self._socket.recv_multipart())
+        except msgspec.DecodeError as error:  # both sides should have one version
+            raise MegarlError(f"the controller at {self.address} speaks another protocol: {error}") from None
 
     def tell(self, request: Request) -> None:
         """Send a last word; whether it is heard does not matter."""
-        self._socket.close()
-        self._socket = self._connect()
+        self._reconnect()
         self._socket.send_multipart(to_frames(request))
         self._socket.poll(int(1000 * LAST_WORD_S))
 
     def close(self) -> None:
         self._context.destroy()
 
-    def _receive(self, until: float) -> bytes | None:
-        """A reply, or None when the time is up. What is no reply of this schema is an error: both sides are one version."""
-        while not self._socket.poll(int(1000 * max(0.0, min(LOOK_S, until - time.monotonic())))):
-            self._look()
-            if time.monotonic() >= until:
-                return None
-        try:
-            return body_of(self._socket.recv_multipart())
-        except msgspec.DecodeError as error:
-            raise MegarlError(f"the controller at {self.address} speaks another protocol: {error}") from None
-
-    def _look(self) -> None:
+    def _check_interrupted(self) -> None:
         if reason := self.interrupted():
             raise Interrupted(reason)
 
+    def _reconnect(self) -> None:
+        self._socket.close()
+        self._socket = self._connect()
+
     def _connect(self) -> zmq.Socket:
         socket = self._context.socket(zmq.REQ)
-        socket.setsockopt(zmq.LINGER, 0)  # a controller that is gone will not take what was sent: nobody waits for that
-        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REPLY)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.controller.encode())
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.learner.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.learner_secret.encode())
+        socket.linger = 0  # closing does not wait for a controller that is gone
+        socket.maxmsgsize = LARGEST_REPLY
+        socket.curve_serverkey = self._keys.controller.encode()
+        socket.curve_publickey = self._keys.learner.encode()
+        socket.curve_secretkey = self._keys.learner_secret.encode()
         socket.connect(self.address)
         return socket

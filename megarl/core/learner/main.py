@@ -1,17 +1,9 @@
 """`megarl learn`: the collective command loop.
 
-    rank 0   ── Next ──► controller ── Train | Publish | Wait | Stop ──► rank 0 ── broadcast ──► all ranks execute it
+    rank 0   ── Next ──► controller ── Train | Publish | Score | Wait | Stop ──► rank 0 ── broadcast ──► all ranks execute it
 
 The learner decides nothing; between commands it only looks whether someone wants it to stop (RUN/stop, SIGTERM) and whether a
 checkpoint has reached the disk. Every step leaves one row in RUN/metrics.jsonl.
-
-`contradiction` tells whether the step that a learner trains first is the one that an earlier life recorded there. A learner
-that comes back begins with a batch that was trained before, with weights that should be those of that time. Both rows have the
-mean, over the same tokens, of |learner's log-prob less behaviour log-prob|. By the triangle inequality two such means differ by
-no more than the mean |difference| of the two learners' log-probs. Of that rounding explains, at any layout, no more than it
-explains between server and learner: the limit of parity. What differs by more is another model.
-
-The first step alone tells: a learning rate that was changed makes the steps behind it other ones, and may.
 """
 
 import asyncio
@@ -23,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,8 +29,8 @@ from megarl.core.base.types import decode, encode
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.clock import StepClock
-from megarl.core.learner.guards import OutOfMemory
-from megarl.core.learner.link import Interrupted, Link
+from megarl.core.learner.link import ControllerLink, Interrupted
+from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
@@ -46,8 +38,8 @@ from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient
 from megarl.core.telemetry.profiler import Profiler
 from megarl.core.telemetry.spans import Spans
-from megarl.core.weights.offload import Lending
-from megarl.core.weights.parity import LIMITS, Limits
+from megarl.core.weights.offload import Offload
+from megarl.core.weights.parity import LIMITS, ParityLimits
 from megarl.core.weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -62,7 +54,7 @@ MOST_SKIPPED = 3
 class MetricsWriter(Protocol):
     """Keeps and shows the metrics of a run."""
 
-    def row(self, row: dict[str, Any]) -> None:
+    def row(self, row: dict[str, object]) -> None:
         """Write the metrics of `row["step"]`. A later row of the same step counts."""
 
     def close(self) -> None: ...
@@ -73,24 +65,19 @@ type OpenMetrics = Callable[[Recipe, RunDir, Endpoints], MetricsWriter]
 
 def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
     """Run this rank of the learner; with more than one and outside torchrun, become torchrun."""
-    rundir = RunDir(recipe.run.path)
-    if recipe.resources.learner_ranks > 1 and not is_rank():
-        endpoints = rundir.endpoints()
-        become_torchrun(
-            recipe.resources.learner_ranks,
-            endpoints.rendezvous_port,
-            endpoints.rendezvous_host,
-            endpoints.learner_nodes,
-        )
+    rundir, ranks = RunDir(recipe.run.path), recipe.resources.learner_ranks
+    endpoints = rundir.endpoints()
+    if ranks > 1 and not is_rank():
+        become_torchrun(ranks, endpoints.rendezvous_port, endpoints.rendezvous_host, endpoints.learner_nodes)
     if is_rank() and NODE in os.environ:
         log_to(rundir.log("learner", os.environ[NODE], int(os.environ["RANK"])))
     start_logging(f"learner {os.environ.get('RANK', '0')}")
     torch.set_num_threads(recipe.resources.threads)
     if recipe.resources.colocate:
-        asyncio.run(_let_servers_first(recipe, rundir))
+        asyncio.run(_let_servers_first(recipe, rundir, endpoints))
     # Ranks other than 0 wait in a collective as long as rank 0 waits for the controller.
     parallel.start(recipe.model, recipe.run.seed, CONTROLLER_LIMIT_S + recipe.weights.timeout_s)
-    learner = Learner(recipe, rundir, open_metrics)
+    learner = LearnerRank(recipe, rundir, endpoints, open_metrics)
     try:
         learner.run()
     except OutOfMemory as error:  # a learner that starts again replays the same batch
@@ -102,13 +89,13 @@ def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
     return 0
 
 
-async def _let_servers_first(recipe: Recipe, rundir: RunDir) -> None:
-    """Servers on our GPUs take their share of the memory that they find free, so they come first: they answer once they have
-    it. They need not be healthy: a learner that died may have left them paused."""
-    endpoints, limit_s = rundir.endpoints(), recipe.serving.start_timeout_s
+async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
+    """Wait until the servers on our GPUs answer: they have taken their share of the free memory then. They need not be healthy,
+    because a learner that died may have left them paused."""
+    limit_s = recipe.serving.start_timeout_s
     until = time.monotonic() + limit_s
+    keys = (endpoints.api_key, endpoints.admin_key)
     for i, url in enumerate(endpoints.servers):
-        keys = (endpoints.api_key, endpoints.admin_key)
         async with ServerClient(ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s) as server:
             while not rundir.stop_file.exists():
                 try:
@@ -120,73 +107,55 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir) -> None:
                     await asyncio.sleep(SERVERS_POLL_S)
 
 
-class Learner:
+class LearnerRank:
     """One rank. Only rank 0 has a link to the controller and writes metrics."""
 
-    def __init__(self, recipe: Recipe, rundir: RunDir, open_metrics: OpenMetrics) -> None:
+    def __init__(self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints, open_metrics: OpenMetrics) -> None:
         self.recipe, self.rundir = recipe, rundir
         self.signalled = ""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        endpoints = rundir.endpoints()
         self.compute_unit = "gpu" if endpoints.gpus else "core"
         self.leader = dist.get_rank() == 0
-        self.link = (
-            Link(endpoints.controller, endpoints.link, self._interrupted, limit_s=CONTROLLER_LIMIT_S)
-            if self.leader
-            else None
-        )
+        self.link = self.metrics = None
+        if self.leader:
+            self.link = ControllerLink(
+                endpoints.controller, endpoints.link, self._interrupted, limit_s=CONTROLLER_LIMIT_S
+            )
         self.incarnation: str = from_rank_0(uuid.uuid4().hex)
-        self.trainer = Trainer(recipe, Path(recipe.model.path))
-        self.checkpoints = Checkpoints(
-            rundir.checkpoints, recipe.checkpoint.keep, self.trainer, Path(recipe.model.path)
-        )
+        source = Path(recipe.model.path)
+        self.trainer = Trainer(recipe, source)
+        self.checkpoints = Checkpoints(rundir.checkpoints, recipe.checkpoint.keep, self.trainer, source)
         if recipe.run.resume == "auto":
             self.checkpoints.load_latest()
-        longest, batch = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
-        self.lending = Lending(recipe, endpoints)
-        microbatch_size.settle(
-            self.trainer,
-            longest,
-            longest * batch,
-            rundir.microbatch,
-            within=self.lending.borrowed(self.trainer.step),  # as in training
-        )
+        first = self.trainer.step
+        self.offload = Offload(recipe, endpoints)
+        longest, rollouts = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
+        released = self.offload.released(first)  # as in training
+        microbatch_size.settle(self.trainer, longest, longest * rollouts, rundir.microbatch, within=released)
         rows = by_step(read_jsonl(rundir.metrics)) if self.leader else {}
-        self.recorded: tuple[int, dict[str, Any]] = self.trainer.step, from_rank_0(rows.get(self.trainer.step, {}))
+        self.recorded: tuple[int, dict[str, object]] = first, from_rank_0(rows.get(first, {}))
         self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
         self.spans = Spans(rundir.trace / "learner.jsonl" if self.leader else None)
         self.clock = StepClock(self.spans)
         self.trainer.within = self.clock.within
         self.profiler = Profiler(recipe.monitor.profile, rundir.profile, dist.get_rank())
-        self.metrics = open_metrics(recipe, rundir, endpoints) if self.leader else None
-        log.info("learner %s ready at step %d", self.incarnation, self.trainer.step)
+        if self.leader:
+            self.metrics = open_metrics(recipe, rundir, endpoints)
+        log.info("learner %s ready at step %d", self.incarnation, first)
 
     def run(self) -> None:
         """Execute commands until Stop."""
         self.profiler.step(self.trainer.step)
-        command: Reply = self._next()
+        command = self._next()
         while not isinstance(command, Stop):
             self.checkpoints.poll()
-            command = self._execute(command) or self._next()
+            reply = self._execute(command)
+            command = reply if isinstance(reply, Stop) else self._next()
         self._stop(command)
 
-    def _execute(self, command: Reply) -> Reply | None:
-        """Do it; what the controller said to the result, if that is to be obeyed too."""
-        match command:
-            case Train():
-                self._train(command)
-                return self._broken()
-            case Publish():
-                return self._publish(command)
-            case Score():
-                return self._score(command)
-            case Refused():
-                raise MegarlError(f"the controller refused step {self.trainer.step}: {command.error}")
-        return None
-
     def close(self) -> None:
-        """Not collective: it runs when one rank fails, too."""
+        """Close files and sockets. Not collective: it runs when one rank fails, too."""
         if self.metrics is not None:
             self.metrics.close()
         if self.link is not None:
@@ -200,7 +169,7 @@ class Learner:
             return self._ask(Next(incarnation=self.incarnation, step=step, version=step))
 
     def _ask(self, request: Request | None) -> Reply:
-        """The controller's reply to rank 0's request, on all ranks. What ends the wait early is a Stop."""
+        """Return, on all ranks, the controller's reply to rank 0's request; a Stop if the wait ends early."""
         reply = b""
         if self.link is not None and request is not None:
             try:
@@ -211,14 +180,28 @@ class Learner:
                 reply = encode(Stop(reason=str(error), error=True))
         return decode(from_rank_0(reply), Reply)
 
+    def _execute(self, command: Reply) -> Reply | None:
+        """Execute the command; return the controller's reply to the result, if there is one, or our own Stop."""
+        match command:
+            case Train():
+                self._train(command)
+                return self._broken()
+            case Publish():
+                return self._publish(command)
+            case Score():
+                with self.clock.spent("parity", command.version):
+                    return self._ask(self.trainer.score(command, self.incarnation))
+            case Refused():
+                raise MegarlError(f"the controller refused step {self.trainer.step}: {command.error}")
+        return None
+
     def _train(self, command: Train) -> None:
         received = time.monotonic()
-        trainer = self.trainer
-        step = trainer.step
+        step = self.trainer.step
         if command.batch.step != step:
             raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
-        with self.clock.spent("train", step), self.lending.borrowed(step):
-            metrics = trainer.train_step(trainer.sequences(command.batch))
+        with self.clock.spent("train", step), self.offload.released(step):
+            metrics = self.trainer.train_step(self.trainer.sequences(command.batch))
         self._check_recorded(step, metrics)
         with self.clock.spent("checkpoint", step):
             if self.trainer.step % self.recipe.checkpoint.every == 0:
@@ -230,37 +213,32 @@ class Learner:
         for rollout in self.trainer.offenders:
             append_jsonl(self.rundir.bad_rollouts, {"step": step} | rollout)
         held = (time.monotonic() - received) / 3600 * command.compute_devices
-        row = (
-            command.stats
-            | metrics
-            | seconds
-            | {
-                "step": step,
-                "weight_version": self.trainer.step,
-                "time": time.time(),
-                "compute_hours": command.compute_hours + held,
-                "compute_unit": self.compute_unit,
-                "replay": int(command.replay),
-                "tokens_per_second": command.stats.get("generated_tokens", 0.0) / seconds["step_seconds"],
-            }
-        )
+        row: dict[str, object] = {
+            "step": step,
+            "weight_version": self.trainer.step,
+            "time": time.time(),
+            "compute_hours": command.compute_hours + held,
+            "compute_unit": self.compute_unit,
+            "replay": int(command.replay),
+            "tokens_per_second": command.stats.get("generated_tokens", 0.0) / seconds["step_seconds"],
+        }
         with self.clock.within("metrics"):
-            self.metrics.row(row)
+            self.metrics.row({**command.stats, **metrics, **seconds, **row})
 
     def _check_recorded(self, step: int, metrics: dict[str, float]) -> None:
-        """The end of the run, before anything of it is written over, if its first step here is not the one it has recorded."""
+        """End the run, before anything of it is overwritten, if its first step here contradicts the recorded one.
+
+        Later steps tell nothing: a learning rate that was changed makes them other ones, and may.
+        """
         first, row = self.recorded
         limits = LIMITS[self.recipe.model.dtype, bool(self.trainer.policy.family.architecture.experts)]
         if step != first or (self.trainer.epochs > 1 and row.get("lr") != metrics.get("lr")):
             return
         if far := contradiction(row, metrics, limits):
-            reason = f"step {step}: {far}"
-            if self.leader:
-                write_atomically(self.rundir.failure_file, reason.encode())
-            raise MegarlError(reason)
+            raise MegarlError(self._failed(f"step {step}: {far}"))
 
     def _broken(self) -> Stop | None:
-        """The end of the run if too many steps in a row came to nothing. A file says so to the supervisor: it is no crash."""
+        """Return a Stop if too many steps in a row came to nothing."""
         if self.trainer.skipped_in_row < MOST_SKIPPED:
             return None
         last = self.trainer.step - 1
@@ -269,43 +247,40 @@ class Learner:
             f"Their rollouts are in {self.rundir.bad_rollouts}; look at them, lower learner.optimizer.lr or go back to an "
             "earlier checkpoint (remove the newest), then run.resume=auto"
         )
+        return Stop(reason=self._failed(reason), error=True)
+
+    def _failed(self, reason: str) -> str:
+        """Tell the supervisor by a file that the end to come is no crash, and return the reason."""
         if self.leader:
             write_atomically(self.rundir.failure_file, reason.encode())
-        return Stop(reason=reason, error=True)
+        return reason
 
-    def _publish(self, command: Publish) -> Stop | None:
-        if command.version != self.trainer.step:
-            raise MegarlError(
-                f"the controller asked for version {command.version}; the weights are {self.trainer.step}"
-            )
-        with self.clock.spent("publish", command.version):
+    def _publish(self, command: Publish) -> Reply:
+        step = self.trainer.step
+        if command.version != step:
+            raise MegarlError(f"the controller asked for version {command.version}; the weights are {step}")
+        with self.clock.spent("publish", step):
             result = self.publisher.publish(command, self.incarnation)
-            reply = self._ask(result)
-        if result is not None:
-            self.clock.published(result)
-        return reply if isinstance(reply, Stop) else None
-
-    def _score(self, command: Score) -> Stop | None:
-        with self.clock.spent("parity", command.version):
-            reply = self._ask(self.trainer.score(command, self.incarnation))
-        return reply if isinstance(reply, Stop) else None
+            if result is not None:
+                self.clock.published(result)
+            return self._ask(result)
 
     def _stop(self, command: Stop) -> None:
-        """Save and say so."""
+        """Save and report it."""
         log.info("stopping at step %d: %s", self.trainer.step, command.reason)
         self.checkpoints.save()
         self.checkpoints.finish()
-        if self.link is not None and not command.error:
-            self.link.tell(Stopped(incarnation=self.incarnation, step=self.trainer.step))
         if command.error:
             raise MegarlError(command.reason)
+        if self.link is not None:
+            self.link.tell(Stopped(incarnation=self.incarnation, step=self.trainer.step))
 
     def _interrupted(self) -> str:
         if self.signalled:
             return self.signalled
         return f"{self.rundir.stop_file} exists" if self.rundir.stop_file.exists() else ""
 
-    def _on_signal(self, number: int, _frame: Any) -> None:
+    def _on_signal(self, number: int, _frame: object) -> None:
         self.signalled = f"signal {signal.Signals(number).name}"
         self.rundir.stop(number)
 
@@ -313,8 +288,14 @@ class Learner:
 MEASURED = "trained_logprob_diff"
 
 
-def contradiction(recorded: Mapping[str, Any], now: Mapping[str, Any], limits: Limits) -> str:
-    """How far the step is from its recorded row; empty if rounding explains it, or one of them has nothing to compare."""
+def contradiction(recorded: Mapping[str, object], now: Mapping[str, object], limits: ParityLimits) -> str:
+    """Say how far a step is from its recorded row; empty if rounding explains it, or one of them has nothing to compare.
+
+    A learner that comes back begins with a batch that was trained before, with weights that should be those of that time. Both
+    rows have the mean, over the same tokens, of |learner's log-prob - behaviour log-prob|. By the triangle inequality two such
+    means differ by no more than the mean |difference| of the two learners' log-probs. At any layout, rounding explains no more
+    of that than it explains between server and learner: the limit of parity. A larger difference means another model.
+    """
     before, after = recorded.get(MEASURED), now.get(MEASURED)
     if not isinstance(before, float) or not isinstance(after, float) or not math.isfinite(before):
         return ""

@@ -8,8 +8,7 @@ front and from the back), a row to TP under sequence parallelism and to what FP8
 step to one size when stages pass them on. `plan` depends on lengths alone, so every rank makes the same.
 """
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -23,8 +22,8 @@ from megarl.core.algorithm.packing import BY_TOKENS, Cost, pack
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What of the model's layout micro-batches depend on."""
+class RowLayout:
+    """The part of the model's layout that micro-batches depend on."""
 
     packing: bool
     data_parallel: int
@@ -33,7 +32,7 @@ class Layout:
     sequence_shards: int = 1  # TP under sequence parallelism
     pipeline_parallel: int = 1
     virtual_pipeline_parallel: int = 1
-    token_multiple: int = 1  # of the tokens that a rank's layers take at once
+    token_multiple: int = 1  # divides the tokens that a rank's layers take at once
 
     @property
     def sequence_multiple(self) -> int:
@@ -45,9 +44,9 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which sequences go where: members[data-parallel rank][micro-batch][i]; `rows` x `length` is a micro-batch's least size
-    before it is divided among context-parallel ranks."""
+class MicroBatchPlan:
+    """Which sequences go where: members[data-parallel rank][micro-batch] has indices of sequences. `rows` x `length` is the
+    least size of a micro-batch before it is divided among context-parallel ranks."""
 
     members: list[list[list[int]]]
     rows: int
@@ -56,14 +55,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens [rows, length / CP]; padding, likewise: True where there is no token of a sequence; sequence_tokens: how many of
-    those there are on all context-parallel ranks. The n trained tokens of this rank: `at` [n] indexes [length * rows] (as
-    hidden states lie) where each is predicted; `labels` [n]; behaviour, reference (0 without one), advantage, value,
-    value_target, weight [n] float32, as in TrainSequence; counted [n] is 0 for the filler that stands in when there is none,
-    else 1; `of` [n]: which token of the sequences put end to end, for those that ask per token. Of each sequence (of one, if
-    there is none): `here` int64, how many of the n are its; `lengths` float32, its trained tokens on all context-parallel
-    ranks. experts [length / CP * rows, layers with experts, experts a token] int16, as hidden states lie, -1 where the model
-    chooses itself; None if it does so throughout."""
+    """One rank's tensors. Each of its n trained tokens is predicted from the hidden state before it.
+
+    tokens [rows, length / CP]; padding likewise: True where there is no token of a sequence
+    sequence_tokens: tokens of sequences on all context-parallel ranks
+    at [n]: position in [length * rows], as hidden states lie, from which the token is predicted
+    labels [n]; behaviour, reference (0 without one), advantage, value, value_target, weight [n] float32, as in TrainSequence
+    counted [n]: 0 for the filler that stands in when there is no trained token, else 1
+    source (without the filler): which token of the sequences put end to end
+    here, lengths [sequences, at least 1]: trained tokens of each on this rank, int64; on all context-parallel ranks, float32
+    experts [length / CP * rows, layers with experts, experts a token] int16, as hidden states lie, -1 where the model chooses
+        itself; None if it does so throughout
+    """
 
     tokens: Tensor
     padding: Tensor
@@ -78,14 +81,14 @@ class MicroBatch:
     value_target: Tensor
     weight: Tensor
     counted: Tensor
-    of: np.ndarray
+    source: np.ndarray
     here: Tensor
     lengths: Tensor
     experts: Tensor | None = None
 
 
-def plan(lengths: Sequence[int], max_tokens: int, layout: Layout, cost: Cost = BY_TOKENS) -> Plan:
-    """Balanced micro-batches of at most `max_tokens` tokens (padding of a row counted only when not packing)."""
+def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost = BY_TOKENS) -> MicroBatchPlan:
+    """Balance micro-batches of at most `max_tokens` tokens (padding of a row counted only when not packing)."""
     padded = [_up(n, layout.sequence_multiple) for n in lengths]
     longest = _up(max(padded), layout.row_multiple)
     if layout.packing:
@@ -96,84 +99,87 @@ def plan(lengths: Sequence[int], max_tokens: int, layout: Layout, cost: Cost = B
         for microbatches in members:
             microbatches += [[] for _ in range(-len(microbatches) % layout.pipeline_parallel)]
     if layout.pipeline_parallel == 1:
-        return Plan(members, rows=1, length=layout.row_multiple)
+        return MicroBatchPlan(members, rows=1, length=layout.row_multiple)
     everything = [m for microbatches in members for m in microbatches]
     if layout.packing:
-        return Plan(members, 1, _up(max(sum(padded[i] for i in m) for m in everything), layout.row_multiple))
-    return Plan(members, max(len(m) for m in everything), longest)
+        fullest = max(sum(padded[i] for i in m) for m in everything)
+        return MicroBatchPlan(members, 1, _up(fullest, layout.row_multiple))
+    return MicroBatchPlan(members, max(len(m) for m in everything), longest)
 
 
 def assemble(
-    sequences: Sequence[TrainSequence], rows: int, length: int, layout: Layout, device: torch.device
+    sequences: Sequence[TrainSequence], rows: int, length: int, layout: RowLayout, device: torch.device
 ) -> MicroBatch:
-    """This rank's tensors of a micro-batch of these sequences (none: filler only), of at least `rows` x `length`."""
+    """Make this rank's tensors of a micro-batch of these sequences (none: filler only), of at least `rows` x `length`."""
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
     boundaries, place, at = (_packed if layout.packing else _unpacked)(lengths, rows, length, layout)
+    ids = _joined([s.tokens for s in sequences], np.int64)
     tokens, padding = np.zeros(boundaries[-1], dtype=np.int64), np.ones(boundaries[-1], dtype=np.bool_)
+    tokens[place], padding[place] = ids[:-1], False
+    experts = _experts(sequences, lengths, boundaries, place)
     weight = _joined([s.loss_weight for s in sequences], np.float32)
     trained = np.flatnonzero(weight)
     which = np.repeat(np.arange(len(sequences)), lengths)
-    trained_lengths = np.bincount(which[trained], minlength=max(len(sequences), 1))
-    ids = _joined([s.tokens for s in sequences], np.int64)
-    tokens[place], padding[place] = ids, False
+    here = trained_lengths = np.bincount(which[trained], minlength=max(len(sequences), 1))
     at = at[trained]
-    here = trained_lengths
-    mine = None
     if layout.context_parallel > 1:
         mine = _zigzag(boundaries, layout)
         trained, at = trained[mine[at]], (np.cumsum(mine) - 1)[at[mine[at]]]
-        tokens, padding = tokens[mine], padding[mine]
+        tokens, padding, experts = tokens[mine], padding[mine], None if experts is None else experts[mine]
         here = np.bincount(which[trained], minlength=len(trained_lengths))
-    counted = np.ones(len(trained), np.float32)
-    if not len(trained):
-        # Empty tensors would need care in every collective; one position of no weight needs none.
-        at, counted = np.zeros(1, np.int64), np.zeros(1, np.float32)
+    rows = 1 if layout.packing else len(boundaries) - 1
+    if experts is not None and not layout.packing:  # hidden states lie [length, rows]
+        experts = experts.reshape(rows, -1, *experts.shape[1:]).swapaxes(0, 1).reshape(experts.shape)
+    chosen = trained
+    if not len(trained):  # empty tensors would need care in every collective; one position of no weight needs none
+        chosen, at = np.array([-1]), np.zeros(1, np.int64)
         here = (np.arange(len(here)) == 0).astype(np.int64)
 
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values if len(trained) else np.zeros(1, values.dtype)).to(device, non_blocking=True)
+    def on_device(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device, non_blocking=True)
 
-    def each(values: Iterable[PerToken]) -> Tensor:
-        return tensor(
-            _joined([np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)], np.float32)[trained]
-        )
+    def joined(values: Sequence[PerToken]) -> Tensor:
+        whole = [np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)]
+        return on_device(_joined(whole, np.float32)[chosen])
 
-    rows = 1 if layout.packing else len(boundaries) - 1
     return MicroBatch(
-        tokens=torch.from_numpy(tokens).to(device).view(rows, -1),
-        padding=torch.from_numpy(padding).to(device).view(rows, -1),
-        sequence_tokens=len(ids),
+        tokens=on_device(tokens).view(rows, -1),
+        padding=on_device(padding).view(rows, -1),
+        sequence_tokens=int(lengths.sum()),
         packed=_packed_parameters(boundaries, device) if layout.packing else None,
-        at=torch.from_numpy(at).to(device),
-        labels=tensor(ids[trained]),
-        behaviour=tensor(_joined([s.behaviour_logprobs for s in sequences], np.float32)[trained]),
-        reference=tensor(_joined([s.reference for s in sequences], np.float32)[trained]),
-        advantage=each(s.advantage for s in sequences),
-        value=each(s.value for s in sequences),
-        value_target=each(s.value_target for s in sequences),
-        weight=tensor(weight[trained]),
-        counted=torch.from_numpy(counted).to(device),
-        of=trained,
-        here=torch.from_numpy(here).to(device),
-        lengths=torch.from_numpy(np.maximum(trained_lengths, 1).astype(np.float32)).to(device),
-        experts=_experts(sequences, boundaries, place, mine, layout, device),
+        at=on_device(at),
+        labels=on_device(ids[chosen]),
+        behaviour=joined([s.behaviour_logprobs for s in sequences]),
+        reference=joined([s.reference_logprobs for s in sequences]),
+        advantage=joined([s.advantage for s in sequences]),
+        value=joined([s.value for s in sequences]),
+        value_target=joined([s.value_target for s in sequences]),
+        weight=on_device(weight[chosen]),
+        counted=on_device((chosen >= 0).astype(np.float32)),
+        source=trained,
+        here=on_device(here),
+        lengths=on_device(np.maximum(trained_lengths, 1).astype(np.float32)),
+        experts=None if experts is None else on_device(experts),
     )
 
 
-def _packed(lengths: np.ndarray, rows: int, length: int, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Boundaries of the sequences in the row; of each token its place in the row, and that of the hidden state before it."""
+type Places = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Boundaries of the sequences; for each token its place among all rows' tokens, and the hidden state's that predicts it."""
+
+
+def _packed(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> Places:
+    """Return the places of sequences end to end in one row."""
     padded = -(-lengths // layout.sequence_multiple) * layout.sequence_multiple
     starts = np.concatenate([[0], np.cumsum(padded)])
     size = max(length, _up(int(starts[-1]), layout.row_multiple))
-    boundaries = (
-        starts if size == starts[-1] else np.append(starts, size)
-    )  # the rest of the row is a sequence of its own
     place = np.repeat(starts[:-1], lengths) + _within(lengths)
+    # The rest of the row is a sequence of its own.
+    boundaries = starts if size == starts[-1] else np.append(starts, size)
     return boundaries, place, place - 1
 
 
-def _unpacked(lengths: np.ndarray, rows: int, length: int, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same for one sequence a row; hidden states lie [length, rows]."""
+def _unpacked(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> Places:
+    """Return the places of one sequence a row; hidden states lie [length, rows]."""
     rows = max(rows, len(lengths))
     length = max(length, _up(int(lengths.max(initial=1)), layout.row_multiple))
     row, column = np.repeat(np.arange(len(lengths)), lengths), _within(lengths)
@@ -181,32 +187,17 @@ def _unpacked(lengths: np.ndarray, rows: int, length: int, layout: Layout) -> tu
 
 
 def _experts(
-    sequences: Sequence[TrainSequence],
-    boundaries: np.ndarray,
-    place: np.ndarray,
-    mine: np.ndarray | None,
-    layout: Layout,
-    device: torch.device,
-) -> Tensor | None:
-    """Recorded choices at the places of their tokens."""
-    recorded = [
-        (start, s.experts) for start, s in zip(_starts(sequences), sequences, strict=True) if s.experts is not None
-    ]
+    sequences: Sequence[TrainSequence], lengths: np.ndarray, boundaries: np.ndarray, place: np.ndarray
+) -> np.ndarray | None:
+    """Recorded choices at the places of their tokens, -1 elsewhere; None if nothing was recorded."""
+    starts = np.cumsum(lengths) - lengths
+    recorded = [(start, s.experts) for start, s in zip(starts, sequences, strict=True) if s.experts is not None]
     if not recorded:
         return None
     table = np.full((boundaries[-1], *recorded[0][1].shape[1:]), -1, np.int16)
     for start, experts in recorded:
         table[place[start : start + len(experts)]] = experts
-    if mine is not None:
-        table = table[mine]
-    if not layout.packing:  # hidden states lie [length, rows]
-        table = table.reshape(len(boundaries) - 1, -1, *table.shape[1:]).swapaxes(0, 1).reshape(table.shape)
-    return torch.from_numpy(table).to(device)
-
-
-def _starts(sequences: Sequence[TrainSequence]) -> list[int]:
-    """Of each sequence among all tokens end to end."""
-    return list(itertools.accumulate((len(s) for s in sequences), initial=0))[:-1]
+    return table
 
 
 def _within(lengths: np.ndarray) -> np.ndarray:
@@ -214,8 +205,8 @@ def _within(lengths: np.ndarray) -> np.ndarray:
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def _zigzag(boundaries: np.ndarray, layout: Layout) -> np.ndarray:
-    """Which tokens of the row are this context-parallel rank's: of each sequence's 2 CP chunks the r-th from either end."""
+def _zigzag(boundaries: np.ndarray, layout: RowLayout) -> np.ndarray:
+    """Which tokens of the row this context-parallel rank has: of each sequence's 2 CP chunks the r-th from either end."""
     lengths = np.diff(boundaries)
     chunk = _within(lengths) // np.repeat(lengths // (2 * layout.context_parallel), lengths)
     return np.minimum(chunk, 2 * layout.context_parallel - 1 - chunk) == layout.context_rank
@@ -229,8 +220,9 @@ def _packed_parameters(boundaries: np.ndarray, device: torch.device) -> PackedSe
     )
 
 
-def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    """Return the parts end to end, and a 0 for the filler."""
+    return np.concatenate([*parts, np.zeros(1, dtype)]).astype(dtype, copy=False)
 
 
 def _up(n: int, multiple: int) -> int:

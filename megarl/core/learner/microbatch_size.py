@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,39 +25,35 @@ from megarl.core.algorithm.packing import sizes_to_try
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import write_atomically
-from megarl.core.learner.guards import OutOfMemory
-from megarl.core.learner.trained import TrainedNetwork
+from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 SHARE = 0.9
-"""Of a GPU's free memory: what is left is for what a trial does not have, such as experts that more tokens choose, and
-buckets of a publication."""
+"""Share of a GPU's free memory that a trial may take. The rest is for what a trial does not have, such as experts that more
+tokens choose, and buckets of a publication."""
 
 
-class Memory(Protocol):
-    """What trials are measured with."""
-
-    def used(self, trial: Callable[[], None]) -> float:
-        """The most that it took of what may be taken; more than 1: too much, inf: it ran out."""
+type Memory = Callable[[Callable[[], None]], float]
+"""Runs a trial and returns the largest share that it took of the memory it may take: above 1 is too much, inf ran out."""
 
 
-class GpuMemory:
-    """Of this rank's GPU, as far as other processes leave it free now."""
+def gpu_memory() -> Memory:
+    """Measure this rank's GPU, of which trials may take what other processes leave free now."""
+    torch.cuda.empty_cache()
+    room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 
-    def __init__(self) -> None:
-        torch.cuda.empty_cache()
-        self._room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
-
-    def used(self, trial: Callable[[], None]) -> float:
+    def used(trial: Callable[[], None]) -> float:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
             trial()
         except OutOfMemory:
             return math.inf
-        return torch.cuda.max_memory_reserved() / self._room
+        return torch.cuda.max_memory_reserved() / room
+
+    return used
 
 
 def settle(
@@ -71,30 +66,32 @@ def settle(
 ) -> None:
     """Give the trainer's networks their micro-batch size, if the recipe leaves it open. COLLECTIVE over all ranks.
 
-    longest: tokens of the longest sequence; batch_tokens: of a step at most; record: where the size is kept; within: what is
+    longest: tokens of the longest sequence; batch_tokens: most tokens of a step; record: file that keeps the size; within:
     entered around the trials, if there are any.
     """
     if trainer.recipe.learner.microbatch_tokens != "auto":
         return
     if memory is None and not torch.cuda.is_available():
         raise MegarlError("learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number")
-    of = _valid_for(trainer, longest)
-    tokens = from_rank_0(_recorded(record, of))
+    conditions = _conditions(trainer, longest)
+    known = json.loads(record.read_text()) if record is not None and record.is_file() else {}
+    tokens = from_rank_0(known["microbatch_tokens"] if known.get("of") == conditions else None)
     if tokens is None:
         with within or nullcontext():
-            tokens = _found(trainer, longest, batch_tokens, memory or GpuMemory())
+            tokens = _found(trainer, longest, batch_tokens, memory or gpu_memory())
         if record is not None and dist.get_rank() == 0:
-            write_atomically(record, json.dumps({"microbatch_tokens": tokens, "of": of}, indent=2).encode() + b"\n")
+            found = {"microbatch_tokens": tokens, "of": conditions}
+            write_atomically(record, json.dumps(found, indent=2).encode() + b"\n")
     for network in trainer.networks:
         network.microbatch_tokens = tokens
     log.info("micro-batches have up to %d tokens", tokens)
 
 
 def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
-    """The largest of the ascending sizes that was tried and took at most 1; None if the first did not.
+    """Return the largest of the ascending sizes that was tried and took at most 1; None if the first took more.
 
-    No size is tried that a line through the last two says does not fit. Peaks of a step are maxima of straight lines of its
-    tokens, so convex; of such it is the largest there is.
+    A size is not tried if a line through the last two says that it does not fit. A step's peak is a maximum of straight lines
+    over its tokens, so it is convex; for such peaks the result is the largest size that fits.
     """
     fit: list[tuple[int, float]] = []
     low, high = -1, len(sizes)  # up to `low` they fit, from `high` on they do not
@@ -104,12 +101,12 @@ def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
         elif len(fit) < 2:
             middle = low + 1
         else:
-            (x, of_x), (y, of_y) = fit[-2:]
-            slope = (of_y - of_x) / (y - x)
-            allowed = [i for i in range(low + 1, high) if of_y + slope * (sizes[i] - y) <= 1]
+            (size_before, used_before), (size, used) = fit[-2:]
+            slope = (used - used_before) / (size - size_before)
+            allowed = [i for i in range(low + 1, high) if used + slope * (sizes[i] - size) <= 1]
             if not allowed:
                 break
-            middle = max((i for i in allowed if sizes[i] <= 2 * y), default=allowed[0])
+            middle = max((i for i in allowed if sizes[i] <= 2 * size), default=allowed[0])
         used = tried(sizes[middle])
         if used <= 1:
             low = middle
@@ -120,7 +117,7 @@ def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
 
 
 def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) -> int:
-    networks = [network for network in trainer.networks if isinstance(network, TrainedNetwork)]
+    networks = [trainee.network for trainee in trainer.trainees]
     layout = trainer.policy.layout
     # A pipeline of few micro-batches waits more than large ones save.
     share = layout.data_parallel * (4 * layout.pipeline_parallel if layout.pipeline_parallel > 1 else 1)
@@ -133,11 +130,11 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
         sequences = _full(trainer, tokens, longest)
 
         def trial() -> None:
-            for forward_backward in trainer.passes:
-                forward_backward(sequences)
+            for trainee in trainer.trainees:
+                trainee.forward_backward(sequences)
 
         try:
-            used = memory.used(trial)
+            used = memory(trial)
         finally:
             for network in networks:
                 network.clear()
@@ -162,19 +159,17 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
 
 
 def _full(trainer: Trainer, tokens: int, longest: int) -> list[TrainSequence]:
-    """Sequences that fill micro-batches with so many tokens each: one a rank, in a pipeline as many as it holds at a time."""
+    """Make sequences that fill micro-batches of so many tokens: one per rank, in a pipeline as many as it holds at a time."""
     layout = trainer.policy.layout
     count = layout.data_parallel * (2 * layout.pipeline_parallel if layout.pipeline_parallel > 1 else 1)
     pieces = [longest] * (tokens // longest) + [tokens % longest] * bool(tokens % longest)
-    random = np.random.default_rng(0)  # tokens of one kind would all choose the same experts
-    ids = [
-        random.integers(0, trainer.policy.family.architecture.vocabulary, n).astype(np.int32) for n in pieces * count
-    ]
-    return [unrewarded(i, tokens) for i, tokens in enumerate(ids)]
+    random = np.random.default_rng(0)  # equal tokens would all choose the same experts
+    vocabulary = trainer.policy.family.architecture.vocabulary
+    return [unrewarded(i, random.integers(0, vocabulary, n).astype(np.int32)) for i, n in enumerate(pieces * count)]
 
 
-def _valid_for(trainer: Trainer, longest: int) -> dict[str, Any]:
-    """What else the size depends on."""
+def _conditions(trainer: Trainer, longest: int) -> dict[str, object]:
+    """Return what else the size depends on."""
     recipe = trainer.recipe
     return {
         "model": recipe.model.model_dump(mode="json"),
@@ -183,10 +178,3 @@ def _valid_for(trainer: Trainer, longest: int) -> dict[str, Any]:
         "longest": longest,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     } | ({"critic": recipe.critic.dtype} if recipe.has_critic else {})
-
-
-def _recorded(record: Path | None, of: dict[str, Any]) -> int | None:
-    if record is None or not record.is_file():
-        return None
-    found = json.loads(record.read_text())
-    return int(found["microbatch_tokens"]) if found["of"] == of else None

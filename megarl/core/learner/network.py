@@ -6,12 +6,11 @@
 A `Network` is only asked; one that learns is a `TrainedNetwork` (trained.py). All methods are collective: every
 rank calls them with the same sequences."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,26 +26,43 @@ from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.packing import cost_of
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
-from megarl.core.learner.guards import out_of_memory_named
 from megarl.core.learner.head import selected_logprobs
-from megarl.core.learner.microbatch import Layout, MicroBatch, Plan, assemble, plan
+from megarl.core.learner.microbatch import MicroBatch, MicroBatchPlan, RowLayout, assemble, plan
 from megarl.core.learner.moe import ExpertLoad, Replay
 from megarl.core.models import Family, build, hf
 from megarl.core.recipe import Recipe
 
-Head = Callable[..., Any]
-"""GPTModel's `output_processor`: from the last stage's hidden states and a MicroBatch to what `each` gets."""
-Each = Callable[[MicroBatch, Any], Tensor]
-"""What is made of a micro-batch's output, on the last stage only: a scalar, whose gradient is taken when training."""
+type Head[Output] = Callable[..., Output]
+"""GPTModel's `output_processor`: makes the output from the last stage's hidden states and a MicroBatch, its `context`."""
+type Each[Output] = Callable[[Sequence[int], MicroBatch, Output], Tensor]
+"""Makes a scalar from a micro-batch of these sequences and its output, on the last stage. Training takes its gradient."""
+
+
+class OutOfMemory(MegarlError):
+    """This rank ran out of memory. Others may wait for it in a collective, so a world of several cannot go on."""
+
+
+@contextmanager
+def out_of_memory_named(key: str, doing: str) -> Iterator[None]:
+    """Turn torch's error within into one that names the recipe's key. doing: what was done, and what to set."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).splitlines()[0]
+        what = f"{key}: rank {dist.get_rank()} ran out of memory {doing}, or divide the model further ({first})"
+        raise OutOfMemory(what) from None
 
 
 class Network:
-    """This rank's chunks of a model whose weights are loaded."""
+    """This rank's chunks of a model whose weights are loaded.
+
+    replay: of the routers' choices, where there are any. replays: whether training takes the recorded choices
+    (model.moe.routing_replay).
+    """
 
     expert_load: ExpertLoad | None = None
-    replay: Replay | None = None  # of the routers' choices, where there are any
+    replay: Replay | None = None
     replays = False
-    """Whether training takes the recorded choices (model.moe.routing_replay)."""
 
     def __init__(self, chunks: list[GPTModel], family: Family, recipe: Recipe) -> None:
         self.chunks, self.family = chunks, family
@@ -59,81 +75,79 @@ class Network:
         # The micro-batches of a step have one size (microbatch.py), so stages need not tell each other shapes.
         chunks[0].config.variable_seq_lengths = False
 
-    def lm_head(self, temperature: float) -> Head:
-        """Log-prob and entropy [n] of each trained token."""
-        return partial(
-            selected_logprobs,
-            vocab_size=self.family.architecture.vocabulary,
-            temperature=temperature,
-            precision=self.head_precision,
-        )
+    def lm_head(self, temperature: float) -> Head[tuple[Tensor, Tensor]]:
+        """Return the head that gives log-prob and entropy [n] of each trained token."""
+        vocabulary, precision = self.family.architecture.vocabulary, self.head_precision
+        return partial(selected_logprobs, vocab_size=vocabulary, temperature=temperature, precision=precision)
 
-    def scoring_head(self, against: int) -> Head:
-        """[n, 2]: log-probs, at temperature 1, of each counted token and of the token `against` in its place."""
+    def scoring_head(self, against: int) -> Head[Tensor]:
+        """Return the head that gives [n, 2]: log-probs at temperature 1 of each trained token and of `against` in its place."""
         head = self.lm_head(1.0)
 
-        def both(*, context: MicroBatch, **given: Any) -> Tensor:
+        def both(*, context: MicroBatch, **given: object) -> Tensor:
             other = replace(context, labels=torch.full_like(context.labels, against))
             return torch.stack([head(context=each, **given)[0] for each in (context, other)], dim=-1)
 
         return both
 
-    def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
-        """Which sequences go where."""
+    def full_memory_named(self) -> AbstractContextManager[None]:
+        """Wrap work on micro-batches: a GPU whose memory runs out then gets an error that says what to change."""
+        advice = "lower it, set learner.recompute=full or learner.optimizer_offload"
+        doing = f"with {self.microbatch_tokens} tokens a micro-batch; {advice}"
+        return out_of_memory_named("learner.microbatch_tokens", doing)
+
+    def plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
+        """Decide which sequences go where."""
         return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)
 
     @torch.no_grad()
-    def ask(
+    def ask[Output](
         self,
         sequences: Sequence[TrainSequence],
-        head: Head,
-        pick: Callable[[Any], Tensor] = lambda output: output,
+        head: Head[Output],
+        pick: Callable[[Output], Tensor] = lambda output: output,
         shape: tuple[int, ...] = (),
     ) -> list[np.ndarray]:
-        """`pick` [n, *shape] of what the head makes of each trained token: [len, *shape] float32 a sequence, 0 elsewhere, on
-        all ranks."""
-        steps = self.plan(sequences)
+        """Return `pick` [n, *shape] of the head's output for each trained token: [len, *shape] per sequence, on all ranks."""
         starts = np.cumsum([0] + [len(s) for s in sequences])
         out = torch.zeros(int(starts[-1]), *shape, device=self.device)
-        pending = iter(steps.members[parallel_state.get_data_parallel_rank()])
 
-        def collect(micro: MicroBatch, output: Any) -> Tensor:
-            members, values = next(pending), pick(output)
-            if len(micro.of):
-                where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])[micro.of]
+        def collect(members: Sequence[int], micro: MicroBatch, output: Output) -> Tensor:
+            values = pick(output)
+            if len(micro.source):
+                where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])[micro.source]
                 out[torch.from_numpy(where).to(self.device)] = values
             return values.sum()
 
-        self.run(self.chunks, sequences, steps, head, collect, forward_only=True)
+        self.run(self.chunks, sequences, self.plan(sequences), head, collect, forward_only=True)
         if parallel_state.get_tensor_model_parallel_rank() != 0:
             out.zero_()
         dist.all_reduce(out)
         return np.split(out.cpu().numpy(), starts[1:-1])
 
-    def run(
+    def run[Output](
         self,
         modules: Sequence[Module],
         sequences: Sequence[TrainSequence],
-        steps: Plan,
-        head: Head,
-        each: Each,
+        steps: MicroBatchPlan,
+        head: Head[Output],
+        each: Each[Output],
         forward_only: bool,
     ) -> None:
-        """Megatron's schedule over this rank's micro-batches, in order. modules: the chunks, or what they are wrapped in."""
-        mine = steps.members[parallel_state.get_data_parallel_rank()]
-        micros = [
-            assemble([sequences[i] for i in members], steps.rows, steps.length, self.layout, self.device)
-            for members in mine
+        """Run Megatron's schedule over this rank's micro-batches. modules: the chunks, or what they are wrapped in."""
+        mine = [
+            (members, assemble([sequences[i] for i in members], steps.rows, steps.length, self.layout, self.device))
+            for members in steps.members[parallel_state.get_data_parallel_rank()]
         ]
         replay = self.replay if self.replay and (self.replay.compares or (self.replays and not forward_only)) else None
         expert_load = None if forward_only else self.expert_load
 
-        def loss(micro: MicroBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            return each(micro, output), torch.tensor(0, dtype=torch.int), {}
+        def loss(members: Sequence[int], micro: MicroBatch, output: Output) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            return each(members, micro, output), torch.tensor(0, dtype=torch.int), {}
 
-        def forward(iterator: Any, module: Any) -> tuple[Any, Callable[..., Any]]:
-            micro, index = next(iterator), modules.index(module)
-            with replay.of(index, micro.experts, micro.tokens.numel()) if replay else nullcontext():
+        def forward(iterator: Iterator[tuple[list[int], MicroBatch]], module: Module) -> tuple[Tensor, partial]:
+            (members, micro), index = next(iterator), modules.index(module)
+            with replay.replaying(index, micro.experts, micro.tokens.numel()) if replay else nullcontext():
                 output = module(
                     micro.tokens,
                     None,
@@ -143,14 +157,14 @@ class Network:
                     output_processor=head,
                     output_processor_context=micro,
                 )
-            return output, partial(loss, micro)
+            return output, partial(loss, members, micro)
 
-        with out_of_memory_named(self.microbatch_tokens), replay.step() if replay else nullcontext():
+        with self.full_memory_named(), replay.step() if replay else nullcontext():
             get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=[iter(micros) for _ in modules],
+                data_iterator=[iter(mine) for _ in modules],
                 model=list(modules),
-                num_microbatches=len(micros),
+                num_microbatches=len(mine),
                 seq_length=steps.length,
                 micro_batch_size=steps.rows,
                 forward_only=forward_only,
@@ -158,7 +172,7 @@ class Network:
 
 
 def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]:
-    """This rank's chunks of the model in `hf_dir`, at the recipe's layout, with its weights."""
+    """Build this rank's chunks of the model in `hf_dir`, at the recipe's layout, and load its weights."""
     family = models.family_of(hf_dir)
     chunks = build.build(recipe.model, hf_dir, recompute=recipe.learner.recompute)
     hf.load(chunks, family, hf_dir)
@@ -166,7 +180,7 @@ def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]
 
 
 def chunks_beside(policy: Family, recipe: Recipe, key: str, path: str) -> tuple[list[GPTModel], Family]:
-    """The same of a second model, which the recipe's `key` names (empty: the policy's). It must know the policy's tokens."""
+    """Load a second model with the policy's vocabulary. path: what the recipe's `key` says (empty: the policy's)."""
     hf_dir = Path(path or recipe.model.path)
     vocabulary, known = in_directory(hf_dir).vocabulary, policy.architecture.vocabulary
     if vocabulary != known:
@@ -177,10 +191,10 @@ def chunks_beside(policy: Family, recipe: Recipe, key: str, path: str) -> tuple[
     return loaded_chunks(recipe, hf_dir)
 
 
-def layout_of(recipe: Recipe) -> Layout:
-    """What micro-batches need to know of the recipe and of this rank's place."""
+def layout_of(recipe: Recipe) -> RowLayout:
+    """Return what micro-batches need to know about the recipe and this rank."""
     model = recipe.model
-    return Layout(
+    return RowLayout(
         packing=recipe.learner.packing,
         data_parallel=parallel_state.get_data_parallel_world_size(),
         context_parallel=model.context_parallel,

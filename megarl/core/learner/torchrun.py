@@ -1,16 +1,14 @@
-"""The learner as several processes: torchrun as megarl wants it, `python -m megarl.core.learner.torchrun` with torchrun's
-arguments.
+"""The learner as several processes: `python -m megarl.core.learner.torchrun` with torchrun's arguments.
 
-Its store listens on --master-addr alone. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the ranks, which have sessions of
-their own: they save then, and torchrun goes on. When a rank dies it kills the others at once, which wait for that one and have
-nothing to save, and ranks die with it. It ends with the status of the rank that ended first; torchrun itself says 1 for all.
+Unlike torchrun's own, the store listens on --master-addr alone. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the ranks,
+which have sessions of their own: they save then, and torchrun goes on. When a rank dies the others are killed at once, because
+they wait for that one and have nothing to save. The exit status is that of the rank that ended first, instead of 1.
 """
 
 import os
 import signal
 import sys
 from contextlib import suppress
-from typing import Any
 
 import psutil
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -25,10 +23,12 @@ OURS = "SIGQUIT"
 
 
 def run(arguments: list[str]) -> int:
-    """The exit status; 128 and the signal that killed the rank which ended first."""
+    """Return the exit status; 128 plus the signal if that killed the rank that ended first."""
     ranks.bind_all()
-    _kill_ranks()
-    os.environ[SUPERVISOR] = str(os.getpid())  # of the ranks, which are `megarl` again
+    close = SubprocessContext._close
+    # torchrun sends SIGTERM, and SIGKILL 30 s later.
+    SubprocessContext._close = lambda self, death_sig, timeout=30: close(self, signal.SIGKILL, timeout)
+    os.environ[SUPERVISOR] = str(os.getpid())  # supervises the ranks, which are `megarl` again
     for number in FOR_RANKS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _pass_on)
@@ -40,25 +40,10 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _kill_ranks() -> None:
-    """Instead of SIGTERM, and SIGKILL 30 s later."""
-    close: Any = SubprocessContext._close
-
-    def killing(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
-        del death_sig
-        close(self, signal.SIGKILL, timeout)
-
-    SubprocessContext._close = killing
-
-
 def _pass_on(number: int, _frame: object) -> None:
     for rank in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             rank.send_signal(number)
-
-
-if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
 
 
 def is_rank() -> bool:
@@ -67,9 +52,15 @@ def is_rank() -> bool:
 
 
 def become_torchrun(ranks: int, port: int, host: str = "127.0.0.1", nodes: int = 1) -> None:
-    """Replace this process by torchrun, which runs its command again as its node's share of `ranks` and ends all when one
-    dies. They meet at `host`, which is the first node; which one this is, Slurm says."""
-    torchrun = [sys.executable, "-m", "megarl.core.learner.torchrun", f"--nproc-per-node={ranks // nodes}"]
-    torchrun += [f"--nnodes={nodes}", f"--node-rank={os.environ.get('SLURM_PROCID', '0') if nodes > 1 else 0}"]
+    """Replace this process by torchrun, which runs this command again as the node's share of `ranks`.
+
+    The ranks meet at `host`, the first node. Slurm says which node this is.
+    """
+    torchrun = ["-m", "megarl.core.learner.torchrun", f"--nproc-per-node={ranks // nodes}", f"--nnodes={nodes}"]
+    torchrun += [f"--node-rank={os.environ.get('SLURM_PROCID', '0') if nodes > 1 else 0}"]
     torchrun += [f"--master-addr={host}", f"--master-port={port}"]
-    os.execv(sys.executable, [*torchrun, "-m", "megarl", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "megarl", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,15 +1,15 @@
 """A network that learns: gradients of a loss over many sequences, and the step of AdamW that they make.
 
-    sequences ──► forward_backward: sum of weight * token loss ──► gradient_norm ──finite?──► update
-
+    sequences ──► forward_backward: sum of weight * token loss ──► gradient_norm ──finite?──┬─yes─► update
+                                                                                            └─no──► offenders: whose was not
 The weights of tokens already are the aggregation, so gradients are summed over micro-batches and ranks and never averaged.
 All methods are collective: every rank calls them with the same sequences.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -18,7 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from megarl.core.algorithm.batch import TrainSequence
-from megarl.core.learner.guards import NonFinite, out_of_memory_named
+from megarl.core.base.ranks import gathered
 from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.learner.moe import ExpertLoad
 from megarl.core.learner.network import Head, Network
@@ -26,16 +26,13 @@ from megarl.core.learner.optimizer import with_optimizer
 from megarl.core.models import Family
 from megarl.core.recipe import Optimizer, Recipe
 
-MicroLoss = Callable[[MicroBatch, Any], tuple[Tensor, dict[str, Tensor]]]
-"""Of a micro-batch and its head's output: loss [n] with gradient, metrics [n] each without. Names of metrics that end in `_max`
-are reduced by maximum, all others by the mean over trained tokens."""
+type MicroLoss[Output] = Callable[[MicroBatch, Output], tuple[Tensor, dict[str, Tensor]]]
+"""Returns, for a micro-batch and its head's output, the loss [n] with gradient and metrics [n] without. Metrics whose names end
+in `_max` are reduced by maximum, all others by the mean over trained tokens."""
 
 
 class TrainedNetwork(Network):
-    """A network with gradients and an optimiser. `nonfinite` knows of the latest pass which rollouts broke it; `loss_scale` is
-    None unless the model is fp16."""
-
-    nonfinite: NonFinite
+    """A network with gradients and an optimiser. `loss_scale` is None unless the model is fp16."""
 
     def __init__(
         self, chunks: list[GPTModel], family: Family, settings: Optimizer, recipe: Recipe, offload: float = 0.0
@@ -45,26 +42,27 @@ class TrainedNetwork(Network):
         self.expert_load = ExpertLoad(chunks, recipe.model.moe) if family.architecture.experts else None
         self.ddp, self.optimizer, self.loss_scale = with_optimizer(chunks, settings, recipe, offload)
         self._offload = offload
+        self._nonfinite: list[tuple[Sequence[int], Tensor, Tensor]] = []
 
-    def forward_backward(
-        self, sequences: Sequence[TrainSequence], head: Head, loss: MicroLoss, names: Sequence[str]
+    def forward_backward[Output](
+        self, sequences: Sequence[TrainSequence], head: Head[Output], loss: MicroLoss[Output], names: Sequence[str]
     ) -> dict[str, float]:
-        """Gradients of the loss into the chunks' buffers, reduced over ranks; its metrics, which are called `names`."""
+        """Compute the loss's gradients, reduced over ranks, into the chunks' buffers; return its metrics, called `names`."""
         self.clear()
         steps = self.plan(sequences)
         if self.expert_load:
             self.expert_load.begin(sum(len(s) for s in sequences))
         sums = torch.zeros(2 + len(names), device=self.device)
         maxima = torch.full_like(sums, -math.inf)
-        self.nonfinite = NonFinite(sequences, steps.members[parallel_state.get_data_parallel_rank()])
+        self._nonfinite = []
 
-        def summed(micro: MicroBatch, output: Any) -> Tensor:
+        def summed(members: Sequence[int], micro: MicroBatch, output: Output) -> Tensor:
             losses, metrics = loss(micro, output)
-            self.nonfinite.seen(micro, losses)
             total = (losses * micro.weight).sum()
             with torch.no_grad():
                 rows = torch.stack([micro.counted, *(metrics[name] for name in names)])
                 counted = micro.counted > 0
+                self._nonfinite.append((members, micro.here, counted & ~torch.isfinite(losses)))  # no step waits for it
                 sums[0] += total
                 sums[1:] += torch.where(counted, rows, 0.0).sum(-1)
                 maxima[1:] = torch.maximum(maxima[1:], torch.where(counted, rows, -math.inf).amax(-1))
@@ -75,14 +73,28 @@ class TrainedNetwork(Network):
         balance = self.expert_load.metrics() if self.expert_load else {}
         return _reduced(sums, maxima, names) | sizes | balance
 
+    def offenders(self, sequences: Sequence[TrainSequence]) -> list[dict[str, int | str]]:
+        """Return ticket and sample of the rollouts that had a token without a finite loss in the latest pass (`cause: loss`).
+
+        If there are none, the sum of the step or its gradient broke it, and each rollout may be the reason (`cause: step`).
+        """
+        mine: set[int] = set()
+        for members, here, broken in self._nonfinite:
+            if members:
+                mine.update(np.repeat(members, here.cpu().numpy())[broken.cpu().numpy()].tolist())
+        found = sorted(set().union(*gathered(mine)))
+        cause = "loss" if found else "step"
+        chosen = [sequences[i] for i in found] or sequences
+        return [{"ticket": s.ticket, "sample": s.sample, "cause": cause} for s in chosen]
+
     def clear(self) -> None:
-        """No gradients."""
+        """Set all gradients to zero."""
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def moments_to_come(self) -> Tensor:
-        """As much memory as AdamW will take on this rank's device at its first step, and none of it has been taken."""
+        """Allocate as much memory as AdamW will take on this rank's device at its first step, as far as it has none yet."""
         numbers = sum(
             parameter.numel()
             for part in self.optimizer.chained_optimizers
@@ -94,40 +106,37 @@ class TrainedNetwork(Network):
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Of the gradients of the latest pass, of all ranks, divided by the loss scale; they are ready for `update` then. Not
-        finite if any of them is not."""
+        """Divide gradients by the loss scale, for `update`; return their norm over all ranks, finite only if they all are."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     @torch.no_grad()
     def update(self, lr: float, norm: float) -> None:
-        """One AdamW step with gradients of that norm, which are clipped. Norms, biases and whatever else has one dimension are
-        not decayed: megatron marks them (`wd_mult`), and leaves it to its scheduler, which is not used, to heed that."""
+        """Take one AdamW step with gradients of that norm, which are clipped. Norms, biases and whatever else has one dimension
+        are not decayed: megatron marks them (`wd_mult`), and leaves it to its scheduler, which is not used, to heed that."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
-        parameters = self.optimizer.get_parameters()
-        if parameters:
+        if parameters := self.optimizer.get_parameters():
             clip_grad_by_total_norm_fp32(
                 parameters, self.settings.grad_clip, norm, use_decoupled_grad=self._offload > 0
             )
-        with out_of_memory_named(self.microbatch_tokens):
+        with self.full_memory_named():
             self.optimizer.step_with_ready_grads()
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # or its time would be counted as that of whatever waits next
 
 
 def _reduced(sums: Tensor, maxima: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Metrics over all ranks; other than the last stage's first tensor-parallel rank has nothing to add."""
+    """Reduce metrics over all ranks; only the last stage's first tensor-parallel rank has something to add."""
     if not parallel_state.is_pipeline_last_stage() or parallel_state.get_tensor_model_parallel_rank() != 0:
         sums.zero_()
         maxima.fill_(-math.inf)
     dist.all_reduce(sums)
     dist.all_reduce(maxima, dist.ReduceOp.MAX)
     loss, tokens, *totals = sums.tolist()
-    largest = maxima.tolist()[2:]
     found = {
-        name: most if name.endswith("_max") else total / tokens
-        for name, total, most in zip(names, totals, largest, strict=True)
+        name: largest if name.endswith("_max") else total / tokens
+        for name, total, largest in zip(names, totals, maxima.tolist()[2:], strict=True)
     }
     return {"loss": loss, "tokens_trained": tokens} | found

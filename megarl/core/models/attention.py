@@ -17,8 +17,8 @@ over shorter sequences: the packed row's boundaries are subdivided at multiples 
 
 The kernels hold neither a mask nor all scores of a sequence:
 
-    q, k, v [tokens, heads, head_dim] ─┬─ Flash     bf16 on a GPU: torch's flash kernel, given the segment boundaries
-                                       └─ Buckets   else: unpack ─► [segments, heads, longest, head_dim] ─► causal SDPA ─► pack
+    Flash            bf16 or fp16 on a GPU: torch's flash kernel, given the segment boundaries
+    PaddedSegments   else: unpack ─► [segments, heads, longest, head_dim] ─► causal SDPA ─► pack
 
 What depends only on the lengths is made once per micro-batch and shared by all layers with the same segments (`segments`).
 Under context parallelism keys and values are gathered from all ranks, in rank order.
@@ -26,20 +26,21 @@ Under context parallelism keys and values are gathered from all ranks, in rank o
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class Segments(NamedTuple):
-    """Segments of a row. start, at, to [segments] int64: places in the row. Their queries, end to end, are our tokens."""
+    """Segments of a row. start, at, to [segments] int64: places in it. Our tokens are their queries, end to end."""
 
     start: Tensor
     at: Tensor
@@ -60,8 +61,9 @@ def segments(boundaries: Sequence[int], chunk: int | None = None, cp_size: int =
     """Return one rank's segments of sequences [boundaries[i], boundaries[i+1]), with attention within multiples of `chunk`."""
     parts = []
     for start, end in itertools.pairwise(boundaries):
-        within = chunk or max(end - start, 1)
-        for at, to in _pieces(start, end, cp_size, cp_rank):
+        within, piece = chunk or max(end - start, 1), (end - start) // (2 * cp_size)
+        pieces = [(start + p * piece, start + (p + 1) * piece) for p in (cp_rank, 2 * cp_size - 1 - cp_rank)]
+        for at, to in pieces if cp_size > 1 else [(start, end)]:
             for first in range(start + (at - start) // within * within, to, within):
                 parts.append((first, max(at, first), min(to, first + within)))
     return Segments(*torch.tensor(parts, dtype=torch.int64).view(-1, 3).unbind(1))
@@ -74,21 +76,12 @@ def ranges(starts: Tensor, ends: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - before, lengths)
 
 
-def _pieces(start: int, end: int, cp_size: int, cp_rank: int) -> list[tuple[int, int]]:
-    """Return [at, to) of this rank's pieces of a sequence."""
-    if end == start:
-        return []
-    if cp_size == 1:
-        return [(start, end)]
-    piece = (end - start) // (2 * cp_size)
-    return [(start + p * piece, start + (p + 1) * piece) for p in (cp_rank, 2 * cp_size - 1 - cp_rank)]
-
-
 @dataclass(frozen=True)
 class LayerAttention:
-    """How a layer attends. rotary: rotate q and k. chunk: attend only within chunks of this length; None: to all before.
+    """How a layer attends.
 
-    l2_epsilon: normalise q and k after rotation; None: do not. temperature: (floor, scale), see `temperatures`; None: 1.
+    rotary: rotate q and k. chunk: attend only within chunks of this length; None: to all before. l2_epsilon: normalise q
+    and k after rotation; None: do not. temperature: (floor, scale), see `temperatures`; None: 1.
     """
 
     rotary: bool = True
@@ -105,22 +98,18 @@ def within_chunks(boundaries: Sequence[int], chunk: int) -> list[int]:
 
 def positions_of(boundaries: Sequence[int]) -> Tensor:
     """Return 0 … n-1 for each sequence of n tokens, end to end."""
-    starts = torch.tensor(boundaries[:-1])
     lengths = torch.tensor(boundaries).diff()
-    return torch.arange(int(lengths.sum())) + boundaries[0] - torch.repeat_interleave(starts, lengths)
+    return ranges(torch.zeros_like(lengths), lengths)
 
 
 def l2_norm(x: Tensor, epsilon: float) -> Tensor:
-    """Return x / rms(x) over the last dimension, computed in float32 (as transformers' Llama4TextL2Norm)."""
+    """Return x / rms(x) over the last dimension, computed in float32 (as transformers' Llama4TextL2Norm, LlamaRMSNorm)."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 def temperatures(positions: Tensor, floor: int, scale: float) -> Tensor:
-    """Return 1 + scale * log(1 + floor((position + 1) / floor)) float32 (arXiv 2501.19399).
-
-    That is 1 for the first floor - 1 positions.
-    """
+    """Return 1 + scale * log(1 + floor((position + 1) / floor)) float32: 1 for the first floor - 1 (arXiv 2501.19399)."""
     return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
 
 
@@ -140,19 +129,15 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     shared = q.shape[1] // k.shape[1]
     if q.is_cuda and shared > 1 and not flash_takes(q):  # the memory-efficient kernel lacks grouped queries
         k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
-    kernels: AbstractContextManager[Any] = sdpa_kernel(FUSED) if q.is_cuda else nullcontext()
-    with kernels:
+    with sdpa_kernel(FUSED) if q.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, **where: object) -> Tensor:
     """Call torch's varlen_attn. Before torch 2.12 grouped queries were implicit; since then they must be enabled."""
-    varlen_attn, wants_to_be_told = _varlen_attn()
-    if wants_to_be_told:
-        where["enable_gqa"] = q.shape[1] != k.shape[1]
-    out: Tensor = varlen_attn(q, k, v, **where)
-    return out
+    varlen_attn, has_enable_gqa = _varlen_attn()
+    return varlen_attn(q, k, v, **where, **({"enable_gqa": q.shape[1] != k.shape[1]} if has_enable_gqa else {}))
 
 
 @cache
@@ -169,9 +154,8 @@ def _varlen_attn() -> tuple[Callable[..., Tensor], bool]:
 class Flash:
     """Attention by torch's flash kernel, varlen_attn.
 
-    It is public, has grouped queries and a backward pass and, unlike FlexAttention or jagged tensors, needs no block mask, no
-    compiler and no conversion of megatron's tensors. If a segment has more keys than queries, the causal window is aligned to
-    the last of both.
+    Unlike FlexAttention or jagged tensors it needs no block mask, no compiler and no conversion of megatron's tensors. If a
+    segment has more keys than queries, the causal window is aligned to the last of both.
     """
 
     def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device) -> None:
@@ -193,13 +177,16 @@ class Flash:
         return flash(q, k, v, scale=scale, **self.where)
 
 
-class Buckets:
+class PaddedSegments:
     """Segments of similar length, padded to the longest of a bucket, so that cost is about the sum of squared lengths.
 
     shapes: (segments, longest) of each bucket; a slot is a place in one, all buckets end to end. unpack [slots]: the query of
     each slot (0 where there is none), pack [tokens]: the slot of each query, padding: slots without one; all None if slots and
     tokens coincide. keys [slots]: the same for the gathered keys, None if they match the queries. A segment with more keys
     than queries has slots without a query in front.
+
+    Slots without a query get no gradient (as keys no query attends to them, as queries their output is unused), so the
+    backward pass of unpacking is packing: a gather, many times faster than the scatter-add that autograd would do.
     """
 
     def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device) -> None:
@@ -222,28 +209,28 @@ class Buckets:
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
         elif self.unpack is not None:
-            k, v = _Unpack.apply(k, self), _Unpack.apply(v, self)
+            k, v = (_Gather.apply(t, self.unpack, self.pack, None) for t in (k, v))
         if self.unpack is not None:
-            q = _Unpack.apply(q, self)
+            q = _Gather.apply(q, self.unpack, self.pack, None)
         in_buckets = [t.split([n * longest for n, longest in self.shapes]) for t in (q, k, v)]
         outputs = [
             causal(q.unflatten(0, shape), k.unflatten(0, shape), v.unflatten(0, shape), scale).flatten(0, 1)
             for shape, q, k, v in zip(self.shapes, *in_buckets, strict=True)
         ]
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return output if self.pack is None else _Pack.apply(output, self)
+        return output if self.pack is None else _Gather.apply(output, self.pack, self.unpack, self.padding)
 
 
 def attention_of(
     boundaries: Sequence[int], chunk: int | None, cp_size: int, cp_rank: int, like: Tensor
-) -> Flash | Buckets:
+) -> Flash | PaddedSegments:
     """Return attention over sequences [boundaries[i], boundaries[i+1]) for this rank's queries, which are like `like`."""
     mine = segments(boundaries, chunk, cp_size, cp_rank)
     keys = None
     if cp_size > 1:
         gathered = torch.cat([segments(boundaries, None, cp_size, rank).queries for rank in range(cp_size)])
         keys = torch.argsort(gathered)[mine.keys]
-    return (Flash if flash_takes(like) else Buckets)(mine, keys, like.device)
+    return (Flash if flash_takes(like) else PaddedSegments)(mine, keys, like.device)
 
 
 def _padded(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor]:
@@ -265,31 +252,15 @@ def _scattered(places: Tensor, values: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int64).index_copy_(0, places, values)
 
 
-class _Unpack(torch.autograd.Function):
-    """Maps [tokens, …] to [slots, …].
-
-    Slots without a query get no gradient (as keys no query attends to them, as queries their output is unused), so the backward
-    pass is `pack`: a gather, many times faster than the scatter-add that autograd would do.
-    """
+class _Gather(torch.autograd.Function):
+    """Maps x to x[index]. The gradient of x is the output's at `back`, and 0 at `unused`."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, buckets: Buckets) -> Tensor:
-        ctx.buckets = buckets
-        return tokens.index_select(0, buckets.unpack)
+    def forward(ctx: FunctionCtx, x: Tensor, index: Tensor, back: Tensor, unused: Tensor | None) -> Tensor:
+        ctx.back, ctx.unused = back, unused
+        return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.index_select(0, ctx.buckets.pack), None
-
-
-class _Pack(torch.autograd.Function):
-    """Maps [slots, …] to [tokens, …]."""
-
-    @staticmethod
-    def forward(ctx: Any, slots: Tensor, buckets: Buckets) -> Tensor:
-        ctx.buckets = buckets
-        return slots.index_select(0, buckets.pack)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.index_select(0, ctx.buckets.unpack).index_fill_(0, ctx.buckets.padding, 0), None
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = gradient.index_select(0, ctx.back)
+        return gradient if ctx.unused is None else gradient.index_fill_(0, ctx.unused, 0), None, None, None

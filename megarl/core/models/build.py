@@ -14,13 +14,12 @@ precision. Norms, attention, router, embedding and head stay as they are.
 A layer is built from megatron-core's modules, with ours where Transformer Engine is missing or does not suffice:
 
 on a GPU with Transformer Engine    its fused norms, its attention over packed rows, experts by grouped GEMM, FP8
-on one without it, and on a CPU     local_spec.py: our norm, torch's kernels for attention; experts one after the other
+on one without it, and on a CPU     layers.py: our norm, torch's kernels for attention; experts one after the other
 """
 
 import functools
 import importlib
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -34,18 +33,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.core.base.architecture import Architecture, in_directory
 from megarl.core.base.errors import MegarlError
+from megarl.core.models import parallel
 from megarl.core.models.attention import LayerAttention
-from megarl.core.models.local_spec import CausalAttention, RMSNorm
-from megarl.core.models.rope import Rope, inverse_frequencies
-from megarl.core.models.te_attention import ChunkedTEAttention
+from megarl.core.models.layers import CausalAttention, ChunkedTEAttention, RMSNorm, Rope, inverse_frequencies
 from megarl.core.recipe import Model
 from megarl.core.recipe.rules import impossible_for
 from megarl.shims import fp16_on_cpu
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-RECOMPUTE: dict[str, dict[str, Any]] = {
+Arguments = dict[str, object]
+"""Arguments of TransformerConfig."""
+FP8_FORMATS = {"blockwise": "e4m3", "tensorwise": "hybrid"}
+RECOMPUTE: dict[str, Arguments] = {
     "none": {},
     # The feed-forward half of each layer, with or without experts. Not attention, of which flash kernels keep little.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
@@ -71,8 +70,8 @@ def build(
     if model.dtype == "fp16":
         fp16_on_cpu.install()
     config = transformer_config(model, architecture, transformer_engine, recompute)
-    stages = range(model.virtual_pipeline_parallel) if model.virtual_pipeline_parallel > 1 else [None]
-    return [_chunk(model, architecture, config, transformer_engine, stage) for stage in stages]
+    stages = parallel.virtual_stages(model)
+    return [_chunk(model, architecture, config, transformer_engine, i) for i in (range(stages) if stages else [None])]
 
 
 def transformer_config(
@@ -81,10 +80,11 @@ def transformer_config(
     """`fused`: use the kernels that need a GPU and Transformer Engine."""
     for problem in impossible_for(model, architecture.megatron_sizes()):
         raise MegarlError(problem)
+    fp8 = {} if model.fp8 == "none" else {"fp8": FP8_FORMATS[model.fp8], "fp8_recipe": model.fp8, "fp8_param": False}
     return TransformerConfig(
-        **_described(architecture),
-        **(_expert_settings(model, fused) if architecture.experts else {}),
+        **_described(architecture, model, fused),
         **RECOMPUTE[recompute],
+        **fp8,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=DTYPES[model.dtype],
@@ -95,9 +95,7 @@ def transformer_config(
         tensor_model_parallel_size=model.tensor_parallel,
         sequence_parallel=model.sequence_parallel,
         pipeline_model_parallel_size=model.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=(
-            model.virtual_pipeline_parallel if model.virtual_pipeline_parallel > 1 else None
-        ),
+        virtual_pipeline_model_parallel_size=parallel.virtual_stages(model),
         context_parallel_size=model.context_parallel,
         expert_model_parallel_size=model.expert_parallel,
         expert_tensor_parallel_size=model.expert_tensor_parallel,
@@ -108,14 +106,16 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # required for dense models too, with variable lengths
         bias_activation_fusion=fused,
         apply_rope_fusion=fused,
-        **settings(model),
     )
 
 
-def _described(architecture: Architecture) -> dict[str, Any]:
-    """What the model is: not its layout, not its precision."""
+def _described(architecture: Architecture, model: Model, fused: bool) -> Arguments:
+    """Describe the model itself, without layout or precision.
+
+    No token is dropped, no bias moves tokens between experts, and routing is computed in float32.
+    """
     layers = range(architecture.layers)
-    found: dict[str, Any] = {
+    found: Arguments = {
         **architecture.megatron_sizes(),
         "layernorm_epsilon": architecture.epsilon,
         "normalization": "RMSNorm",
@@ -136,19 +136,13 @@ def _described(architecture: Architecture) -> dict[str, Any]:
             "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
             "moe_router_pre_softmax": architecture.router == "softmax",
             "moe_apply_probs_on_input": sigmoid,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "aux_loss" if model.moe.aux_loss else "none",
+            "moe_aux_loss_coeff": model.moe.aux_loss,
+            "moe_grouped_gemm": fused,
+            "moe_permute_fusion": fused,
         }
     return found
-
-
-def _expert_settings(model: Model, fused: bool) -> dict[str, Any]:
-    """Return settings for experts: no token is dropped, no bias moves tokens between them, routing is computed in float32."""
-    return {
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss" if model.moe.aux_loss else "none",
-        "moe_aux_loss_coeff": model.moe.aux_loss,
-        "moe_grouped_gemm": fused,
-        "moe_permute_fusion": fused,
-    }
 
 
 def _chunk(
@@ -177,14 +171,6 @@ def _chunk(
     return chunk
 
 
-FORMATS = {"blockwise": "e4m3", "tensorwise": "hybrid"}
-
-
-def settings(model: Model) -> dict[str, Any]:
-    """Return the FP8 arguments of TransformerConfig."""
-    return {} if model.fp8 == "none" else {"fp8": FORMATS[model.fp8], "fp8_recipe": model.fp8, "fp8_param": False}
-
-
 def check(model: Model, transformer_engine: bool) -> None:
     """Raise MegarlError if these layers cannot compute in FP8. transformer_engine: whether it provides them."""
     if model.fp8 == "none":
@@ -192,7 +178,7 @@ def check(model: Model, transformer_engine: bool) -> None:
     if not transformer_engine:
         missing = "no NVIDIA GPU here" if HAVE_TE else "it is not installed"
         raise MegarlError(f"model.fp8: {model.fp8} needs Transformer Engine, and {missing}; set model.fp8=none")
-    engine: Any = importlib.import_module("transformer_engine.pytorch")
+    engine = importlib.import_module("transformer_engine.pytorch")
     available = engine.is_fp8_block_scaling_available if model.fp8 == "blockwise" else engine.is_fp8_available
     can, reason = available(return_reason=True)
     if not can:
@@ -204,15 +190,19 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return this rank's layers of chunk `vp_stage`. Our attention rotates; with Transformer Engine's the model does."""
     spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
-    layers = _layer_attention(architecture)
+    l2_epsilon = architecture.epsilon if architecture.l2_norms else None
+    rotated = LayerAttention(chunk=architecture.attention_chunk, l2_epsilon=l2_epsilon)
+    unrotated = LayerAttention(rotary=False, temperature=architecture.temperature)
+    layers = [unrotated if i in architecture.unrotated_layers else rotated for i in range(architecture.layers)]
     if transformer_engine:
         if set(layers) != {LayerAttention()}:
-            _set_attention(spec, functools.partial(ChunkedTEAttention, layers=layers))
+            for layer in (spec.submodules for spec in spec.layer_specs):
+                layer.self_attention.submodules.core_attention = functools.partial(ChunkedTEAttention, layers=layers)
         return spec
     rope = Rope(inverse_frequencies(architecture), architecture.rope_interleaved)
-    _set_attention(spec, functools.partial(CausalAttention, rope=rope, layers=layers))
     spec.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in spec.layer_specs):
+        layer.self_attention.submodules.core_attention = functools.partial(CausalAttention, rope=rope, layers=layers)
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         # Checkpoints use Transformer Engine's names, which fuse this norm with a projection, but not with experts.
         if layer.mlp.func is MoELayer:
@@ -221,16 +211,3 @@ def block_spec(
         if attention.q_layernorm is not IdentityOp:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
-
-
-def _layer_attention(architecture: Architecture) -> tuple[LayerAttention, ...]:
-    """What each layer's attention does besides, of the whole model."""
-    l2_epsilon = architecture.epsilon if architecture.l2_norms else None
-    rotated = LayerAttention(chunk=architecture.attention_chunk, l2_epsilon=l2_epsilon)
-    unrotated = LayerAttention(rotary=False, temperature=architecture.temperature)
-    return tuple(unrotated if i in architecture.unrotated_layers else rotated for i in range(architecture.layers))
-
-
-def _set_attention(spec: TransformerBlockSubmodules, core_attention: Any) -> None:
-    for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = core_attention

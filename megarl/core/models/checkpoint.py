@@ -26,9 +26,10 @@ import queue as queues
 import re
 import shutil
 import zlib
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
@@ -55,11 +57,11 @@ _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state\d*")
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a checkpoint.
+    """Describes a checkpoint. `seal` fills in `files` and `checksum`.
 
-    version: of the weights; hf_source: where configuration and tokenizer came from; model: the recipe's section, so the layout
-    and precision it was written with; critic: whether there is one beside the policy; files: checksum of every other file;
-    checksum: of the rest of this file. `seal` fills in the last two.
+    version: of the weights. hf_source: where configuration and tokenizer came from. model: the recipe's section, so the layout
+    and precision it was written with. critic: whether there is one beside the policy. files: checksum of every other file.
+    checksum: of the rest of this file.
     """
 
     step: int
@@ -72,7 +74,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     checksum: int = 0
 
 
-def metadata() -> dict[str, Any]:
+def metadata() -> dict[str, object]:
     """Return the `metadata` argument of megatron's sharded_state_dict, for models and optimisers: shards that fit any layout.
 
     A rank alone in its data-parallel group has its optimiser in one bucket; gathering that on the GPU would take two more
@@ -86,41 +88,56 @@ def metadata() -> dict[str, Any]:
     }
 
 
-def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
+def model_state(chunks: Sequence[Module]) -> ShardedStateDict:
     """Return the sharded state dict of this rank's chunks: {"model": …}, or {"model0": …, "model1": …} if several."""
     state = {}
-    for key, chunk in zip(_keys(chunks), chunks, strict=True):
+    for key, chunk in _named(chunks):
         sharded = chunk.sharded_state_dict(metadata=metadata())
         state[key] = {name: value for name, value in sharded.items() if not _EXTRA_STATE.fullmatch(name)}
     return state
 
 
-def set_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
+def set_model_state(chunks: Sequence[Module], state: StateDict) -> None:
     """Put loaded weights into the chunks."""
-    for key, chunk in zip(_keys(chunks), chunks, strict=True):
+    for key, chunk in _named(chunks):
         unexpected = chunk.load_state_dict(state[key], strict=False).unexpected_keys
         assert not unexpected, unexpected
 
 
-def save(path: Path, state: dict[str, Any], meta: Meta, queue: AsyncCallsQueue | None = None) -> None:
+def _named(chunks: Sequence[Module]) -> list[tuple[str, Module]]:
+    return [(f"model{i}" if len(chunks) > 1 else "model", chunk) for i, chunk in enumerate(chunks)]
+
+
+def save(path: Path, state: ShardedStateDict, meta: Meta, queue: AsyncCallsQueue | None = None) -> None:
     """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise MegarlError and nothing is left behind.
 
     With `queue` this returns once the state is copied; the checkpoint appears when a later queue.maybe_finalize_async_calls()
     on all ranks finds it written.
     """
     partial = _partial(path)
-    everywhere(lambda: _start(path, partial, meta) if dist.get_rank() == 0 else None)
+
+    def start() -> None:
+        if dist.get_rank() == 0:
+            if path.exists():
+                raise MegarlError(f"{path}: exists already; remove it or name another directory")
+            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+            read_config(Path(meta.hf_source))
+            partial.mkdir(parents=True)
+
+    everywhere(start)
     own: Future[dict[str, int]] = Future()
 
     def finish() -> None:
         written = everywhere(own.result)
         if dist.get_rank() == 0:
             copy_description(Path(meta.hf_source), partial / "hf")
-            known = {name: value for sums in written for name, value in sums.items()}
-            seal(partial, meta, checksums(partial, known))
+            seal(partial, meta, checksums(partial, ChainMap(*written)))
             os.replace(partial, path)
 
-    with whole_or_gone(path), _results_in_this_process() if queue is None else nullcontext():
+    # The results of the writing threads. megatron's own queue goes through a manager process, which is needed only if another
+    # process writes, and takes seconds to start.
+    filesystem_async._results_queue = queues.Queue()
+    with whole_or_gone(path):
         request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
         request = _with_checksums(request, own)
         request.add_finalize_fn(finish)
@@ -151,12 +168,18 @@ def whole_or_gone(path: Path) -> Iterator[None]:
         ) from error
 
 
-def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+def load(path: Path, state: ShardedStateDict) -> StateDict:
     """Load the values of sharded state dict `state` from the checkpoint at `path`, written at any layout. COLLECTIVE.
 
     MegarlError on all ranks if a file is not as it was written.
     """
-    everywhere(lambda: _check_share(path))
+
+    def check_share() -> None:
+        """Check this rank's part of the files, in turn: each rank wrote as many, so each reads about as much."""
+        files = read_meta(path).files
+        check(path, {name: files[name] for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]})
+
+    everywhere(check_share)
     try:
         with safely(path):
             return dist_checkpointing.load(state, str(path))
@@ -190,11 +213,6 @@ def read_meta(path: Path) -> Meta:
     return meta
 
 
-def latest_complete(checkpoints: Path) -> Path | None:
-    """Return the newest complete checkpoint in RUN/checkpoints, if there is one."""
-    return next(reversed(complete(checkpoints)), None)
-
-
 def prune(checkpoints: Path, keep: int) -> None:
     """Remove all but the newest `keep`, and what killed writers left. Call on one rank, when none is being written."""
     for path in complete(checkpoints)[:-keep]:
@@ -210,26 +228,14 @@ def find(source: Path) -> Path:
     if (source / META).is_file():
         return source
     for checkpoints in (source / "checkpoints", source):
-        if found := latest_complete(checkpoints):
-            return found
+        if found := complete(checkpoints):
+            return found[-1]
     what = "no such directory" if not source.is_dir() else "no complete checkpoint there"
     raise MegarlError(f"{source}: {what}; give RUN, RUN/checkpoints or RUN/checkpoints/step-N")
 
 
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
-
-
-def _keys(chunks: Sequence[Module]) -> list[str]:
-    return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
-
-
-def _start(path: Path, partial: Path, meta: Meta) -> None:
-    if path.exists():
-        raise MegarlError(f"{path}: exists already; remove it or name another directory")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-    read_config(Path(meta.hf_source))
-    partial.mkdir(parents=True)
 
 
 def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> AsyncRequest:
@@ -239,7 +245,7 @@ def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> Asy
         own.set_result({})
         return request
 
-    def write_and_sum(rank: int, buckets: list[Any], results: Any) -> None:
+    def write_and_sum(rank: int, buckets: list[tuple[str, str, object]], results: object) -> None:
         write(rank, buckets, results)
         try:
             own.set_result({name: checksum(Path(file)) for file, name, _ in buckets})
@@ -249,28 +255,8 @@ def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> Asy
     return request._replace(async_fn=write_and_sum)
 
 
-def _check_share(path: Path) -> None:
-    """Check this rank's part of the files, in turn: each rank wrote as many, so each reads about as much."""
-    files = read_meta(path).files
-    share = sorted(files)[dist.get_rank() :: dist.get_world_size()]
-    check(path, {name: files[name] for name in share})
-
-
 def _own_checksum(meta: Meta) -> int:
     return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(meta, checksum=0)))
-
-
-@contextmanager
-def _results_in_this_process() -> Any:
-    """Use a plain queue for the results of the writing threads.
-
-    megatron's goes through a manager process, which is needed only if another process writes, and takes seconds to start.
-    """
-    before, filesystem_async._results_queue = filesystem_async._results_queue, queues.Queue()
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = before
 
 
 def _last_line(error: BaseException) -> str:
@@ -304,68 +290,46 @@ def check(folder: Path, expected: Mapping[str, int]) -> None:
         if not file.is_file():
             raise MegarlError(f"{file}: missing; the checkpoint is damaged, use an older one")
         if (found := checksum(file)) != wanted:
-            raise MegarlError(
-                f"{file}: its checksum is {found:08x}, and was {wanted:08x} when it was written; the checkpoint is damaged, "
-                "use an older one"
-            )
+            changed = f"its checksum is {found:08x}, and was {wanted:08x} when it was written"
+            raise MegarlError(f"{file}: {changed}; the checkpoint is damaged, use an older one")
 
 
 METADATA = ".metadata"
-OF_METADATA = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    *(
-        ("torch.distributed.checkpoint.planner", name)
-        for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
-    ),
+_IN_METADATA = {
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+    "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
 }
-"""What torch and megatron write there, besides types of tensors."""
+"""The classes by module that torch and megatron write there, besides types of tensors."""
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 @contextmanager
 def safely(path: Path) -> Iterator[None]:
     """Within this context torch can safely read the checkpoint at `path`. MegarlError if its .metadata needs other classes."""
-    _check_metadata(path / METADATA)
+    try:
+        with (path / METADATA).open("rb") as stream:
+            _MetadataUnpickler(stream).load()
+    except Exception as error:  # a truncated or foreign pickle can fail in any way
+        raise MegarlError(f"{path / METADATA}: unreadable: {error}") from None
     before = os.environ.get(FORCE)
     os.environ[FORCE] = "1"  # torch checks it in every load, even one that allows any class
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[FORCE]
-        else:
-            os.environ[FORCE] = before
+        del os.environ[FORCE]
+        os.environ |= {} if before is None else {FORCE: before}
 
 
-class _Metadata(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        known = (module, name) in OF_METADATA
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        known = name in _IN_METADATA.get(module, "").split()
         if known or (module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
             f"it wants to load {module}.{name}, which no checkpoint needs and which may run anything; "
             "do not trust where this checkpoint came from"
         )
-
-
-def _check_metadata(file: Path) -> None:
-    try:
-        with file.open("rb") as stream:
-            _Metadata(stream).load()
-    except Exception as error:  # a truncated or foreign pickle can fail in any way
-        raise MegarlError(f"{file}: unreadable: {error}") from None

@@ -1,4 +1,14 @@
-"""How tensors are called: those of a Hugging Face directory, and Megatron's, which are made of them.
+"""Model families: what their tensors are called, and how Megatron's tensors are made from Hugging Face ones.
+
+    Megatron  decoder.layers.3.self_attention.linear_qkv.weight   (layers, and experts, counted over the whole model)
+       │  family.weight(name)
+       ▼
+    Weight(sources=(…q_proj, …k_proj, …v_proj), split=0, merge=…, unmerge=…)
+
+A source is a Hugging Face tensor or a view of one: an expert's entry where experts are stacked, a half where gate and up
+are fused. `merge` and `unmerge` work on whole views and equally on one tensor-parallel shard: TP divides each view into
+equal pieces along `split`, and merging a rank's pieces gives that rank's Megatron tensor. So a rank reads and converts only
+its own part, and one rule serves loading, export and every layout.
 
 Megatron fuses q, k, v into one tensor, ordered by key-value group (q of the group, its k, its v), and gate with up.
 
@@ -8,37 +18,105 @@ Llama 4      a layer's experts are stacked and transposed against Linear's: gate
              `language_model.`; vision tower and projector are carried along untouched
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megarl.core.base import architecture
 from megarl.core.base.architecture import Architecture
-from megarl.core.models.family import Family, Source, Weight
+
+
+@dataclass(frozen=True)
+class SourceView:
+    """A Hugging Face tensor, or a view of one.
+
+    expert: its index along dimension 0, if experts are stacked ([experts, …]). part: (k, n), the k-th of n equal parts of
+    the last dimension (a fused gate_up_proj).
+    """
+
+    name: str
+    expert: int | None = None
+    part: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How one Megatron tensor corresponds to Hugging Face ones.
+
+    sources: the views it is made from. split: the dimension of each view along which TP (for experts: expert TP) divides it;
+    None: every rank holds it whole. vocabulary: rows without the padding that makes them divide by TP; None: no padding.
+    """
+
+    sources: tuple[SourceView, ...]
+    split: int | None = None
+    merge: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)
+    unmerge: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]
+    vocabulary: int | None = None
+
 
 Weights = dict[str, Weight]
-VISION = ("vision_model.", "multi_modal_projector.")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model: what its config.json says, and how its tensors correspond.
+
+    weights: by Megatron name, in the local layer spec's spelling. elsewhere: how names of tensors start that do not belong to
+    the language model and are carried along untouched.
+    """
+
+    architecture: Architecture
+    weights: Mapping[str, Weight]
+    elsewhere: tuple[str, ...] = ()
+
+    def weight(self, name: str) -> Weight:
+        """Return how a Megatron tensor is made, its layers and experts counted over the whole model; KeyError if none is."""
+        for pattern, local in _TRANSFORMER_ENGINE:
+            name = pattern.sub(local, name)
+        return self.weights[name]
+
+    def names(self) -> set[str]:
+        """Return the names of all Hugging Face tensors of the model."""
+        return {source.name for weight in self.weights.values() for source in weight.sources}
+
+    def passthrough(self, name: str) -> bool:
+        """Return whether this Hugging Face tensor belongs to something that is not trained here, such as a vision tower."""
+        return name.startswith(self.elsewhere)
+
+
+# Transformer Engine fuses a norm with the projection after it, and has all experts of a rank in one module.
+_TRANSFORMER_ENGINE = [
+    (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_weight$"), ".input_layernorm.weight"),
+    (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
+    (re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$"), r".experts.local_experts.\2.\1.weight"),
+]
 
 
 def family_of(hf_dir: Path) -> Family:
-    """The family that can read this Hugging Face directory, configured by it."""
+    """Return the family that can read this Hugging Face directory, configured by it."""
     model = architecture.in_directory(hf_dir)
     if model.name == "Llama4ForConditionalGeneration":
-        return Family(model, _weights(model, "language_model."), elsewhere=VISION)
+        return Family(model, _weights(model, "language_model."), ("vision_model.", "multi_modal_projector."))
     return Family(model, _weights(model))
 
 
 def _weights(model: Architecture, prefix: str = "") -> Weights:
-    """All of the model. prefix: how Hugging Face names begin."""
+    """Return all weights of the model. prefix: how Hugging Face names begin."""
     weights: Weights = {}
     for i in range(model.layers):
         hf = f"{prefix}model.layers.{i}."
-        layer = _norms(hf) | _attention(model, hf + "self_attn.") | _feed_forward(model, hf, i in model.expert_layers)
+        layer = _attention(model, hf + "self_attn.") | _feed_forward(model, hf, i in model.expert_layers)
+        layer["input_layernorm.weight"] = _plain(hf + "input_layernorm.weight")
+        layer["pre_mlp_layernorm.weight"] = _plain(hf + "post_attention_layernorm.weight")
         weights |= {f"decoder.layers.{i}.{name}": weight for name, weight in layer.items()}
-    embedding = Weight((Source(prefix + "model.embed_tokens.weight"),), 0, vocabulary=model.vocabulary)
-    head = Weight((Source(prefix + "lm_head.weight"),), 0, vocabulary=model.vocabulary)
+    embedding = Weight((SourceView(prefix + "model.embed_tokens.weight"),), 0, vocabulary=model.vocabulary)
+    head = Weight((SourceView(prefix + "lm_head.weight"),), 0, vocabulary=model.vocabulary)
     return weights | {
         "embedding.word_embeddings.weight": embedding,
         "decoder.final_layernorm.weight": _plain(prefix + "model.norm.weight"),
@@ -47,38 +125,24 @@ def _weights(model: Architecture, prefix: str = "") -> Weights:
 
 
 def _plain(name: str, split: int | None = None) -> Weight:
-    """The same tensor on both sides."""
-    return Weight((Source(name),), split)
-
-
-def _norms(hf: str) -> Weights:
-    """The two norms of layer `hf`."""
-    return {
-        "input_layernorm.weight": _plain(hf + "input_layernorm.weight"),
-        "pre_mlp_layernorm.weight": _plain(hf + "post_attention_layernorm.weight"),
-    }
+    """Return a weight that is the same tensor on both sides."""
+    return Weight((SourceView(name),), split)
 
 
 def _attention(model: Architecture, hf: str) -> Weights:
-    """Projections of `hf` (…self_attn.), with biases and norms of heads where the model has them."""
-
-    def fused(kind: str) -> Weight:
-        sources = tuple(Source(f"{hf}{x}_proj.{kind}") for x in "qkv")
-        return Weight(sources, 0, partial(_merge_qkv, model.head_dim), partial(_unmerge_qkv, model))
-
-    weights = {
-        "self_attention.linear_qkv.weight": fused("weight"),
-        "self_attention.linear_proj.weight": _plain(hf + "o_proj.weight", 1),
-    }
-    if model.qkv_biases:
-        weights["self_attention.linear_qkv.bias"] = fused("bias")
+    """Return the projections of `hf` (…self_attn.), with biases and norms of heads where the model has them."""
+    weights = {"self_attention.linear_proj.weight": _plain(hf + "o_proj.weight", 1)}
+    for kind in ("weight", "bias") if model.qkv_biases else ("weight",):
+        sources = tuple(SourceView(f"{hf}{x}_proj.{kind}") for x in "qkv")
+        fused = Weight(sources, 0, partial(_merge_qkv, model.head_dim), partial(_unmerge_qkv, model))
+        weights[f"self_attention.linear_qkv.{kind}"] = fused
     if model.head_norms:
         weights |= {f"self_attention.{x}_layernorm.weight": _plain(f"{hf}{x}_norm.weight") for x in "qk"}
     return weights
 
 
 def _feed_forward(model: Architecture, hf: str, experts: bool) -> Weights:
-    """The MLP of layer `hf`, or its router and experts."""
+    """Return the MLP of layer `hf`, or its router and experts."""
     llama4 = model.name.startswith("Llama4")
     hf += "feed_forward." if llama4 else "mlp."
     if not experts:
@@ -95,26 +159,28 @@ def _feed_forward(model: Architecture, hf: str, experts: bool) -> Weights:
 
 
 def _gated_mlp(megatron: str, hf: str) -> Weights:
-    """gate, up and down of `hf` (…mlp.) as Megatron's MLP `megatron` (mlp., mlp.shared_experts., …)."""
+    """Return gate, up and down of `hf` (…mlp.) as Megatron's MLP `megatron` (mlp., mlp.shared_experts., …)."""
+    sources = SourceView(hf + "gate_proj.weight"), SourceView(hf + "up_proj.weight")
     return {
-        megatron + "linear_fc1.weight": Weight(
-            (Source(hf + "gate_proj.weight"), Source(hf + "up_proj.weight")), 0, torch.cat, _halves
-        ),
+        megatron + "linear_fc1.weight": Weight(sources, 0, torch.cat, lambda fused: fused.chunk(2)),
         megatron + "linear_fc2.weight": _plain(hf + "down_proj.weight", 1),
     }
 
 
 def _stacked_expert(megatron: str, hf: str, expert: int) -> Weights:
-    """Expert `expert` of the stacks `hf` (…experts.)."""
-    gate, up = (Source(hf + "gate_up_proj", expert, (k, 2)) for k in range(2))
+    """Return expert `expert` of the stacks `hf` (…experts.), whose entries are transposed: [hidden, inner], [inner, hidden]."""
+    gate_up = tuple(SourceView(hf + "gate_up_proj", expert, (k, 2)) for k in range(2))
+    down = (SourceView(hf + "down_proj", expert),)
     return {
-        megatron + "linear_fc1.weight": Weight((gate, up), 1, _merge_gate_up, _unmerge_gate_up),
-        megatron + "linear_fc2.weight": Weight((Source(hf + "down_proj", expert),), 0, _merge_down, _unmerge_down),
+        megatron + "linear_fc1.weight": Weight(
+            gate_up, 1, lambda views: torch.cat([v.T for v in views]), lambda fused: [half.T for half in fused.chunk(2)]
+        ),
+        megatron + "linear_fc2.weight": Weight(down, 0, lambda views: views[0].T, lambda tensor: [tensor.T]),
     }
 
 
-def _merge_qkv(head_dim: int, views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """q [groups * n * head_dim, hidden], k and v [groups * head_dim, hidden] -> [groups * (n + 2) * head_dim, hidden].
+def _merge_qkv(head_dim: int, views: Sequence[Tensor]) -> Tensor:
+    """Map q [groups * n * head_dim, hidden], k and v [groups * head_dim, hidden] to [groups * (n + 2) * head_dim, hidden].
 
     Biases alike, without `hidden`.
     """
@@ -123,31 +189,8 @@ def _merge_qkv(head_dim: int, views: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([t.reshape(groups, -1, *hidden) for t in views], 1).reshape(-1, *hidden)
 
 
-def _unmerge_qkv(model: Architecture, tensor: torch.Tensor) -> list[torch.Tensor]:
+def _unmerge_qkv(model: Architecture, tensor: Tensor) -> list[Tensor]:
     hidden = tensor.shape[1:]
     parts = [model.heads // model.groups * model.head_dim, model.head_dim, model.head_dim]
     grouped = tensor.reshape(-1, sum(parts), *hidden)
     return [t.reshape(-1, *hidden) for t in grouped.split(parts, 1)]
-
-
-def _halves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """gate and up."""
-    return list(tensor.chunk(2))
-
-
-def _merge_gate_up(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Two [hidden, inner] -> [2 x inner, hidden]."""
-    return torch.cat([view.T for view in views])
-
-
-def _unmerge_gate_up(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [half.T for half in _halves(tensor)]
-
-
-def _merge_down(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    (view,) = views
-    return view.T
-
-
-def _unmerge_down(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor.T]

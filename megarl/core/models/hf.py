@@ -9,15 +9,18 @@ If Hugging Face stacks a layer's experts in one tensor, export holds only that l
 Values are copied, never computed with: export after load gives the same bits if the model has the directory's dtype.
 """
 
+import functools
 import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,58 +31,42 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import read_config
-from megarl.core.models.family import Family, Source, Weight, write_config
+from megarl.core.base.hf_files import INDEX, read_config, weight_files
+from megarl.core.base.ranks import gathered
+from megarl.core.models.families import Family, SourceView, Weight
 
-INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.json)?|\..*")
 
 
-class Tensors(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face directory by name, each read on access. Open until `stack` is closed."""
+class Sliceable(Protocol):
+    """A tensor, or safetensors' lazy one, which reads only what is indexed."""
 
-    def __init__(self, hf_dir: Path, stack: ExitStack) -> None:
-        if not hf_dir.is_dir():
-            raise MegarlError(f"{hf_dir}: no such directory")
-        index = hf_dir / INDEX
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
-            paths = [hf_dir / n for n in names] if names else sorted(hf_dir.glob("*.safetensors"))
-            if not paths:
-                raise MegarlError(f"{hf_dir}: no *.safetensors there (other formats: convert with transformers first)")
-            files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
-        except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
-            raise MegarlError(f"{hf_dir}: weights unreadable or incomplete: {error}") from None
-        self._file_of: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
-
-    def slice(self, name: str) -> Any:
-        """Return safetensors' lazy view of a tensor, which reads only what is indexed."""
-        return self._file_of[name].get_slice(name)
+def _open(hf_dir: Path, stack: ExitStack) -> dict[str, safe_open]:
+    """Return the file of each tensor of a Hugging Face directory, open until `stack` is closed."""
+    try:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(hf_dir)]
+    except (SafetensorError, OSError) as error:
+        raise MegarlError(f"{hf_dir}: weights unreadable or incomplete: {error}") from None
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
     """Fill this rank's parameters from `hf_dir`, reading only its part. MegarlError names all missing and extra tensors."""
     with ExitStack() as stack, torch.no_grad():
-        tensors = Tensors(Path(hf_dir), stack)
-        check_names(Path(hf_dir), set(tensors), family)
+        file_of = _open(hf_dir, stack)
+        check_names(hf_dir, file_of.keys(), family)
         for name, parameter in named_parameters(chunks):
             weight, (rank, size) = family.weight(name), shard_of(name)
             names = ", ".join(dict.fromkeys(source.name for source in weight.sources))
             try:
-                views = [_read_view(tensors.slice(s.name), s, weight, rank, size) for s in weight.sources]
-                value = weight.merge(views)
+                lazy = [(source, file_of[source.name].get_slice(source.name)) for source in weight.sources]
+                value = weight.merge([read_view(t, t.get_shape(), s, weight, rank, size) for s, t in lazy])
             except (SafetensorError, RuntimeError, OSError) as error:
                 raise MegarlError(f"{hf_dir}: cannot read {names}: {error}") from None
             if value.shape != parameter.shape:
@@ -98,7 +85,8 @@ def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tens
     and device. A tensor may share memory with its parameter: copy what must outlast an update. A tied head is the first
     stage's embedding and is exported only there.
     """
-    stacks: dict[str, _Stack] = {}
+    stacks: dict[str, Tensor] = {}  # [experts, …], filled view by view
+    missing: Counter[str] = Counter()
     for name, parameter in named_parameters(chunks):
         if family.architecture.tied and name == "output_layer.weight":
             continue
@@ -109,11 +97,23 @@ def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tens
                 if source.expert is None:
                     yield source.name, view[: weight.vocabulary].contiguous()
                     continue
+                part, parts = source.part or (0, 1)
                 if source.name not in stacks:
-                    stacks[source.name] = _Stack(family.architecture.experts, source, view)
-                if stacks[source.name].put(source, view):
-                    yield source.name, stacks.pop(source.name).whole
+                    shape = (family.architecture.experts, *view.shape[:-1], view.shape[-1] * parts)
+                    stacks[source.name], missing[source.name] = view.new_empty(shape), shape[0] * parts
+                stacks[source.name][source.expert].chunk(parts, -1)[part].copy_(view)
+                missing[source.name] -= 1
+                if not missing[source.name]:
+                    yield source.name, stacks.pop(source.name)
     assert not stacks, f"never filled: {', '.join(stacks)}"
+
+
+class _WrittenFile(NamedTuple):
+    """A file of weights that was written."""
+
+    path: Path
+    names: list[str]
+    bytes: int
 
 
 def save(
@@ -125,19 +125,26 @@ def save(
     `destination` must not exist; it appears once everything is written. If any rank fails, every rank raises MegarlError and
     nothing is left behind.
     """
-    source, destination = Path(source), Path(destination)
     partial = destination.with_name(f".{destination.name}.partial")
-    everywhere(lambda: _start_directory(source, destination, partial, chunks) if dist.get_rank() == 0 else None)
+
+    def start() -> None:
+        if dist.get_rank() == 0:
+            if destination.exists():
+                raise MegarlError(f"{destination}: exists already; remove it or name another directory")
+            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+            copy_description(source, partial, next(p.dtype for c in chunks for p in c.parameters()))
+
+    everywhere(start)
     writes = (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     )
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    written = everywhere(
-        lambda: _write(export(chunks, family), partial, f"stage-{stage:04}", shard_bytes, writes), partial
-    )
+    write = functools.partial(_write, partial=partial, shard_bytes=shard_bytes)
+    written = everywhere(lambda: write(export(chunks, family), f"stage-{stage:04}", writes), partial)
     if family.elsewhere:
-        written += everywhere(lambda: _copy_elsewhere(family, source, partial, shard_bytes), partial)
+        others = _tensors_elsewhere(family, source)
+        written += everywhere(lambda: write(others, "elsewhere", True) if dist.get_rank() == 0 else [], partial)
     everywhere(lambda: _finish_directory(written, partial, destination) if dist.get_rank() == 0 else None, partial)
 
 
@@ -145,8 +152,7 @@ def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]
     """Yield this rank's parameters by Megatron's name, with layers and experts counted over the whole model."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            match = _LAYER.fullmatch(name)
-            if match:
+            if match := _LAYER.fullmatch(name):
                 layer = chunk.decoder.layers[int(match[2])]
                 name = f"{match[1]}{layer.layer_number - 1}{match[3]}"
                 if _EXPERT.fullmatch(name):
@@ -163,12 +169,11 @@ def _of_expert(name: str, by: int) -> str:
 
 def shard_of(name: str) -> tuple[int, int]:
     """Return which shard of this parameter the rank has, and of how many."""
-    if _EXPERT.fullmatch(name):
-        return (
-            parallel_state.get_expert_tensor_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        )
-    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    expert = _EXPERT.fullmatch(name) is not None
+    group = (
+        parallel_state.get_expert_tensor_parallel_group if expert else parallel_state.get_tensor_model_parallel_group
+    )
+    return group().rank(), group().size()
 
 
 def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[str, list[Tensor]]]:
@@ -177,8 +182,8 @@ def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[st
         divided = family.weight(name).split is not None
         yield name, _all(parameter, parallel_state.get_tensor_model_parallel_group()) if divided else [parameter]
         return
-    ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
-    _, size = shard_of(name)
+    experts, (_, size) = parallel_state.get_expert_model_parallel_group(), shard_of(name)
+    ranks, rank = experts.size(), experts.rank()
     experts_of_a_rank = family.architecture.experts // ranks
     # Ranks of this group count through the shards of an expert first.
     shards = _all(parameter, parallel_state.get_expert_tensor_and_model_parallel_group())
@@ -186,7 +191,7 @@ def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[st
         yield _of_expert(name, (there - rank) * experts_of_a_rank), shards[there * size : (there + 1) * size]
 
 
-def _all(tensor: Tensor, group: Any) -> list[Tensor]:
+def _all(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     if group.size() == 1:
         return [tensor]
     tensors = [torch.empty_like(tensor) for _ in range(group.size())]
@@ -194,48 +199,26 @@ def _all(tensor: Tensor, group: Any) -> list[Tensor]:
     return tensors
 
 
-class _Stack:
-    """A Hugging Face tensor [experts, …] that is filled view by view."""
-
-    def __init__(self, experts: int, source: Source, view: Tensor) -> None:
-        *rows, last = view.shape
-        _, parts = source.part or (0, 1)
-        self.whole = view.new_empty(experts, *rows, last * parts)
-        self._missing = experts * parts
-
-    def put(self, source: Source, view: Tensor) -> bool:
-        """Store a view; return whether the tensor is now full."""
-        k, parts = source.part or (0, 1)
-        self.whole[source.expert].chunk(parts, -1)[k].copy_(view)
-        self._missing -= 1
-        return not self._missing
-
-
-def check_names(hf_dir: Path, present: set[str], family: Family) -> None:
+def check_names(hf_dir: Path, present: Set[str], family: Family) -> None:
     """Raise MegarlError that names every missing and every foreign tensor."""
     needed = family.names()
-    # Left by old versions of transformers; a tied head may be stored twice.
-    ignored = {
-        n
-        for n in present
-        if n.endswith("rotary_emb.inv_freq") or (family.architecture.tied and n.endswith("lm_head.weight"))
-    }
-    ignored |= {n for n in present if family.passthrough(n)}
+    # Old versions of transformers left frequencies there; a tied head may be stored twice.
+    endings = ("rotary_emb.inv_freq", *(["lm_head.weight"] if family.architecture.tied else []))
+    ignored = {name for name in present if name.endswith(endings) or family.passthrough(name)}
     missing, extra = sorted(needed - present), sorted(present - needed - ignored)
-    if missing or extra:
-        parts = [
-            f"{what} {_few(names)}" for what, names in (("missing", missing), ("not of this model", extra)) if names
-        ]
+    parts = [
+        f"{what} {len(names)} tensors ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
+        for what, names in (("missing", missing), ("not of this model", extra))
+        if names
+    ]
+    if parts:
         raise MegarlError(f"{hf_dir}: weights do not fit config.json: {'; '.join(parts)}")
 
 
-def _few(names: list[str]) -> str:
-    return f"{len(names)} tensors ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
-
-
-def _read_view(tensor: Any, source: Source, weight: Weight, rank: int, size: int) -> Tensor:
-    """Read this rank's part of one view of a Hugging Face tensor; zeros where the vocabulary is padded."""
-    shape = tensor.get_shape()
+def read_view(
+    tensor: Sliceable, shape: Sequence[int], source: SourceView, weight: Weight, rank: int, size: int
+) -> Tensor:
+    """Read rank `rank` of `size`'s part of one view of a Hugging Face tensor; zeros where the vocabulary is padded."""
     bounds = [(0, n) for n in shape]
     if source.expert is not None:
         bounds[0] = (source.expert, source.expert + 1)
@@ -249,7 +232,7 @@ def _read_view(tensor: Any, source: Source, weight: Weight, rank: int, size: int
         part = -(-(end - first) // size)
         bounds[along] = (min(first + rank * part, end), min(first + (rank + 1) * part, end))
         padding = part - (bounds[along][1] - bounds[along][0])
-    view: Tensor = tensor[tuple(slice(*b) for b in bounds)]
+    view = tensor[tuple(slice(*b) for b in bounds)]
     if source.expert is not None:
         view = view.squeeze(0)
     if weight.vocabulary is not None and padding:
@@ -264,8 +247,7 @@ def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]
         value = work()
     except (MegarlError, OSError, SafetensorError) as error:
         failure = str(error)
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, (value, failure))
+    results = gathered((value, failure))
     errors = list(dict.fromkeys(error for _, error in results if error))
     if errors:
         if partial is not None and dist.get_rank() == 0:
@@ -287,38 +269,29 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
         write_config(destination, config)
 
 
-def _start_directory(source: Path, destination: Path, partial: Path, chunks: Sequence[Module]) -> None:
-    if destination.exists():
-        raise MegarlError(f"{destination}: exists already; remove it or name another directory")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-    copy_description(source, partial, next(p.dtype for c in chunks for p in c.parameters()))
-
-
-def _copy_elsewhere(family: Family, source: Path, partial: Path, shard_bytes: int) -> list[tuple[str, list[str], int]]:
-    """Copy the tensors outside the language model, one at a time, on rank 0."""
-    if dist.get_rank() != 0:
-        return []
+def _tensors_elsewhere(family: Family, source: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors outside the language model."""
     with ExitStack() as stack:
-        tensors = Tensors(source, stack)
-        names = sorted(name for name in tensors if family.passthrough(name))
-        return _write(((n, tensors[n]) for n in names), partial, "elsewhere", shard_bytes, writes=True)
+        for name, file in sorted(_open(source, stack).items(), key=itemgetter(0)):
+            if family.passthrough(name):
+                yield name, file.get_tensor(name)
 
 
 def _write(
-    tensors: Iterator[tuple[str, Tensor]], partial: Path, prefix: str, shard_bytes: int, writes: bool
-) -> list[tuple[str, list[str], int]]:
-    """Write these tensors to files of at most `shard_bytes` (or one tensor); return [(file, names, bytes)]."""
-    written: list[tuple[str, list[str], int]] = []
+    tensors: Iterator[tuple[str, Tensor]], prefix: str, writes: bool, *, partial: Path, shard_bytes: int
+) -> list[_WrittenFile]:
+    """Write these tensors to files of at most `shard_bytes` (or one tensor); without `writes` only run the iterator."""
+    written: list[_WrittenFile] = []
     error: Exception | None = None
     held: dict[str, Tensor] = {}
 
     def flush() -> None:
         nonlocal error
         if held and error is None:
-            file = f"{prefix}-{len(written):05}.safetensors"
+            file = partial / f"{prefix}-{len(written):05}.safetensors"
             try:
-                save_file(held, partial / file, metadata={"format": "pt"})
-                written.append((file, list(held), sum(t.nbytes for t in held.values())))
+                save_file(held, file, metadata={"format": "pt"})
+                written.append(_WrittenFile(file, list(held), sum(t.nbytes for t in held.values())))
             except (OSError, SafetensorError) as failed:
                 error = failed  # the other ranks of the tensor-parallel group still need this one in the all-gathers
         held.clear()
@@ -334,20 +307,25 @@ def _write(
     return written
 
 
-def _finish_directory(written: list[list[tuple[str, list[str], int]]], partial: Path, destination: Path) -> None:
+def _finish_directory(written: list[list[_WrittenFile]], partial: Path, destination: Path) -> None:
     """Give the files their usual names, write the index, and rename the directory."""
     files = list(itertools.chain.from_iterable(written))
-    if len(files) == 1:
-        os.replace(partial / files[0][0], partial / "model.safetensors")
-    else:
-        weight_map = {}
-        for i, (file, names, _) in enumerate(files, 1):
-            usual = f"model-{i:05}-of-{len(files):05}.safetensors"
-            os.replace(partial / file, partial / usual)
-            weight_map.update(dict.fromkeys(names, usual))
-        index = {
-            "metadata": {"total_size": sum(size for *_, size in files)},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    weight_map = {}
+    for i, file in enumerate(files, 1):
+        usual = f"model-{i:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+        os.replace(file.path, partial / usual)
+        weight_map.update(dict.fromkeys(file.names, usual))
+    if len(files) > 1:
+        write_index(partial, weight_map, sum(file.bytes for file in files))
     os.replace(partial, destination)
+
+
+def write_index(hf_dir: Path, file_of: Mapping[str, str], total_bytes: int) -> None:
+    """Write the index of a directory with several files of weights. file_of: by tensor."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
+    (hf_dir / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_config(hf_dir: Path, config: Mapping[str, object]) -> None:
+    """Write config.json of a Hugging Face directory."""
+    (hf_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -41,13 +41,18 @@ def start(model: Model, seed: int, timeout_s: float) -> None:
     parallel_state.initialize_model_parallel(
         model.tensor_parallel,
         model.pipeline_parallel,
-        model.virtual_pipeline_parallel if model.virtual_pipeline_parallel > 1 else None,
+        virtual_stages(model),
         context_parallel_size=model.context_parallel,
         expert_model_parallel_size=model.expert_parallel,
         expert_tensor_parallel_size=model.expert_tensor_parallel,
         distributed_timeout_minutes=timeout_s / 60,
     )
     model_parallel_cuda_manual_seed(seed)
+
+
+def virtual_stages(model: Model) -> int | None:
+    """Return how many chunks each rank has, as megatron takes it: None for one."""
+    return model.virtual_pipeline_parallel if model.virtual_pipeline_parallel > 1 else None
 
 
 def stop() -> None:

@@ -52,10 +52,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     check_free("--port", host, port)
     os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
     sglang_cpu.install()
-    sglang_cpu.fork_processes()
-    sglang_cpu.record_experts()
-    sglang_cpu.batch_attention()
-    sglang_cpu.wait_for_the_cpu()
+    sglang_cpu.patch()
     if recipe.model.dtype == "fp16":
         fp16_on_cpu.install()
 

@@ -11,10 +11,10 @@ SGLang unpickles a handle (by an allow-list of its own), so a server takes one f
 """
 
 import base64
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,66 +26,56 @@ from megarl.core.base import device
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import gathered
 from megarl.core.models import hf
-from megarl.core.models.family import Family
+from megarl.core.models.families import Family
 from megarl.core.server.client import Fleet, ServerClient
-from megarl.core.weights.checksum import SentChecksums
-from megarl.core.weights.transport import Bucket, Sent, buckets, texts, with_last
+from megarl.core.server.served import rotary_head_dim
+from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, texts, with_last
 
 DEVICE = 6
-"""Which of rebuild_cuda_tensor's arguments is the device. A number means nothing to a process that sees other GPUs, so SGLang
-takes a UUID there (sglang.srt.utils.patch_torch)."""
+"""Index of the device among rebuild_cuda_tensor's arguments. A number means nothing to a process that sees other GPUs, so
+SGLang takes a UUID there (sglang.srt.utils.patch_torch)."""
 
 
 class CudaIpcTransport:
-    """Of one learner rank. `send` is collective over all of them."""
+    """One learner rank's way to the servers on its GPU. `send` is collective over all ranks."""
 
-    def __init__(
-        self,
-        chunks: Sequence[Module],
-        family: Family,
-        bucket_bytes: int,
-        flush: bool,
-        rotary_head_dim: int | None = None,
-    ) -> None:
-        """flush: drop cached prefixes, which needs retracted requests. rotary_head_dim: see served.as_held."""
+    def __init__(self, chunks: Sequence[Module], family: Family, bucket_bytes: int, flush: bool) -> None:
+        """flush: drop cached prefixes, which needs retracted requests."""
         self._chunks, self._family = chunks, family
         self._bucket_bytes, self._flush = bucket_bytes, flush
-        self._rotary_head_dim = rotary_head_dim
         # Torch's other way, file descriptors, needs a connection between the two processes that they do not have.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
         """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
         mine = [i for i in ids if i * fleet.servers[i].address.tensor_parallel == dist.get_rank()]
-        errors, checksums, size = self._send(fleet, mine)
-        every = gathered((errors, checksums, size))
+        every = gathered(self._send(fleet, mine))
         return Sent(
-            {i: text for theirs, *_ in every for i, text in theirs.items()},
-            {name: value for _, theirs, _ in every for name, value in theirs.items()},
-            max(size for *_, size in every),
+            {i: text for sent in every for i, text in sent.errors.items()},
+            {name: value for sent in every for name, value in sent.checksums.items()},
+            max(sent.bytes for sent in every),
         )
 
-    def _send(self, fleet: Fleet, mine: Sequence[int]) -> tuple[dict[int, str], dict[str, str], int]:
-        """To this rank's servers: errors, checksums, bytes of the weights."""
+    def _send(self, fleet: Fleet, mine: Sequence[int]) -> Sent:
+        """Send to this rank's servers."""
         exported = hf.export(self._chunks, self._family)
         if not mine:
-            for _ in exported:
-                pass
-            return {}, {}, 0
+            deque(exported, maxlen=0)
+            return Sent({}, {}, 0)
         errors = texts(fleet.each(mine, _check_and_begin)[1])
-        sums, size = SentChecksums(self._rotary_head_dim), 0
+        sums, size = SentChecksums(rotary_head_dim(self._family.architecture)), 0
         for bucket, last in with_last(buckets(sums.watch(exported), self._bucket_bytes)):
             size += bucket.flat.nbytes
             alive = [i for i in mine if i not in errors]
             errors |= texts(self._hand_over(fleet, alive, bucket, fleet.version if last else None))
         alive = [i for i in mine if i not in errors]
         errors |= texts(fleet.each(alive, lambda server: server.end())[1])
-        return errors, sums.expected(), size
+        return Sent(errors, sums.expected(), size)
 
     def _hand_over(
         self, fleet: Fleet, ids: Sequence[int], bucket: Bucket, complete: int | None
     ) -> dict[int, MegarlError]:
-        """Until all of them have read it; errors. complete: see ServerClient.take."""
+        """Return the errors once all of them have read the bucket. complete: see ServerClient.take."""
         if bucket.flat.is_cuda:
             torch.cuda.current_stream().synchronize()
         # Each handle counts as a reader of the memory, so every rank of a server has one of its own.
@@ -97,29 +87,28 @@ class CudaIpcTransport:
 
 
 def handle(bucket: Bucket) -> str:
-    """What SGLang makes the bucket of: `{"flattened_tensor", "metadata"}`, pickled with the tensor as a handle, in base64.
+    """Return what SGLang makes the bucket from: `{"flattened_tensor", "metadata"}`, the tensor as a handle, pickled, in base64.
 
-    Of SGLang's classes none is imported, which would bring all of it into the learner: it reads attributes of the metadata.
+    It only reads attributes of the metadata. Its own classes would bring all of SGLang into the learner.
     """
     metadata, start = [], 0
     for name, kind, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         dtype = getattr(torch, kind)
         size = torch.Size(shape).numel() * dtype.itemsize
-        metadata.append(
-            SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=start + size, numel=size)
-        )
-        start += size
+        end = start + size
+        metadata.append(SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=size))
+        start = end
     body = {"flattened_tensor": _Handle(bucket.flat), "metadata": metadata}
     return base64.b64encode(ForkingPickler.dumps(body)).decode()
 
 
 class _Handle:
-    """A tensor, pickled as torch does it for another process, but with its device's UUID."""
+    """A tensor that is pickled as torch does it for another process, but with its device's UUID."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., Tensor], tuple[object, ...]]:
         rebuild, arguments = reductions.reduce_tensor(self._tensor)
         if self._tensor.is_cuda:
             uuid = str(torch.cuda.get_device_properties(self._tensor.device).uuid)
@@ -128,12 +117,10 @@ class _Handle:
 
 
 async def _check_and_begin(server: ServerClient) -> None:
-    """MegarlError for a server that cannot read this rank's memory; SGLang would die of the first handle."""
+    """Raise MegarlError for a server that cannot read this rank's memory: the first handle would kill SGLang."""
     mine, theirs = device.of_rank(), await server.whereabouts()
     if mine.machine != theirs.machine or not set(mine.gpus) <= set(theirs.gpus):
         where = "machine" if mine.machine != theirs.machine else f"GPU ({', '.join(mine.gpus)})"
-        raise server.error(
-            "hand over",
-            f"it is not on the learner's {where}; set resources.colocate=true, or weights.transport=process_group",
-        )
+        what = f"it is not on the learner's {where}; set resources.colocate=true, or weights.transport=process_group"
+        raise server.error("hand over", what)
     await server.begin()

@@ -1,4 +1,4 @@
-"""Transport: the learner writes a Hugging Face directory, every server loads it. Slower; needs a shared file system only.
+"""Transport: the learner writes a Hugging Face directory, every server loads it. Slower, but needs only a shared file system.
 
 RUN/weights/v7/  ◄── all ranks write          the newest KEEP are kept
      └────────► each server: update_weights_from_disk
@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from megarl.core.base.ranks import from_rank_0
 from megarl.core.models import hf
-from megarl.core.models.family import Family
+from megarl.core.models.families import Family
 from megarl.core.server.client import Fleet
 from megarl.core.weights.transport import Sent, texts
 
@@ -21,10 +21,10 @@ KEEP = 2
 
 
 class DiskTransport:
-    """Of one learner rank. `send` is collective over all of them."""
+    """One learner rank's way to the servers. `send` is collective over all ranks."""
 
     def __init__(self, chunks: Sequence[Module], family: Family, source: Path, directory: Path, flush: bool) -> None:
-        """source: Hugging Face directory with the configuration. flush: drop cached prefixes, needs retracted requests."""
+        """source: Hugging Face directory to copy the configuration from. flush: see the other transports."""
         self._chunks, self._family = chunks, family
         self._source, self._directory, self._flush = source, directory, flush
 
@@ -33,20 +33,13 @@ class DiskTransport:
         path = self._directory / f"v{version}"
         if dist.get_rank() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(path, ignore_errors=True)  # of another incarnation, which may have had other weights
+            shutil.rmtree(path, ignore_errors=True)  # left by another incarnation, which may have had other weights
         from_rank_0(None)
         hf.save(self._chunks, self._family, self._source, path)
         errors: dict[int, str] = {}
-        size = 0
         if dist.get_rank() == 0:
-            place = str(path.resolve())
-            failed = fleet.each(ids, lambda server: server.load(place, version, self._flush))[1]
-            errors = texts(failed)
-            size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-            self._remove_old(path)
-        return Sent(from_rank_0(errors), {}, size)
-
-    def _remove_old(self, newest: Path) -> None:
-        others = sorted((p for p in self._directory.glob("v*") if p != newest), key=lambda p: p.stat().st_mtime)
-        for path in others[: max(0, len(others) + 1 - KEEP)]:
-            shutil.rmtree(path, ignore_errors=True)
+            errors = texts(fleet.each(ids, lambda server: server.load(str(path.resolve()), version, self._flush))[1])
+            others = sorted((p for p in self._directory.glob("v*") if p != path), key=lambda p: p.stat().st_mtime)
+            for old in others[: max(0, len(others) + 1 - KEEP)]:
+                shutil.rmtree(old, ignore_errors=True)
+        return Sent(from_rank_0(errors), {}, sum(file.stat().st_size for file in path.glob("*.safetensors")))

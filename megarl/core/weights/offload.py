@@ -1,14 +1,14 @@
-"""The servers' memory of keys and values, lent to the learner for a step (serving.release_memory).
+"""Servers release their memory of keys and values while the learner trains a step (serving.release_memory).
 
     pause, requests retracted ─► release ─► the learner trains ─► it gives back what it does not hold ─► resume ─► continue
 
 Requests that were retracted wait without any memory and are recomputed afterwards; in the set-ups that allow this only those of
 an evaluation can be under way. A learner that dies in between leaves the servers paused, until the next one's publication wakes
-them (publisher.py). A server that does not answer has nothing to lend.
+them (publisher.py). A server that does not answer is left as it is.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 
 import torch
@@ -18,46 +18,43 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.ranks import gathered
 from megarl.core.base.rundir import Endpoints
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Fleet, ServerClient
+from megarl.core.server.client import Call, ServerClient
+from megarl.core.weights.transport import open_fleet
 
 log = logging.getLogger(__name__)
 
 
-class Lending:
-    """Of one learner rank."""
+class Offload:
+    """One learner rank's part in it."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints) -> None:
         self._on, self._limit_s = recipe.serving.release_memory, recipe.weights.timeout_s
         self._endpoints = endpoints
 
     @contextmanager
-    def borrowed(self, version: int) -> Iterator[None]:
-        """The servers' memory is free within. version: of the weights, for errors. COLLECTIVE."""
+    def released(self, version: int) -> Iterator[None]:
+        """Within this context the servers' memory is free. version: of the weights, for errors. COLLECTIVE."""
         if not self._on:
             yield
             return
-        lent: list[int] = []
-        if dist.get_rank() == 0:
-            with closing(self._fleet(version)) as fleet:
-                lenders, failed = fleet.each(fleet.servers, _release)
-            lent = list(lenders)
-            for error in failed.values():
-                log.warning("not borrowed: %s", error)
+        leader = dist.get_rank() == 0
+        servers = self._each(range(len(self._endpoints.servers)), _release, version) if leader else []
         gathered(None)
         yield
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         gathered(None)
-        if lent:
-            with closing(self._fleet(version)) as fleet:
-                failed = fleet.each(lent, _resume)[1]
-            for error in failed.values():
-                log.warning("not given back: %s", error)
+        if servers:
+            self._each(servers, _resume, version)
 
-    def _fleet(self, version: int) -> Fleet:
-        keys = (self._endpoints.api_key, self._endpoints.admin_key)
-        addresses = [ServerAddress(id=i, url=url) for i, url in enumerate(self._endpoints.servers)]
-        return Fleet([ServerClient(a, *keys, self._limit_s) for a in addresses], version)
+    def _each(self, ids: Iterable[int], call: Call[None], version: int) -> list[int]:
+        """Call these servers; return those that did as they were told."""
+        servers = [ServerAddress(id=i, url=self._endpoints.servers[i]) for i in ids]
+        with closing(open_fleet(servers, self._endpoints, self._limit_s, version)) as fleet:
+            done, failed = fleet.each(fleet.servers, call)
+        for error in failed.values():
+            log.warning("memory: %s", error)
+        return list(done)
 
 
 async def _release(server: ServerClient) -> None:

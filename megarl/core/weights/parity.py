@@ -1,4 +1,4 @@
-"""Parity: do the servers and the learner compute the same model? Pure functions of scores; controller/parity.py gets them.
+"""Parity: whether servers and learner compute the same model. Pure functions of scores; controller/parity.py gets them.
 
 A few finished rollouts of each batch are scored on both sides. Every trained token then has up to four log-probs, and each
 neighbouring pair differs for one cause:
@@ -11,8 +11,7 @@ neighbouring pair differs for one cause:
         │  kernels: other kernels, other precision, or a fault
     learner       the learner, with the weights it has just published    (version v)
 
-`total` is behaviour against learner, which is what the importance ratio sees. Weights that did not arrive are another matter:
-checksums tell that at each publication.
+`total` is behaviour against learner, which is what the importance ratio sees. Whether weights arrived, checksums tell.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,47 +24,47 @@ SHARE_ABOVE = 0.1
 LASTING = 3
 """Publications in a row that must break a limit before the run ends: one unlucky rollout breaks it once."""
 AT_ONCE = 20.0
-"""By this factor over the limit one publication is enough."""
+"""One publication that exceeds a limit by this factor ends the run."""
 FEWEST_TOKENS = 32
 """A mean over fewer tokens is not judged."""
 
 
-DECODE_MEAN = 0.8
-"""Of the mean's limit, that of decode: one server differs less from itself than from the learner."""
-
-
 @dataclass(frozen=True)
-class Limits:
-    """What rounding still explains of |difference| of the log-probs, for kernels and for decode alike: the largest mean, and
-    the largest median. routing: the largest share of (token, layer) choices of experts that may differ.
+class ParityLimits:
+    """The largest mean and median of |difference| of the log-probs that rounding explains, for kernels and for decode.
 
-    The mean sees a few tokens that are far off. Where rounding makes a token choose another expert, that token is far off too;
-    so with experts the mean has to be let go far, and the median, which such tokens do not move, is the sharper one."""
+    routing: the largest share of (token, layer) choices of experts that may differ. The mean sees a few tokens that are far
+    off. Where rounding makes a token choose another expert, that token is far off too; so with experts the mean's limit must be
+    loose, and the median, which such tokens do not move, is the sharper one.
+    """
 
     mean: float
     p50: float
     routing: float = 1.0
 
     def mean_of(self, cause: str) -> float:
-        """The mean's limit for kernels or decode."""
-        return self.mean * (DECODE_MEAN if cause == "decode" else 1.0)
+        """Return the mean's limit for a cause. One server differs less from itself (decode) than from the learner."""
+        return self.mean * (0.8 if cause == "decode" else 1.0)
 
 
 LIMITS = {
-    ("fp32", False): Limits(mean=1e-4, p50=1e-4),
-    ("fp32", True): Limits(mean=1e-2, p50=1e-4, routing=0.005),
-    ("bf16", False): Limits(mean=0.05, p50=0.035),
-    ("bf16", True): Limits(mean=0.4, p50=0.12, routing=0.1),
-    ("fp16", False): Limits(mean=0.006, p50=0.005),
-    ("fp16", True): Limits(mean=0.1, p50=0.012, routing=0.05),
+    ("fp32", False): ParityLimits(mean=1e-4, p50=1e-4),
+    ("fp32", True): ParityLimits(mean=1e-2, p50=1e-4, routing=0.005),
+    ("bf16", False): ParityLimits(mean=0.05, p50=0.035),
+    ("bf16", True): ParityLimits(mean=0.4, p50=0.12, routing=0.1),
+    ("fp16", False): ParityLimits(mean=0.006, p50=0.005),
+    ("fp16", True): ParityLimits(mean=0.1, p50=0.012, routing=0.05),
 }
 """By model.dtype, and whether the model has experts. benchmarks/README.md has the distributions they were drawn from."""
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """|difference| of log-probs over `tokens` tokens. share: above SHARE_ABOVE; k3: estimate of KL(first || second), nats,
-    the mean of exp(d) - 1 - d with d = second - first (http://joschu.net/blog/kl-approx.html)."""
+    """|difference| of log-probs over `tokens` tokens.
+
+    share: above SHARE_ABOVE. k3: estimate of KL(first || second) in nats, the mean of exp(d) - 1 - d with d = second - first
+    (http://joschu.net/blog/kl-approx.html).
+    """
 
     mean: float
     p50: float
@@ -78,9 +77,10 @@ class Distribution:
 
     @classmethod
     def of(cls, first: np.ndarray, second: np.ndarray) -> "Distribution | None":
-        """first, second [n] log-probs of the same tokens; pairs with a nan are left out, None if nothing is left.
+        """Compare log-probs [n] of the same tokens. Pairs with a nan are left out; None if nothing is left.
 
-        An infinite log-prob is a difference like any other, and makes mean and maximum infinite."""
+        An infinite log-prob is a difference like any other, and makes mean and maximum infinite.
+        """
         known = ~(np.isnan(first) | np.isnan(second))
         if not known.any():
             return None
@@ -88,11 +88,9 @@ class Distribution:
             d = second[known].astype(np.float64) - first[known].astype(np.float64)
             size = np.where(np.isnan(d), np.inf, np.abs(d))
             p50, p99, p999 = np.quantile(size, (0.5, 0.99, 0.999), method="higher")
-            k3 = float(np.mean(np.exp(d) - 1 - d))
-        return cls(
-            float(size.mean()), float(p50), float(p99), float(p999), float(size.max()),
-            float(np.mean(size > SHARE_ABOVE)), k3, len(d),
-        )  # fmt: skip
+            k3 = np.mean(np.exp(d) - 1 - d)
+        above, largest = float(np.mean(size > SHARE_ABOVE)), float(size.max())
+        return cls(float(size.mean()), float(p50), float(p99), float(p999), largest, above, float(k3), len(d))
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,9 @@ class RolloutScores:
     """The trained tokens of one rollout, [n] each; nan where a score is not known.
 
     behaviour, sampled_at, served, learner: log-probs, as at the top of this file. lag: versions between u and v. position:
-    index in the whole sequence. stale: the rollout, or the first one of its group, began before version u. server: which one
-    gave `served`, and sampled the rollout's end unless that one was not to be had. served_gap, learner_gap: the log-prob less
-    that of one fixed token in the same place, which is the difference of two logits.
+    index in the whole sequence. stale: whether the rollout, or the first one of its group, began before version u. server:
+    which one gave `served`; it also sampled the rollout's end, unless that server was unavailable. served_gap, learner_gap: the
+    log-prob less that of one fixed token in the same place, which is the difference of two logits.
     """
 
     behaviour: np.ndarray
@@ -117,7 +115,7 @@ class RolloutScores:
     learner_gap: np.ndarray
 
     def pair(self, cause: str) -> tuple[np.ndarray, np.ndarray]:
-        """The two scores that differ for this cause, of the tokens it concerns."""
+        """Return the two scores that differ for this cause, of the tokens it concerns."""
         match cause:
             case "kernels":
                 return self.served, self.learner
@@ -133,8 +131,10 @@ class RolloutScores:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one publication's rollouts say. choices, differing: (token, layer) choices of experts compared, and those whose
-    sets of experts differ."""
+    """The scores of one publication's rollouts.
+
+    choices, differing: (token, layer) choices of experts compared, and those whose sets of experts differ.
+    """
 
     version: int
     scores: RolloutScores
@@ -146,13 +146,11 @@ class Measurement:
     def of(
         cls, version: int, rollouts: Sequence[RolloutScores], choices: int = 0, differing: int = 0
     ) -> "Measurement | None":
-        """Of at least one rollout, else None."""
-        if not rollouts:
-            return None
-        return cls(version, _joined(rollouts), len(rollouts), choices, differing)
+        """Join the scores of rollouts; None without any."""
+        return cls(version, _joined(rollouts), len(rollouts), choices, differing) if rollouts else None
 
     def of_server(self, server: int) -> "Measurement":
-        """What this server's rollouts say. Choices of experts are only known of all together."""
+        """Return this server's part. Choices of experts are only known for all servers together."""
         mine = self.scores.server == server
         return Measurement(self.version, RolloutScores(**{name: v[mine] for name, v in vars(self.scores).items()}))
 
@@ -161,11 +159,11 @@ class Measurement:
 
     @property
     def routing(self) -> float | None:
-        """Share of (token, layer) choices that differ; None for a dense model."""
+        """The share of (token, layer) choices that differ; None for a dense model."""
         return self.differing / self.choices if self.choices else None
 
     def metrics(self) -> dict[str, float]:
-        """`parity_STATISTIC/CAUSE` of each cause that was measured, for the row of metrics."""
+        """Return `parity_STATISTIC/CAUSE` for each cause that was measured, for the row of metrics."""
         found = {"parity_rollouts": float(self.rollouts)}
         for cause in CAUSES:
             if (d := self.distribution(cause)) is not None:
@@ -180,18 +178,18 @@ def _joined(rollouts: Sequence[RolloutScores]) -> RolloutScores:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """warning: what is wrong now, empty if nothing is; ends: it has lasted, so the run must end."""
+class ParityVerdict:
+    """warning: what is wrong now, empty if nothing is. ends: whether it has lasted, so that the run must end."""
 
     warning: str = ""
     ends: bool = False
 
 
 Broken = tuple[str, int | None]
-"""What is broken, and on which server; None: of all servers together."""
+"""What is broken, and on which server; None: on all servers together."""
 
 
-class Judge:
+class ParityJudge:
     """Decides from one measurement after another whether the two sides still compute the same model.
 
     All servers together are judged, and each by itself over the publications in which it was compared: of many servers one
@@ -199,15 +197,15 @@ class Judge:
     """
 
     def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool) -> None:
-        """dtype: model.dtype. served_head, learner_head: whether that side's LM head is to be FP32."""
+        """dtype: model.dtype. served_head, learner_head: whether that side's LM head should be FP32."""
         self.limits = LIMITS[dtype, experts]
         self._dtype = dtype
         self._fp32_heads = {"server": served_head, "learner": learner_head}
         self._in_a_row: dict[Broken, int] = {}
         self._suspects: dict[int | None, list[Measurement]] = {}
 
-    def judge(self, measurement: Measurement) -> Verdict:
-        """The verdict on the publications so far, `measurement` being of the latest."""
+    def judge(self, measurement: Measurement) -> ParityVerdict:
+        """Return the verdict on the publications so far; `measurement` is from the latest."""
         servers = np.unique(measurement.scores.server).tolist()
         scopes: list[int | None] = [None, *(servers if len(servers) > 1 or self._suspects.keys() - {None} else ())]
         excess: dict[Broken, float] = {}
@@ -218,14 +216,14 @@ class Judge:
         seen = {key: n for key, n in self._in_a_row.items() if key[1] not in scopes}
         self._in_a_row = seen | {key: self._in_a_row.get(key, 0) + 1 for key in excess}
         if not excess:
-            return Verdict()
+            return ParityVerdict()
         lasting = [key for key in excess if self._in_a_row[key] >= LASTING]
         at_once = [key for key, factor in excess.items() if factor >= AT_ONCE]
         worst = max(lasting or at_once or excess, key=excess.__getitem__)
-        return Verdict(self._text(worst, measurement), bool(lasting or at_once))
+        return ParityVerdict(self._text(worst, measurement), bool(lasting or at_once))
 
     def _excesses(self, m: Measurement) -> Iterator[tuple[str, float]]:
-        """What is broken, and by which factor over its limit. A head or a routing is broken or not: 1."""
+        """Yield what is broken, and by which factor it exceeds its limit; 1 for a head or routing, which is broken or not."""
         for side, gap in (("server", m.scores.served_gap), ("learner", m.scores.learner_gap)):
             if self._dtype != "fp32" and self._fp32_heads[side] and grid_share(gap, self._dtype) > GRID_LIMIT:
                 yield f"{side} head", 1.0
@@ -239,7 +237,7 @@ class Judge:
             yield "routing", 1.0
 
     def _text(self, broken: Broken, m: Measurement) -> str:
-        """One sentence: what differs by how much since when, what it probably is, what to do."""
+        """Say in one sentence what differs, by how much, since when, and what the likely cause is."""
         what, server = broken
         heads = [w for w, s in self._in_a_row if w.endswith("head") and s == server]
         rows = self._in_a_row[broken]
@@ -267,58 +265,52 @@ class Judge:
 
 
 GRID_LIMIT = 0.6
-"""Share of logit differences on the half-precision grid from which a head is not FP32. By chance a tenth are."""
+"""With a larger share of logit differences on the half-precision grid, a head is not FP32. By chance a tenth are."""
 GRID = {"bf16": 2.0**9, "fp16": 2.0**12}
-"""Steps of the grid in 1: the spacing of numbers of 0.25 and more."""
+"""Steps of the grid per 1: the spacing of numbers of 0.25 and more."""
 GRID_TOLERANCE = 0.05
 
 
 def grid_share(gap: np.ndarray, dtype: str) -> float:
-    """Share of differences of two logits [n] that are a multiple of the spacing of `dtype`; nan where there are too few.
+    """Return the share of differences of two logits [n] that are a multiple of the spacing of `dtype`; nan for too few.
 
     A head that rounds its logits to bf16 or fp16 leaves them on a grid, whatever noise the body has, and log-softmax in FP32
     keeps their differences. Differences of FP32 logits lie anywhere.
     """
     steps = gap[np.isfinite(gap) & (gap != 0)].astype(np.float64) * GRID[dtype]
-    return (
-        float(np.mean(np.abs(steps - np.round(steps)) < GRID_TOLERANCE))
-        if len(steps) >= FEWEST_TOKENS
-        else float("nan")
-    )
+    if len(steps) < FEWEST_TOKENS:
+        return float("nan")
+    return float(np.mean(np.abs(steps - np.round(steps)) < GRID_TOLERANCE))
 
 
 SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.35, 1.5
 
 
-def likely_cause(measurements: Sequence[Measurement], limits: Limits, what: str) -> str:
-    """The likeliest explanation of measurements that break the limit of `what`, by the pattern of the differences, and the
-    numbers that it was chosen by:
+def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, what: str) -> str:
+    """Return the likeliest cause of measurements that break the limit of `what`, and the numbers that point to it.
 
     stale server   its scores are the same bits at two versions
     temperature    differences follow the log-prob itself: a straight line explains most of them
-    RoPE           differences grow along the sequence; not of decode, whose error grows with what it reads of the cache
-    routing        other experts are chosen than rounding explains
+    RoPE           differences grow along the sequence; not for decode, whose error grows with what it reads from the cache
+    routing        more choices of experts differ than rounding explains
     dtype          none of these: noise that is everywhere alike
     """
     scores = _joined([m.scores for m in measurements])
     decoding = what == "decode"
     first, second = scores.pair("decode" if decoding else "kernels")
-    same = 0.0 if decoding else same_bits(scores)
+    earlier, later = scores.pair("staleness")
+    known = ~(np.isnan(earlier) | np.isnan(later))
+    same = float(np.mean(earlier[known] == later[known])) if known.any() and not decoding else 0.0
     line = explained_by_logprob(first, second)
     growth = 1.0 if decoding else growth_along_sequence(first, second, scores.position)
     choices = sum(m.choices for m in measurements)
     routing = sum(m.differing for m in measurements) / choices if choices else 0.0
     if same > SAME_BITS_LIMIT:
-        cause = (
-            "stale server: it gives the same scores as before the last publications, so it does not compute with the weights "
-            "whose version it names"
-        )
+        cause = "stale server: its scores did not change with the last publications, so it computes with older weights"
     elif line > TEMPERATURE_LIMIT:
         cause = "temperature: one side divides its logits by another temperature, or scales them"
     elif growth > POSITION_LIMIT:
-        cause = (
-            "RoPE: differences grow along the sequence; compare rope_theta, rope_scaling and positions of both sides"
-        )
+        cause = "RoPE: differences grow along the sequence; compare rope_theta, rope_scaling, positions of both sides"
     elif routing > limits.routing:
         cause = "routing: the sides choose different experts; compare router weights, biases and their precision"
     elif decoding:
@@ -331,15 +323,8 @@ def likely_cause(measurements: Sequence[Measurement], limits: Limits, what: str)
     )
 
 
-def same_bits(scores: RolloutScores) -> float:
-    """Share of tokens with a lag whose two prefill scores are the same bits."""
-    first, second = scores.pair("staleness")
-    known = ~(np.isnan(first) | np.isnan(second))
-    return float(np.mean(first[known] == second[known])) if known.any() else 0.0
-
-
 def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:
-    """R² of the line through (second, first - second): 1 if the difference is a linear function of the log-prob."""
+    """Return R² of the line through (second, first - second): 1 if the difference is linear in the log-prob."""
     known = np.isfinite(first) & np.isfinite(second)
     x, d = second[known].astype(np.float64), (first - second)[known].astype(np.float64)
     if len(d) < FEWEST_TOKENS or not x.std() or not d.std():
@@ -348,7 +333,7 @@ def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.ndarray) -> float:
-    """Mean |difference| in the last third of the positions over that in the first third."""
+    """Return the mean |difference| in the last third of the positions over that in the first third."""
     known = np.isfinite(first) & np.isfinite(second)
     size, at = np.abs(first - second)[known], position[known]
     if len(size) < FEWEST_TOKENS:
@@ -359,7 +344,7 @@ def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.nd
 
 
 def shown(row: Mapping[str, float | None]) -> str:
-    """Mean |difference| of the kernels, of a row of metrics, in words for a person: 0 is "same bits"."""
+    """Return the mean |difference| of kernels in a row of metrics, in words: 0 is "same bits"."""
     mean = row.get("parity_mean/kernels")
     if mean is None or np.isnan(mean):
         return "not measured"

@@ -12,21 +12,18 @@ server fails, comes back, or joins. When one dies, the others fail at different 
 import logging
 import socket
 import uuid
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed.distributed_c10d import (
-    Backend,
-    PrefixStore,
-    ProcessGroup,
-    _new_process_group_helper,
-    _world,
-)
+from torch.distributed.distributed_c10d import Backend, PrefixStore, ProcessGroup, _new_process_group_helper, _world
 from torch.nn import Module
 
 from megarl.core.base import device
@@ -34,15 +31,17 @@ from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import bound_store, from_rank_0, gathered
 from megarl.core.models import hf
-from megarl.core.models.family import Family
+from megarl.core.models.families import Family
 from megarl.core.server.client import Fleet, ServerClient, ServerSaid, collect
-from megarl.core.weights.checksum import SentChecksums
-from megarl.core.weights.transport import Bucket, Sent, buckets, texts, with_last
+from megarl.core.server.served import rotary_head_dim
+from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, texts, with_last
 
 log = logging.getLogger(__name__)
 
 FORM_LIMIT_S = 60.0
-"""For forming a group; weights.timeout_s if that is shorter."""
+"""Limit of forming a group; weights.timeout_s if that is shorter."""
+LET_DOWN = ("Failed to receive weights", "Failed to initialize custom process group")
+"""A server's errors when the group fails, not the server."""
 
 
 class _Group(NamedTuple):
@@ -52,127 +51,140 @@ class _Group(NamedTuple):
     store: dist.TCPStore  # the servers have met through it; lives as long as the group
 
 
+class _Transfer(NamedTuple):
+    """A bucket that is being broadcast, and the servers' calls that receive it."""
+
+    bucket: Bucket
+    work: dist.Work
+    calls: dict[int, Future[None]]
+
+
+@dataclass
+class _Attempt:
+    """How one attempt went, for one stage on one rank, or for all of them.
+
+    failed: servers that failed by themselves. interrupted: those whose receiving failed with the group. broken: why the group
+    cannot be used any more.
+    """
+
+    checksums: dict[str, str] = field(default_factory=dict)
+    bytes: int = 0
+    failed: dict[int, str] = field(default_factory=dict)
+    interrupted: dict[int, str] = field(default_factory=dict)
+    broken: str = ""
+
+    def add(self, errors: dict[int, MegarlError]) -> None:
+        """Add servers' errors."""
+        for i, error in errors.items():
+            let_down = isinstance(error, ServerSaid) and any(text in str(error) for text in LET_DOWN)
+            (self.interrupted if let_down else self.failed)[i] = str(error)
+            self.broken = self.broken or str(error)
+
+
 class ProcessGroupTransport:
-    """Of one learner rank. `send` is collective over all of them."""
+    """One learner rank's way to the servers. `send` is collective over all ranks."""
 
     def __init__(
-        self,
-        chunks: Sequence[Module],
-        family: Family,
-        bucket_bytes: int,
-        limit_s: float,
-        flush: bool,
-        rotary_head_dim: int | None = None,
+        self, chunks: Sequence[Module], family: Family, bucket_bytes: int, limit_s: float, flush: bool
     ) -> None:
-        """limit_s: of any one bucket (weights.timeout_s). flush: drop cached prefixes, which needs retracted requests.
-        rotary_head_dim: see served.as_held."""
+        """limit_s: for any one bucket (weights.timeout_s). flush: drop cached prefixes, which needs retracted requests."""
         self._chunks, self._family = chunks, family
         self._bucket_bytes, self._limit_s, self._flush = bucket_bytes, limit_s, flush
-        self._rotary_head_dim = rotary_head_dim
-        self._stage = parallel_state.get_pipeline_model_parallel_rank()
-        self._stages = parallel_state.get_pipeline_model_parallel_world_size()
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        self._stage, self._stages = pipeline.rank(), pipeline.size()
+        first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         # With experts, ranks of other data-parallel copies hold a part of the weights.
-        self._exports = (
-            parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-            or parallel_state.get_expert_model_parallel_world_size() > 1
-        )
-        self._source = (
-            parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-        )
+        self._exports = first_copy or parallel_state.get_expert_model_parallel_world_size() > 1
+        self._source = first_copy and parallel_state.get_tensor_model_parallel_rank() == 0
         self._group: _Group | None = None
         self._versions: dict[int, int] = {}  # what each member of the group was given last
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
         """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
-        errors: dict[int, str] = {}
+        leader = dist.get_rank() == 0
         alive = tuple(ids)
-        if self._source:
-            self._drop_if_stale(fleet, alive)
-        if dist.get_rank() == 0:
-            errors |= texts(fleet.each(alive, lambda server: server.begin())[1])
-        errors = from_rank_0(errors)
+        if self._source and self._group is not None and self._group.members == alive:
+            # A server that was started again at the same address is not in the group: its version tells.
+            versions, failed = fleet.each(alive, lambda server: server.served_version())
+            if failed or versions != self._versions:
+                self._leave(fleet)
+        errors = from_rank_0(texts(fleet.each(alive, lambda server: server.begin())[1]) if leader else {})
         for _ in range(
             len(ids) + 1
-        ):  # each turn loses a server or is the last; one more for a group that broke by itself
+        ):  # each attempt loses a server, or is the last; one more if a group breaks by itself
             alive = tuple(i for i in alive if i not in errors)
             if not alive:
                 break
-            checksums, size, failed, interrupted = self._send_all(fleet, alive, version)
-            errors |= failed
-            if not failed and not interrupted:
-                if dist.get_rank() == 0:
+            attempt = self._send_all(fleet, alive)
+            errors |= attempt.failed
+            if not attempt.failed and not attempt.interrupted:
+                if leader:
                     errors |= texts(fleet.each(alive, lambda server: server.end())[1])
                 self._versions = dict.fromkeys(alive, version)
-                return Sent(from_rank_0(errors), checksums, size)
-            log.warning("sending version %d again: %s", version, "; ".join((failed or interrupted).values()))
+                return Sent(from_rank_0(errors), attempt.checksums, attempt.bytes)
+            why = (attempt.failed or attempt.interrupted).values()
+            log.warning("sending version %d again: %s", version, "; ".join(why))
             self._leave(fleet)
         errors |= dict.fromkeys(alive, f"publishing version {version}: its process groups broke again and again")
         return Sent(errors, {}, 0)
 
-    def _send_all(
-        self, fleet: Fleet, ids: tuple[int, ...], version: int
-    ) -> tuple[dict[str, str], int, dict[int, str], dict[int, str]]:
-        """All stages once. Checksums, bytes, servers that failed, servers that were only interrupted by another's failure."""
-        checksums: dict[str, str] = {}
-        size = 0
-        failed: dict[int, str] = {}
-        interrupted: dict[int, str] = {}
+    def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
+        """Send all stages once, up to the first that fails."""
+        whole = _Attempt()
         for stage in range(self._stages):
-            turn = _Turn()
+            mine = _Attempt()
             if stage == self._stage and self._exports:
-                self._send_stage(turn, fleet, ids, last_stage=stage == self._stages - 1)
-            for other in gathered(turn):
-                checksums |= other.checksums
-                size += other.bytes
-                failed |= other.failed
-                interrupted |= other.interrupted
-            if failed or interrupted:
+                self._send_stage(mine, fleet, ids)
+            for other in gathered(mine):
+                whole.checksums |= other.checksums
+                whole.bytes += other.bytes
+                whole.failed |= other.failed
+                whole.interrupted |= other.interrupted
+            if whole.failed or whole.interrupted:
                 break
-        return checksums, size, failed, {i: text for i, text in interrupted.items() if i not in failed}
+        return whole
 
-    def _send_stage(self, turn: "_Turn", fleet: Fleet, ids: tuple[int, ...], last_stage: bool) -> None:
-        """This stage's buckets from its source; the stage's other ranks take part in gathering the tensors."""
+    def _send_stage(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
+        """Send this stage's buckets from its source; the stage's other ranks take part in gathering the tensors."""
         exported = hf.export(self._chunks, self._family)
         if not self._source:
-            for _ in exported:
-                pass
+            deque(exported, maxlen=0)
             return
-        self._join(turn, fleet, ids)
-        sums = SentChecksums(self._rotary_head_dim)
-        under_way: tuple[dist.Work, Any, Bucket] | None = None
+        self._join(attempt, fleet, ids)
+        sums = SentChecksums(rotary_head_dim(self._family.architecture))
+        under_way: _Transfer | None = None
         for bucket, last in with_last(buckets(sums.watch(exported), self._bucket_bytes)):
-            if under_way is not None:
-                self._finish(turn, *under_way)
-                under_way = None
-            if not turn.broken and self._group is not None:
-                under_way = self._launch(fleet, ids, bucket, last and last_stage)
-        if under_way is not None:
-            self._finish(turn, *under_way)
-        turn.checksums = sums.expected()
+            self._finish(attempt, under_way)
+            under_way = None
+            if not attempt.broken and self._group is not None:
+                complete = fleet.version if last and self._stage == self._stages - 1 else None
+                under_way = self._launch(fleet, ids, bucket, self._group, complete)
+        self._finish(attempt, under_way)
+        attempt.checksums = sums.expected()
 
-    def _launch(self, fleet: Fleet, ids: tuple[int, ...], bucket: Bucket, last: bool) -> tuple[dist.Work, Any, Bucket]:
-        assert self._group is not None
-        name, complete = self._group.name, fleet.version if last else None
-        calls = fleet.start(
-            ids, lambda s: s.receive(bucket.names, bucket.dtypes, bucket.shapes, name, complete, self._flush)
-        )
-        return dist.broadcast(bucket.flat, group_src=0, group=self._group.group, async_op=True), calls, bucket
+    def _launch(
+        self, fleet: Fleet, ids: tuple[int, ...], bucket: Bucket, group: _Group, complete: int | None
+    ) -> _Transfer:
+        """Begin to broadcast a bucket. complete: see ServerClient.receive."""
+        names, dtypes, shapes, flat = bucket
+        calls = fleet.start(ids, lambda s: s.receive(names, dtypes, shapes, group.name, complete, self._flush))
+        return _Transfer(bucket, dist.broadcast(flat, group_src=0, group=group.group, async_op=True), calls)
 
-    def _finish(self, turn: "_Turn", work: dist.Work, calls: Any, bucket: Bucket) -> None:
+    def _finish(self, attempt: _Attempt, transfer: _Transfer | None) -> None:
+        if transfer is None:
+            return
         try:
-            work.wait()
-            turn.bytes += bucket.flat.nbytes
+            transfer.work.wait()
+            attempt.bytes += transfer.bucket.flat.nbytes
         except RuntimeError as error:
-            turn.broken = str(error).splitlines()[0]
-        turn.add(collect(calls)[1])
+            attempt.broken = str(error).splitlines()[0]
+        attempt.add(collect(transfer.calls)[1])
 
-    def _join(self, turn: "_Turn", fleet: Fleet, ids: tuple[int, ...]) -> None:
-        """A group of this rank and the servers: the one there is, if it is theirs, or a new one."""
+    def _join(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
+        """Form a group of this rank and the servers, unless there is one."""
         if self._group is not None and self._group.members == ids:
             return
-        if self._group is not None:
-            self._leave(fleet)
+        self._leave(fleet)
         name = f"weights-{uuid.uuid4().hex[:12]}"
         limit = timedelta(seconds=min(FORM_LIMIT_S, self._limit_s))
         widths = [fleet.servers[i].address.tensor_parallel for i in ids]
@@ -180,34 +192,25 @@ class ProcessGroupTransport:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if backend == "nccl":
             mine = device.of_rank()
-            turn.add(fleet.each(ids, lambda server: refuse_one_gpu(server, mine))[1])
-            if turn.broken:
+            attempt.add(fleet.each(ids, lambda server: refuse_one_gpu(server, mine))[1])
+            if attempt.broken:
                 return
-        # Servers listen on the run's network alone, so the address by which one reaches us is on it, and all reach us by it.
-        address = _address_for(fleet.servers[ids[0]].address.url)
+        # Servers listen only on the run's network, so our address as one of them reaches us is on it, and all reach us there.
+        theirs = urlsplit(fleet.servers[ids[0]].address.url).hostname or ""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((theirs, 9))  # sends nothing: the kernel chooses the route
+            address: str = s.getsockname()[0]
         store = bound_store(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
         first = {i: 1 + sum(widths[:n]) for n, i in enumerate(ids)}
-        calls = fleet.start(
-            ids,
-            lambda s: s.join_group(name, address, store.port, first[s.address.id], world, backend),
-        )
+        calls = fleet.start(ids, lambda s: s.join_group(name, address, store.port, first[s.address.id], world, backend))
         try:
             group = form_group(name, 0, world, backend, store, limit)
         except RuntimeError as error:
-            turn.broken = str(error).splitlines()[0]
-            turn.add(collect(calls)[1])
-            return
-        group.set_timeout(timedelta(seconds=self._limit_s))
-        self._group = _Group(name, ids, group, store)
-        turn.add(collect(calls)[1])
-
-    def _drop_if_stale(self, fleet: Fleet, ids: tuple[int, ...]) -> None:
-        """A server that was started again at the same address is not in the group: its version tells."""
-        if self._group is None or self._group.members != ids:
-            return
-        versions, errors = fleet.each(ids, lambda server: server.served_version())
-        if errors or versions != self._versions:
-            self._leave(fleet)
+            attempt.broken = str(error).splitlines()[0]
+        else:
+            group.set_timeout(timedelta(seconds=self._limit_s))
+            self._group = _Group(name, ids, group, store)
+        attempt.add(collect(calls)[1])
 
     def _leave(self, fleet: Fleet) -> None:
         if self._group is None:
@@ -218,28 +221,8 @@ class ProcessGroupTransport:
         fleet.each([i for i in members if i in fleet.servers], lambda server: server.leave_group(name))
 
 
-class _Turn:
-    """How one stage's turn went, on one rank."""
-
-    def __init__(self) -> None:
-        self.checksums: dict[str, str] = {}
-        self.bytes = 0
-        self.broken = ""  # the group is of no use any more
-        self.failed: dict[int, str] = {}
-        self.interrupted: dict[int, str] = {}
-
-    def add(self, errors: dict[int, MegarlError]) -> None:
-        """A server that answers that it could not receive was let down by the group; any other error is its own."""
-        for i, error in errors.items():
-            let_down = isinstance(error, ServerSaid) and (
-                "Failed to receive weights" in str(error) or "Failed to initialize custom process group" in str(error)
-            )
-            (self.interrupted if let_down else self.failed)[i] = str(error)
-            self.broken = self.broken or str(error)
-
-
 async def refuse_one_gpu(server: ServerClient, mine: DeviceIdentity) -> None:
-    """MegarlError for a server that is on the GPU `mine`: NCCL refuses two processes of a group on one device."""
+    """Raise MegarlError for a server on the GPU `mine`: NCCL refuses two processes of a group on one device."""
     common = set(mine.gpus) & set((await server.whereabouts()).gpus)
     if common:
         raise server.error(
@@ -250,19 +233,11 @@ async def refuse_one_gpu(server: ServerClient, mine: DeviceIdentity) -> None:
 
 
 def form_group(name: str, rank: int, world: int, backend: str, store: dist.TCPStore, limit: timedelta) -> ProcessGroup:
-    """A process group outside the learner's world, as `sglang.srt.utils.init_custom_process_group` makes the servers' ranks of
-    it (which is not imported: it brings all of SGLang into the learner)."""
+    """Return a process group outside the learner's world, made as `sglang.srt.utils.init_custom_process_group` makes the
+    servers' ranks of it. That one is not imported, because it would bring all of SGLang into the learner.
+    """
     group, _ = _new_process_group_helper(
         world, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
     )
     _world.pg_group_ranks[group] = {r: r for r in range(world)}
     return group
-
-
-def _address_for(url: str) -> str:
-    """This machine's address as the server at `url` reaches it."""
-    host = urlsplit(url).hostname or ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((host, 9))  # sends nothing: the kernel chooses the route
-        address: str = s.getsockname()[0]
-        return address

@@ -5,6 +5,32 @@
 
 The law of errors: whatever happens to one server, the others end with the new version, running, and the caller gets a result
 for each server within bounded time. A server that did not get the new weights, whole, has an error in its result.
+
+An example. A learner of two tensor-parallel ranks has trained step 6, so its weights are version 7; servers a and b still hold
+version 6. The controller replies `Publish(version=7, servers=(a, b))` to `Next(step=7)`; both ranks get it and call `publish`:
+
+    rank 0                                        rank 1             servers a and b
+ 1  POST /pause_generation ───────────────────────────────────────►  stop sampling, keep requests and their KV cache, answer
+    waits for both answers; tells who failed ───► waits for rank 0
+ 2  POST /begin_weight_update ────────────────────────────────────►  open an update, answer
+    waits for both answers; tells who failed ───► waits for rank 0
+ 3  POST /init_weights_update_group ──────────────────────────────►  become ranks 1 and 2 of a group whose rank 0 is ours
+    waits until the group is formed (only the first time: it is kept)
+ 4  all-gathers buckets 0 and 1 ◄───────────────► all-gathers
+    POST /update_weights_from_distributed ────────────────────────►  learn names, types and shapes, wait for the broadcast
+    begins to broadcast bucket 0 ─────────────────────────────────►  copy it into their parameters, answer
+    all-gathers bucket 2 meanwhile ◄────────────► all-gathers
+    waits for the broadcast and both answers, then sends bucket 1 in the same way; the last bucket also names version 7
+ 5  tells how it went ◄─────────────────────────► waits for rank 0   (if b failed: 3 and 4 again from bucket 0, with a alone)
+ 6  POST /end_weight_update ──────────────────────────────────────►  close the update, answer
+    waits for both answers; tells who failed ───► waits, is done
+ 7  POST /weights_checker ────────────────────────────────────────►  answer with a checksum of every parameter
+    compares them with what was sent, and with each other
+ 8  POST /continue_generation ────────────────────────────────────►  go on; their next tokens are labelled version 7
+    returns Published(version=7, …), which the learner sends to the controller; only then are requests routed to a and b again
+
+Requests under way notice only the pause: their tokens before 1 have version 6, those after 8 version 7. With several pipeline
+stages, 3 to 5 happen once for each, from its own source rank.
 """
 
 import logging
@@ -19,49 +45,40 @@ from torch.nn import Module
 from megarl.core.base.messages import Publish, Published, ServerResult
 from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir
-from megarl.core.models.family import Family
+from megarl.core.models.families import Family
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import Fleet, ServerClient
-from megarl.core.server.served import rotary_head_dim
-from megarl.core.weights.checksum import differing
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
 from megarl.core.weights.disk import DiskTransport
 from megarl.core.weights.process_group import ProcessGroupTransport
-from megarl.core.weights.transport import Sent, Transport
+from megarl.core.weights.transport import Sent, Transport, differing, open_fleet, texts
 
 log = logging.getLogger(__name__)
 
 
-def transport_of(recipe: Recipe, chunks: Sequence[Module], family: Family) -> Transport:
-    """That of weights.transport."""
-    weights, source = recipe.weights, Path(recipe.model.path)
-    flush, bucket_bytes = weights.pause == "retract", weights.bucket_mb << 20
-    if weights.transport == "disk":
-        return DiskTransport(chunks, family, source, RunDir(recipe.run.path).weights, flush)
-    turned = rotary_head_dim(family.architecture)
-    if weights.transport == "cuda_ipc":
-        return CudaIpcTransport(chunks, family, bucket_bytes, flush, turned)
-    return ProcessGroupTransport(chunks, family, bucket_bytes, weights.timeout_s, flush, turned)
-
-
 class Publisher:
-    """Of one learner rank; `publish` is collective over all of them."""
+    """One learner rank's part in publication; `publish` is collective over all ranks."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, chunks: Sequence[Module], family: Family) -> None:
-        self._endpoints = endpoints
-        self._pause = recipe.weights.pause
-        self._limit_s = recipe.weights.timeout_s
+        weights = recipe.weights
+        self._endpoints, self._pause, self._limit_s = endpoints, weights.pause, weights.timeout_s
         self._wakes = recipe.serving.release_memory
-        self._transport = transport_of(recipe, chunks, family)
+        flush, bucket_bytes = weights.pause == "retract", weights.bucket_mb << 20
+        self._transport: Transport
+        if weights.transport == "disk":
+            directory = RunDir(recipe.run.path).weights
+            self._transport = DiskTransport(chunks, family, Path(recipe.model.path), directory, flush)
+        elif weights.transport == "cuda_ipc":
+            self._transport = CudaIpcTransport(chunks, family, bucket_bytes, flush)
+        else:
+            self._transport = ProcessGroupTransport(chunks, family, bucket_bytes, weights.timeout_s, flush)
 
     def publish(self, command: Publish, incarnation: str) -> Published | None:
         """Bring the command's servers to the weights this learner has now. COLLECTIVE; only rank 0 gets the result.
 
         Errors of servers are in the result. Raises only for what is wrong on the learner's side.
         """
-        keys = (self._endpoints.api_key, self._endpoints.admin_key)
-        clients = [ServerClient(a, *keys, self._limit_s) for a in command.servers]
-        with closing(Fleet(clients, command.version)) as fleet:
+        with closing(open_fleet(command.servers, self._endpoints, self._limit_s, command.version)) as fleet:
             return self._publish(fleet, command, incarnation)
 
     def _publish(self, fleet: Fleet, command: Publish, incarnation: str) -> Published | None:
@@ -71,10 +88,7 @@ class Publisher:
         sent: Sent | None = None
         started = time.monotonic()
         try:
-            if leader:
-                _, failed = fleet.each(list(fleet.servers), self._stop)
-                errors |= {i: str(error) for i, error in failed.items()}
-            errors = from_rank_0(errors)
+            errors = from_rank_0(texts(fleet.each(fleet.servers, self._stop)[1]) if leader else {})
             paused = time.monotonic()
             sent = self._transport.send(fleet, [i for i in fleet.servers if i not in errors], command.version)
             errors |= sent.errors
@@ -85,8 +99,7 @@ class Publisher:
             if leader:
                 dirty = [i for i in fleet.servers if sent is None or i in errors]
                 fleet.each(dirty, lambda server: server.abort_all())
-                _, failed = fleet.each(list(fleet.servers), lambda server: server.resume())
-                errors |= {i: errors.get(i, str(error)) for i, error in failed.items()}
+                errors = texts(fleet.each(fleet.servers, lambda server: server.resume())[1]) | errors
         resumed = time.monotonic()
         if not leader:
             return None
@@ -105,18 +118,17 @@ class Publisher:
         )
 
     async def _stop(self, server: ServerClient) -> None:
-        """Pause it, with all its memory, of which a learner that has died may have borrowed a part."""
+        """Pause the server, and let it take back all memory: a learner that died may have left a part of it released."""
         await server.pause(self._pause)
         if self._wakes:
             await server.resume_memory()
 
     def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str], version: int) -> dict[int, str]:
-        """Checksum of each server; adds those to `errors` that differ from what was sent, or from the other servers."""
+        """Return each server's checksum; add to `errors` those that differ from what was sent, or from the other servers'."""
         answers, failed = fleet.each([i for i in fleet.servers if i not in errors], lambda server: server.checksums())
-        errors |= {i: str(error) for i, error in failed.items()}
+        errors |= texts(failed)
         for i, (_, parameters) in answers.items():
-            wrong = differing(sent.checksums, parameters or {})
-            if wrong:
+            if wrong := differing(sent.checksums, parameters or {}):
                 errors[i] = f"publishing version {version} to server {i}: checksum: {len(wrong)} differ, as {wrong[0]}"
         sums = {i: whole for i, (whole, _) in answers.items() if i not in errors}
         common = max(set(sums.values()), key=list(sums.values()).count, default="")

@@ -1,22 +1,21 @@
-"""`megarl answers compare OUT_A OUT_B`: two models on the same prompts: how much better B is, and where to read why.
+"""`megarl answers compare OUT_A OUT_B`: how much better B is than A on the prompts of both, and where to read why.
 
-OUT_A/SUITE, OUT_B/SUITE ─[read_side]─► answers by prompt ─[compare]─► Comparison ─┬─► table on the screen
-                                              prompts that both have               └─► comparison_page.py
+OUT_A/SUITE, OUT_B/SUITE ─[read_side]─► answers by prompt ─[compare]─► SideBySide ─► table on the screen, comparison_page.py
 
-Uncertainty of the difference: the prompts are the random sample, and a prompt that is hard for one model is hard for the other.
-So what counts is how the difference varies from prompt to prompt, which is less than the two scores' own intervals suggest.
+The prompts are the random sample, and a prompt that is hard for one model is hard for the other. So the uncertainty is how
+the difference varies from prompt to prompt, which is less than the two scores' own intervals suggest.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from scipy.special import stdtrit
 
 from megarl.core.base.errors import MegarlError
@@ -40,10 +39,7 @@ class Side(NamedTuple):
 
 
 class Quantity(NamedTuple):
-    """A quantity that both sides have, over their common prompts.
-
-    share: it is a share, from 0 to 1; otherwise only its difference has an interval, a and b have a mean.
-    """
+    """A quantity over the common prompts. share: from 0 to 1; otherwise only the difference has an interval."""
 
     name: str
     a: Interval
@@ -52,7 +48,7 @@ class Quantity(NamedTuple):
     share: bool
 
 
-class Comparison(NamedTuple):
+class SideBySide(NamedTuple):
     """Two sides compared. prompts: ids, in order. notes: caveats that a reader must know before trusting the table."""
 
     suite: str
@@ -69,9 +65,7 @@ def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
 
     suites = common_suites(out_a, out_b, suite)
     if page is not None and len(suites) > 1:
-        raise MegarlError(
-            f"-o: {page} is one page, and both have answers to {', '.join(suites)}; choose one with --suite"
-        )
+        raise MegarlError(f"-o: {page} is one page, both have answers to {', '.join(suites)}; choose one with --suite")
     if page is not None and not page.parent.is_dir():
         raise MegarlError(f"-o: {page.parent}: no such directory")
     console = Console()
@@ -90,22 +84,19 @@ def common_suites(out_a: Path, out_b: Path, suite: str | None) -> list[str]:
     """Return the suites to which both have answers, or the one asked for; MegarlError if there is none."""
     there = {out: suites_in(out) for out in (out_a, out_b)}
     for out, names in there.items():
-        wanted = f"to {suite} " if suite else ""
         if suite not in names if suite else not names:
-            has = (
-                f"it has {', '.join(names)}" if names else "it is no directory of an evaluation (OUT of `megarl eval`)"
-            )
+            wanted = f"to {suite} " if suite else ""
+            missing = "it is no directory of an evaluation (OUT of `megarl eval`)"
+            has = f"it has {', '.join(names)}" if names else missing
             raise MegarlError(f"{out}: no answers {wanted}in it; {has}")
-    both = [name for name in there[out_a] if name in there[out_b] and suite in (None, name)]
-    if not both:
-        raise MegarlError(
-            f"{out_a} has answers to {', '.join(there[out_a])}, {out_b} to {', '.join(there[out_b])}: nothing to compare"
-        )
+    if not (both := [name for name in there[out_a] if name in there[out_b] and suite in (None, name)]):
+        a_has, b_has = (", ".join(names) for names in there.values())
+        raise MegarlError(f"{out_a} has answers to {a_has}, {out_b} to {b_has}: nothing to compare")
     return both
 
 
 def read_side(out: Path, suite: str) -> Side:
-    """Read the answers to a suite; at least one side must have some."""
+    """Read the answers to a suite."""
     folder = SuiteDir(out, suite)
     result = folder.read_result() if folder.result.exists() else None
     answers: dict[str, list[Answer]] = {}
@@ -114,24 +105,20 @@ def read_side(out: Path, suite: str) -> Side:
     return Side(result.model if result else out.name, out, answers, result)
 
 
-def compare(suite: str, a: Side, b: Side) -> Comparison:
+def compare(suite: str, a: Side, b: Side) -> SideBySide:
     """Compare over the prompts that both have; MegarlError if they are not from the same set."""
     if a.name == b.name:
         a, b = (side._replace(name=str(side.folder)) for side in (a, b))
-    both = sorted((name for name in a.answers if name in b.answers), key=_numbers_in_order)
+    both = sorted(a.answers.keys() & b.answers.keys(), key=_numbers_in_order)
     if not both:
+        raise MegarlError(f"{a.folder} and {b.folder} have no prompt of {suite} in common: their sets are different")
+    if other := [name for name in both if a.answers[name][0].expected != b.answers[name][0].expected]:
+        wants = [side.answers[other[0]][0].expected[:60] for side in (a, b)]
         raise MegarlError(
-            f"{a.folder} and {b.folder} have no prompt of {suite} in common: they are not of the same set"
+            f"{a.folder} and {b.folder}: {len(other)} prompts of {suite} expect another answer: {other[0]!r} expects "
+            f"{wants[0]!r} in one and {wants[1]!r} in the other; they are not of the same set"
         )
-    other = [name for name in both if a.answers[name][0].expected != b.answers[name][0].expected]
-    if other:
-        first = other[0]
-        wants = [side.answers[first][0].expected[:60] for side in (a, b)]
-        raise MegarlError(
-            f"{a.folder} and {b.folder}: {len(other)} prompts of {suite} expect another answer: {first!r} expects {wants[0]!r} "
-            f"in one and {wants[1]!r} in the other; they are not of the same set"
-        )
-    return Comparison(suite, a, b, both, quantities(a, b, both), notes(a, b, both))
+    return SideBySide(suite, a, b, both, quantities(a, b, both), notes(a, b, both))
 
 
 def _numbers_in_order(name: str) -> list[tuple[int, str]]:
@@ -140,80 +127,61 @@ def _numbers_in_order(name: str) -> list[tuple[int, str]]:
 
 
 def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
-    """Return the quantities by which the sides are compared. k: the number of answers that every prompt has on both sides."""
+    """Return what the sides are compared by. k: the number of answers that every prompt has on both sides."""
     ours, theirs = ([[Outcome.of(answer) for answer in side.answers[name]] for name in prompts] for side in (a, b))
     every = [outcome for answers in (*ours, *theirs) for outcome in answers]
     k = min(len(answers) for answers in (*ours, *theirs))
+
+    def of_k(chosen: Choice) -> Callable[[Sequence[Outcome]], float]:
+        return lambda answers: chosen(answers, k)
 
     def share(name: str, value_of: Callable[[Sequence[Outcome]], float], step: float) -> Quantity:
         x, y = [value_of(each) for each in ours], [value_of(each) for each in theirs]
         a_score, b_score = over_prompts(x, sum(map(len, ours))), over_prompts(y, sum(map(len, theirs)))
         return Quantity(name, a_score, b_score, paired_difference(x, y, step), share=True)
 
-    rows = [share(f"mean@{k}" if k > 1 else "right", lambda answers: mean(o.correct for o in answers), 1 / k)]
+    rows = [share(f"mean@{k}" if k > 1 else "right", lambda answers: fmean(o.correct for o in answers), 1 / k)]
     if k > 1:
-        rows += [share(f"{name}@{k}", partial(_of_k, chosen, k), 1.0) for name, chosen in choices(every).items()]
+        rows += [share(f"{name}@{k}", of_k(chosen), 1.0) for name, chosen in choices(every).items()]
     if any(o.by_length is not None for o in every):
-        rows.append(share("by length", lambda answers: mean(bool(o.by_length) for o in answers), 1 / k))
-    rows.append(share("truncated", lambda answers: mean(o.truncated for o in answers), 1 / k))
-    x, y = ([mean(o.tokens for o in answers) for answers in side] for side in (ours, theirs))
-    alone = [Interval(mean(side), math.nan, math.nan) for side in (x, y)]
+        rows.append(share("by length", lambda answers: fmean(bool(o.by_length) for o in answers), 1 / k))
+    rows.append(share("truncated", lambda answers: fmean(o.truncated for o in answers), 1 / k))
+    x, y = ([fmean(o.tokens for o in answers) for answers in side] for side in (ours, theirs))
+    alone = [Interval(fmean(side), math.nan, math.nan) for side in (x, y)]
     rows.append(Quantity("tokens", alone[0], alone[1], paired_difference(x, y, 0.0), share=False))
     return rows
-
-
-def _of_k(chosen: Choice, k: int, answers: Sequence[Outcome]) -> float:
-    return chosen(answers, k)
-
-
-def mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values)))
 
 
 def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:
     """List what differs between the sides."""
     messages = []
     for side in (a, b):
-        alone = len(side.answers) - len(prompts)
-        if alone:
+        if alone := len(side.answers) - len(prompts):
             messages.append(f"Left out: {alone} prompt{'s' * (alone > 1)} that only {side.name} has answers to.")
         if side.result is None:
             messages.append(f"{side.name}: the evaluation has not ended; these are its answers so far.")
-        void = sum(bool(answer.void) for name in prompts for answer in side.answers[name])
-        if void:
+        if void := sum(bool(answer.void) for name in prompts for answer in side.answers[name]):
             messages.append(f"{side.name}: void answers, which could not be generated and count as wrong: {void}.")
     counts = [sorted({len(side.answers[name]) for name in prompts}) for side in (a, b)]
     if counts[0] != counts[1] or len(counts[0]) > 1:
         a_has, b_has = (" to ".join(map(str, sorted({each[0], each[-1]}))) for each in counts)
         messages.append(f"Answers a prompt: {a_has} of {a.name}, {b_has} of {b.name}.")
-    reworded = sum(a.answers[name][0].prompt != b.answers[name][0].prompt for name in prompts)
-    if reworded:
+    if reworded := sum(a.answers[name][0].prompt != b.answers[name][0].prompt for name in prompts):
         messages.append(f"In other words, or another template, on the two sides: {reworded} of {len(prompts)} prompts.")
-    return messages + _settings(a, b)
+    if a.result and b.result:
+        ours, theirs = (flat({**result.settings, "model": None}) for result in (a.result, b.result))
+        for key in sorted(ours.keys() | theirs.keys()):
+            if ours.get(key) != theirs.get(key):
+                messages.append(f"{key}: {ours.get(key)} of {a.name}, {theirs.get(key)} of {b.name}.")
+    return messages
 
 
-def _settings(a: Side, b: Side) -> list[str]:
-    """List differing settings of two finished evaluations, except the models."""
-    if a.result is None or b.result is None:
-        return []
-    ours, theirs = (
-        flat({k: v for k, v in side.result.settings.items() if k != "model"}) for side in (a, b) if side.result
-    )
-    return [
-        f"{key}: {ours.get(key)} of {a.name}, {theirs.get(key)} of {b.name}."
-        for key in sorted(ours.keys() | theirs.keys())
-        if ours.get(key) != theirs.get(key)
-    ]
-
-
-def show(comparison: Comparison, console: Console) -> None:
+def show(comparison: SideBySide, console: Console) -> None:
     """Print the table, and the notes that go with it."""
     a, b = comparison.a.name, comparison.b.name
     console.print(f"{comparison.suite}: {len(comparison.prompts)} prompts. A is {a}, B is {b}.", highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for heading in ("A", "B", "B − A"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    scores = [Column(heading, justify="right", no_wrap=True) for heading in ("A", "B", "B − A")]
+    table = Table(Column("", no_wrap=True), *scores, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for one in comparison.quantities:
         table.add_row(one.name, *cells(one))
     console.print(table)
@@ -223,11 +191,10 @@ def show(comparison: Comparison, console: Console) -> None:
 
 def cells(one: Quantity) -> tuple[str, str, str]:
     """Format A, B and B − A as text."""
+    d = one.difference
     if one.share:
         a, b = (f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]" for score in (one.a, one.b))
-        d = one.difference
         return a, b, f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
-    d = one.difference
     return f"{one.a.mean:,.0f}", f"{one.b.mean:,.0f}", f"{d.mean:+,.0f} [{d.low:+,.0f}, {d.high:+,.0f}]"
 
 

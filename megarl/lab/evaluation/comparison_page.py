@@ -1,40 +1,32 @@
 """The page of a comparison: one HTML file that opens offline (comparison.html), to read failures side by side.
 
-A set of 500 prompts with twice 16 answers of 8,000 tokens is half a gigabyte of text. So the page has a limit: if all
-completions together exceed it, each shows only its beginning and end, and how much is left out between. Each
-prompt is a separate script, which the browser reads when the prompt is opened, so that a large page opens at once.
+A set of 500 prompts with twice 16 answers of 8,000 tokens is half a gigabyte of text. So if all completions together exceed a
+limit, each shows only its beginning and end. Each prompt is a script of its own, read when the prompt is opened.
 """
 
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from msgspec import UNSET
 
 from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.metrics import Outcome
-from megarl.lab.evaluation.compare import METHOD, Comparison, cells
+from megarl.lab.evaluation.compare import METHOD, SideBySide, cells
 from megarl.lab.report import pictures
 
 TEMPLATE = Path(__file__).with_name("comparison.html")
-LARGEST = 64_000_000
-"""Characters of all completions in a page."""
-SHORTEST = 1000
-"""Characters that a completion keeps at least, however many there are."""
-LONGEST_ASKED = 20_000
-"""Characters of a prompt or an expected answer; the tests of a program can be megabytes."""
-LINE = 160
-"""Characters of a prompt in the list."""
+LARGEST = 64_000_000  # characters of all completions in a page
+SHORTEST = 1000  # characters that a completion keeps at least, however many there are
+LONGEST_ASKED = 20_000  # characters of a prompt or an expected answer; the tests of a program can be megabytes
+LINE = 160  # characters of a prompt in the list
 
 
-def write_comparison(comparison: Comparison, target: Path) -> int | None:
+def write_comparison(comparison: SideBySide, target: Path) -> int | None:
     """Write the page; return how many characters of a completion it keeps, or None if all."""
     sides = (comparison.a, comparison.b)
     sizes = [len(answer.completion) for name in comparison.prompts for side in sides for answer in side.answers[name]]
-    limit = None if sum(sizes) <= LARGEST else max(SHORTEST, LARGEST // len(sizes))
-    if limit is not None and max(sizes) <= limit:
-        limit = None
+    longest = max(SHORTEST, LARGEST // len(sizes))
+    limit = None if sum(sizes) <= LARGEST or max(sizes) <= longest else longest
     prompts = "\n".join(
         f'<script type="application/json" class="prompt">{pictures.embedded(_prompt(comparison, name, limit))}</script>'
         for name in comparison.prompts
@@ -49,39 +41,37 @@ def write_comparison(comparison: Comparison, target: Path) -> int | None:
     return limit
 
 
-def _overview(comparison: Comparison, limit: int | None) -> dict[str, Any]:
+def _overview(comparison: SideBySide, limit: int | None) -> dict[str, object]:
     """Return the page's data. prompts: [id, start of text, A right, A answers, B right, B answers, truncated of both]."""
-    said = list(comparison.notes)
-    lines = _lines(comparison)
-    if any(max(answered_a, answered_b) > 1 for _, _, _, answered_a, _, answered_b, _ in lines):
+    said, both = list(comparison.notes), (comparison.a.answers, comparison.b.answers)
+    if any(len(answers[name]) > 1 for answers in both for name in comparison.prompts):
         said.append("In the list a side is right where at least half of its answers are.")
     if limit is not None:
-        said.append(
-            f"Completions of more than {limit:,} characters are shown by begin and end; all is in answers.jsonl."
-        )
+        text = "are shown by begin and end; all is in answers.jsonl."
+        said.append(f"Completions of more than {limit:,} characters {text}")
     return {
         "suite": comparison.suite,
         "a": {"name": comparison.a.name, "folder": str(comparison.a.folder)},
         "b": {"name": comparison.b.name, "folder": str(comparison.b.folder)},
         "table": [[one.name, *cells(one)] for one in comparison.quantities],
         "notes": [*said, METHOD],
-        "prompts": lines,
+        "prompts": _lines(comparison),
     }
 
 
-def _lines(comparison: Comparison) -> list[list[Any]]:
+def _lines(comparison: SideBySide) -> list[list[str | int]]:
     """Return the list of prompts, without the words that all begin with, which belong to a template."""
     sides = [(comparison.a.answers[name], comparison.b.answers[name]) for name in comparison.prompts]
     texts = [a[0].prompt.split() for a, _ in sides]
     begin = next((n for n, words in enumerate(zip(*texts, strict=False)) if len(set(words)) > 1), 0)
-    lines = []
+    lines: list[list[str | int]] = []
     for name, (a, b), words in zip(comparison.prompts, sides, texts, strict=True):
         counts = [n for answers in (a, b) for n in (sum(x.correct for x in answers), len(answers))]
         lines.append([name, " ".join(words[begin:])[:LINE], *counts, sum(x.truncated for x in (*a, *b))])
     return lines
 
 
-def _prompt(comparison: Comparison, name: str, limit: int | None) -> dict[str, Any]:
+def _prompt(comparison: SideBySide, name: str, limit: int | None) -> dict[str, object]:
     a, b = comparison.a.answers[name], comparison.b.answers[name]
     return {
         "prompts": [shortened(x[0].prompt, LONGEST_ASKED) for x in (a, b)],
@@ -91,8 +81,8 @@ def _prompt(comparison: Comparison, name: str, limit: int | None) -> dict[str, A
     }
 
 
-def _answer(answer: Answer, limit: int | None) -> dict[str, Any]:
-    result: dict[str, Any] = {
+def _answer(answer: Answer, limit: int | None) -> dict[str, object]:
+    result: dict[str, object] = {
         "text": shortened(answer.completion, limit),
         "answer": shortened(answer.answer, limit),
         "right": answer.correct,
@@ -100,30 +90,25 @@ def _answer(answer: Answer, limit: int | None) -> dict[str, Any]:
         "marks": _marks(answer),
     }
     if answer.choices is not UNSET:
-        result |= {
-            "choices": answer.choices,
-            "loglikelihoods": answer.loglikelihoods,
-            "chosen": answer.chosen,
-            "chosen_normalised": answer.chosen_normalised,
-            "right_normalised": Outcome.of(answer).by_length,
-        }
+        scored = ("choices", "loglikelihoods", "chosen", "chosen_normalised")
+        result |= {key: getattr(answer, key) for key in scored} | {"right_normalised": Outcome.of(answer).by_length}
     return result
 
 
 def _marks(answer: Answer) -> list[str]:
     """Return further remarks on an answer."""
-    said: Sequence[tuple[bool, str]] = (
-        (answer.truncated, "truncated"),
-        (answer.interrupted, "interrupted"),
-        (not answer.format_ok and not answer.void, "no answer found"),
-        (answer.grader_timeout, "grader timed out"),
-        (answer.grader_error, "grader failed"),
-        (bool(answer.void), f"void: {answer.void}"),
-    )
-    return [text for holds, text in said if holds]
+    remarks = {
+        "truncated": answer.truncated,
+        "interrupted": answer.interrupted,
+        "no answer found": not answer.format_ok and not answer.void,
+        "grader timed out": answer.grader_timeout,
+        "grader failed": answer.grader_error,
+        f"void: {answer.void}": answer.void,
+    }
+    return [text for text, holds in remarks.items() if holds]
 
 
-def shortened(text: str, limit: int | None) -> list[Any]:
+def shortened(text: str, limit: int | None) -> list[str | int]:
     """Return [text] or, above the limit, [start, characters left out, end].
 
     The start gets a quarter of the limit; the answer is near the end.
@@ -131,5 +116,4 @@ def shortened(text: str, limit: int | None) -> list[Any]:
     if limit is None or len(text) <= limit:
         return [text]
     begin = limit // 4
-    end = limit - begin
-    return [text[:begin], len(text) - limit, text[-end:]]
+    return [text[:begin], len(text) - limit, text[begin - limit :]]

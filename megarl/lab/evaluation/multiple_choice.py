@@ -1,19 +1,16 @@
-"""Multiple choice by log-likelihood: ARC and HellaSwag, asked and scored as in lm-evaluation-harness 0.4.13. A server
-computes log p(continuation | context):
-
-    context "Question: … Answer:", continuation " Paris" ──► [joined] token ids, start of the continuation
-                                                         ──► ServerClient.score ──► sum of its log-probs
-
-Texts become tokens as in lm-evaluation-harness 0.4.13 (`TemplateLM._encode_pair`), so that our numbers equal its numbers: both
-are encoded as one text, framed as the tokenizer frames any (Llama 3 puts <|begin_of_text|> in front), blanks at the end of the
-context belong to the continuation, and whatever follows as many tokens as the context alone has is the continuation.
+"""Multiple choice by log-likelihood: ARC and HellaSwag, asked and scored as in lm-evaluation-harness 0.4.13.
 
     rows of a suite ─[load_questions]─► Question: context, choices, gold ─► Choices, asked by score.py
                     ─[ask]─► log p(" " + choice | context) of each, by a server ─[answered]─► Answer
 
+Both texts become tokens as in the harness (`TemplateLM._encode_pair`), so that our numbers equal its numbers: they are encoded
+as one text, framed as the tokenizer frames any (Llama 3 puts <|begin_of_text|> in front), blanks at the end of the
+context belong to the continuation, and whatever follows as many tokens as the context alone has is the continuation.
+
 There are two verdicts: `chosen` is the choice with the largest log-likelihood (the harness's acc), `chosen_normalised` the one
-with the largest per character of the choice (acc_norm), which does not penalise long choices. The harness divides by
-characters, not by bytes as some papers say; its acc_bytes is another number. Nothing is sampled: a question has one answer.
+with the largest per character, not byte, of the choice (acc_norm). Nothing is sampled: a question has one answer.
+
+The harness itself is not called: it gives answers only when a whole task has ended, so no evaluation could resume.
 """
 
 import logging
@@ -22,7 +19,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -48,7 +45,6 @@ class Continuation(NamedTuple):
 
     @property
     def scored(self) -> int:
-        """Number of scored tokens."""
         return len(self.tokens) - self.first
 
 
@@ -65,27 +61,15 @@ def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], lon
         over = max(0, len(whole) - longest)
         first = len(alone) - over
         if not 1 <= first < len(whole) - over:
-            raise MegarlError(
-                f"{text!r} cannot be scored behind {context[-60:]!r}: {len(whole) - len(alone)} tokens of its own, "
-                f"behind at least one other, where {longest} fit"
-            )
+            fits = f"{len(whole) - len(alone)} tokens of its own, behind at least one other, where {longest} fit"
+            raise MegarlError(f"{text!r} cannot be scored behind {context[-60:]!r}: {fits}")
         continued.append(Continuation(whole[over:], first, over > 0))
     return continued
 
 
-async def loglikelihoods(client: ServerClient, continuations: Sequence[Continuation], salt: str) -> list[float]:
-    """Return each continuation's log-likelihood in nats. `salt`: as in ServerClient.generate; a new one per weight version.
-
-    Raises ServerLost or ServerRefused.
-    """
-    scores = await client.score([c.tokens for c in continuations], [c.first for c in continuations], salt)
-    return [float(np.sum(each.logprobs, dtype=np.float64)) for each in scores]
-
-
 log = logging.getLogger(__name__)
 
-DELIMITER = " "
-"""Separates context and choice."""
+DELIMITER = " "  # separates context and choice
 
 
 class Question(NamedTuple):
@@ -98,10 +82,7 @@ class Question(NamedTuple):
 
 
 def arc(raw: Raw) -> Question:
-    """Read huggingface.co/datasets/allenai/ai2_arc (arXiv 1803.05457): id, question, choices {text, label}, answerKey.
-
-    Labels are A … E or 1 … 5.
-    """
+    """Read huggingface.co/datasets/allenai/ai2_arc (arXiv 1803.05457), whose labels are A … E or 1 … 5."""
     labels, choices = column("choices.label")(raw), column("choices.text")(raw)
     key = column("answerKey")(raw)
     if key not in labels:
@@ -110,10 +91,9 @@ def arc(raw: Raw) -> Question:
 
 
 def hellaswag(raw: Raw) -> Question:
-    """Read huggingface.co/datasets/Rowan/hellaswag (arXiv 1905.07830): ind, activity_label, ctx_a, ctx_b, endings, label.
+    """Read huggingface.co/datasets/Rowan/hellaswag (arXiv 1905.07830); its test split has no labels.
 
-    `ctx`, which is ctx_a and ctx_b joined, is not read: the harness joins them itself, with a capital letter. The test split
-    has no labels.
+    `ctx`, which is ctx_a and ctx_b joined, is not read: the harness joins them itself, with a capital letter.
     """
     label, endings = str(column("label")(raw)), column("endings")(raw)
     if not label.isdecimal() or int(label) >= len(endings):
@@ -123,15 +103,11 @@ def hellaswag(raw: Raw) -> Question:
 
 
 def _without_brackets(text: str) -> str:
-    """Remove marks such as [title], [header], [step] from HellaSwag's WikiHow part.
-
-    This is the harness's preprocessing, and that of the authors' release.
-    """
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
+    """Remove marks such as [title] from HellaSwag's WikiHow part, as the harness and the authors' release do."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def _question(name: Any, context: str, choices: Sequence[str], gold: int) -> Question:
+def _question(name: object, context: str, choices: Sequence[str], gold: int) -> Question:
     if len(choices) < 2 or not all(choices):
         raise UnfitError(f"fewer than two choices, or an empty one: {list(choices)}")
     return Question(str(name) if name is not None else f"{fingerprint(context):016x}", context, tuple(choices), gold)
@@ -149,25 +125,25 @@ class LoadedQuestions(NamedTuple):
 
 
 def load_questions(source: str, choices: str) -> LoadedQuestions:
-    """Load the questions of a source, in order; choices: a key of SETS.
+    """Load the questions of a source, in order; choices: a key of SETS. MegarlError if there is none.
 
-    Rows that do not fit the schema, or repeat an id, are left out, counted and reported, since no published set is free of
-    them; MegarlError if none is left.
+    Rows that do not fit the schema, or repeat an id, are left out, counted and reported: every published set has some.
     """
     questions: dict[str, Question] = {}
     left_out, faults = Counter[str](), []
     for number, raw in stream(source):
         try:
-            question = _read(raw, SETS[choices])
+            if isinstance(raw, Unreadable):
+                raise UnfitError(raw.why)
+            question = SETS[choices](raw)
+            if question.id not in questions:
+                questions[question.id] = question
+                continue
+            reason, fault = "the id of an earlier one", f"the id {question.id!r} again"
         except UnfitError as error:
-            left_out["not of the schema"] += 1
-            faults.append(f"{source}:{number}: {error}")
-            continue
-        if question.id in questions:
-            left_out["the id of an earlier one"] += 1
-            faults.append(f"{source}:{number}: the id {question.id!r} again")
-        else:
-            questions[question.id] = question
+            reason, fault = "not of the schema", str(error)
+        left_out[reason] += 1
+        faults.append(f"{source}:{number}: {fault}")
     if not questions:
         raise MegarlError(listed(f"{source}: no question of the schema {choices!r} in it", faults))
     if faults:
@@ -175,18 +151,9 @@ def load_questions(source: str, choices: str) -> LoadedQuestions:
     return LoadedQuestions(list(questions.values()), left_out)
 
 
-def _read(raw: Raw | Unreadable, read: Callable[[Raw], Question]) -> Question:
-    if isinstance(raw, Unreadable):
-        raise UnfitError(raw.why)
-    return read(raw)
-
-
 @dataclass(frozen=True)
 class Choices(Questions[Question]):
-    """Questions whose choices are scored.
-
-    A question too long for the servers loses the start of its context, as in the harness, and its answer says `truncated`.
-    """
+    """Questions whose choices are scored. One too long loses the start of its context; its answer says `truncated`."""
 
     def answerer(self, asker: Asker) -> Callable[[Question, int, Order], Awaitable[Answer]]:
         return partial(self._answer, asker)
@@ -194,8 +161,7 @@ class Choices(Questions[Question]):
     async def _answer(self, asker: Asker, asked: Question, sample: int, order: Order) -> Answer:
         """Return the answer; void if its requests are lost more than MAX_RETRIES times, or it cannot be asked."""
         longest = asker.recipe.length.context_tokens - KEPT_FROM_INPUT
-        tries = MAX_RETRIES + 1
-        why = ""
+        tries, why = MAX_RETRIES + 1, ""
         for _ in range(tries):
             server, _version = await asker.places.take(order, asker.may_use)
             life = asker.sampler.watcher.life(server)
@@ -216,18 +182,19 @@ async def ask(
 ) -> Answer:
     """Return the answer of the model that `client` serves.
 
-    longest: tokens that fit in a context. salt: the evaluation's; a new one per version of the weights. Raises
-    ServerLost or ServerRefused; MegarlError if the tokenizer leaves nothing of a choice.
+    longest: tokens that fit in a context. salt: one per evaluation and version of the weights. Raises ServerLost or
+    ServerRefused; MegarlError if the tokenizer leaves nothing of a choice.
     """
     continuations = joined(tokenizer, question.context, [DELIMITER + choice for choice in question.choices], longest)
-    scores = await loglikelihoods(client, continuations, f"{salt}/{question.id}")
-    return answered(question, suite, scores, continuations)
+    tokens, first = [c.tokens for c in continuations], [c.first for c in continuations]
+    scores = await client.score(tokens, first, f"{salt}/{question.id}")
+    sums = [float(np.sum(each.logprobs, dtype=np.float64)) for each in scores]
+    return answered(question, suite, sums, continuations)
 
 
 def answered(question: Question, suite: str, scores: Sequence[float], continuations: Sequence[Continuation]) -> Answer:
     """Make the answer from these log-likelihoods, in nats."""
-    by_length = np.divide(scores, [len(choice) for choice in question.choices])
-    chosen, normalised = int(np.argmax(scores)), int(np.argmax(by_length))
+    chosen = int(np.argmax(scores))
     return msgspec.structs.replace(
         _void(question, suite, ""),
         completion=DELIMITER + question.choices[chosen],
@@ -239,7 +206,7 @@ def answered(question: Question, suite: str, scores: Sequence[float], continuati
         tokens=continuations[chosen].scored,
         loglikelihoods=tuple(scores),
         chosen=chosen,
-        chosen_normalised=normalised,
+        chosen_normalised=int(np.argmax(np.divide(scores, [len(choice) for choice in question.choices]))),
     )
 
 

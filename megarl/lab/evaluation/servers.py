@@ -1,20 +1,21 @@
 """An evaluation's own servers: started, waited for, asked, ended. Nothing is published to them: their weights stay.
 
-    OUT/.servers/     recipe.yaml, endpoints.json, logs/server/: what `megarl serve` reads and writes
-
+`megarl serve` reads and writes OUT/.servers/: recipe.yaml, endpoints.json, logs/server/.
 A failed request is retried on any server. If a server's process ends, so does the evaluation, with all answers so far on disk.
 """
 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, write_atomically
 from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.evaluation.score import Asker
 from megarl.core.recipe import Recipe, dump
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
@@ -22,56 +23,49 @@ from megarl.core.server.client import ServerClient
 from megarl.core.server.membership import Membership
 from megarl.run.checks import check_cpu
 from megarl.run.launcher import LocalLauncher, LocalProcess, task
-from megarl.run.nodes import Node
 from megarl.run.observe import last_lines, log_of
 from megarl.run.placement import place_servers
 from megarl.run.restart import Role
 from megarl.tasks.environments.registry import TaskEnvironments
+from megarl.tasks.graders.grader import TaskGraders
 
 WATCH_S = 1.0
-UNCHANGED = -1
-"""The version of weights that a server read from a directory."""
+UNCHANGED = -1  # the version of weights that a server read from a directory
 
 
+@dataclass(frozen=True)
 class OwnServers:
-    """Servers that are running and ready."""
+    """Servers that are running and ready; the sampler's watcher, too."""
 
-    def __init__(self, recipe: Recipe, endpoints: Endpoints, processes: Sequence[LocalProcess]) -> None:
-        self._recipe, self._endpoints, self._processes = recipe, endpoints, processes
+    recipe: Recipe
+    endpoints: Endpoints
+    processes: Sequence[LocalProcess]
 
-    @property
-    def ids(self) -> set[int]:
-        return set(range(len(self._processes)))
-
-    def asked(self, tokenizer: Tokenizer) -> "AskedServers":
-        """Return clients of the servers, within the running event loop; `close` them."""
-        return AskedServers(self._recipe, self._endpoints, tokenizer)
-
-    async def watch(self) -> None:
-        """Watch until cancelled; MegarlError when a server has ended."""
-        while True:
-            check_alive(self._recipe, self._processes)
-            await asyncio.sleep(WATCH_S)
-
-
-class AskedServers:
-    """Clients, places and sampler for servers whose weights do not change."""
-
-    def __init__(self, recipe: Recipe, endpoints: Endpoints, tokenizer: Tokenizer) -> None:
-        width = recipe.resources.server_tensor_parallel
-        addresses = [ServerAddress(id=n, url=u, tensor_parallel=width) for n, u in enumerate(endpoints.servers)]
+    @asynccontextmanager
+    async def asker(self, tokenizer: Tokenizer) -> AsyncIterator[Asker]:
+        """Give what asks these servers and grades their answers; their weights do not change."""
+        recipe, ids = self.recipe, range(len(self.processes))
+        width, timeout_s = recipe.resources.server_tensor_parallel, recipe.serving.request_timeout_s
+        addresses = [ServerAddress(id=n, url=self.endpoints.servers[n], tensor_parallel=width) for n in ids]
         members = Membership(addresses)
-        self.clients = {
-            a.id: ServerClient(a, endpoints.api_key, endpoints.admin_key, recipe.serving.request_timeout_s)
-            for a in addresses
-        }
-        for n in self.clients:
+        for n in ids:
             members.seen(n)
             members.publish([n], UNCHANGED, "")
             members.published(n, UNCHANGED, "", "")
-        self.places = Places(members, recipe.serving.max_running_requests)
-        self._environments = TaskEnvironments(recipe, tokenizer)
-        self.sampler = Sampler(recipe, tokenizer, self.clients, self.places, self, self._environments)
+        keys = self.endpoints.api_key, self.endpoints.admin_key
+        clients = {a.id: ServerClient(a, *keys, timeout_s) for a in addresses}
+        at_once = recipe.serving.max_running_requests
+        places = Places(members, at_once)
+        graders, environments = TaskGraders.of(recipe, tokenizer.decode), TaskEnvironments(recipe, tokenizer)
+        sampler = Sampler(recipe, tokenizer, clients, places, self, environments)
+        salt = secrets.token_hex(8)
+        try:
+            yield Asker(recipe, tokenizer, clients, places, sampler, graders, set(ids), salt, at_once * len(ids))
+        finally:
+            graders.close()
+            environments.close()
+            for client in clients.values():
+                await client.close()
 
     def life(self, server: int) -> int:
         return 0
@@ -79,10 +73,28 @@ class AskedServers:
     def server_lost(self, server: int, life: int, reason: str) -> None:
         """Do nothing: the request is retried within MAX_RETRIES, and `watch` notices a server that is gone for good."""
 
-    async def close(self) -> None:
-        self._environments.close()
-        for client in self.clients.values():
-            await client.close()
+    async def watch(self) -> None:
+        """Watch until cancelled; MegarlError when a server has ended."""
+        while True:
+            self.check_alive()
+            await asyncio.sleep(WATCH_S)
+
+    def check_alive(self) -> None:
+        for n, process in enumerate(self.processes):
+            if (status := process.status()) is not None:
+                log = log_of(RunDir(self.recipe.run.path), Role("server", n))
+                said = "\n  ".join(last_lines(log)) if log is not None else ""
+                raise MegarlError(f"server {n} has ended with status {status}; the end of {log}:\n  {said}")
+
+    def wait_ready(self) -> None:
+        """Wait until all answer. MegarlError if one has ended, or serving.start_timeout_s is over."""
+        until = time.monotonic() + self.recipe.serving.start_timeout_s
+        for url, process in zip(self.endpoints.servers, self.processes, strict=True):
+            try:
+                wait_ready(url, max(0.0, until - time.monotonic()), process.status)
+            except MegarlError:
+                self.check_alive()
+                raise
 
 
 @contextmanager
@@ -95,56 +107,28 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
     if not node.gpus:
         count = recipe.resources.servers * recipe.resources.server_tensor_parallel
         check_cpu(recipe, recipe.model.path, {"server processes": count}, node.cores)
-    endpoints = _prepared(recipe, rundir, node)
+    rundir.logs.mkdir(parents=True, exist_ok=True)
+    write_atomically(rundir.recipe, dump(recipe).encode())
+    urls = tuple(f"http://{node.address}:{port}" for port in node.ports)
+    api_key, admin_key, link = secrets.token_hex(16), secrets.token_hex(16), LinkKeys.new()
+    endpoints = Endpoints(
+        session="evaluation", controller="", servers=urls, api_key=api_key, admin_key=admin_key, link=link, rendezvous_port=0
+    )  # fmt: skip
+    rundir.write_endpoints(endpoints)
     processes: list[LocalProcess] = []
     try:
-        for n, url in enumerate(endpoints.servers):
-            role, port = Role("server", n), int(url.rpartition(":")[2])
+        for n, port in enumerate(node.ports):
+            role = Role("server", n)
             processes.append(launcher.start(task(recipe, rundir, role, port, placed[role])))
-        _wait(recipe, endpoints, processes)
-        yield OwnServers(recipe, endpoints, processes)
+        servers = OwnServers(recipe, endpoints, processes)
+        servers.wait_ready()
+        yield servers
     finally:
         for process in processes:
             process.kill()
         for process in processes:
             process.wait_gone()
         rundir.endpoints_file.unlink(missing_ok=True)
-
-
-def check_alive(recipe: Recipe, processes: Sequence[LocalProcess]) -> None:
-    for n, process in enumerate(processes):
-        status = process.status()
-        if status is not None:
-            log = log_of(RunDir(recipe.run.path), Role("server", n))
-            said = "\n  ".join(last_lines(log)) if log is not None else ""
-            raise MegarlError(f"server {n} has ended with status {status}; the end of {log}:\n  {said}")
-
-
-def _prepared(recipe: Recipe, rundir: RunDir, node: Node) -> Endpoints:
-    """Write what `megarl serve` reads."""
-    rundir.logs.mkdir(parents=True, exist_ok=True)
-    write_atomically(rundir.recipe, dump(recipe).encode())
-    endpoints = Endpoints(
-        session="evaluation",
-        controller="",
-        servers=tuple(f"http://{node.address}:{port}" for port in node.ports),
-        api_key=secrets.token_hex(16),
-        admin_key=secrets.token_hex(16),
-        link=LinkKeys.new(),
-        rendezvous_port=0,
-    )
-    rundir.write_endpoints(endpoints)
-    return endpoints
-
-
-def _wait(recipe: Recipe, endpoints: Endpoints, processes: Sequence[LocalProcess]) -> None:
-    until = time.monotonic() + recipe.serving.start_timeout_s
-    for url, process in zip(endpoints.servers, processes, strict=True):
-        try:
-            wait_ready(url, max(0.0, until - time.monotonic()), process.status)
-        except MegarlError:
-            check_alive(recipe, processes)
-            raise
 
 
 POLL_S = 0.1

@@ -10,9 +10,8 @@ The user's key=value arguments override all of it.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config, text_config
@@ -25,13 +24,11 @@ from megarl.tasks.data.chat import load_chat
 CONTEXT = 16_384
 """Tokens of prompt and completion for a directory that does not say: ScaleRL's 14k, and room for the prompt."""
 THINKING = "</think>"
-KV_TOKENS = 65_536
-"""KV tokens of a server without a GPU, which must be given a number; at least the longest sequence."""
+KV_TOKENS = 65_536  # KV tokens of a server without a GPU, which must be given a number; at least the longest sequence
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """The model to ask. source: a Hugging Face directory, or a run's checkpoint; hf: its configuration and tokenizer."""
 
     name: str
@@ -40,7 +37,7 @@ class Subject:
     run: RunDir | None = None
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Name, size and time of every file: equal as long as nobody has changed the model."""
         files = sorted(path for path in self.source.rglob("*") if path.is_file())
         return {
@@ -52,7 +49,8 @@ class Subject:
 def subject_of(model: str) -> Subject:
     """Resolve what the user means; MegarlError if there is no such model."""
     whole, at, step = model.rpartition("@")
-    path = Path(whole if at and step.isdigit() else model)
+    asks_step = bool(at) and step.isdigit()
+    path = Path(whole if asks_step else model)
     if path.is_dir() and (path / "config.json").is_file():
         return Subject(str(path), path, path)
     rundir = RunDir(path)
@@ -60,12 +58,9 @@ def subject_of(model: str) -> Subject:
         raise MegarlError(
             f"--model: {model!r} is neither a Hugging Face directory (config.json) nor a run (recipe.yaml) nor RUN@STEP"
         )
-    there = complete(rundir.checkpoints)
-    if not there:
-        raise MegarlError(
-            f"--model: {path} has no complete checkpoint yet; the run writes one every checkpoint.every steps"
-        )
-    chosen = step_folder(rundir.checkpoints, int(step)) if at and step.isdigit() else there[-1]
+    if not (there := complete(rundir.checkpoints)):
+        raise MegarlError(f"--model: {path} has no complete checkpoint yet; there is one every checkpoint.every steps")
+    chosen = step_folder(rundir.checkpoints, int(step)) if asks_step else there[-1]
     if chosen not in there:
         steps = ", ".join(str(step_of(p)) for p in there)
         raise MegarlError(f"--model: {path} has no checkpoint of step {step}; there are those of {steps}")
@@ -77,7 +72,7 @@ def recipe_of(
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe to ask with, and the names of the suites asked for.
 
-    options: overrides for each suite, without the start of the key, such as `samples=4`.
+    options: overrides for each suite, without the start of the key: `samples=4`.
     """
     fixed = [
         f"run.dir={json.dumps(str(out))}",
@@ -98,11 +93,8 @@ def recipe_of(
     return from_tree(tree, [*given, *overrides]), list(asked)
 
 
-def _suite(word: str, base: Recipe) -> tuple[str, dict[str, Any]]:
-    """Return name and keys of a suite: from the run's recipe, shipped, or a YAML file; or what a task holds out.
-
-    The task is this run's, or RUN:TASK names another run's.
-    """
+def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object]]:
+    """Return name and keys of a suite: the run's, shipped, a YAML file; or what a task holds out: the run's, or RUN:TASK."""
     if word in base.evaluation.suites:
         return word, base.evaluation.suites[word].model_dump(mode="json")
     if word in base.data.tasks:
@@ -113,8 +105,8 @@ def _suite(word: str, base: Recipe) -> tuple[str, dict[str, Any]]:
         if not Path(word).is_file():
             raise MegarlError(f"--suite: {word!r} is not a file")
         return Path(word).stem, load_suite(Path(word))
-    path, colon, task = word.rpartition(":")
-    if colon:
+    path, _, task = word.rpartition(":")
+    if path:
         other = load(str(RunDir.opened(Path(path)).recipe))
         if task not in other.data.tasks:
             raise MegarlError(f"--suite: {path} has no task {task!r}; it has {', '.join(other.data.tasks)}")
@@ -123,12 +115,11 @@ def _suite(word: str, base: Recipe) -> tuple[str, dict[str, Any]]:
     raise MegarlError(f"--suite: {word!r} is none of {', '.join(dict.fromkeys(known))}, no RUN:TASK and no YAML file")
 
 
-def _heldout(name: str, base: Recipe) -> dict[str, Any]:
+def _heldout(name: str, base: Recipe) -> dict[str, object]:
     task = base.data.tasks[name]
     kept = task.model_dump(mode="json", exclude={"train", "heldout", "weight"})
-    settings = base.evaluation
     rows = {"data": task.heldout} if isinstance(task.heldout, str) else {"data": task.train, "heldout": task.heldout}
-    return kept | rows | {"samples": settings.samples, "prompts": settings.prompts}
+    return kept | rows | {"samples": base.evaluation.samples, "prompts": base.evaluation.prompts}
 
 
 def _of_directory(hf: Path) -> list[str]:
@@ -136,16 +127,15 @@ def _of_directory(hf: Path) -> list[str]:
     config = text_config(read_config(hf), hf / "config.json")
     dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
     if dtype not in DTYPES:
-        raise MegarlError(
-            f"{hf / 'config.json'}: dtype {dtype!r} is not supported; convert it to one of {', '.join(DTYPES)}"
-        )
+        known = ", ".join(DTYPES)
+        raise MegarlError(f"{hf / 'config.json'}: dtype {dtype!r} is not supported; convert it to one of {known}")
     context = min(CONTEXT, config.get("max_position_embeddings") or CONTEXT)
-    prompt = answer = max(1, min(2048, context // 4))
-    thinking = max(1, context - prompt - answer)
+    answer = max(1, min(2048, context // 4))  # and as long a prompt
+    thinking = max(1, context - 2 * answer)
     return [
         f"model.dtype={DTYPES[dtype]}",
         "length.control=none",
-        f"length.prompt_tokens={prompt}",
+        f"length.prompt_tokens={answer}",
         f"length.thinking_tokens=[{thinking}, {thinking}]",
         f"length.answer_tokens={answer}",
         f"length.end_of_thinking={json.dumps(THINKING if _thinks(hf) else '')}",
@@ -155,28 +145,24 @@ def _of_directory(hf: Path) -> list[str]:
 
 def _thinks(hf: Path) -> bool:
     """Return whether the model's vocabulary or template has the end of a thinking trace."""
-    if load_tokenizer(hf).backend.token_to_id(THINKING) is not None:
-        return True
     files = [path for name in ("chat_template.jinja", "tokenizer_config.json") if (path := hf / name).is_file()]
-    return any(THINKING in path.read_text() for path in files)
+    known = load_tokenizer(hf).backend.token_to_id(THINKING) is not None
+    return known or any(THINKING in path.read_text() for path in files)
 
 
 def _template(recipe: Recipe, hf: Path) -> dict[str, str]:
     """Return the template of the run's tasks if they share one; else the model's own, if it has one."""
     trained = {(task.template, task.system) for task in recipe.data.tasks.values()}
     if len(trained) == 1:
-        template, system = trained.pop()
-        return {"template": template, "system": system}
+        return dict(zip(("template", "system"), trained.pop(), strict=True))
     try:
         load_chat(hf)
+        return {"template": "chat"}
     except MegarlError:
         return {"template": "raw"}
-    return {"template": "chat"}
 
 
 def _servers(overrides: Sequence[str]) -> int:
     """Return as many servers as the GPUs allow; one without GPUs."""
-    width = next(
-        (int(m[1]) for o in overrides if (m := re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", o))), 1
-    )
-    return max(1, len(devices.gpus()) // width)
+    widths = [m[1] for o in overrides if (m := re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", o))]
+    return max(1, len(devices.gpus()) // int(widths[0] if widths else 1))

@@ -1,7 +1,6 @@
 """The questions of a suite: rows of its source, mapped, put into its prompt and template, as token ids; or multiple choice.
 
-A row that cannot be asked changes the overall score, so it is left out, counted and reported. No answer is too large here,
-because a programming problem is graded by its tests.
+A row that cannot be asked is left out, counted and reported. No answer is too large: it may be a program's tests.
 """
 
 import hashlib
@@ -9,13 +8,13 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.evaluation.score import Questions, Sampled, choose
+from megarl.core.evaluation.score import Sampled, choose
 from megarl.core.recipe import Recipe, Suite
 from megarl.lab.evaluation.multiple_choice import Choices, load_questions
 from megarl.tasks.data.contamination import overlap_with
@@ -26,10 +25,13 @@ from megarl.tasks.data.survey import survey
 log = logging.getLogger(__name__)
 
 
+type SuiteQuestions = Sampled | Choices
+
+
 class Loaded(NamedTuple):
     """A loaded suite. questions: those asked, of `rows`; left_out: number by reason; digest: of all that could be asked."""
 
-    questions: Questions[Any]
+    questions: SuiteQuestions
     rows: int
     left_out: Mapping[str, int]
     digest: str
@@ -41,19 +43,9 @@ def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, deconta
     decontaminate: for a suite held out of training data, as in data.decontaminate.
     """
     if suite.choices:
-        return _choices(name, suite)
-    return _sampled(name, suite, tokenizer, max_tokens, decontaminate)
-
-
-def _choices(name: str, suite: Suite) -> Loaded:
-    """Load multiple choice, which has one answer per question, whatever `samples` says."""
-    found = load_questions(suite.data, suite.choices)
-    asked = Choices(name, choose(found.questions, suite.prompts), 1, rows=suite)
-    rows = len(found.questions) + found.left_out.total()
-    return Loaded(asked, rows, found.left_out, _digest([q.id, q.context, q.choices, q.gold] for q in found.questions))
-
-
-def _sampled(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str]) -> Loaded:
+        every, unfit = load_questions(suite.data, suite.choices)
+        one_each = Choices(name, choose(every, suite.prompts), 1, rows=suite)  # whatever `samples` says
+        return Loaded(one_each, len(every) + unfit.total(), unfit, _digest(map(list, every)))
     read = mapping_of(suite.mapping, suite.columns)
     if "code" in suite.graders:
         read = of_programs(read)
@@ -74,7 +66,7 @@ def _sampled(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, dec
     return Loaded(asked, rows, left_out, _digest([p.id, p.tokens.tolist(), p.answer] for p in prompts))
 
 
-def _digest(asked: Iterable[list[Any]]) -> str:
+def _digest(asked: Iterable[list[object]]) -> str:
     """Return a digest of the questions, each an id and its content, independent of their order."""
     digest = hashlib.blake2b(digest_size=16)
     for one in sorted(asked, key=itemgetter(0)):
@@ -82,10 +74,10 @@ def _digest(asked: Iterable[list[Any]]) -> str:
     return digest.hexdigest()
 
 
-def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer) -> list[Questions[Any]]:
+def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer) -> list[SuiteQuestions]:
     """Return what each evaluation of a run asks: the tasks' held-out prompts, then suites."""
     chosen = recipe.evaluation
-    questions: list[Questions[Any]] = [
+    questions: list[SuiteQuestions] = [
         Sampled(name, choose(prompts[name].heldout, chosen.prompts), chosen.samples, rows=task)
         for name, task in recipe.data.tasks.items()
     ]

@@ -1,33 +1,39 @@
 """`megarl data inspect`: lengths, difficulties, answer types and samples of a source, or of a recipe's tasks and traces.
 
-Seen      statistics of one prompt set, gathered row by row: 8 bytes a row and a few samples      show   prints them with rich
+inspect ─► survey of a source ─[look]─► Seen: statistics of a prompt set, 16 bytes a row and a few samples ─► show
 """
 
 import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from heapq import heappush, heappushpop
+from heapq import nsmallest
 from itertools import batched
+from pathlib import Path
+from typing import cast, get_args
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from megarl.core.base.tokenizer import Tokenizer
-from megarl.tasks.data.prompts import BATCH, Render
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.recipe import ColumnName, Recipe, load
+from megarl.tasks.data.contamination import overlap_with
+from megarl.tasks.data.mappings import MAPPINGS, mapping_of
+from megarl.tasks.data.prompts import BATCH, Render, renderer
 from megarl.tasks.data.rows import Row, digest
-from megarl.tasks.data.survey import Survey, chosen
-from megarl.tasks.data.traces import templated
+from megarl.tasks.data.sources import is_source, problem
+from megarl.tasks.data.survey import Reader, Survey, chosen, survey
+from megarl.tasks.data.traces import are_traces, spoken, templated, trace_key
 
-BARS, BAR = 8, 32
-"""Most bars of a histogram, and characters of the longest."""
-SHOWN_TEXT = 400
-"""Characters shown of a sample's prompt and answer; the rest is counted."""
+BARS, BAR = 8, 32  # most bars of a histogram, and characters of the longest
+SHOWN_TEXT = 400  # characters shown of a sample's prompt and answer; the rest is counted
 
 ANSWERS: tuple[tuple[str, str], ...] = (
     ("whole number", r"[-+]?\d+"),
@@ -44,130 +50,150 @@ ANSWERS: tuple[tuple[str, str], ...] = (
 def kind_of_answer(text: str) -> str:
     """Return one of `ANSWERS`; `unit tests` for those of code; `text` for anything else."""
     plain = text.strip().strip("$").strip()
-    if plain.startswith("{") and _is_tests(plain):
-        return "unit tests"
+    with suppress(ValueError):
+        if plain.startswith("{") and "tests" in json.loads(plain):
+            return "unit tests"
     return next((name for name, form in ANSWERS if re.fullmatch(form, plain, re.DOTALL)), "text")
-
-
-def _is_tests(text: str) -> bool:
-    try:
-        return "tests" in json.loads(text)
-    except ValueError:
-        return False
 
 
 @dataclass
 class Seen:
-    """Statistics of one prompt set. lengths: of its prompts, in tokens if there is a tokenizer, else in characters."""
+    """Statistics of one prompt set. lengths, answers: of its prompts and answers, in tokens or characters."""
 
     samples: int
     lengths: array[int] = field(default_factory=lambda: array("L"))
     answers: array[int] = field(default_factory=lambda: array("L"))
     difficulties: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
-    _sampled: list[tuple[int, int, Row]] = field(default_factory=list)
+    sampled: list[tuple[int, int, Row]] = field(default_factory=list)
 
-    def add(self, row: Row, length: int, answer: int | None = None) -> None:
-        """Add a row. answer: its length; by default in characters."""
+    def add(self, row: Row, length: int, answer: int) -> None:
+        """Add a row. length, answer: those of its prompt and its answer."""
         self.lengths.append(length)
-        self.answers.append(len(row.answer) if answer is None else answer)
+        self.answers.append(answer)
         self.difficulties[row.difficulty] += 1
         self.kinds[kind_of_answer(row.answer)] += 1
-        if self.samples:  # those with the smallest hashes: the same each time
-            entry = (-digest(f"sample/{row.id}"), len(self.lengths), row)
-            if len(self._sampled) < self.samples:
-                heappush(self._sampled, entry)
-            else:
-                heappushpop(self._sampled, entry)
-
-    @property
-    def sampled(self) -> list[Row]:
-        return [row for _, _, row in sorted(self._sampled, key=lambda entry: -entry[0])]
+        entry = digest(f"sample/{row.id}"), len(self.lengths), row  # the smallest hashes are the same each time
+        self.sampled = nsmallest(self.samples, [*self.sampled, entry])
 
 
-def look(found: Survey, render: Render, tokenizer: Tokenizer | None, samples: int) -> tuple[Seen, Seen]:
-    """Return statistics of what is trained on and what is held out of a source."""
+def inspect(
+    source: str, overrides: Sequence[str], columns: Sequence[str], mapping: str, tokenizer: Path | None, samples: int
+) -> int:
+    """Print what a source or a recipe holds. tokenizer: a model directory; samples: rows shown of each set."""
+    console = Console()
+    if not is_source(source):
+        if mapping or columns:
+            raise MegarlError("--mapping, --column: of a recipe its tasks say them (data.tasks.NAME.mapping, .columns)")
+        _inspect_recipe(load(source, overrides), tokenizer, samples, console)
+        return 0
+    counter = load_tokenizer(tokenizer) if tokenizer else None
+    if not mapping and not columns and are_traces(source):
+        _inspect_traces(source, counter, samples, None, [], console)
+        return 0
+    found = survey(source, reader(mapping, columns))
+    show_left_out(found, console)
+    seen, _ = look(found, str, counter, samples)
+    show(source, seen, console, "tokens" if counter else "characters", None, str)
+    return 0
+
+
+def reader(mapping: str, columns: Sequence[str]) -> Reader:
+    """Return what reads rows of this published set, or of these columns, each FIELD=COLUMN."""
+    if mapping and mapping not in MAPPINGS:
+        raise MegarlError(f"--mapping: {mapping!r} is none of {', '.join(MAPPINGS)}")
+    given = dict(column.partition("=")[::2] for column in columns)
+    for name, path in given.items():
+        if name not in get_args(ColumnName) or not path:
+            raise MegarlError(f"--column: write FIELD=COLUMN, with a field of {', '.join(get_args(ColumnName))}")
+    return mapping_of(mapping, cast(dict[ColumnName, str], given))
+
+
+def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: Console) -> None:
+    """Print each task as a run of the recipe would have it: in its template, without the evaluation sets' prompts."""
+    tokenizer = load_tokenizer(model or recipe.model.path)
+    evaluation = overlap_with(recipe.data.decontaminate)
+    for name, task in recipe.data.tasks.items():
+        read, render = mapping_of(task.mapping, task.columns), renderer(task, tokenizer)
+        split = task.heldout if isinstance(task.heldout, int) else 0
+        found = survey(task.train, read, split, evaluation)
+        show_left_out(found, console)
+        train, heldout = look(found, render, tokenizer, samples)
+        if isinstance(task.heldout, str):
+            apart = survey(task.heldout, read)
+            show_left_out(apart, console)
+            heldout, _ = look(apart, render, tokenizer, samples)
+        for part, seen in (("train", train), ("heldout", heldout)):
+            show(f"{name}.{part}", seen, console, "tokens", recipe.length.prompt_tokens, render)
+    if recipe.sft.data and problem(recipe.sft.data) is None:
+        _inspect_traces(recipe.sft.data, tokenizer, samples, recipe.sft.max_length, recipe.data.decontaminate, console)
+
+
+def _inspect_traces(
+    source: str, tokenizer: Tokenizer | None, samples: int, limit: int | None, decontaminate: Sequence[str], console: Console
+) -> None:  # fmt: skip
+    """Print traces as `megarl sft` would have them. limit: sft.max_length."""
+    found = survey(source, spoken, evaluation=overlap_with(decontaminate), several=trace_key)
+    show_left_out(found, console)
+    seen, _ = look(found if tokenizer is None else templated(found, tokenizer), None, tokenizer, samples)
+    show(source, seen, console, "tokens" if tokenizer else "characters", limit, None)
+
+
+def look(found: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int) -> tuple[Seen, Seen]:
+    """Return statistics of what is trained on and what is held out of a source. render: None for traces."""
+
+    def lengths(texts: list[str], counted: Tokenizer | None) -> Iterable[int]:
+        return map(len, texts if counted is None else counted.encode_all(texts))
+
     seen = Seen(samples), Seen(samples)
     for part in batched(chosen(found), BATCH):
-        for (row, held), length in zip(part, _lengths(part, render, tokenizer), strict=True):
-            seen[held].add(row, length)
+        prompts = lengths([(render or str)(row.prompt) for row, _ in part], tokenizer)
+        answers = lengths([row.answer for row, _ in part], None if render else tokenizer)
+        for (row, held), prompt, answer in zip(part, prompts, answers, strict=True):
+            seen[held].add(row, prompt, answer)
     return seen
 
 
-def _lengths(part: tuple[tuple[Row, bool], ...], render: Render, tokenizer: Tokenizer | None) -> Iterator[int]:
-    return _lengths_of([render(row.prompt) for row, _ in part], tokenizer)
-
-
-def _lengths_of(texts: list[str], tokenizer: Tokenizer | None) -> Iterator[int]:
-    return map(len, texts if tokenizer is None else tokenizer.encode_all(texts))
-
-
-# The view
-
-
-def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, render: Render) -> None:
-    """Print one prompt set. limit: longest prompt that is trained on, in tokens."""
+def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, render: Render | None) -> None:
+    """Print one prompt set, or traces if render is None. limit: tokens of the longest prompt or trace that is used."""
     if not seen.lengths:
         console.print(f"[bold]{name}[/]: no rows")
         return
-    lengths = np.array(seen.lengths)
-    parts: list[RenderableType] = [_lengths_view("prompts", lengths, unit)]
+    prompts, answers = np.array(seen.lengths), np.array(seen.answers)
+    parts = [_lengths_view("prompts", prompts, unit)]
+    if render:
+        key, used = "length.prompt_tokens", prompts
+        parts.append(_lengths_view("answers", answers, "characters"))
+        parts.append(_bars("answer types", seen.kinds.most_common()))
+        parts.append(_bars("difficulty", _difficulties(seen.difficulties)))
+    else:
+        key, used = "sft.max_length", prompts + answers + 1  # and the end token
+        parts.append(_lengths_view("completions", answers, unit))
     if limit is not None and unit == "tokens":
-        over = int((lengths > limit).sum())
-        parts.append(
-            Text(f"{over:,} longer than length.prompt_tokens={limit}: left out", style="yellow" if over else "dim")
-        )
-    parts.append(_lengths_view("answers", np.array(seen.answers), "characters"))
-    parts.append(_bars("answer types", seen.kinds.most_common()))
-    parts.append(_bars("difficulty", _difficulties(seen.difficulties)))
-    console.print(
-        Panel(Group(*parts), title=Text(f"{len(lengths):,} rows · {name}"), title_align="left", border_style="dim")
-    )
-    for row in seen.sampled:
-        console.print(_sample(row, render))
-
-
-def look_at_traces(found: Survey, tokenizer: Tokenizer | None, samples: int) -> Seen:
-    """Return statistics of a source of traces: lengths of what precedes the completions and, as `answers`, of these."""
-    seen = Seen(samples)
-    for part in batched(chosen(found if tokenizer is None else templated(found, tokenizer)), BATCH):
-        completions = _lengths_of([row.answer for row, _ in part], tokenizer)
-        for (row, _), prompt, completion in zip(part, _lengths(part, str, tokenizer), completions, strict=True):
-            seen.add(row, prompt, completion)
-    return seen
-
-
-def show_traces(name: str, seen: Seen, console: Console, unit: str, limit: int | None) -> None:
-    """Print traces. limit: longest that is learnt, in tokens, its end token included."""
-    prompts, completions = np.array(seen.lengths), np.array(seen.answers)
-    parts = [_lengths_view("prompts", prompts, unit), _lengths_view("completions", completions, unit)]
-    if limit is not None:
-        over = int((prompts + completions + 1 > limit).sum())
-        parts.append(Text(f"{over:,} longer than sft.max_length={limit}: left out", style="yellow" if over else "dim"))
-    console.print(
-        Panel(Group(*parts), title=Text(f"{len(prompts):,} traces · {name}"), title_align="left", border_style="dim")
-    )
-    for row in seen.sampled:
-        text = Text(_shortened(row.prompt, SHOWN_TEXT))
+        over = int((used > limit).sum())
+        parts.append(Text(f"{over:,} longer than {key}={limit}: left out", style="yellow" if over else "dim"))
+    title = Text(f"{len(prompts):,} {'rows' if render else 'traces'} · {name}")
+    console.print(Panel(Group(*parts), title=title, title_align="left", border_style="dim"))
+    for _, _, row in seen.sampled:
+        text = Text(_shortened((render or str)(row.prompt), SHOWN_TEXT))
         text.append(f"\n→ {_shortened(row.answer, SHOWN_TEXT)}", style="green")
-        console.print(Panel(text, border_style="dim"))
+        title = Text(f"{row.id} · difficulty {row.difficulty}" if render else "")
+        console.print(Panel(text, title=title, title_align="left", border_style="dim"))
 
 
 def show_left_out(found: Survey, console: Console) -> None:
     """Print how many rows are not used, by reason, with the first of each."""
     counts = found.left_out.counts
+    left_out = f"{counts.total():,}" if counts else "none"
     again = f"; {found.again:,} repeat an earlier one" if found.again else ""
+    console.print(f"{found.source}: {len(found.kept):,} rows, {left_out} left out{again}", soft_wrap=True)
     if not counts:
-        console.print(f"{found.source}: {len(found.kept):,} rows, none left out{again}", soft_wrap=True)
         return
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    table.add_column("left out", no_wrap=True)
-    table.add_column("rows", justify="right", no_wrap=True)
-    table.add_column("first")
+    rows = Column("rows", justify="right", no_wrap=True)
+    table = Table(Column("left out", no_wrap=True), rows, "first", box=None, padding=(0, 2), pad_edge=False)
     for reason, count in counts.most_common():
         number, what = found.left_out.first[reason][0]
         table.add_row(reason, f"{count:,}", Text(_shortened(f"{number}: {what}", 100)))
-    console.print(f"{found.source}: {len(found.kept):,} rows, {counts.total():,} left out{again}", soft_wrap=True)
     console.print(table)
 
 
@@ -175,34 +201,32 @@ def _lengths_view(name: str, lengths: np.ndarray, unit: str) -> RenderableType:
     """Show quantiles, and a histogram with equal steps."""
     at = {"shortest": 0, "median": 50, "90 %": 90, "99 %": 99, "longest": 100}
     quantiles = " · ".join(f"{q} {int(np.percentile(lengths, p, method='lower')):,}" for q, p in at.items())
-    counts, edges = np.histogram(lengths, bins=min(BARS, max(1, len(np.unique(lengths)))))
-    bars = [(f"{int(np.ceil(a)):,} …", int(n)) for a, n in zip(edges, counts, strict=False)]
+    bars = _in_steps(Counter(lengths.tolist()), min(BARS, max(1, len(np.unique(lengths)))))
     return Group(Text(f"{name}, {unit}: {quantiles}"), _bars("", bars))
 
 
-def _difficulties(found: Counter[int]) -> list[tuple[str, int]]:
+def _difficulties(counted: Counter[int]) -> list[tuple[str, int]]:
     """Return counts by difficulty; if there are many, in equal steps."""
-    if len(found) <= BARS + 2:
-        return [(str(value), found[value]) for value in sorted(found)]
-    counts, edges = np.histogram(list(found), bins=BARS, weights=list(found.values()))
+    if len(counted) > BARS + 2:
+        return _in_steps(counted, BARS)
+    return [(str(value), counted[value]) for value in sorted(counted)]
+
+
+def _in_steps(counted: Mapping[int, int], bars: int) -> list[tuple[str, int]]:
+    """Return counts in equal steps, each with its smallest whole number."""
+    counts, edges = np.histogram(list(counted), bins=bars, weights=list(counted.values()))
     return [(f"{int(np.ceil(a)):,} …", int(n)) for a, n in zip(edges, counts, strict=False)]
 
 
 def _bars(name: str, counted: list[tuple[str, int]]) -> RenderableType:
-    most = max(count for _, count in counted)
-    total = sum(count for _, count in counted)
+    counts = [count for _, count in counted]
+    most, total = max(counts), sum(counts)
     table = Table(box=None, show_header=False, padding=(0, 1), title=name or None, title_justify="left", title_style="")
     table.add_column(justify="right", no_wrap=True)
     for label, count in counted:
         bar = "█" * max(round(BAR * count / most), count > 0)
         table.add_row(label, Text(bar, style="blue"), f"{count:,}", Text(f"{count / total:.1%}", style="dim"))
     return table
-
-
-def _sample(row: Row, render: Callable[[str], str]) -> RenderableType:
-    text = Text(_shortened(render(row.prompt), SHOWN_TEXT))
-    text.append(f"\n→ {_shortened(row.answer, SHOWN_TEXT)}", style="green")
-    return Panel(text, title=Text(f"{row.id} · difficulty {row.difficulty}"), title_align="left", border_style="dim")
 
 
 def _shortened(text: str, most: int) -> str:

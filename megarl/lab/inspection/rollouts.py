@@ -8,7 +8,6 @@ no option     a table of the latest groups: step, ticket, pass rate, weight vers
 
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,35 +26,33 @@ from megarl.core.journal.records import State
 
 VERSION_STYLES = ("cyan", "yellow", "magenta", "blue")
 """Styles by version modulo their number, so a version looks the same everywhere. Red and green are verdicts."""
+PROMPT_KEYS = ("id", "task", "difficulty", "answer")
+ROLLOUT_KEYS = (
+    "sample", "reward", "correct", "finish", "interrupted", "format_ok", "grader_timeout", "grader_error", "rewards", "retries",
+)  # fmt: skip
 
 
 def show(
-    run_path: Path,
-    ticket: int | None = None,
-    step: int | None = None,
-    limit: int = 20,
-    tokenizer: Tokenizer | None = None,
-    as_json: bool = False,
-    console: Console | None = None,
-) -> None:
-    """Print groups of the run in `run_path`. `limit`: groups in the table, or rollouts of a ticket.
+    run_path: Path, ticket: int | None = None, step: int | None = None, limit: int = 20,
+    tokenizer: Tokenizer | None = None, as_json: bool = False, console: Console | None = None,
+) -> None:  # fmt: skip
+    """Print groups of the run in `run_path`; MegarlError if there is no such journal, ticket or batch.
 
-    tokenizer: the policy's; without one, token ids are shown instead of text.
-    MegarlError if there is no such journal, ticket or batch.
+    limit: groups in the table, or rollouts of a ticket. tokenizer: the policy's; without one, token ids are shown.
     """
     console = console or Console()
     reader = JournalReader(RunDir(run_path).rollouts)
     state = reader.fold()
     groups = reader.groups(_chosen(reader, state, ticket, step, limit))
-    if as_json:
-        for group in groups:
-            line = json.dumps(_as_json(group, _due(state, group.ticket), tokenizer), ensure_ascii=False)
-            console.out(line, highlight=False)
-    elif ticket is not None:
-        for group in groups:
-            console.print(_one(group, _due(state, group.ticket), limit, tokenizer, _named(group, state)))
-    else:
+    if not as_json and ticket is None:
         console.print(_table(groups, state))
+        return
+    for group in groups:
+        due = _due(state, group.ticket)
+        if as_json:
+            console.out(json.dumps(_as_json(group, due, tokenizer), ensure_ascii=False), highlight=False)
+        else:
+            console.print(_one(group, due, limit, tokenizer, _named(group, state)))
 
 
 def _chosen(reader: JournalReader, state: State, ticket: int | None, step: int | None, limit: int) -> list[int]:
@@ -63,35 +60,31 @@ def _chosen(reader: JournalReader, state: State, ticket: int | None, step: int |
         return [ticket]
     if step is None:
         return reader.finished()[-limit:]
-    size, oldest = state.admission.prompts_per_batch, state.admission.forgotten // state.admission.prompts_per_batch
-    tickets = state.admission.batch(step) if step >= oldest else None
-    if tickets is None:
-        complete = oldest
-        while state.admission.batch(complete) is not None:
-            complete += 1
-        raise MegarlError(
-            f"{reader.path}: no batch of step {step} ({size} tickets) here; "
-            + (f"complete are {oldest} to {complete - 1}" if complete > oldest else "none is complete yet")
-        )
-    return list(tickets)[:limit]
+    size = state.admission.prompts_per_batch
+    oldest = state.admission.forgotten // size
+    if step >= oldest and (tickets := state.admission.batch(step)) is not None:
+        return list(tickets)[:limit]
+    last = oldest
+    while state.admission.batch(last) is not None:
+        last += 1
+    complete = f"complete are {oldest} to {last - 1}" if last > oldest else "none is complete yet"
+    raise MegarlError(f"{reader.path}: no batch of step {step} ({size} tickets) here; {complete}")
 
 
 def _due(state: State, ticket: int) -> int | None:
     """Return the step that trains a finished ticket, None if that is long past and forgotten."""
-    first = state.admission.first_ticket(0)
-    return state.admission.due(ticket) if ticket >= first else None
+    return state.admission.due(ticket) if ticket >= state.admission.first_ticket(0) else None
 
 
 def _table(groups: tuple[Group, ...], state: State) -> Table:
-    table = Table(
-        title=f"{len(groups)} groups of {state.finished} finished", title_justify="left", box=None, pad_edge=False
-    )
+    title = f"{len(groups)} groups of {state.finished} finished"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("step", "ticket", "prompt", "pass rate", "reward", "weights", "lag", "tokens", "notes"):
         table.add_column(heading, justify="left" if heading in ("prompt", "notes") else "right")
     for group in groups:
         due, versions = _due(state, group.ticket), _versions(group.rollouts)
         table.add_row(
-            _number(due),
+            "?" if due is None else str(due),
             str(group.ticket),
             _named(group, state),
             "" if group.void else f"{group.pass_rate:.2f}",
@@ -128,7 +121,7 @@ def _one(group: Group, due: int | None, limit: int, tokenizer: Tokenizer | None,
     """Show the prompt and its rollouts."""
     head = Text.assemble(
         (f"ticket {group.ticket}", "bold"),
-        f" · step {_number(due)} · prompt {name} · epoch {group.epoch}"
+        f" · step {'?' if due is None else due} · prompt {name} · epoch {group.epoch}"
         f" · answer {group.prompt.answer} · pass rate {group.pass_rate:.2f}",
     )
     parts: list[RenderableType] = [head, Padding(Text(_text(group.prompt.tokens, tokenizer)), (0, 0, 1, 2))]
@@ -142,19 +135,16 @@ def _one(group: Group, due: int | None, limit: int, tokenizer: Tokenizer | None,
 
 
 def _about(rollout: Rollout, due: int | None) -> Text:
-    versions = _versions((rollout,))
     facts = [f"reward {rollout.reward:+g}", rollout.finish, f"{len(rollout.tokens):,} tokens"]
     facts += [f"{name} {score:+g}" for name, score in rollout.rewards.items()]
-    if len(versions):
+    if len(versions := _versions((rollout,))):
         facts.append(f"weights {_span(versions)}")
-        if due is not None:
-            facts.append(f"lag {due - versions.min()}")
-    if rollout.episode is not None:
-        turns, calls, errors = rollout.episode.turns, rollout.episode.calls, rollout.episode.errors
-        facts.append(f"{turns} turns" if turns > 1 else "1 turn")
-        facts += [f"{errors} of {calls} calls failed"] if errors else []
+        facts += [f"lag {due - versions.min()}"] if due is not None else []
+    if (episode := rollout.episode) is not None:
+        facts.append(f"{episode.turns} turns" if episode.turns > 1 else "1 turn")
+        facts += [f"{episode.errors} of {episode.calls} calls failed"] if episode.errors else []
     told = {
-        "out of turns": rollout.episode is not None and rollout.episode.limited,
+        "out of turns": episode is not None and episode.limited,
         "interrupted": rollout.interrupted,
         "format wrong": not rollout.format_ok,
         "grader ran out of time": rollout.grader_timeout,
@@ -178,57 +168,37 @@ def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
     return text
 
 
-def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    return {
+def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict[str, object]:
+    def shown(ids: np.ndarray) -> dict[str, object]:
+        return {"tokens": ids.tolist()} | ({"text": _text(ids, tokenizer)} if tokenizer else {})
+
+    record = {
         "ticket": group.ticket,
         "step": due,
         "epoch": group.epoch,
         "void": group.void,
         "pass_rate": group.pass_rate,
-        "prompt": {
-            "id": group.prompt.id,
-            "task": group.prompt.task,
-            "difficulty": group.prompt.difficulty,
-            "answer": group.prompt.answer,
-            **_json_tokens(group.prompt.tokens, tokenizer),
-        },
-        "rollouts": [
-            {
-                "sample": r.sample,
-                "reward": r.reward,
-                "correct": r.correct,
-                "finish": r.finish,
-                "interrupted": r.interrupted,
-                "format_ok": r.format_ok,
-                "grader_timeout": r.grader_timeout,
-                "grader_error": r.grader_error,
-                "rewards": r.rewards,
-                "retries": r.retries,
-                "episode": None if r.episode is None else msgspec.structs.asdict(r.episode),
-                "segments": [
-                    {
-                        "weight_version": s.weight_version,
-                        "trained": s.trained,
-                        **_json_tokens(s.tokens, tokenizer),
-                        "logprobs": s.logprobs.tolist(),
-                    }
-                    for s in r.segments
-                ],
-            }
-            for r in group.rollouts
-        ],
     }
-
-
-def _json_tokens(tokens: np.ndarray, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    return {"tokens": tokens.tolist()} | ({"text": _text(tokens, tokenizer)} if tokenizer else {})
+    prompt = {key: getattr(group.prompt, key) for key in PROMPT_KEYS} | shown(group.prompt.tokens)
+    rollouts = []
+    for rollout in group.rollouts:
+        segments = [
+            {
+                "weight_version": s.weight_version,
+                "trained": s.trained,
+                **shown(s.tokens),
+                "logprobs": s.logprobs.tolist(),
+            }
+            for s in rollout.segments
+        ]
+        values = {key: getattr(rollout, key) for key in ROLLOUT_KEYS}
+        rollouts.append(values | {"episode": msgspec.to_builtins(rollout.episode), "segments": segments})
+    return record | {"prompt": prompt, "rollouts": rollouts}
 
 
 def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
     """Decode exactly what the ids say: special tokens shown, no spaces tidied away."""
-    if tokenizer is None:
-        return " ".join(map(str, tokens.tolist())) + " "
-    return tokenizer.decode(tokens)
+    return tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens.tolist())) + " "
 
 
 def _versions(rollouts: tuple[Rollout, ...]) -> np.ndarray:
@@ -237,11 +207,4 @@ def _versions(rollouts: tuple[Rollout, ...]) -> np.ndarray:
 
 
 def _span(versions: np.ndarray) -> str:
-    if not len(versions):
-        return ""
-    low, high = versions.min(), versions.max()
-    return str(low) if low == high else f"{low}–{high}"
-
-
-def _number(value: int | None) -> str:
-    return "?" if value is None else str(value)
+    return "–".join(map(str, sorted({versions.min(), versions.max()}))) if len(versions) else ""

@@ -14,7 +14,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import show
 from megarl.lab.planning.hardware import assumed, gpu_named
-from megarl.lab.planning.layouts import Found, Plan, Problem, as_written, search
+from megarl.lab.planning.layouts import Found, Plan, PlanningProblem, as_written, search
 from megarl.lab.planning.workload import Lengths, Workload, lengths_of, lognormal, workload
 from megarl.run.devices import gpus
 
@@ -22,7 +22,7 @@ BEST = 5
 SIMULATED = 3
 
 
-def main(posed: Problem, drawn: tuple[int, Path] | None, as_json: bool) -> int:
+def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool) -> int:
     """Search and show. drawn: steps to simulate, and where their picture goes."""
     if posed.gpus < 2 and not posed.recipe.resources.colocate:
         raise MegarlError(
@@ -41,9 +41,9 @@ def main(posed: Problem, drawn: tuple[int, Path] | None, as_json: bool) -> int:
     return 0 if found.plans or not isinstance(written, str) else 1
 
 
-def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work: Workload) -> Problem:
+def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work: Workload) -> PlanningProblem:
     """Pose the planning problem. gpu: a name in hardware.yaml; model_config: see architecture.read, else the recipe's model."""
-    return Problem(
+    return PlanningProblem(
         recipe=recipe,
         shape=architecture.read(model_config or recipe.model.path),
         gpu=gpu_named(gpu),
@@ -65,7 +65,7 @@ def work(
     return workload(recipe, lengths, trained_share, recipe.run.seed)
 
 
-def _chosen(problem: Problem, written: Plan | str, found: Found) -> dict[str, Plan]:
+def _chosen(problem: PlanningProblem, written: Plan | str, found: Found) -> dict[str, Plan]:
     """Return the plans to simulate by a short name."""
     first = {} if isinstance(written, str) else {show.name_of_written(written, problem): written}
     return first | {f"plan {i}": plan for i, plan in enumerate(found.plans[:SIMULATED], 1)}
@@ -76,7 +76,9 @@ def _swept(chosen: dict[str, Plan]) -> tuple[str, Plan]:
     return next(((n, p) for n, p in chosen.items() if n == "plan 1"), next(iter(chosen.items())))
 
 
-def _simulated(problem: Problem, chosen: dict[str, Plan], found: Found, steps: int, out: Path) -> show.Simulated:
+def _simulated(
+    problem: PlanningProblem, chosen: dict[str, Plan], found: Found, steps: int, out: Path
+) -> show.Simulated:
     from megarl.lab.planning import figures, scenario
 
     results = {name: scenario.run(problem, plan, steps) for name, plan in chosen.items()}

@@ -40,7 +40,7 @@ def fp8_weight_bytes(parameters: float) -> float:
 
 
 def replicated_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
-    """A token's, of one layer, that tensor parallelism divides only with sequence parallelism: input and output of both norms.
+    """Return bytes per token and layer that only sequence parallelism divides: input and output of both norms.
 
     [AR] section 4.2.1 counts 10 sbh outside tensor-parallel parts: 4 for the layer norms' inputs, 4 for the inputs of the parts
     after them (here the norms' outputs), and 2 for dropout masks, of which there are none. width: bytes of an activation; kept:
@@ -50,12 +50,12 @@ def replicated_activation_bytes(shape: Architecture, width: int, kept: int) -> f
 
 
 def layer_input_bytes(shape: Architecture, width: int) -> float:
-    """A token's, of a layer that is computed again whole: what goes into it. Divided as the one above. [AR] section 5."""
+    """Return bytes per token of the input of a layer that is recomputed whole; divided as the norms are. [AR] section 5."""
     return shape.hidden * width
 
 
 def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
-    """A token's, of one layer, that tensor parallelism divides: q, k, v, the output, and the softmax's normaliser (FP32).
+    """Return bytes per token and layer that TP divides: q, k, v, the output, and the softmax's normaliser (FP32).
 
     [AR] equation 1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The map after it keeps the same
     output, unless it keeps it in FP8.
@@ -70,7 +70,7 @@ def mlp_activation_bytes(feed_forward: int, width: int, kept: int) -> float:
 
 
 def routed_activation_bytes(shape: Architecture, expert_tensor_parallel: int, width: int, kept: int) -> float:
-    """A token's, of one layer's routed experts, all chosen together, where tokens fall evenly on the experts.
+    """Return bytes per token of one layer's chosen experts together, if tokens fall evenly on the experts.
 
     Each choice is a separate row: gathered input and output [hidden], and the gated MLP within. Router logits in FP32.
     """
@@ -107,7 +107,7 @@ def head_bytes(tokens: float, vocabulary: int, hidden: int, tensor_parallel: int
 
 
 def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:
-    """A token's, on each GPU of a server: k and v of every layer. [Inf] More GPUs than groups hold copies."""
+    """Return bytes per token on each GPU of a server: k and v of every layer. [Inf] More GPUs than groups hold copies."""
     return 2 * shape.layers * max(shape.groups / tensor_parallel, 1) * shape.head_dim * width
 
 
@@ -115,25 +115,24 @@ def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:
 
 
 def layer_flop(shape: Architecture) -> float:
-    """Forward, of a token: 2 for each parameter it is multiplied with, without embedding and head. [PaLM]"""
+    """Return FLOP per token forward: 2 for each parameter it is multiplied with, without embedding and head. [PaLM]"""
     return 2 * shape.body_parameters
 
 
 def attention_flop(shape: Architecture, positions: float) -> float:
-    """Forward, of a token that looks back on so many positions: scores and their sum over values. [PaLM], causal."""
+    """Return FLOP forward of a token that attends to so many positions: scores and their sum over values. [PaLM], causal."""
     chunk = shape.attention_chunk or positions
     local = shape.local_layers * min(positions, chunk)
     return 4 * shape.query * (local + (shape.layers - shape.local_layers) * positions)
 
 
 def head_flop(shape: Architecture) -> float:
-    """Forward, of a token. [PaLM] FP32 logits of bf16 numbers are products of bf16 numbers summed in FP32, on learner and
-    server, so they cost what bf16 ones do."""
+    """Return FLOP per token forward, at the rate of bf16: FP32 logits are sums of bf16 products on both sides. [PaLM]"""
     return 2 * shape.embedding_parameters
 
 
 def forward_again(recompute: str, shape: Architecture) -> float:
-    """Of a token's forward pass through the layers' matrices, what the backward pass computes again, in FLOP. [AR] section 5.
+    """Return FLOP per token of the layers' matrices that the backward pass computes again. [AR] section 5.
 
     recompute: as in the recipe; selective means MLPs and experts (megarl/core/models/build.py).
     """
@@ -159,11 +158,9 @@ def tensor_parallel_bytes(
 
 
 def expert_parallel_bytes(tokens: float, shape: Architecture, ranks: int, recompute: str = "none") -> float:
-    """Over a rank's link for one layer's experts: to them and back, forward, backward and in a forward pass that is run again.
-    GShard, arXiv 2006.16668."""
-    return (
-        (4 if recompute == "none" else 6) * HALF * tokens * shape.experts_per_token * shape.hidden * (ranks - 1) / ranks
-    )
+    """Return bytes over a rank's link for one layer's experts, each pass there and back. GShard, arXiv 2006.16668."""
+    exchanges = 4 if recompute == "none" else 6
+    return exchanges * HALF * tokens * shape.experts_per_token * shape.hidden * (ranks - 1) / ranks
 
 
 def data_parallel_bytes(parameters: float, width: int, ranks: int) -> float:

@@ -32,7 +32,7 @@ MOST_PACKED = 1024
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlanningProblem:
     """What is planned for: the recipe's layout and GPU counts are open, the rest of it is given."""
 
     recipe: Recipe
@@ -115,7 +115,7 @@ SAVING: tuple[dict[str, str | float], ...] = (
 """What makes a learner smaller and slower, tried in this order."""
 
 
-def search(problem: Problem) -> Found:
+def search(problem: PlanningProblem) -> Found:
     """Search all splits and layouts, with a learner that saves memory if nothing fits otherwise.
 
     Finds none if nothing is split (resources.colocate).
@@ -132,7 +132,7 @@ def search(problem: Problem) -> Found:
     return found
 
 
-def _search(problem: Problem) -> Found:
+def _search(problem: PlanningProblem) -> Found:
     refused: Counter[str] = Counter()
     servers = {}
     for ranks in TENSOR:
@@ -154,7 +154,7 @@ def _search(problem: Problem) -> Found:
     return Found(sorted(plans, key=lambda p: p.step_seconds), refused)
 
 
-def as_written(problem: Problem) -> Plan | str:
+def as_written(problem: PlanningProblem) -> Plan | str:
     """Return a plan with the recipe's own layout and counts; or why it does not fit."""
     recipe = problem.recipe
     learner = _learner(problem, recipe)
@@ -181,7 +181,7 @@ def _splits(gpus: int) -> Iterator[int]:
     return iter(range(step, gpus, step))
 
 
-def _quickest(problem: Problem, learner_gpus: int, refused: Counter[str]) -> LearnerChoice | None:
+def _quickest(problem: PlanningProblem, learner_gpus: int, refused: Counter[str]) -> LearnerChoice | None:
     best: LearnerChoice | None = None
     experts = [e for e in (1, 2, 4, 8, 16) if not problem.shape.experts or not problem.shape.experts % e]
     for tp, pp, cp, ep in itertools.product(TENSOR, PIPELINE, CONTEXT, experts if problem.shape.experts else (1,)):
@@ -211,7 +211,7 @@ def _with_layout(recipe: Recipe, ranks: int, tp: int, pp: int, cp: int, ep: int)
     )
 
 
-def _learner(problem: Problem, recipe: Recipe) -> LearnerChoice | str:
+def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
     """Return the learner of this recipe, or why it is impossible, in a few words so that reasons can be counted."""
     model = recipe.model
     for broken in itertools.chain(impossible(recipe), impossible_for(model, problem.shape.megatron_sizes())):
@@ -231,7 +231,7 @@ def _learner(problem: Problem, recipe: Recipe) -> LearnerChoice | str:
     return LearnerChoice(recipe, need, packed, seconds)
 
 
-def _with_microbatch_tokens(problem: Problem, recipe: Recipe) -> Recipe:
+def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
     """Resolve `auto` to the size that the learner would find (megarl/core/learner/microbatch_size.py), by estimated memory."""
     if recipe.learner.microbatch_tokens != "auto":
         return recipe
@@ -278,7 +278,7 @@ def _packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_pa
     return replace(packed, microbatches=round(packed.microbatches * more), rank_tokens=round(packed.rank_tokens * more))
 
 
-def _server(problem: Problem, ranks: int) -> tuple[str, ServerMemory | None]:
+def _server(problem: PlanningProblem, ranks: int) -> tuple[str, ServerMemory | None]:
     """Return the memory of a server with this many GPUs; or why it is impossible."""
     shape, gpu = problem.shape, problem.gpu
     if shape.heads % ranks or (shape.groups % ranks and ranks % shape.groups):
@@ -302,7 +302,7 @@ def _with_servers(recipe: Recipe, servers: int, ranks: int) -> Recipe:
 
 
 def evaluate(
-    problem: Problem, learner: LearnerChoice, memory_of: ServerMemory, ranks: int, servers: int | None = None
+    problem: PlanningProblem, learner: LearnerChoice, memory_of: ServerMemory, ranks: int, servers: int | None = None
 ) -> Plan:
     """Estimate this learner with servers of `ranks` GPUs: as many as fit the rest, or `servers`."""
     work, pipeline = problem.work, problem.recipe.pipeline

@@ -49,7 +49,7 @@ def colocated(recipe: Recipe, learner: LearnerMemory, server: ServerMemory) -> f
 
 
 def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
-    """Of the recipe's layout. microbatch_tokens: of the largest packed micro-batch, before context parallelism divides it."""
+    """Return the memory of the recipe's layout. microbatch_tokens: the largest packed micro-batch's, over all of CP."""
     model, last = recipe.model, recipe.model.pipeline_parallel == 1
     width = WIDTH[model.dtype]
     tokens = microbatch_tokens / model.context_parallel
@@ -72,13 +72,13 @@ def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, micro
 
 
 def critic_state(recipe: Recipe, shape: Architecture) -> float:
-    """Weights, gradients and optimiser on a rank of a critic that starts from the policy's model, in its own precision."""
+    """Return bytes of weights, gradients and optimiser on a rank, for a critic of the policy's model in its own precision."""
     changed = {"model": recipe.critic_model, "learner": recipe.learner.model_copy(update={"optimizer_offload": 0.0})}
     return _state(recipe.model_copy(update=changed), shape, shape.embedding_parameters / recipe.model.tensor_parallel)
 
 
 def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
-    """Weights, gradients and optimiser of a stage with `ends` parameters of embedding and head on this rank."""
+    """Return bytes of weights, gradients and optimiser of a stage whose rank holds `ends` parameters of embedding and head."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     dense = shape.dense_parameters / (model.tensor_parallel * model.pipeline_parallel) + ends
     experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
@@ -94,7 +94,7 @@ def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
 
 
 def _stage_activations(recipe: Recipe, shape: Architecture, width: int) -> float:
-    """What a token keeps of all layers of one stage, on one rank, until its backward pass."""
+    """Return the bytes that each token keeps on a rank for the layers of one stage, until its backward pass."""
     model = recipe.model
     if recipe.learner.recompute == "full":
         shards = model.tensor_parallel if model.sequence_parallel else 1
@@ -107,7 +107,7 @@ def _stage_activations(recipe: Recipe, shape: Architecture, width: int) -> float
 
 
 def _recomputed_activations(recipe: Recipe, shape: Architecture, width: int) -> float:
-    """What a token has of the one layer that is being computed again."""
+    """Return the bytes that each token takes in the one layer that is being computed again."""
     if recipe.learner.recompute == "none":
         return 0.0
     attention, dense, sparse = _layer_activations(recipe, shape, width)
@@ -116,7 +116,7 @@ def _recomputed_activations(recipe: Recipe, shape: Architecture, width: int) -> 
 
 
 def _layer_activations(recipe: Recipe, shape: Architecture, width: int) -> tuple[float, float, float]:
-    """A token's, of one layer, on one rank: of norms and attention, of a dense MLP, of experts."""
+    """Return bytes per token of one layer on one rank: norms and attention, a dense MLP, experts."""
     model = recipe.model
     shards = model.tensor_parallel if model.sequence_parallel else 1
     kept = width if model.fp8 == "none" else FP8
@@ -131,7 +131,7 @@ def _layer_activations(recipe: Recipe, shape: Architecture, width: int) -> tuple
 
 
 def server(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed) -> ServerMemory:
-    """Of resources.server_tensor_parallel GPUs."""
+    """Return the memory of a server with resources.server_tensor_parallel GPUs."""
     ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
     width = WIDTH[recipe.model.dtype]
     weights = shape.parameters * width / ranks

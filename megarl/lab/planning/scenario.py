@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from megarl.core.algorithm.packing import cost_of
 from megarl.lab.planning import speed
-from megarl.lab.planning.layouts import Plan, Problem
+from megarl.lab.planning.layouts import Plan, PlanningProblem
 from megarl.lab.planning.simulate import Costs, Scenario, Step, Summary, simulate, summary
 from megarl.lab.planning.workload import LogNormal, workload
 
@@ -14,7 +14,7 @@ SPREADS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 @dataclass(frozen=True)
-class Result:
+class Simulation:
     """A simulated plan. warm_up: steps that only fill the pipeline, not counted in `summary`."""
 
     plan: Plan
@@ -23,7 +23,7 @@ class Result:
     summary: Summary
 
 
-def costs(problem: Problem, plan: Plan) -> Costs:
+def costs(problem: PlanningProblem, plan: Plan) -> Costs:
     """Return the simulator's costs for this plan."""
     recipe = plan.recipe
     microbatch_tokens = recipe.learner.microbatch_tokens
@@ -44,16 +44,16 @@ def costs(problem: Problem, plan: Plan) -> Costs:
     )
 
 
-def run(problem: Problem, plan: Plan, steps: int) -> Result:
+def run(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:
     """Simulate `steps` steps of the plan, after those that fill its window."""
     warm_up = 2 * plan.recipe.pipeline.window_steps
     done = simulate(
         Scenario(plan.recipe, problem.work, costs(problem, plan), steps + warm_up + 1, plan.recipe.run.seed)
     )
-    return Result(plan, done, warm_up, summary(done, plan.recipe.resources.servers, warm_up))
+    return Simulation(plan, done, warm_up, summary(done, plan.recipe.resources.servers, warm_up))
 
 
-def by_lag(problem: Problem, plan: Plan, steps: int) -> dict[int, Summary]:
+def by_lag(problem: PlanningProblem, plan: Plan, steps: int) -> dict[int, Summary]:
     """Simulate the same plan with other windows: pipeline.k."""
     summaries = {}
     for k in LAGS:
@@ -63,7 +63,7 @@ def by_lag(problem: Problem, plan: Plan, steps: int) -> dict[int, Summary]:
     return summaries
 
 
-def by_spread(problem: Problem, plan: Plan, steps: int) -> dict[float, Summary]:
+def by_spread(problem: PlanningProblem, plan: Plan, steps: int) -> dict[float, Summary]:
     """Simulate the same plan with shorter and longer tails of the lengths, at the same mean."""
     recipe, work, summaries = plan.recipe, problem.work, {}
     for spread in SPREADS:

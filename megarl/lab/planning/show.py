@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from operator import attrgetter
 
 from rich.console import Console
 from rich.table import Table
 
 from megarl.lab.planning import memory
 from megarl.lab.planning.hardware import GB
-from megarl.lab.planning.layouts import Found, Plan, Problem
+from megarl.lab.planning.layouts import Found, Plan, PlanningProblem
 from megarl.lab.planning.simulate import Summary
 
 
@@ -30,13 +30,9 @@ class Simulated:
 MOST_REASONS = 12
 TAKEN_OVER_PLANNED = (1.3, 14)
 """GPU-hours that the ScaleRL paper's two runs took, relative to those planned for them: the table of docs/plan.md."""
-ROWS = (
-    "servers x GPUs", "learner GPUs", "TP PP CP EP DP", "learner, GB a GPU", "server: KV tokens", "rollouts at once", "step, s",
-    "tokens/s", "training, s", "publication, s", "lag", "learner idle", "servers idle", "GPU-h a 1,000 steps",
-)  # fmt: skip
 
 
-def tables(problem: Problem, written: Plan | str, found: Found, best: int, simulated: Simulated) -> None:
+def tables(problem: PlanningProblem, written: Plan | str, found: Found, best: int, simulated: Simulated) -> None:
     """Print the recipe as written, the best plans, why others are refused, and what the simulator says."""
     console, work, shape = Console(), problem.work, problem.shape
     console.print(
@@ -72,7 +68,7 @@ def tables(problem: Problem, written: Plan | str, found: Found, best: int, simul
         console.print(_simulated(simulated))
 
 
-def name_of_written(written: Plan, problem: Problem) -> str:
+def name_of_written(written: Plan, problem: PlanningProblem) -> str:
     """Return `as written`, with its number of GPUs if it differs from the planned one."""
     return "as written" if written.gpus == problem.gpus else f"written ({written.gpus})"
 
@@ -83,32 +79,35 @@ def _saving(found: Found) -> str:
 
 def _table(plans: Mapping[str, Plan]) -> Table:
     """Make a table with one column per plan, to fit a narrow terminal."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    for name in plans:
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, *values in zip(ROWS, *(_figures(plan) for plan in plans.values()), strict=True):
-        table.add_row(name, *values)
+    table = _narrow("", *plans)
+    figures = [_figures(plan) for plan in plans.values()]
+    for name in figures[0] if figures else ():
+        table.add_row(name, *(texts[name] for texts in figures))
     return table
+
+
+def _narrow(first: str, *headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+LAYOUT = (
+    "resources.servers", "resources.server_tensor_parallel", "resources.learner_ranks", "model.tensor_parallel",
+    "model.sequence_parallel", "model.pipeline_parallel", "model.context_parallel", "model.expert_parallel",
+    "model.expert_tensor_parallel",
+)  # fmt: skip
 
 
 def overrides(plan: Plan) -> list[str]:
     """Return the overrides that turn the recipe into this plan."""
-    m, r, learner = plan.recipe.model, plan.recipe.resources, plan.recipe.learner
+    learner = plan.recipe.learner
     saving = [f"learner.recompute={learner.recompute}"] if learner.recompute != "none" else []
     saving += [f"learner.optimizer_offload={learner.optimizer_offload}"] if learner.optimizer_offload else []
-    return [
-        *saving,
-        f"resources.servers={r.servers}",
-        f"resources.server_tensor_parallel={r.server_tensor_parallel}",
-        f"resources.learner_ranks={r.learner_ranks}",
-        f"model.tensor_parallel={m.tensor_parallel}",
-        f"model.sequence_parallel={str(m.sequence_parallel).lower()}",
-        f"model.pipeline_parallel={m.pipeline_parallel}",
-        f"model.context_parallel={m.context_parallel}",
-        f"model.expert_parallel={m.expert_parallel}",
-        f"model.expert_tensor_parallel={m.expert_tensor_parallel}",
-    ]
+    # As YAML, where true is written small: no other value of a layout has letters.
+    return [*saving, *(f"{key}={str(attrgetter(key)(plan.recipe)).lower()}" for key in LAYOUT)]
 
 
 def cost(plan: Plan) -> str:
@@ -122,28 +121,29 @@ def cost(plan: Plan) -> str:
     )
 
 
-def _figures(plan: Plan) -> tuple[str, ...]:
-    """Return the figures in the order of ROWS."""
+def _figures(plan: Plan) -> dict[str, str]:
+    """Return the rows of the table."""
     m, r = plan.recipe.model, plan.recipe.resources
-    return (
-        f"{r.servers} x {r.server_tensor_parallel}",
-        str(r.learner_ranks),
-        f"{m.tensor_parallel} {m.pipeline_parallel} {m.context_parallel} {m.expert_parallel} {plan.recipe.data_parallel}",
-        f"{plan.learner.total / GB:.0f}",
-        f"{plan.server.kv_tokens / 1000:,.0f}k",
-        f"{plan.running:.0f}",
-        f"{plan.step_seconds:.1f}",
-        f"{plan.tokens_per_second:,.0f}",
-        f"{plan.train_seconds:.1f}",
-        f"{plan.publication.transfer:.1f}",
-        f"{plan.lag:.1f}",
-        f"{plan.learner_idle:.0%}",
-        f"{plan.server_idle:.0%}",
-        f"{plan.gpu_hours_per_1000_steps:,.0f}",
-    )
+    layout = (m.tensor_parallel, m.pipeline_parallel, m.context_parallel, m.expert_parallel, plan.recipe.data_parallel)
+    return {
+        "servers x GPUs": f"{r.servers} x {r.server_tensor_parallel}",
+        "learner GPUs": str(r.learner_ranks),
+        "TP PP CP EP DP": " ".join(map(str, layout)),
+        "learner, GB a GPU": f"{plan.learner.total / GB:.0f}",
+        "server: KV tokens": f"{plan.server.kv_tokens / 1000:,.0f}k",
+        "rollouts at once": f"{plan.running:.0f}",
+        "step, s": f"{plan.step_seconds:.1f}",
+        "tokens/s": f"{plan.tokens_per_second:,.0f}",
+        "training, s": f"{plan.train_seconds:.1f}",
+        "publication, s": f"{plan.publication.transfer:.1f}",
+        "lag": f"{plan.lag:.1f}",
+        "learner idle": f"{plan.learner_idle:.0%}",
+        "servers idle": f"{plan.server_idle:.0%}",
+        "GPU-h a 1,000 steps": f"{plan.gpu_hours_per_1000_steps:,.0f}",
+    }
 
 
-def _remarks(problem: Problem, plans: list[Plan]) -> list[str]:
+def _remarks(problem: PlanningProblem, plans: list[Plan]) -> list[str]:
     """Return what a user should know about the first of these plans."""
     if not plans:
         return []
@@ -173,13 +173,10 @@ def _remarks(problem: Problem, plans: list[Plan]) -> list[str]:
 
 def _simulated(simulated: Simulated) -> Table:
     """Make a table that fits 80 columns, with headings of two lines."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    names = (
+    table = _narrow(
         "\nsimulated", "\nstep, s", "\ntokens/s", "mean\nlag", "max\nlag", "learner\nidle", "servers\nidle",
         "rollouts\nat once", "publi-\ncation",
     )  # fmt: skip
-    for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
     for name, s in simulated.rows().items():
         table.add_row(
             name, f"{s.step_seconds:.1f}", f"{s.tokens_per_second:,.0f}", f"{s.lag_mean:.1f}", str(s.lag_max),
@@ -188,7 +185,9 @@ def _simulated(simulated: Simulated) -> Table:
     return table
 
 
-def as_json(problem: Problem, written: Plan | str, found: Found, best: int, simulated: Simulated) -> dict[str, Any]:
+def as_json(
+    problem: PlanningProblem, written: Plan | str, found: Found, best: int, simulated: Simulated
+) -> dict[str, object]:
     """Return the same as JSON, all figures unrounded."""
     return {
         "gpus": problem.gpus,
@@ -206,29 +205,17 @@ def as_json(problem: Problem, written: Plan | str, found: Found, best: int, simu
     }
 
 
-def _plan(plan: Plan) -> dict[str, Any]:
-    m, r = plan.recipe.model, plan.recipe.resources
+def _plan(plan: Plan) -> dict[str, object]:
+    recipe, own = plan.recipe, ("running", "step_seconds", "tokens_per_second", "train_seconds", "generate_seconds")
+    layout = [key for key in LAYOUT if not key.endswith(("sequence_parallel", "expert_tensor_parallel"))]
     return {
-        "servers": r.servers,
-        "server_tensor_parallel": r.server_tensor_parallel,
-        "learner_ranks": r.learner_ranks,
-        "tensor_parallel": m.tensor_parallel,
-        "pipeline_parallel": m.pipeline_parallel,
-        "context_parallel": m.context_parallel,
-        "expert_parallel": m.expert_parallel,
-        "data_parallel": plan.recipe.data_parallel,
+        **{key.partition(".")[2]: attrgetter(key)(recipe) for key in layout},
+        "data_parallel": recipe.data_parallel,
         "learner_bytes": asdict(plan.learner) | {"total": plan.learner.total},
         "server_bytes": asdict(plan.server),
         "kv_tokens": plan.server.kv_tokens,
-        "running": plan.running,
-        "step_seconds": plan.step_seconds,
-        "tokens_per_second": plan.tokens_per_second,
-        "train_seconds": plan.train_seconds,
-        "generate_seconds": plan.generate_seconds,
+        **{key: getattr(plan, key) for key in own},
         "sync_seconds": plan.publication.transfer,
-        "lag": plan.lag,
-        "learner_idle": plan.learner_idle,
-        "server_idle": plan.server_idle,
-        "gpu_hours_per_1000_steps": plan.gpu_hours_per_1000_steps,
+        **{key: getattr(plan, key) for key in ("lag", "learner_idle", "server_idle", "gpu_hours_per_1000_steps")},
         "evaluation_steps": plan.evaluation_seconds / plan.step_seconds,
     }

@@ -45,7 +45,7 @@ def packing(
 
 
 def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu, assumed: Assumed) -> float:
-    """Forward, backward, gradients and optimiser of a step on the slowest rank."""
+    """Return seconds of forward, backward, gradients and optimiser of a step on the slowest rank."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     stages, microbatches = model.pipeline_parallel, packed.microbatches
     # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
@@ -64,7 +64,7 @@ def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu
 
 
 def _layer_link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, assumed: Assumed) -> float:
-    """Communication of tensor and expert parallelism within all layers, as if none of it were hidden."""
+    """Return seconds of tensor and expert parallelism's communication in all layers, as if none of it were hidden."""
     model, again = recipe.model, recipe.learner.recompute
     seconds = 0.0
     if model.tensor_parallel > 1:
@@ -79,7 +79,7 @@ def _layer_link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu:
 
 
 def _update_seconds(recipe: Recipe, shape: Architecture, ranks: int, gpu: Gpu, assumed: Assumed) -> float:
-    """Gradients over the data-parallel ranks, AdamW on this rank's share, weights back. Nothing of it hidden."""
+    """Return seconds to reduce gradients, run AdamW on this rank's share and gather weights, as if none of it were hidden."""
     model = recipe.model
     dense_shards = model.tensor_parallel * model.pipeline_parallel
     expert_shards = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
@@ -171,7 +171,7 @@ class Publication:
 
 
 def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed, devices: int) -> Publication:
-    """Of the whole model to all servers, bucket by bucket; stages send one after the other."""
+    """Return the cost of sending the whole model to all servers, bucket by bucket; stages send one after the other."""
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
     size = shape.parameters * WIDTH[recipe.model.dtype]
     bucket = recipe.weights.bucket_mb * 2**20

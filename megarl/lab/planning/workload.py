@@ -7,6 +7,7 @@ those of a measured run. Rollouts of a prompt are drawn independently.
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Protocol
 
 import numpy as np
@@ -25,16 +26,6 @@ class Lengths(Protocol):
 
 
 @dataclass(frozen=True)
-class Constant:
-    """All lengths equal."""
-
-    tokens: int
-
-    def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        return np.full(count, self.tokens, np.int64)
-
-
-@dataclass(frozen=True)
 class Measured:
     """Lengths of a run, drawn with replacement."""
 
@@ -46,33 +37,27 @@ class Measured:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal lengths. mean: of what is drawn, after cutting off at `longest`. spread: of the logarithm before that."""
+    """Log-normal lengths, cut off at `longest`. `mean` is theirs after the cut, `spread` that of the logarithm before it."""
 
     mean: float
     spread: float
     longest: int
 
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        drawn = random.lognormal(self._location(), self.spread, count)
-        return np.clip(np.ceil(drawn), 1, self.longest).astype(np.int64)
-
-    def _location(self) -> float:
-        """Return the mean of the logarithm that gives the wanted mean; by bisection, since the mean rises with it."""
+        # The mean of the logarithm that gives the wanted mean, by bisection, since the mean rises with it.
         low, high = math.log(self.mean) - self.spread**2, math.log(self.longest) + 10 * self.spread
         for _ in range(80):
             middle = (low + high) / 2
             low, high = (middle, high) if self._mean(middle) < self.mean else (low, middle)
-        return (low + high) / 2
+        drawn = random.lognormal((low + high) / 2, self.spread, count)
+        return np.clip(np.ceil(drawn), 1, self.longest).astype(np.int64)
 
     def _mean(self, location: float) -> float:
         """Return E min(X, c) = exp(m + s^2/2) Phi((ln c - m - s^2) / s) + c (1 - Phi((ln c - m) / s))."""
         cut = math.log(self.longest)
-        below = math.exp(location + self.spread**2 / 2) * _phi((cut - location - self.spread**2) / self.spread)
-        return below + self.longest * (1 - _phi((cut - location) / self.spread))
-
-
-def _phi(x: float) -> float:
-    return math.erfc(-x / math.sqrt(2)) / 2
+        phi = NormalDist().cdf
+        below = math.exp(location + self.spread**2 / 2) * phi((cut - location - self.spread**2) / self.spread)
+        return below + self.longest * (1 - phi((cut - location) / self.spread))
 
 
 @dataclass(frozen=True, eq=False)

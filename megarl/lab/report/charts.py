@@ -3,29 +3,28 @@
 Long runs are averaged into `MOST_POINTS` points, so the report's size does not grow with the run.
 """
 
-import io
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe
-from megarl.lab.report.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, RED, STYLE
+from megarl.lab.report.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, RED, drawing, rendered
 from megarl.lab.scaling.extrapolate import predict
 from megarl.lab.scaling.fit import fit
-from megarl.lab.scaling.points import Columns, curve_of_run
+from megarl.lab.scaling.points import PointColumns, curve_of_run
 
 Row = dict[str, Any]
 MOST_POINTS = 400
 CURVE_POINTS = 60
+TIME_POINTS = 120
 
 
-def pass_rate_against(axes: Any, rows: list[Row], evaluations: list[Row], x: str) -> None:
+def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: str) -> None:
     """Draw training and held-out pass rate against `x` (step or compute_hours); bars: 95 %, from sampling prompts."""
     xs, ys = series(rows, "pass_rate_train", x)
     axes.plot(*binned(xs, ys, MOST_POINTS), color=BLUE, alpha=0.35, linewidth=1)
@@ -40,14 +39,9 @@ def pass_rate_against(axes: Any, rows: list[Row], evaluations: list[Row], x: str
         axes.annotate(
             f"{newest['pass_rate']:.3f}",
             (newest[x], newest["pass_rate"] - errors[-1]),
-            xytext=(0, -5),
-            textcoords="offset points",
-            ha="center",
-            va="top",
-            color=ORANGE,
-            fontsize=9,
-            fontweight="bold",
-        )
+            (0, -5),
+            textcoords="offset points", ha="center", va="top", color=ORANGE, fontsize=9, fontweight="bold",
+        )  # fmt: skip
     if x == "compute_hours":
         _predicted(axes, rows, evaluations)
     axes.set_ylim(0, 1.04)
@@ -57,14 +51,14 @@ def pass_rate_against(axes: Any, rows: list[Row], evaluations: list[Row], x: str
         axes.legend(loc="lower right")
 
 
-def _predicted(axes: Any, rows: list[Row], evaluations: list[Row]) -> None:
+def _predicted(axes: Axes, rows: list[Row], evaluations: list[Row]) -> None:
     """Draw the fitted law with its 95 % interval, from its first point to the compute of the last step, if there is a fit."""
     newest = evaluations[-1] if evaluations else {}
     if "predicted_hours" not in newest:
         return
     score = newest.get("predicted_score", "pass_rate")
     try:
-        curve = curve_of_run("run", evaluations, rows, "the run", Columns(score=score))
+        curve = curve_of_run("run", evaluations, rows, "the run", PointColumns(score=score))
         fitted = fit([curve])
     except MegarlError:  # the row has a fit that these rows do not reproduce
         return
@@ -76,7 +70,7 @@ def _predicted(axes: Any, rows: list[Row], evaluations: list[Row]) -> None:
     axes.axhline(fitted.A, color=GREY, linewidth=0.8, linestyle=":")
 
 
-def by_task(axes: Any, rows: list[Row], evaluations: list[Row], tasks: Sequence[str]) -> bool:
+def by_task(axes: Axes, rows: list[Row], evaluations: list[Row], tasks: Sequence[str]) -> bool:
     """Draw each task's pass rate by step in its own colour: running mean of the training batches, and held out."""
     drawn = False
     for task, color in zip(tasks, itertools.cycle(COLORS)):
@@ -93,7 +87,7 @@ def by_task(axes: Any, rows: list[Row], evaluations: list[Row], tasks: Sequence[
     return drawn
 
 
-def lines(axes: Any, rows: list[Row], names: dict[str, str], *, log: bool = False) -> bool:
+def lines(axes: Axes, rows: list[Row], names: dict[str, str], *, log: bool = False) -> bool:
     """Draw metrics by step, `names` with labels; return whether there was anything to draw."""
     drawn = False
     for (name, label), color in zip(names.items(), itertools.cycle(COLORS)):
@@ -111,28 +105,18 @@ def lines(axes: Any, rows: list[Row], names: dict[str, str], *, log: bool = Fals
     return drawn
 
 
-def where_time_goes(axes: Any, rows: list[Row]) -> bool:
+def where_time_goes(axes: Axes, rows: list[Row]) -> bool:
     """Draw the seconds of a step, stacked: training, waiting, publishing, checkpoints."""
-    parts = {
-        "train_seconds": ("trains", BLUE),
-        "wait_seconds": ("waits for a batch", ORANGE),
-        "publish_seconds": ("publishes", GREEN),
-        "checkpoint_seconds": ("checkpoint", GREY),
-    }
-    drawn = [(series(rows, name, "step"), label, color) for name, (label, color) in parts.items()]
-    full = [
-        (binned(xs, ys, 120), label, color) for (xs, ys), label, color in drawn if len(xs) == len(rows) and len(xs) > 1
-    ]
+    parts = (("train", "trains", BLUE), ("wait", "waits for a batch", ORANGE), ("publish", "publishes", GREEN),
+             ("checkpoint", "checkpoint", GREY))  # fmt: skip
+    measured = [(*series(rows, f"{name}_seconds", "step"), label, color) for name, label, color in parts]
+    full = [part for part in measured if len(part[0]) == len(rows) > 1]
     if not full:
         return False
-    axes.stackplot(
-        full[0][0][0],
-        *[ys for (_, ys), _, _ in full],
-        labels=[label for _, label, _ in full],
-        colors=[c for _, _, c in full],
-        alpha=0.85,
-        linewidth=0,
-    )
+    steps = binned(full[0][0], full[0][1], TIME_POINTS)[0]
+    seconds = [binned(xs, ys, TIME_POINTS)[1] for xs, ys, _, _ in full]
+    _, _, labels, colors = zip(*full, strict=True)
+    axes.stackplot(steps, *seconds, labels=labels, colors=colors, alpha=0.85, linewidth=0)
     axes.set_xlabel("step")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.25)  # room for the legend
     axes.set_axisbelow(True)
@@ -141,19 +125,13 @@ def where_time_goes(axes: Any, rows: list[Row]) -> bool:
     return True
 
 
-def lag_limit(axes: Any, recipe: Recipe) -> None:
+def lag_limit(axes: Axes, recipe: Recipe) -> None:
     """Draw the line that no trained token may be above."""
     limit = recipe.pipeline.lag_limit
     axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
     axes.axhline(limit, color=RED, linestyle="--", linewidth=1)
-    axes.annotate(
-        f"k = {limit}" if recipe.pipeline.kind == "pipeline-rl" else f"limit {limit}",
-        (0.01, limit),
-        xycoords=("axes fraction", "data"),
-        va="bottom",
-        color=RED,
-        fontsize=8,
-    )
+    text = f"k = {limit}" if recipe.pipeline.kind == "pipeline-rl" else f"limit {limit}"
+    axes.annotate(text, (0.01, limit), xycoords=("axes fraction", "data"), va="bottom", color=RED, fontsize=8)
 
 
 def series(rows: list[Row], name: str, x: str) -> tuple[np.ndarray, np.ndarray]:
@@ -190,37 +168,29 @@ def interval(evaluation: Row) -> float:
     return 1.96 * math.sqrt(p * (1 - p) / evaluation["n_prompts"])
 
 
-def svg(draw: Callable[[Any], bool | None], title: str) -> str:
+def svg(draw: Callable[[Axes], bool | None], title: str) -> str:
     """Return one picture as an inline SVG element; empty if there was nothing to draw."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.6, 2.9), layout="constrained")
-        axes = figure.subplots()
+    with drawing((5.6, 2.9)) as (figure, (axes,)):
         axes.set_title(title)
         if draw(axes) is False:
             return ""
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
+        text = rendered(figure, "svg").decode()
+    return text[text.index("<svg") :]
 
 
 def reward_png(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> bytes:
     """Draw the reward curve, against steps and against compute."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
-        left, right = figure.subplots(1, 2, sharey=True)
-        figure.suptitle(f"{recipe.run.name}: pass rate", fontsize=12, fontweight="bold", x=0.01, ha="left")
+    with drawing((11, 4.2), 1, 2, title=f"{recipe.run.name}: pass rate", sharey=True) as (figure, (left, right)):
         pass_rate_against(left, rows, evaluations, "step")
         pass_rate_against(right, rows, evaluations, "compute_hours")
         left.set_ylabel("pass rate")
-        data = io.BytesIO()
-        figure.savefig(data, format="png", dpi=130)
-    return data.getvalue()
+        return rendered(figure, "png")
 
 
 PARITY = {"kernels": "equal weights", "decode": "decode", "stale_kv": "stale KV", "staleness": "staleness"}
 
 
-def parity(axes: Any, rows: list[Row]) -> bool:
+def parity(axes: Axes, rows: list[Row]) -> bool:
     """Draw the causes of differences between servers and learner; those that are 0 throughout are named instead."""
     measured = {c: [v for r in rows if (v := r.get(f"parity_mean/{c}")) is not None] for c in PARITY}
     same = [PARITY[c] for c, values in measured.items() if values and not any(values)]
@@ -230,43 +200,40 @@ def parity(axes: Any, rows: list[Row]) -> bool:
     return drawn or bool(same)
 
 
-TITLES = {"completion_tokens_mean": "completion length, tokens", "truncation_rate": "answers cut off, share"}
-
-
 def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: list[Row]) -> Sequence[str]:
     """Return all SVGs of the report, in reading order, without empty ones. `timed`: rows whose times are meaningful."""
 
-    def lag(axes: Any) -> bool:
+    def lag(axes: Axes) -> bool:
         drawn = lines(axes, rows, {"lag_max": "largest", "lag_mean": "mean"})
         lag_limit(axes, recipe)
         return drawn
 
+    def plain(title: str, names: dict[str, str], *, log: bool = False) -> str:
+        return svg(lambda axes: lines(axes, rows, names, log=log), title)
+
     tasks = list(recipe.data.tasks)
-
-    def per_task(name: str) -> str:
-        if len(tasks) == 1:
-            return ""
-        return svg(lambda a: lines(a, rows, {f"{name}/{task}": task for task in tasks}), f"By task: {TITLES[name]}")
-
+    by_tasks = [
+        svg(lambda a: by_task(a, rows, evaluations, tasks), "Pass rate, by task"),
+        plain("By task: completion length, tokens", {f"completion_tokens_mean/{task}": task for task in tasks}),
+        plain("By task: answers cut off, share", {f"truncation_rate/{task}": task for task in tasks}),
+    ]
     rates = {"truncation_rate": "truncated", "interruption_rate": "interrupted", "format_error_rate": "malformed"}
     speed = {"tokens_per_second": "trained", "rollout_tokens_per_second": "sampled"}
     charts = [
         svg(lambda a: pass_rate_against(a, rows, evaluations, "step"), "Pass rate, by step"),
         svg(lambda a: pass_rate_against(a, rows, evaluations, "compute_hours"), "Pass rate, by compute"),
-        svg(lambda a: by_task(a, rows, evaluations, tasks), "Pass rate, by task") if len(tasks) > 1 else "",
-        per_task("completion_tokens_mean"),
-        per_task("truncation_rate"),
-        svg(lambda a: lines(a, rows, {"turns_mean": "mean"}), "Turns of an episode"),
-        svg(lambda a: lines(a, rows, {"entropy": "entropy"}), "Entropy of trained tokens, nats"),
-        svg(lambda a: lines(a, rows, {"grad_norm": "grad norm"}), "Gradient norm before clipping"),
+        *(by_tasks if len(tasks) > 1 else ()),
+        plain("Turns of an episode", {"turns_mean": "mean"}),
+        plain("Entropy of trained tokens, nats", {"entropy": "entropy"}),
+        plain("Gradient norm before clipping", {"grad_norm": "grad norm"}),
         svg(lag, "Lag of trained tokens, steps"),
         svg(lambda a: parity(a, rows), "Servers against learner: mean |log-prob difference| by cause"),
-        svg(lambda a: lines(a, rows, {"parity_routing": ""}), "Choices of experts that differ: share"),
+        plain("Choices of experts that differ: share", {"parity_routing": ""}),
         svg(lambda a: lines(a, timed, speed), "Tokens a second"),
         svg(lambda a: where_time_goes(a, timed), "Where the learner's step goes, seconds"),
-        svg(lambda a: lines(a, rows, rates), "Answers cut off, interrupted, malformed: share"),
-        svg(lambda a: lines(a, rows, {"completion_tokens_mean": ""}), "Completion length, tokens"),
-        svg(lambda a: lines(a, rows, {"trained_logprob_diff": ""}, log=True), "Learner against behaviour log-probs"),
-        svg(lambda a: lines(a, rows, {"groups_in_loss": "in the loss", "void_groups": "void"}), "Groups of a batch"),
+        plain("Answers cut off, interrupted, malformed: share", rates),
+        plain("Completion length, tokens", {"completion_tokens_mean": ""}),
+        plain("Learner against behaviour log-probs", {"trained_logprob_diff": ""}, log=True),
+        plain("Groups of a batch", {"groups_in_loss": "in the loss", "void_groups": "void"}),
     ]
     return [picture for picture in charts if picture]

@@ -1,18 +1,25 @@
-"""What pages and pictures share: single-file HTML pages that open offline, and the colours of all pictures.
+"""What pages and pictures share: single-file HTML pages that open offline, and the style of all figures.
 
 A page is a template beside the module that fills it, with its data in a script. Templates are `string.Template`'s: `$name` is
-filled in, and a dollar sign in a script would be `$$` (there are none). This module imports no matplotlib, to stay cheap.
+filled in, and a dollar sign in a script would be `$$` (there are none). matplotlib is imported by the first figure only.
 """
 
+import io
 import json
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megarl.core.base.rundir import write_atomically
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-def embedded(data: Any) -> str:
+
+def embedded(data: object) -> str:
     """Encode JSON for a <script>: nothing in it can close the script or open a comment, whatever a model wrote."""
     return json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -46,3 +53,42 @@ STYLE = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],
 }
+
+
+@contextmanager
+def drawing(
+    size: tuple[float, float],
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    title: str = "",
+    sharex: bool = False,
+    sharey: bool = False,
+) -> Iterator[tuple["Figure", list["Axes"]]]:
+    """Yield a new figure of `size` inches and its axes in reading order. Only what is drawn inside gets the style."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        if title:
+            figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+        yield figure, list(figure.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False).flat)
+
+
+def rendered(figure: "Figure", kind: str, dpi: int = 130) -> bytes:
+    """Return the figure as a PNG or an SVG, which has no date, so that the same picture is the same file."""
+    data = io.BytesIO()
+    figure.savefig(data, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
+    return data.getvalue()
+
+
+def save(figure: "Figure", path_without_suffix: Path, dpi: int = 130) -> list[Path]:
+    """Write BASE.png and BASE.svg."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # laid out once, not again for each format
+    written = []
+    for kind in ("png", "svg"):
+        written.append(path_without_suffix.with_name(f"{path_without_suffix.name}.{kind}"))
+        write_atomically(written[-1], rendered(figure, kind, dpi))
+    return written

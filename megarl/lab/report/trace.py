@@ -7,9 +7,12 @@ A process is a role. The learner's step contains its phases. A server is busy wh
 while a publication holds it; requests and gradings get as many lanes as run concurrently. A group spans from its ticket to the
 batch that trains it, where an arrow leads to the step. Counters are derived from the spans.
 
-Concurrent spans lie on separate lanes, parts of a span within it. The file is in Trace Event Format, object form, with times in
-whole microseconds; it uses these events: X complete, i instant, C counter, s and f flow, M metadata.
+The file is in Trace Event Format, object form, with times in whole microseconds; it uses these events: X complete, i instant,
+C counter, s and f flow, M metadata.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+Lanes are laid out here, not by Perfetto from async events (b, e): it names their tracks after them, so each ticket would have
+a track of its own or lose its number, and it binds s and f to threads only (json_trace_parser_impl.cc).
 """
 
 import gzip
@@ -19,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows
@@ -81,10 +84,10 @@ def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A group's life. begin: its ticket was given; now: where what is unfinished ends.
+class GroupLife:
+    """A group from its ticket (`begin`) to the batch of `step`; what is unfinished ends at `now`.
 
-    generated: all its rollouts were graded, taken: the batch of `step` was sent; None: not yet.
+    generated: when all its rollouts were graded; taken: when the batch was sent; None: not yet.
     removed: it lost its slot (zero variance under `refill`) and is never taken.
     """
 
@@ -105,43 +108,44 @@ class Group:
     def unit(self) -> Unit:
         """Return the whole span with its parts: generated, then waiting."""
         generated = self.end if self.generated is None else self.generated
-        open_ = self.taken is None and not self.removed
+        unfinished = self.taken is None and not self.removed
         parts = [
-            Span(TICKETS, f"ticket {self.ticket}", self.begin, self.end, self.args, cut=open_),
+            Span(TICKETS, f"ticket {self.ticket}", self.begin, self.end, self.args, cut=unfinished),
             Span(TICKETS, "generated", self.begin, generated, cut=self.generated is None),
         ]
         if generated < self.end:
             waits = "waits" if self.taken is None else f"waits for step {self.step}"
-            parts.append(Span(TICKETS, waits, generated, self.end, cut=open_))
+            parts.append(Span(TICKETS, waits, generated, self.end, cut=unfinished))
         return parts
 
 
-def groups_of(spans: Sequence[Span], events: Iterable[Event]) -> list[Group]:
+def group_lives(spans: Sequence[Span], events: Iterable[Event]) -> list[GroupLife]:
     """Return groups by ticket. A group cut short by a crash of the controller continues in the controller's next life."""
-    lives: dict[int, list[Span]] = defaultdict(list)
+    parts: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         if span.on == TICKETS:
-            lives[_int(span.args["ticket"])].append(span)
-    taken: dict[int, Event] = {}
+            parts[_int(span.args["ticket"])].append(span)
+    batches: dict[int, Event] = {}
     for event in events:
-        for ticket in _ints(event.args.get("tickets")):
-            taken.setdefault(ticket, event)
-    now = max((span.end for span in spans), default=0.0)
-    return [_group(ticket, ticket_spans, taken.get(ticket), now) for ticket, ticket_spans in sorted(lives.items())]
-
-
-def _group(ticket: int, lives: Sequence[Span], taken: Event | None, now: float) -> Group:
-    begin, last = min(span.begin for span in lives), max(lives, key=lambda span: span.end)
-    return Group(
-        ticket=ticket,
-        begin=begin,
-        now=now,
-        generated=None if last.cut else last.end,
-        taken=None if taken is None else max(taken.at, last.end),
-        step=-1 if taken is None else _int(taken.args["step"]),
-        removed=bool(last.args.get("removed")),
-        args=last.args,
-    )
+        tickets = event.args.get("tickets")
+        for ticket in tickets if isinstance(tickets, list) else ():
+            batches.setdefault(ticket, event)
+    now, lives = max((span.end for span in spans), default=0.0), []
+    for ticket, own in sorted(parts.items()):
+        last, batch = max(own, key=lambda span: span.end), batches.get(ticket)
+        lives.append(
+            GroupLife(
+                ticket=ticket,
+                begin=min(span.begin for span in own),
+                now=now,
+                generated=None if last.cut else last.end,
+                taken=None if batch is None else max(batch.at, last.end),
+                step=-1 if batch is None else _int(batch.args["step"]),
+                removed=bool(last.args.get("removed")),
+                args=last.args,
+            )
+        )
+    return lives
 
 
 def _int(value: Value) -> int:
@@ -149,11 +153,23 @@ def _int(value: Value) -> int:
     return value
 
 
-def _ints(value: Value | None) -> list[int]:
-    return value if isinstance(value, list) else []
+TraceEvent = dict[str, object]
 
 
-TraceEvent = dict[str, Any]
+class Shown(TypedDict):
+    """What a trace shows: the run's path, steps, and the time that is 0 in the trace."""
+
+    run: str
+    steps: list[int]
+    begin: float
+
+
+class TraceFile(TypedDict):
+    """The file's content."""
+
+    displayTimeUnit: str
+    otherData: Shown
+    traceEvents: list[TraceEvent]
 
 
 class ChromeTrace:
@@ -163,63 +179,49 @@ class ChromeTrace:
         self._base = base
         self._processes: dict[str, int] = {}
         self._threads: dict[tuple[str, str], int] = {}
-        self._events: list[TraceEvent] = []
+        self._events: list[tuple[int, int, TraceEvent]] = []  # begin, minus duration
         self._flows = 0
 
     def complete(self, on: str, name: str, begin: float, end: float, args: dict[str, Value]) -> None:
         """Add a span on `process/thread`. Spans of one thread must be nested or disjoint."""
-        start = self._us(begin)
-        self._add("X", on, name, start, dur=self._us(end) - start, args=args)
+        duration = self._us(end) - self._us(begin)
+        self._add("X", on, name, begin, duration, dur=duration, args=args)
 
     def instant(self, on: str, name: str, at: float, args: dict[str, Value]) -> None:
-        self._add("i", on, name, self._us(at), s="t", args=args)
+        self._add("i", on, name, at, s="t", args=args)
 
     def counter(self, process: str, name: str, at: float, values: dict[str, float]) -> None:
         """Set a counter from this time on; several values are drawn stacked."""
-        event = {"ph": "C", "name": name, "pid": self._pid(process), "tid": 0, "ts": self._us(at), "args": values}
-        self._events.append(event)
+        self._add("C", process, name, at, args=values)
 
     def arrow(self, name: str, start: tuple[str, float], end: tuple[str, float]) -> None:
         """Draw an arrow between spans (process/thread, time): each time must lie within its span."""
         self._flows += 1
-        self._add("s", start[0], name, self._us(start[1]), cat="group", id=self._flows)
-        self._add("f", end[0], name, self._us(end[1]), cat="group", id=self._flows, bp="e")
+        self._add("s", start[0], name, start[1], cat="group", id=self._flows)
+        self._add("f", end[0], name, end[1], cat="group", id=self._flows, bp="e")
 
-    def tree(self, **other: Any) -> dict[str, Any]:
-        """Return the whole trace, metadata first, then by time; `other`: a description of it."""
-        order = sorted(self._events, key=lambda e: (e["ts"], -e.get("dur", 0)))
-        return {"displayTimeUnit": "ms", "otherData": other, "traceEvents": [*self._metadata(), *order]}
+    def tree(self, shown: Shown) -> TraceFile:
+        """Return the whole trace, metadata first, then by time."""
+        events = [event for _, _, event in sorted(self._events, key=lambda e: e[:2])]
+        return {"displayTimeUnit": "ms", "otherData": shown, "traceEvents": [*self._metadata(), *events]}
 
-    def _metadata(self) -> list[TraceEvent]:
-        events = []
-        for process, pid in self._processes.items():
-            events += [
-                _named("process_name", pid, 0, name=process),
-                _named("process_sort_index", pid, 0, sort_index=pid),
-            ]
-        for (process, thread), tid in self._threads.items():
-            pid = self._processes[process]
-            events += [
-                _named("thread_name", pid, tid, name=thread),
-                _named("thread_sort_index", pid, tid, sort_index=tid),
-            ]
-        return events
+    def _metadata(self) -> Iterator[TraceEvent]:
+        named = [("process", process, pid, 0) for process, pid in self._processes.items()]
+        named += [("thread", thread, self._processes[process], tid) for (process, thread), tid in self._threads.items()]
+        for kind, name, pid, tid in named:
+            where = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
+            yield {"name": f"{kind}_name", **where, "args": {"name": name}}
+            yield {"name": f"{kind}_sort_index", **where, "args": {"sort_index": tid or pid}}
 
-    def _add(self, ph: str, on: str, name: str, ts: int, **more: Any) -> None:
+    def _add(self, phase: str, on: str, name: str, at: float, duration: int = 0, **more: object) -> None:
         process, _, thread = on.partition("/")
-        pid = self._pid(process)
-        tid = self._threads.setdefault((process, thread), len(self._threads) + 1)
-        self._events.append({"ph": ph, "name": name, "pid": pid, "tid": tid, "ts": ts} | more)
-
-    def _pid(self, process: str) -> int:
-        return self._processes.setdefault(process, len(self._processes) + 1)
+        pid = self._processes.setdefault(process, len(self._processes) + 1)
+        tid = self._threads.setdefault((process, thread), len(self._threads) + 1) if thread else 0
+        begin = self._us(at)
+        self._events.append((begin, -duration, {"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": begin} | more))
 
     def _us(self, seconds: float) -> int:
         return round((seconds - self._base) * 1e6)
-
-
-def _named(what: str, pid: int, tid: int, **args: str | int) -> TraceEvent:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
 LEARNER, REQUESTS, BUSY = "learner/rank 0", "/requests", "/busy"
@@ -243,40 +245,45 @@ def main(run: Path, steps: int, output: Path | None) -> int:
     return 0
 
 
-def trace_of(rundir: RunDir, steps: int) -> dict[str, Any]:
-    """Build the trace from the start of the last `steps` complete steps; `otherData` has their numbers and time 0."""
+def trace_of(rundir: RunDir, steps: int) -> TraceFile:
+    """Build the trace from the start of the last `steps` complete steps."""
     spans, events = read(rundir.trace)
     if not spans:
         raise MegarlError(f"{rundir.trace}: nothing is recorded there yet; try again when the run samples")
     done = [s for s in spans if s.on == LEARNER and s.name == f"step {s.args.get('step')}"][-steps:]
     since = done[0].begin if done else spans[0].begin
-    places = _places(spans)
-    all_groups = groups_of(spans, events)
-    seen = [group for group in all_groups if group.end > since]
-    first = min([*(s.begin for row in places.values() for s in row if s.end > since), *(g.begin for g in seen)])
+    rows = _rows(spans)
+    lives = group_lives(spans, events)
+    seen = [life for life in lives if life.end > since]
+    first = min([*(s.begin for row in rows.values() for s in row if s.end > since), *(g.begin for g in seen)])
     trace = ChromeTrace(first)
-    for place in sorted(places, key=_order):
-        shown = [span for span in places[place] if span.end > since]
+    for place in sorted(rows, key=_order):
+        shown = [span for span in rows[place] if span.end > since]
         _draw(trace, place, nested(shown) if place == LEARNER else [[span] for span in shown])
-    _draw_groups(trace, seen, places[LEARNER])
-    _count(trace, places, all_groups, since)
-    _draw_lag(trace, done, {row["step"]: row for row in latest_rows(rundir.metrics)})
+    _draw_groups(trace, seen, rows[LEARNER])
+    _count(trace, rows, lives, since)
+    metrics = {row["step"]: row for row in latest_rows(rundir.metrics)}
+    for span in done:  # at its end, how old its tokens were
+        for name in ("lag_mean", "lag_max"):
+            lag = metrics.get(_int(span.args["step"]), {}).get(name, math.nan)
+            if math.isfinite(lag):
+                trace.counter("learner", name, span.end, {"steps": lag})
     for event in events:
         if event.at > since:
             trace.instant(event.on, event.name, event.at, event.args)
-    return trace.tree(run=str(rundir.path), steps=[s.args["step"] for s in done], begin=first)
+    return trace.tree({"run": str(rundir.path), "steps": [_int(s.args["step"]) for s in done], "begin": first})
 
 
-def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
+def _rows(spans: Iterable[Span]) -> dict[str, list[Span]]:
     """Return spans, except those of groups, by where they are drawn, and add when each server was busy."""
-    places: dict[str, list[Span]] = defaultdict(list)
+    rows: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.on != TICKETS:
-            places[span.on].append(span)
-    for place in [p for p in places if p.endswith(REQUESTS)]:
+            rows[span.on].append(span)
+    for place in [p for p in rows if p.endswith(REQUESTS)]:
         busy = place.removesuffix(REQUESTS) + BUSY
-        places[busy] = [Span(busy, "busy", begin, end) for begin, end in union(places[place])]
-    return places
+        rows[busy] = [Span(busy, "busy", begin, end) for begin, end in union(rows[place])]
+    return rows
 
 
 def _order(place: str) -> tuple[int, int, str]:
@@ -287,8 +294,7 @@ def _order(place: str) -> tuple[int, int, str]:
 
 def _draw(trace: ChromeTrace, place: str, units: Sequence[Unit]) -> dict[int, str]:
     """Draw units on as many lanes as needed; return the lane of each unit's first span, by its id()."""
-    lanes = packed(units)
-    where = {}
+    lanes, where = packed(units), {}
     for number, lane in enumerate(lanes, 1):
         on = place if len(lanes) == 1 else f"{place} {number}"
         for span in lane:
@@ -297,7 +303,7 @@ def _draw(trace: ChromeTrace, place: str, units: Sequence[Unit]) -> dict[int, st
     return where
 
 
-def _draw_groups(trace: ChromeTrace, seen: Sequence[Group], learner: Sequence[Span]) -> None:
+def _draw_groups(trace: ChromeTrace, seen: Sequence[GroupLife], learner: Sequence[Span]) -> None:
     """Draw groups, each with an arrow to the training of its step if it was taken."""
     units = [group.unit() for group in seen]
     where = _draw(trace, TICKETS, units)
@@ -309,29 +315,18 @@ def _draw_groups(trace: ChromeTrace, seen: Sequence[Group], learner: Sequence[Sp
             trace.arrow(f"step {group.step}", (where[id(unit[0])], group.end - MARGIN_S), (LEARNER, into))
 
 
-def _count(trace: ChromeTrace, places: Mapping[str, Sequence[Span]], all_groups: Sequence[Group], since: float) -> None:
-    """Draw counters of requests on each server, and of tickets by what they wait for."""
-    for place in sorted(p for p in places if p.endswith(REQUESTS)):
-        for at, count in _from(since, changes((s.begin, s.end) for s in places[place])):
-            trace.counter(place.removesuffix(REQUESTS), "running requests", at, {"requests": count})
-    generating = changes((g.begin, g.now if g.generated is None else g.generated) for g in all_groups)
-    waiting = changes((g.generated, g.end) for g in all_groups if g.generated is not None)
-    for name, counts in (("tickets being generated", generating), ("tickets waiting for their step", waiting)):
-        for at, count in _from(since, counts):
-            trace.counter("groups", name, at, {"tickets": count})
-
-
-def _from(since: float, counts: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
-    """Yield the count at that time, and its changes after it."""
-    before = [count for at, count in counts if at <= since]
-    yield since, before[-1] if before else 0
-    yield from ((at, count) for at, count in counts if at > since)
-
-
-def _draw_lag(trace: ChromeTrace, done: Sequence[Span], rows: Mapping[int, Mapping[str, Any]]) -> None:
-    """Draw at the end of each step how old its tokens were."""
-    for span in done:
-        row = rows.get(int(str(span.args["step"])), {})
-        for name in ("lag_mean", "lag_max"):
-            if math.isfinite(row.get(name, math.nan)):
-                trace.counter("learner", name, span.end, {"steps": row[name]})
+def _count(trace: ChromeTrace, rows: Mapping[str, Sequence[Span]], lives: Sequence[GroupLife], since: float) -> None:
+    """Draw counters of requests on each server, and of tickets by what they wait for, from `since` on."""
+    generating = changes((g.begin, g.now if g.generated is None else g.generated) for g in lives)
+    waiting = changes((g.generated, g.end) for g in lives if g.generated is not None)
+    counters = [
+        (place.removesuffix(REQUESTS), "running requests", "requests", changes((s.begin, s.end) for s in rows[place]))
+        for place in sorted(rows)
+        if place.endswith(REQUESTS)
+    ]
+    counters.append(("groups", "tickets being generated", "tickets", generating))
+    counters.append(("groups", "tickets waiting for their step", "tickets", waiting))
+    for process, name, what, counts in counters:
+        before = [count for at, count in counts if at <= since]
+        for at, count in [(since, before[-1] if before else 0), *(c for c in counts if c[0] > since)]:
+            trace.counter(process, name, at, {what: count})

@@ -9,20 +9,20 @@ of one recipe differ, after refitting both at the mean A (arXiv 2510.13786, sect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.extrapolate import inverse as hours_of
-from megarl.lab.scaling.fit import WIDE_INTERVAL, Fit, fit
+from megarl.lab.scaling.fit import WIDE_INTERVAL, Fit, FitOptions, fit
 from megarl.lab.scaling.points import Curve, amount
 
 SAME_CEILING = 0.02
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunFit:
     """One run in the table; `fit` is None if `problem` says why there is none."""
 
     name: str
@@ -32,7 +32,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Pair:
-    """The reference and another run. `at_mean`: both refitted at the mean A; None if their A differ too much."""
+    """The reference and another run. at_mean: both refitted at the mean A; None if their A differ too much."""
 
     reference: str
     other: str
@@ -43,8 +43,8 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    entries: tuple[Entry, ...]
+class RunComparison:
+    entries: tuple[RunFit, ...]
     pairs: tuple[Pair, ...]
 
     @property
@@ -60,57 +60,48 @@ class Comparison:
             return dict(zip((pair.reference, pair.other), pair.at_mean, strict=True))
         return {entry.name: entry.fit for entry in self.entries if entry.fit is not None}
 
-    def rows(self) -> list[dict[str, Any]]:
+    @property
+    def at_mean(self) -> dict[str, Fit]:
+        """Runs with the ceiling of the first, refitted at the mean A."""
+        return {pair.other: pair.at_mean[1] for pair in self.pairs if pair.at_mean}
+
+    def rows(self) -> list[dict[str, object]]:
         """Return the table as records: the fit's keys, `name`, and B and C_mid at the mean A with the first run."""
-        at_mean = {pair.other: pair.at_mean[1] for pair in self.pairs if pair.at_mean}
         records = []
         for entry in self.entries:
-            row: dict[str, Any] = {"name": entry.name}
-            if entry.fit is None:
-                row |= {"problem": entry.problem}
-            else:
-                row |= entry.fit.record()
-            if entry.name in at_mean:
-                refitted = at_mean[entry.name]
+            row = {"name": entry.name} | ({"problem": entry.problem} if entry.fit is None else entry.fit.record())
+            if refitted := self.at_mean.get(entry.name):
                 row |= {"A_mean": refitted.A, "B_at_A_mean": refitted.B, "C_mid_at_A_mean": refitted.C_mid}
             records.append(row)
         return records
 
 
-def compare(runs: Mapping[str, Sequence[Curve]], **options: Any) -> Comparison:
-    """Compare all runs with the first that can be fitted. options: those of `fit`."""
+def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) -> RunComparison:
+    """Compare all runs with the first that can be fitted."""
     if len({curve.unit for curves in runs.values() for curve in curves}) > 1:
         raise MegarlError("runs on GPUs and runs on CPU cores cannot be compared by their hours")
-    entries = tuple(_entry(name, curves, options) for name, curves in runs.items())
-    fits = {entry.name: entry.fit for entry in entries if entry.fit is not None}
-    names = list(fits)
-    pairs = tuple(_pair(names[0], name, fits, runs, options) for name in names[1:])
-    return Comparison(entries, pairs)
-
-
-def _entry(name: str, curves: Sequence[Curve], options: dict[str, Any]) -> Entry:
-    try:
-        return Entry(name, fit(curves, **options))
-    except MegarlError as error:
-        return Entry(name, None, str(error))
-
-
-def _pair(
-    reference: str, other: str, fits: Mapping[str, Fit], runs: Mapping[str, Sequence[Curve]], options: dict[str, Any]
-) -> Pair:
-    first, second = fits[reference], fits[other]
-    at_mean = None
-    if abs(first.A - second.A) <= SAME_CEILING:
-        mean = (first.A + second.A) / 2
-        a, b = (fit(runs[name], **{**options, "ceiling": mean}) for name in (reference, other))
-        at_mean = (a, b)
-    crossings = overtakes(reference, first, other, second)
-    words = (
-        _ceiling(reference, first, other, second, at_mean),
-        _speed(reference, first, other, second),
-        _lead(crossings, first, second),
-    )
-    return Pair(reference, other, at_mean, crossings, " ".join(words))
+    entries, fits = [], {}
+    for name, curves in runs.items():
+        try:
+            fits[name] = fit(curves, **options)
+            entries.append(RunFit(name, fits[name]))
+        except MegarlError as error:
+            entries.append(RunFit(name, None, str(error)))
+    pairs = []
+    for other, second in list(fits.items())[1:]:
+        reference, first = next(iter(fits.items()))
+        at_mean = None
+        if abs(first.A - second.A) <= SAME_CEILING:
+            ceiling: FitOptions = {**options, "ceiling": (first.A + second.A) / 2}
+            at_mean = (fit(runs[reference], **ceiling), fit(runs[other], **ceiling))
+        crossings = overtakes(reference, first, other, second)
+        words = (
+            _ceiling(reference, first, other, second, at_mean),
+            _speed(reference, first, other, second),
+            _lead(crossings, first, second),
+        )
+        pairs.append(Pair(reference, other, at_mean, crossings, " ".join(words)))
+    return RunComparison(tuple(entries), tuple(pairs))
 
 
 def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, float], ...]:
@@ -122,7 +113,7 @@ def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, floa
     for n in clear:
         leader = name_a if difference[n] > 0 else name_b
         if not ahead:
-            ahead.append((leader, float(hours[n] if n else hours[0])))
+            ahead.append((leader, float(hours[n])))
         elif ahead[-1][0] != leader:
             before = np.flatnonzero(np.sign(difference[: n + 1]) != np.sign(difference[n]))
             ahead.append((leader, float(hours[before[-1]])))
@@ -175,7 +166,7 @@ def _lead(ahead: tuple[tuple[str, float], ...], a: Fit, b: Fit) -> str:
     if not ahead:
         return "Their curves stay within the noise of the fits."
     seen = min(a.window[1], b.window[1])
-    said = [f"{ahead[0][0]} is ahead at first"] if len(ahead) > 1 else [f"{ahead[0][0]} is ahead throughout"]
+    said = [f"{ahead[0][0]} is ahead {'at first' if len(ahead) > 1 else 'throughout'}"]
     for name, hours in ahead[1:]:
         beyond = f" (extrapolated: the points end at {amount(seen)})" if hours > seen else ""
         said.append(f"{name} overtakes at {amount(hours, a.unit)}{beyond}")

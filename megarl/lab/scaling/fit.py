@@ -14,7 +14,6 @@ moved by how far R_0 ± t·noise would move the parameter, the two added in quad
 measures how often the intervals contain the truth.
 
 Which points are fitted: the law does not hold at first, so ScaleRL leaves out the first 1,500 GPU-hours, about an epoch.
-
 A run whose first epoch is shorter, or on CPU cores, has the epoch left out instead: hours of a run of another size mean little.
 
 `doubts` says with every fit what its points cannot support.
@@ -24,22 +23,33 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
-from megarl.lab.scaling import least_squares
 from megarl.lab.scaling.forms import Form, form_named
-from megarl.lab.scaling.least_squares import A, Problem, U, W, descend
+from megarl.lab.scaling.least_squares import R0, A, FitProblem, U, W, descend, predicted
 from megarl.lab.scaling.points import Curve, Unit, amount
-from megarl.lab.scaling.profile import Profile, student_t
+from megarl.lab.scaling.profile import FitProfile, student_t
 
 Grid = Literal["paper", "free"]
 Interval = tuple[float, float]
 GRIDS: dict[str, tuple[Interval, float | None]] = {"paper": ((0.45, 0.8), 0.005), "free": ((0.0, 1.0), None)}
 """Bounds of A, and its step."""
 KEYS = ("form", "A", "B", "C_mid", "R_0", "sse", "rmse", "r2", "n")
+INTERVALS = ("window", "A_interval", "B_interval", "C_mid_interval")
+
+
+class FitOptions(TypedDict, total=False):
+    """How `fit` fits. start, end: hours of the window; ceiling: holds A there."""
+
+    r0: float | None
+    start: float | None
+    end: float | None
+    form: str
+    grid: Grid
+    ceiling: float | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +73,7 @@ class Fit:
     warnings: tuple[str, ...]
     unit: Unit
     r0_from: Literal["evaluation", "given", "estimate"]
-    problem: Problem
+    problem: FitProblem
     """The problem that was solved; x is in units of `scale`."""
     allowed_sse: float
     """Largest error of a curve in the 95 % region of one parameter or prediction, with R_0 certain."""
@@ -78,15 +88,10 @@ class Fit:
         """Return the fitted pass rate [points] at compute above 0."""
         return curve_at(self.problem.form, self.theta, hours, self.scale)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Return a record for JSON; null is an unbounded interval end."""
-        return {key: getattr(self, key) for key in KEYS} | {
-            "window": list(self.window),
-            "A_interval": _finite(self.A_interval),
-            "B_interval": _finite(self.B_interval),
-            "C_mid_interval": _finite(self.C_mid_interval),
-            "warnings": list(self.warnings),
-        }
+        intervals = {key: [end if math.isfinite(end) else None for end in getattr(self, key)] for key in INTERVALS}
+        return {key: getattr(self, key) for key in KEYS} | intervals | {"warnings": list(self.warnings)}
 
     @property
     def pass_rate(self) -> np.ndarray:
@@ -125,19 +130,17 @@ def fit(
     scale = float(hours[-1])
     earliest = min(float(c.pass_rate[0]) for c in curves if len(c.pass_rate))
     r0_bounds = (0.0, earliest) if known is None else (known, known)
-    problem = Problem(chosen, chosen.x(hours, scale), scores, bounds, r0_bounds)
-    profile = Profile(problem, step)
+    problem = FitProblem(chosen, chosen.x(hours, scale), scores, bounds, r0_bounds)
+    profile = FitProfile(problem, step)
     allowed = profile.smallest * _threshold(problem)
     if_r0 = _refitted(problem, profile.theta, profile.smallest, sum(c.r0 is not None for c in curves), r0_from)
-    ends = [
-        widened(profile.interval(i, allowed), float(profile.theta[i]), if_r0[:, i]) for i in range(least_squares.R0)
-    ]
+    ends = [widened(profile.interval(i, allowed), float(profile.theta[i]), if_r0[:, i]) for i in (A, U, W)]
     result = Fit(
         form=form,
         A=float(profile.theta[A]),
         B=chosen.b(float(profile.theta[W]), scale),
         C_mid=chosen.hours(float(profile.theta[U]), scale),
-        R_0=float(profile.theta[least_squares.R0]),
+        R_0=float(profile.theta[R0]),
         sse=profile.sse,
         rmse=math.sqrt(profile.sse / len(hours)),
         r2=1 - profile.sse / float(((scores - scores.mean()) ** 2).sum()),
@@ -158,14 +161,9 @@ def fit(
     return replace(result, warnings=(*remarks, *doubts(result)))
 
 
-def fit_each(curves: Sequence[Curve], **options: Any) -> list[Fit]:
-    """Fit each seed separately."""
-    return [fit([curve], **options) for curve in curves]
-
-
 def curve_at(form: Form, theta: np.ndarray, hours: np.ndarray, scale: float) -> np.ndarray:
     """Return pass rates [points] for one curve's parameters [4]."""
-    return least_squares.predicted(form, theta[None], form.x(hours, scale))[0]
+    return predicted(form, theta[None], form.x(hours, scale))[0]
 
 
 def widened(interval: Interval, value: float, if_r0: np.ndarray) -> Interval:
@@ -175,19 +173,19 @@ def widened(interval: Interval, value: float, if_r0: np.ndarray) -> Interval:
     return low, high
 
 
-def _refitted(problem: Problem, theta: np.ndarray, sse: float, evaluations: int, r0_from: str) -> np.ndarray:
+def _refitted(problem: FitProblem, theta: np.ndarray, sse: float, evaluations: int, r0_from: str) -> np.ndarray:
     """Return parameters [2, 4] at either end of R_0's 95 % interval, if R_0 is the mean of noisy evaluations."""
     both = np.stack([theta, theta])
     if r0_from != "evaluation":
         return both
     half = math.sqrt(sse * (_threshold(problem) - 1) / evaluations)
-    for row, r0 in zip(both, (theta[least_squares.R0] - half, theta[least_squares.R0] + half), strict=True):
-        row[least_squares.R0] = min(max(r0, 0.0), 1.0)
-        row[:] = descend(replace(problem, r0_bounds=(row[least_squares.R0],) * 2), row[None])[0][0]
+    for row, r0 in zip(both, (theta[R0] - half, theta[R0] + half), strict=True):
+        row[R0] = min(max(r0, 0.0), 1.0)
+        row[:] = descend(replace(problem, r0_bounds=(row[R0],) * 2), row[None])[0][0]
     return both
 
 
-def _threshold(problem: Problem) -> float:
+def _threshold(problem: FitProblem) -> float:
     """Return 1 + t²/(n − p)."""
     left = problem.y.size - int(problem.free.sum())
     return 1 + student_t(left) ** 2 / left
@@ -216,20 +214,13 @@ def _refuse(
             f"least {parameters + 1}. Wait for more evaluations, widen the window (--from, --until)"
             + (", or give the score before training (--r0)" if r0 is None else "")
         )
-    if np.unique(hours).size <= parameters:
-        raise MegarlError(
-            f"{name}: only {np.unique(hours).size} different amounts of compute; nothing can be fitted to that"
-        )
+    if (amounts := np.unique(hours).size) <= parameters:
+        raise MegarlError(f"{name}: only {amounts} different amounts of compute; nothing can be fitted to that")
     if ((scores - scores.mean()) ** 2).sum() == 0:  # also for scores that differ by less than floats can represent
-        raise MegarlError(
-            f"{name}: all {len(scores)} scores are {scores[0]:g}; a constant has no midpoint and no ceiling"
-        )
+        scores_are = f"all {len(scores)} scores are {scores[0]:g}"
+        raise MegarlError(f"{name}: {scores_are}; a constant has no midpoint and no ceiling")
     if form.name == "power" and r0 is None:
         raise MegarlError(f"{name}: the power law cannot estimate R_0 (it only moves C_mid); give --r0")
-
-
-def _finite(interval: Interval) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in interval]
 
 
 EARLY_HOURS = 1500.0
@@ -272,16 +263,13 @@ def _default(curve: Curve, end: float | None, remarks: list[str]) -> float:
     return 0.0
 
 
-if TYPE_CHECKING:
-    pass
-
 FEW_POINTS = 8
 WIDE_INTERVAL = 0.05
 STREAKS = 2.6
 """Deviations of the residuals' autocorrelation that noise alone exceeds once in a hundred fits."""
 
 
-def doubts(fit: "Fit") -> list[str]:
+def doubts(fit: Fit) -> list[str]:
     """List what the fit's points cannot support, one sentence each."""
     low, high = fit.problem.a_bounds
     a_low, a_high = fit.A_interval
@@ -296,19 +284,15 @@ def doubts(fit: "Fit") -> list[str]:
     if fit.n < FEW_POINTS:
         messages.append(f"only {fit.n} points; {FEW_POINTS} are few already")
     if low < high and min(fit.A - low, high - fit.A) < 1e-6:
-        messages.append(
-            f"A = {fit.A:.3f} is at the edge of its range {low:g} … {high:g}: the points do not determine it"
-        )
+        edge = f"at the edge of its range {low:g} … {high:g}"
+        messages.append(f"A = {fit.A:.3f} is {edge}: the points do not determine it")
     if (fall := _fall(fit.pass_rate)) > 0:
-        messages.append(
-            f"scores are not monotone: the last ones are {fall:.3f} below earlier ones, and the law can only rise"
-        )
+        lower = f"the last ones are {fall:.3f} below earlier ones"
+        messages.append(f"scores are not monotone: {lower}, and the law can only rise")
     if low < high and a_high - a_low > WIDE_INTERVAL:
         messages.append(f"A is only known to lie in {a_low:.3f} … {a_high:.3f}, wider than {WIDE_INTERVAL}")
     if _in_streaks(fit):
-        messages.append(
-            "residuals come in streaks: the form does not follow the points, and the intervals are too narrow"
-        )
+        messages.append("residuals come in streaks: the form does not follow the points; the intervals are too narrow")
     return messages
 
 
@@ -324,7 +308,7 @@ def _fall(scores: np.ndarray) -> float:
     return fall if fall > 3 * noise * math.sqrt(2 / width) else 0.0
 
 
-def _in_streaks(fit: "Fit") -> bool:
+def _in_streaks(fit: Fit) -> bool:
     """Return whether neighbouring residuals agree more than independent ones would."""
     residual = fit.pass_rate - fit(fit.hours)
     if fit.n < FEW_POINTS or fit.sse < 1e-12:

@@ -5,6 +5,9 @@
 
 The parameters of a row are [A, u, w, R_0] (forms.py); one that is not free in a row keeps its value. The profile of a
 parameter, the smallest error as a function of it, is a batch in which each row holds another value of it.
+
+Written by hand, for scipy.optimize.least_squares solves one row at a time: 3 ms for each of a fit's 400 rows and of the 1,300
+of a curve's interval, after an import of more than half a second. Here these take 0.2 and 0.1 seconds.
 """
 
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ PATIENCE = 5
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class FitProblem:
     """Points `x` (Form.x) and scores `y`, both [points], and the bounds of parameters."""
 
     form: Form
@@ -54,7 +57,7 @@ def predicted(form: Form, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
     return r0 + (a - r0) * form.share(np.exp(w) * (x - u))
 
 
-def grid(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+def grid(problem: FitProblem) -> tuple[np.ndarray, np.ndarray]:
     """Return starts: the best of the grid for each value of A, of u, and of w. Parameters [rows, 4], and which is held [rows].
 
     With q = 1 − s the error of (A, R_0) is Σ(y − R_0 q − A s)², so R_0 has a closed form and only sums over points are kept.
@@ -62,7 +65,6 @@ def grid(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     levels = GRID[A] if problem.free[A] else 1
     a, u, w = (np.linspace(problem.low[i], problem.high[i], n) for i, n in ((A, levels), (U, GRID[U]), (W, GRID[W])))
     u = np.union1d(u, np.linspace(problem.x.min(), problem.x.max(), INSIDE))
-    counts = [len(a), len(u), len(w)]
     s = problem.form.share(np.exp(w)[:, None] * (problem.x - u[:, None, None]))  # [u, w, points]
     q, y = 1 - s, problem.y
     ss, qq, sq = (s * s).sum(-1), (q * q).sum(-1), (s * q).sum(-1)
@@ -71,10 +73,9 @@ def grid(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     r0 = np.clip((yq - level * sq) / np.maximum(qq, 1e-300), *problem.r0_bounds)  # [a, u, w]
     sse = yy - 2 * r0 * yq - 2 * level * ys + r0 * r0 * qq + 2 * level * r0 * sq + level * level * ss
     starts, held = [], []
-    for axis, count in enumerate(counts):
+    for axis, count in enumerate(sse.shape):
         flat = np.moveaxis(sse, axis, 0).reshape(count, -1).argmin(1)
-        others = [n for i, n in enumerate(counts) if i != axis]
-        index = list(np.unravel_index(flat, others))
+        index = list(np.unravel_index(flat, np.delete(sse.shape, axis)))
         index.insert(axis, np.arange(count))
         i, j, k = index
         starts.append(np.stack([a[i], u[j], w[k], r0[i, j, k]], axis=1))
@@ -83,7 +84,7 @@ def grid(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def descend(
-    problem: Problem,
+    problem: FitProblem,
     theta: np.ndarray,
     held: np.ndarray | None = None,
     target: tuple[np.ndarray, np.ndarray] | None = None,
@@ -94,12 +95,11 @@ def descend(
     do not count. The smallest error of curves through a point is the profile of the prediction there.
     """
     form, low, high = problem.form, problem.low, problem.high
-    x, y, weight = np.broadcast_to(problem.x, (len(theta), problem.x.size)), problem.y[None], np.ones(problem.x.size)
+    x, y = (np.broadcast_to(values, (len(theta), values.size)) for values in (problem.x, problem.y))
+    weight = np.ones(problem.x.size)
     if target is not None:
-        x = np.concatenate([x, target[0][:, None]], axis=1)
-        y = np.concatenate([np.broadcast_to(y, (len(theta), problem.x.size)), target[1][:, None]], axis=1)
+        x, y = (np.column_stack(pair) for pair in zip((x, y), target, strict=True))
         weight = np.append(weight, 100.0)
-    y = np.broadcast_to(y, x.shape)
     movable = np.broadcast_to(problem.free, theta.shape).copy()
     if held is not None:
         movable[np.arange(len(theta)), held] = False
@@ -112,8 +112,15 @@ def descend(
         if not len(go):
             break
         slopes = weight[:, None] * jacobian(form, theta[go], x[go])  # [rows, points, 4]
-        step = _step(slopes, residual[go], theta[go], movable[go], low, high, damping[go])
-        tried = np.clip(theta[go] + step, low, high)
+        across, at = slopes.transpose(0, 2, 1), theta[go]
+        downhill = (across @ residual[go, :, None])[:, :, 0]
+        # Parameters held, or pushed against a bound, do not move.
+        active = movable[go] & ~((at <= low) & (downhill < 0)) & ~((at >= high) & (downhill > 0))
+        normal = (across @ slopes) * (active[:, :, None] & active[:, None, :])
+        diagonal = np.einsum("rii->ri", normal)
+        normal = normal + np.eye(4) * (damping[go, None] * diagonal + ~active + 1e-14)[:, None, :]
+        step = np.linalg.solve(normal, (downhill * active)[:, :, None])[:, :, 0]
+        tried = np.clip(at + step, low, high)
         new_residual = weight * (y[go] - predicted(form, tried, x[go]))
         new_error = (new_residual**2).sum(1)
         better, gained = new_error < error[go], new_error < error[go] * (1 - 1e-9)
@@ -122,26 +129,6 @@ def descend(
         taken = go[better]
         theta[taken], residual[taken], error[taken] = tried[better], new_residual[better], new_error[better]
     return theta, (residual[:, : problem.x.size] ** 2).sum(1)
-
-
-def _step(
-    slopes: np.ndarray,
-    residual: np.ndarray,
-    theta: np.ndarray,
-    movable: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    damping: np.ndarray,
-) -> np.ndarray:
-    """Return Levenberg-Marquardt's step [rows, 4]; parameters held, or pushed against a bound, do not move."""
-    across = slopes.transpose(0, 2, 1)
-    downhill = (across @ residual[:, :, None])[:, :, 0]
-    blocked = ((theta <= low) & (downhill < 0)) | ((theta >= high) & (downhill > 0))
-    active = movable & ~blocked
-    normal = (across @ slopes) * (active[:, :, None] & active[:, None, :])
-    diagonal = np.einsum("rii->ri", normal)
-    normal = normal + np.eye(4) * (damping[:, None] * diagonal + ~active + 1e-14)[:, None, :]
-    return np.linalg.solve(normal, (downhill * active)[:, :, None])[:, :, 0]
 
 
 def jacobian(form: Form, theta: np.ndarray, x: np.ndarray) -> np.ndarray:

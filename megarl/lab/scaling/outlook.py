@@ -17,7 +17,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.forecast import FURTHER_HOURS, PASS_RATE, Row
 from megarl.lab.scaling.extrapolate import predict
 from megarl.lab.scaling.fit import FEW_POINTS, WIDE_INTERVAL, Fit, fit
-from megarl.lab.scaling.points import Columns, curve_of_run
+from megarl.lab.scaling.points import PointColumns, curve_of_run
 
 NEXT = 0.1
 """Part of the budget that is weighed against the noise."""
@@ -73,7 +73,7 @@ def outlook(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, scor
     if not last["step"]:
         return None
     try:
-        fitted = fit([curve_of_run("run", evaluations, metrics, "the run", Columns(score=score))])
+        fitted = fit([curve_of_run("run", evaluations, metrics, "the run", PointColumns(score=score))])
     except MegarlError:
         return None
     now = last["compute_hours"]

@@ -11,7 +11,7 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Columns:
+class PointColumns:
     """Column names in a file or in eval.jsonl.
 
     hours, None: `gpu_hours`, else `compute_hours`; score, None: `pass_rate` or, for a run directory, what its recipe forecasts.
@@ -59,9 +59,9 @@ def amount(hours: float, unit: str | None = None) -> str:
     return f"{number} {HOURS[unit]}" if unit else number
 
 
-def read_points(source: str | Path, columns: Columns | None = None) -> list[Curve]:
+def read_points(source: str | Path, columns: PointColumns | None = None) -> list[Curve]:
     """Read the curves of a run directory or a file, one per seed."""
-    path, columns = Path(source), columns or Columns()
+    path, columns = Path(source), columns or PointColumns()
     if path.is_dir():
         return [_run(path, columns)]
     if not path.exists():
@@ -71,17 +71,16 @@ def read_points(source: str | Path, columns: Columns | None = None) -> list[Curv
 
 
 def curve_of_run(
-    name: str, evaluations: Sequence[Row], steps: Iterable[Row], where: str, columns: Columns | None = None
+    name: str, evaluations: Sequence[Row], steps: Iterable[Row], where: str, columns: PointColumns | None = None
 ) -> Curve:
     """Build a curve from rows of eval.jsonl and metrics.jsonl, the latest of each step; works while the run is live."""
     rows = [(f"{where}, step {row['step']}", row) for row in evaluations]
-    columns = columns or Columns()
+    columns = columns or PointColumns()
     (curve,) = curves_of_rows(name, rows, columns, where)
-    end = _first_epoch(steps, columns.hours or "compute_hours")
-    return Curve(curve.name, curve.hours, curve.pass_rate, curve.r0, curve.unit, curve.seed, end)
+    return replace(curve, first_epoch=_first_epoch(steps, columns.hours or "compute_hours"))
 
 
-def _run(path: Path, columns: Columns) -> Curve:
+def _run(path: Path, columns: PointColumns) -> Curve:
     from megarl.core.base.rundir import RunDir, latest_rows
 
     run = RunDir(path)
@@ -89,7 +88,7 @@ def _run(path: Path, columns: Columns) -> Curve:
         raise MegarlError(f"{path}: no eval.jsonl in it; a run directory has one after its first evaluation")
     name, score = path.resolve().name, columns.score or _forecast_column(run.recipe)
     return curve_of_run(
-        name, latest_rows(run.eval), latest_rows(run.metrics), str(run.eval), Columns(columns.hours, score)
+        name, latest_rows(run.eval), latest_rows(run.metrics), str(run.eval), PointColumns(columns.hours, score)
     )
 
 
@@ -146,21 +145,19 @@ def _jsonl(path: Path) -> Iterable[tuple[str, Row]]:
         yield where, row
 
 
-def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: Columns, where: str) -> list[Curve]:
+def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointColumns, where: str) -> list[Curve]:
     """Build one curve per value of `seed`; the last row of a step counts."""
     if not rows:
         raise MegarlError(f"{where}: no points in it")
     hours, score = columns.hours or _hours_column(rows[0][1], where), columns.score or "pass_rate"
     for column in (hours, score):
-        if column not in rows[0][1]:
-            known = ", ".join(rows[0][1])
-            raise MegarlError(
-                f"{where}: no column {column!r} (it has {known}); name yours by --hours-column, --score-column"
-            )
+        if column not in (known := rows[0][1]):
+            has = f"no column {column!r} (it has {', '.join(known)})"
+            raise MegarlError(f"{where}: {has}; name yours by --hours-column, --score-column")
     seeds: dict[int | None, dict[float, tuple[float, float, bool]]] = {}
     for n, (at, row) in enumerate(rows):
-        seed = int(_number(at, row, "seed")) if _given(row, "seed") else None
-        step = _number(at, row, "step") if _given(row, "step") else None
+        seed, step = (None if row.get(c) in (None, "") else _number(at, row, c) for c in ("seed", "step"))
+        seed = None if seed is None else int(seed)
         point = _point(at, row, hours, score, step)
         seeds.setdefault(seed, {})[step if step is not None else -1 - n] = point
     unit: Unit = "core" if rows[0][1].get("compute_unit") == "core" else "gpu"
@@ -168,13 +165,12 @@ def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: Columns,
 
 
 def _hours_column(row: Row, where: str) -> str:
-    found = next((column for column in ("gpu_hours", "compute_hours") if column in row), None)
-    if found is None:
-        known = ", ".join(row)
-        raise MegarlError(
-            f"{where}: no column gpu_hours or compute_hours (it has {known}); name yours by --hours-column"
-        )
-    return found
+    for column in ("gpu_hours", "compute_hours"):
+        if column in row:
+            return column
+    raise MegarlError(
+        f"{where}: no column gpu_hours or compute_hours (it has {', '.join(row)}); name yours by --hours-column"
+    )
 
 
 def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> tuple[float, float, bool]:
@@ -198,16 +194,11 @@ def _curve(name: str, seed: int | None, points: list[tuple[float, float, bool]],
     first = {rate for _, rate, before in points if before}
     if len(first) > 1:
         shown = ", ".join(f"{rate:g}" for rate in sorted(first))
-        raise MegarlError(
-            f"{where}: {len(first)} different scores before training ({shown}); several runs need a column `seed`"
-        )
+        several = f"{len(first)} different scores before training ({shown})"
+        raise MegarlError(f"{where}: {several}; several runs need a column `seed`")
     trained = np.array(sorted((c, r) for c, r, before in points if not before), dtype=np.float64).reshape(-1, 2)
     called = name if seed is None else f"{name} seed {seed}"
     return Curve(called, trained[:, 0], trained[:, 1], next(iter(first), None), unit, seed)
-
-
-def _given(row: Row, column: str) -> bool:
-    return row.get(column) not in (None, "")
 
 
 def _number(where: str, row: Row, column: str) -> float:

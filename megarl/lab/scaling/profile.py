@@ -6,16 +6,16 @@ grid ──► profiles of A, C_mid and B, coarse ──► the best of all ─�
 import numpy as np
 
 from megarl.lab.scaling.least_squares import A as CEILING
-from megarl.lab.scaling.least_squares import Problem, descend, grid
+from megarl.lab.scaling.least_squares import FitProblem, descend, grid
 
 REFINED = 16
 """Values between an inside and an outside value of a profile, in each of two rounds."""
 
 
-class Profile:
+class FitProfile:
     """Profiles of A, u and w of a problem, and its minimum `theta` [4] with error `sse`."""
 
-    def __init__(self, problem: Problem, levels: float | None = None) -> None:
+    def __init__(self, problem: FitProblem, levels: float | None = None) -> None:
         """Compute the profiles. levels: A may only be a multiple of this (the paper's grid); the interval ignores this."""
         self.problem = problem
         starts, self.held = grid(problem)

@@ -1,7 +1,5 @@
 """The fits of ScaleRL's paper (published.yaml), as curves to overlay on a run and as a source of synthetic points."""
 
-import csv
-import io
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -69,12 +67,9 @@ def synthetic(law: Law, hours: np.ndarray, seed: int, samples: int = SAMPLES) ->
 
 def csv_of(curves: list[Curve], about: str) -> str:
     """Write a CSV that `read_points` reads back; the comment describes it. Has a column `seed` if there are several curves."""
-    text = io.StringIO()
-    text.write(f"# {about}\n")
-    writer = csv.writer(text, lineterminator="\n")
     several = len(curves) > 1
-    writer.writerow(["gpu_hours", "pass_rate"] + ["seed"] * several)
+    lines = [f"# {about}", "gpu_hours,pass_rate" + ",seed" * several]
     for seed, curve in enumerate(curves):
         rows = [(0.0, curve.r0), *zip(curve.hours, curve.pass_rate, strict=True)]
-        writer.writerows([f"{c:g}", f"{r:.5f}"] + [str(seed)] * several for c, r in rows)
-    return text.getvalue()
+        lines += [f"{c:g},{r:.5f}" + f",{seed}" * several for c, r in rows]
+    return "\n".join(lines) + "\n"

@@ -1,16 +1,15 @@
 """What the terminal shows of fits: tables, and sentences that include the warnings."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from megarl.core.base.errors import MegarlError
-from megarl.lab.scaling.compare import Comparison
+from megarl.lab.scaling.compare import RunComparison
 from megarl.lab.scaling.extrapolate import Later, Reached
-from megarl.lab.scaling.fit import Fit, fit
+from megarl.lab.scaling.fit import Fit, FitOptions, fit
 from megarl.lab.scaling.forms import FORMS
 from megarl.lab.scaling.points import HOURS, Curve, amount
 from megarl.lab.scaling.published import Law
@@ -33,7 +32,7 @@ def say(found: Fit, text: str) -> None:
         print(f"warning: {warning}")
 
 
-def say_verdict(comparison: Comparison) -> None:
+def say_verdict(comparison: RunComparison) -> None:
     print(comparison.verdict)
     for entry in comparison.entries:
         for warning in entry.fit.warnings if entry.fit else ():
@@ -64,12 +63,13 @@ def fits(rows: Sequence[tuple[str, Fit]]) -> Table:
     return table
 
 
-def forms(curves: Sequence[Curve], how: dict[str, Any]) -> Table:
+def forms(curves: Sequence[Curve], how: FitOptions) -> Table:
     """Fit the same points with each form, to show which curve they follow."""
     table = _table("form", "A", "R²", "rmse")
     for form in FORMS:
+        options: FitOptions = {**how, "form": form}
         try:
-            found = fit(curves, **{**how, "form": form})
+            found = fit(curves, **options)
         except MegarlError:
             table.add_row(form, "–", "–", "–")
         else:
@@ -77,15 +77,13 @@ def forms(curves: Sequence[Curve], how: dict[str, Any]) -> Table:
     return table
 
 
-def compared(comparison: Comparison) -> Table:
+def compared(comparison: RunComparison) -> Table:
     first = next((entry.fit for entry in comparison.entries if entry.fit), None)
     table = _table("", *(_headings(first) if first else ("A", "B", "C_mid")), "B at the mean A")
-    for entry, row in zip(comparison.entries, comparison.rows(), strict=True):
-        if entry.fit is None:
-            table.add_row(entry.name, "no fit", "", "", "")
-            continue
-        mean = f"{row['B_at_A_mean']:.2f}\n[dim]A = {row['A_mean']:.3f}[/]" if "A_mean" in row else ""
-        table.add_row(entry.name, *_parameters(entry.fit), mean)
+    for entry in comparison.entries:
+        refitted = comparison.at_mean.get(entry.name)
+        mean = f"{refitted.B:.2f}\n[dim]A = {refitted.A:.3f}[/]" if refitted else ""
+        table.add_row(entry.name, *(_parameters(entry.fit) if entry.fit else ("no fit", "", "")), mean)
     return table
 
 
@@ -128,13 +126,14 @@ def _headings(found: Fit) -> tuple[str, str, str]:
 
 
 def _parameters(found: Fit) -> tuple[str, str, str]:
-    def over(value: str, ends: Sequence[str]) -> str:
-        return f"{value}\n[dim]{ends[0]} … {ends[1]}[/]"
+    def over(text: Callable[[float], str], value: float, ends: tuple[float, float]) -> str:
+        low, high = (text(end) if math.isfinite(end) else "∞" for end in ends)
+        return f"{text(value)}\n[dim]{low} … {high}[/]"
 
     return (
-        over(f"{found.A:.3f}", [f"{end:.3f}" for end in found.A_interval]),
-        over(f"{found.B:.3g}", [f"{end:.3g}" if math.isfinite(end) else "∞" for end in found.B_interval]),
-        over(amount(found.C_mid), [amount(end) if math.isfinite(end) else "∞" for end in found.C_mid_interval]),
+        over("{:.3f}".format, found.A, found.A_interval),
+        over("{:.3g}".format, found.B, found.B_interval),
+        over(amount, found.C_mid, found.C_mid_interval),
     )
 
 

@@ -5,8 +5,8 @@ comparison of losses). A variant that equals the recipe, or makes no difference 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -17,28 +17,26 @@ from megarl.lab.study import plan
 from megarl.lab.study.run import run
 
 
-@dataclass(frozen=True)
-class Options:
+class StudyOptions(NamedTuple):
     """Options of both kinds of study. directory: "" for runs/studies/KIND-RECIPE; task: the only one to run; None: all."""
 
-    seeds: Sequence[int]
+    seeds: str
     directory: str
     task: int | None
     dry_run: bool
     overrides: Sequence[str]
 
 
-def loo(recipe: str, beside: Sequence[str], options: Options) -> int:
+def loo(recipe: str, beside: Sequence[str], options: StudyOptions) -> int:
     """Study ScaleRL's leave-one-out variants of `recipe`, and the recipes `beside` them."""
     recipes = leave_one_out(recipe, options.overrides)
     others = side_by_side(beside, options.overrides)
-    twice = recipes.keys() & others.keys()
-    if twice:
+    if twice := recipes.keys() & others.keys():
         raise MegarlError(f"--with: {', '.join(sorted(twice))} is in the study already")
-    return _study(f"loo-{short_name(recipe)}", recipes | others, options)
+    return _study(f"loo-{Path(recipe).stem}", recipes | others, options)
 
 
-def compare(names: Sequence[str], options: Options) -> int:
+def compare(names: Sequence[str], options: StudyOptions) -> int:
     """Study these recipes side by side."""
     recipes = side_by_side(names, options.overrides)
     return _study("-".join(["compare", *recipes]), recipes, options)
@@ -46,51 +44,44 @@ def compare(names: Sequence[str], options: Options) -> int:
 
 def table_and_plots(path: Path) -> int:
     """Write the results of a study, even an unfinished one."""
-    return _results(plan.opened(path), Console())
+    from megarl.lab.study import results  # imports scipy and matplotlib: not before they are needed
+
+    return results.write(plan.opened(path), Console())
 
 
-def _study(kind: str, recipes: Mapping[str, Recipe], options: Options) -> int:
+def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions) -> int:
     path = Path(options.directory or f"runs/studies/{kind}")
     console = Console()
+    try:
+        seeds = [int(seed) for seed in options.seeds.split(",")]
+    except ValueError:
+        raise MegarlError(f"--seeds: {options.seeds!r} is not a list of numbers such as 0,1,2") from None
     if options.dry_run:
-        console.print(_planned(path, recipes, options.seeds))
+        console.print(_planned(path, recipes, seeds))
         return 0
-    study = plan.prepare(path, recipes, options.seeds)
+    study = plan.prepare(path, recipes, seeds)
     tasks = study.tasks
     if options.task is not None:
         if not 0 <= options.task < len(tasks):
             raise MegarlError(f"--task: the study has tasks 0 to {len(tasks) - 1}, no {options.task}")
         return run(study, [tasks[options.task]], console)
-    status = run(study, tasks, console)
-    return status or _results(study, console)
-
-
-def _results(study: plan.Study, console: Console) -> int:
-    from megarl.lab.study import results  # imports scipy and matplotlib: not before they are needed
-
-    return results.write(study, console)
+    return run(study, tasks, console) or table_and_plots(path)
 
 
 def _planned(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> Table:
     """Show the variants and how each differs from the first."""
     first = next(iter(recipes.values()))
-    seeds_text = ", ".join(map(str, seeds))
-    shown = Table(
-        box=None, padding=(0, 2), pad_edge=False, title_justify="left",
-        title=f"{path}: {len(recipes) * len(seeds)} runs, seeds {seeds_text}",
-    )  # fmt: skip
+    title = f"{path}: {len(recipes) * len(seeds)} runs, seeds {', '.join(map(str, seeds))}"
+    shown = Table(box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
     shown.add_column("variant", style="bold", no_wrap=True)
     shown.add_column("differs from the first in", overflow="fold")
     for name, recipe in recipes.items():
-        changed = [
-            f"{key}={new}" for key, _, new in differences(first, recipe) if key not in ("description", "run.name")
-        ]
-        shown.add_row(name, " ".join(changed))
+        changed = {key: new for key, _, new in differences(first, recipe) if key not in ("description", "run.name")}
+        shown.add_row(name, " ".join(f"{key}={new}" for key, new in changed.items()))
     return shown
 
 
-PENALTY_SHARE = 2 / 14
-"""The length penalty falls on the last 2k of 14k tokens."""
+PENALTY_SHARE = 2 / 14  # the length penalty falls on the last 2k of 14k tokens
 
 
 def leave_one_out(recipe: str, overrides: Sequence[str]) -> dict[str, Recipe]:
@@ -110,18 +101,12 @@ def leave_one_out(recipe: str, overrides: Sequence[str]) -> dict[str, Recipe]:
     if base.model.dtype == "fp32":  # the whole model is, and so is its head
         del reverted["no-fp32-head"]
     variants = {name: load(recipe, [*overrides, *changes]) for name, changes in reverted.items()}
-    return {short_name(recipe): base} | {name: variant for name, variant in variants.items() if variant != base}
+    return {Path(recipe).stem: base} | {name: variant for name, variant in variants.items() if variant != base}
 
 
 def side_by_side(recipes: Sequence[str], overrides: Sequence[str]) -> dict[str, Recipe]:
     """Load recipes with the same overrides; MegarlError if two have the same name."""
-    names = [short_name(recipe) for recipe in recipes]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
+    names = [Path(recipe).stem for recipe in recipes]
+    if twice := next((name for name in names if names.count(name) > 1), None):
         raise MegarlError(f"two recipes of the study are called {twice!r}; give each another name")
     return {name: load(recipe, overrides) for name, recipe in zip(names, recipes, strict=True)}
-
-
-def short_name(recipe: str) -> str:
-    """Return the short name of a shipped recipe or a file."""
-    return Path(recipe).stem

@@ -6,33 +6,26 @@ scaling: a panel per variant, with its seeds and fit over those of the first var
 final:   each variant's last pass rate, seed by seed, and its fitted asymptote with interval.
 """
 
-import csv
-import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import load
-from megarl.lab.report.pictures import BLUE, GREY, ORANGE, STYLE
+from megarl.lab.report.pictures import BLUE, GREY, ORANGE, drawing, save
 from megarl.lab.scaling.fit import Fit, fit
 from megarl.lab.scaling.points import read_points
-from megarl.lab.study.plan import Study, Task
-
-COLUMNS = ("compute_hours", "pass_rate", "step", "tokens", "seed", "compute_unit")
+from megarl.lab.study.plan import Study, StudyTask
 
 
-@dataclass(frozen=True)
-class Point:
-    """One evaluation of one run. tokens: generated up to then."""
+class EvaluationPoint(NamedTuple):
+    """One evaluation of one run: a line of its CSV. tokens: generated up to then."""
 
     compute_hours: float
     pass_rate: float
@@ -42,13 +35,12 @@ class Point:
     compute_unit: str
 
 
-@dataclass(frozen=True)
-class Row:
-    """A variant over its seeds. common: pass rates at the compute that every run of the study reached."""
+class VariantResult(NamedTuple):
+    """A variant over its seeds. common [seeds]: pass rates at the compute that every run of the study reached."""
 
     variant: str
-    runs: tuple[tuple[Point, ...], ...]
-    common: tuple[float, ...]
+    runs: tuple[tuple[EvaluationPoint, ...], ...]
+    common: np.ndarray
     fit: Fit | None
     why_no_fit: str = ""
 
@@ -62,94 +54,87 @@ def write(study: Study, console: Console) -> int:
     """Write all files, and print the table. MegarlError while no run has finished."""
     rows = collect(study)
     (study.path / "points").mkdir(exist_ok=True)
+    missing = [task for task in study.tasks if task.state() != "done"]
     for task in study.tasks:
-        if task.state() == "done":
+        if task not in missing:
             write_atomically(study.path / "points" / f"{task.name}.csv", as_csv(read(task)).encode())
-    missing = [task.name for task in study.tasks if task.state() != "done"]
-    write_atomically(study.path / "table.md", markdown(rows, missing).encode())
-    _plots(rows, study.path)
-    console.print(_screen(rows))
+    write_atomically(study.path / "table.md", markdown(rows, [task.name for task in missing]).encode())
+    plot_scaling(rows, study.path / "scaling")
+    plot_final(rows, study.path / "final")
+    shown = Table(*(Column(heading, no_wrap=True) for heading in HEADINGS), box=None, padding=(0, 2), pad_edge=False)
+    for row in rows:
+        shown.add_row(*cells(row))
+    console.print(shown)
     console.print(f"{study.path}: table.md, scaling.png, final.png, points/", highlight=False)
     return 0
 
 
-def collect(study: Study) -> list[Row]:
-    """Return one row per variant with a finished run."""
+def collect(study: Study) -> list[VariantResult]:
+    """Return one result per variant with a finished run."""
     done = [task for task in study.tasks if task.state() == "done"]
     if not done:
         raise MegarlError(f"{study.path}: no run has finished yet; wait, or look at its logs/")
     hours = min(read(task)[-1].compute_hours for task in done)
     each = {variant: [task for task in done if task.variant == variant] for variant in study.variants}
-    return [_row(variant, tasks, hours) for variant, tasks in each.items() if tasks]
+    return [_result(variant, tasks, hours) for variant, tasks in each.items() if tasks]
 
 
-def read(task: Task) -> tuple[Point, ...]:
+def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
     """Return a run's evaluations by step: what its recipe forecasts, else the score of all tasks together."""
     score = load(str(task.recipe)).forecast_column or "pass_rate"
     generated = {row["step"]: row["generated_tokens"] for row in latest_rows(task.rundir.metrics)}
-    return tuple(
-        Point(
-            compute_hours=row["compute_hours"],
-            pass_rate=row[score],
-            step=row["step"],
-            tokens=int(sum(n for step, n in generated.items() if step < row["step"])),
-            seed=task.seed,
-            compute_unit=row["compute_unit"],
-        )
-        for row in latest_scores(task.rundir.eval)
-    )
+    points = []
+    for row in latest_scores(task.rundir.eval):
+        hours, step, unit = row["compute_hours"], row["step"], row["compute_unit"]
+        tokens = int(sum(n for earlier, n in generated.items() if earlier < step))
+        points.append(EvaluationPoint(hours, row[score], step, tokens, task.seed, unit))
+    return tuple(points)
 
 
-def _row(variant: str, tasks: Sequence[Task], hours: float) -> Row:
+def _result(variant: str, tasks: Sequence[StudyTask], hours: float) -> VariantResult:
     runs = tuple(read(task) for task in tasks)
-    common = tuple(float(np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run])) for run in runs)
-    fitted, why = None, ""
+    common = np.array([np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run]) for run in runs])
     try:
         fitted = fit([curve for task in tasks for curve in read_points(task.rundir.path)])
+        return VariantResult(variant, runs, common, fitted)
     except MegarlError as error:
-        why = str(error)
-    return Row(variant, runs, common, fitted, why)
+        return VariantResult(variant, runs, common, None, str(error))
 
 
-def as_csv(points: Sequence[Point]) -> str:
-    """Write points as CSV for `megarl scaling`."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for p in points:
-        writer.writerow([f"{p.compute_hours:.6f}", f"{p.pass_rate:.6f}", p.step, p.tokens, p.seed, p.compute_unit])
-    return out.getvalue()
+def as_csv(points: Sequence[EvaluationPoint]) -> str:
+    """Write points as CSV for `megarl scaling`; no value has a comma."""
+    lines = [f"{p.compute_hours:.6f},{p.pass_rate:.6f},{p.step},{p.tokens},{p.seed},{p.compute_unit}\n" for p in points]
+    return "".join([",".join(EvaluationPoint._fields) + "\n", *lines])
 
 
 HEADINGS = ("variant", "seeds", "before", "after", "at equal compute", "A", "B", "C_mid", "hours a run", "tokens a run")
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: VariantResult) -> list[str]:
     """Return the cells in the order of HEADINGS."""
     before = np.mean([run[0].pass_rate for run in row.runs])
     hours = np.mean([run[-1].compute_hours for run in row.runs])
     tokens = np.mean([run[-1].tokens for run in row.runs])
     found = row.fit
-    fitted = ["-"] * 3 if found is None else [
-        _interval(found.A, found.A_interval, ".3f"), _interval(found.B, found.B_interval, ".2f"),
-        _interval(found.C_mid, found.C_mid_interval, ".3g"),
-    ]  # fmt: skip
-    return [
-        row.variant, str(len(row.runs)), f"{before:.3f}", _spread(row.final), _spread(np.array(row.common)), *fitted,
-        f"{hours:.3g}", f"{tokens:,.0f}",
-    ]  # fmt: skip
+    fitted = ["-"] * 3
+    if found is not None:
+        a, b = _interval(found.A, found.A_interval, ".3f"), _interval(found.B, found.B_interval, ".2f")
+        fitted = [a, b, _interval(found.C_mid, found.C_mid_interval, ".3g")]
+    rates = [f"{before:.3f}", _spread(row.final), _spread(row.common)]
+    return [row.variant, str(len(row.runs)), *rates, *fitted, f"{hours:.3g}", f"{tokens:,.0f}"]
 
 
-def markdown(rows: Sequence[Row], missing: Sequence[str] = ()) -> str:
+def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
     """Return the table, and below it what is needed to read it. missing: names of unfinished runs."""
     unit = rows[0].runs[0][0].compute_unit
+    common_hours = min(run[-1].compute_hours for row in rows for run in row.runs)
     lines = [
         "| " + " | ".join(HEADINGS) + " |",
         "|" + "---|" * len(HEADINGS),
         *("| " + " | ".join(cells(row)) + " |" for row in rows),
         "",
         f"Pass rates are of held-out prompts: mean over seeds ± standard deviation of a seed. Compute in {unit}-hours. At "
-        f"equal compute: at the {_common_hours(rows):.3g} hours that every run reached, interpolated. A, B, C_mid: sigmoid "
+        f"equal compute: at the {common_hours:.3g} hours that every run reached, interpolated. A, B, C_mid: sigmoid "
         "fitted to all seeds of a variant together, with 95 % interval.",
     ]
     notes: dict[str, list[str]] = {}
@@ -162,19 +147,6 @@ def markdown(rows: Sequence[Row], missing: Sequence[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _screen(rows: Sequence[Row]) -> Table:
-    shown = Table(box=None, padding=(0, 2), pad_edge=False)
-    for heading in HEADINGS:
-        shown.add_column(heading, no_wrap=True)
-    for row in rows:
-        shown.add_row(*cells(row))
-    return shown
-
-
-def _common_hours(rows: Sequence[Row]) -> float:
-    return min(run[-1].compute_hours for row in rows for run in row.runs)
-
-
 def _spread(values: np.ndarray) -> str:
     deviation = f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else ""
     return f"{values.mean():.3f}{deviation}"
@@ -184,27 +156,14 @@ def _interval(value: float, interval: tuple[float, float], form: str) -> str:
     return f"{value:{form}} [{interval[0]:{form}}, {interval[1]:{form}}]"
 
 
-def _plots(rows: Sequence[Row], path: Path) -> None:
-    pass
-
-    plot_scaling(rows, path / "scaling")
-    plot_final(rows, path / "final")
-
-
-if TYPE_CHECKING:
-    pass
-
 PANELS_A_LINE = 4
 CURVE_POINTS = 200
 
 
-def plot_scaling(rows: "Sequence[Row]", path: Path) -> None:
+def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
     """Write `path`.png and `path`.svg with one panel per variant."""
-    with matplotlib.rc_context(STYLE):
-        lines = -(-len(rows) // PANELS_A_LINE)
-        columns = min(len(rows), PANELS_A_LINE)
-        figure = Figure(figsize=(3.1 * columns, 2.6 * lines + 0.5), layout="constrained")
-        panels = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
+    lines, columns = -(-len(rows) // PANELS_A_LINE), min(len(rows), PANELS_A_LINE)
+    with drawing((3.1 * columns, 2.6 * lines + 0.5), lines, columns, sharex=True, sharey=True) as (figure, panels):
         for axes, row in zip(panels, rows, strict=False):
             if row is not rows[0]:
                 _curve(axes, rows[0], GREY, rows[0].variant)
@@ -217,14 +176,12 @@ def plot_scaling(rows: "Sequence[Row]", path: Path) -> None:
         unit = rows[0].runs[0][0].compute_unit
         figure.supxlabel(f"compute, {unit}-hours", fontsize=9)
         figure.supylabel("held-out pass rate", fontsize=9)
-        _save(figure, path)
+        save(figure, path, dpi=140)
 
 
-def plot_final(rows: "Sequence[Row]", path: Path) -> None:
+def plot_final(rows: Sequence[VariantResult], path: Path) -> None:
     """Write `path`.png and `path`.svg; the first variant on top, a dotted line at its mean."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 1.2 + 0.42 * len(rows)), layout="constrained")
-        axes = figure.add_subplot()
+    with drawing((8, 1.2 + 0.42 * len(rows))) as (figure, (axes,)):
         for y, row in enumerate(rows):
             labels = ("last pass rate of a seed", "asymptote A, 95 %") if y == 0 else (None, None)
             axes.plot(row.final, [y] * len(row.final), "o", color=BLUE, alpha=0.75, label=labels[0])
@@ -237,20 +194,13 @@ def plot_final(rows: "Sequence[Row]", path: Path) -> None:
         axes.set_xlabel("held-out pass rate")
         axes.grid(axis="y", visible=False)
         figure.legend(loc="outside lower center", ncol=2)
-        _save(figure, path)
+        save(figure, path, dpi=140)
 
 
-def _curve(axes: Any, row: "Row", color: str, label: str) -> None:
+def _curve(axes: Axes, row: VariantResult, color: str, label: str) -> None:
     for run in row.runs:
-        axes.plot(
-            [p.compute_hours for p in run], [p.pass_rate for p in run], "o", color=color, markersize=3, alpha=0.5,
-            markeredgewidth=0,
-        )  # fmt: skip
+        hours, rates = [p.compute_hours for p in run], [p.pass_rate for p in run]
+        axes.plot(hours, rates, "o", color=color, markersize=3, alpha=0.5, markeredgewidth=0)
     if row.fit is not None:
-        hours = np.linspace(*row.fit.window, CURVE_POINTS)
-        axes.plot(hours, row.fit(hours), color=color, label=label)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=140)
+        line = np.linspace(*row.fit.window, CURVE_POINTS)
+        axes.plot(line, row.fit(line), color=color, label=label)

@@ -21,7 +21,7 @@ import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_jsonl
@@ -166,7 +166,7 @@ def trace(problem: Problem, kind: str, rng: random.Random) -> str:
             return f"{THINK}{work}{END_OF_THINKING}{answer}"
 
 
-def prompt_row(name: str, problem: Problem) -> dict[str, Any]:
+def prompt_row(name: str, problem: Problem) -> dict[str, object]:
     """Return a row for a file of prompts."""
     return {
         "id": name,

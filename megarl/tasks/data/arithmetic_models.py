@@ -57,7 +57,7 @@ def character_tokenizer() -> Any:
     )
 
 
-def save_model(directory: Path, config: dict[str, Any], seed: int) -> None:
+def save_model(directory: Path, config: dict[str, object], seed: int) -> None:
     """Save a random fp32 model with the tokenizer, in Hugging Face format."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Never
+from typing import Never
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
@@ -22,7 +22,7 @@ type Message = Mapping[str, str]
 class ChatTemplate:
     """A compiled template. tokens: `bos_token` and others that templates refer to. path: where it was read, for messages."""
 
-    template: Any
+    template: object
     tokens: Mapping[str, str]
     path: Path
 
@@ -99,7 +99,7 @@ def _refuse(message: str) -> Never:
     raise jinja2.TemplateError(message)
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
     named = {key: value for key, value in config.items() if key.endswith("_token") and value}
     return {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()
             if isinstance(value, str | dict)}  # fmt: skip

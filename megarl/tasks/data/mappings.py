@@ -62,7 +62,7 @@ def after_hashes(raw: Raw) -> str:
     return answer.strip().replace(",", "")
 
 
-def boxed_answer(raw: Raw) -> Any:
+def boxed_answer(raw: Raw) -> object:
     """Read a MATH answer: the column `answer` if there is one (MATH-500), else the last box of the solution."""
     if "answer" in raw:
         return raw["answer"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import msgspec
 from rich.console import Console
@@ -42,7 +42,7 @@ class Prepared(NamedTuple):
     evaluation: int
     left_out: LeftOut
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         """Return the contents of report.json."""
         reasons = self.left_out.counts.items()
         named = {name: [f"{number}: {what}" for number, what in first] for name, first in self.left_out.first.items()}
@@ -96,7 +96,7 @@ def _write(found: Survey, out: Path, form: str, tick: Callable[[], object]) -> t
         files = [_file(out / f"{side}.{form}") for side in sides]
         for file in files:
             stack.enter_context(file)
-        waiting: list[list[dict[str, Any]]] = [[], []]
+        waiting: list[list[dict[str, object]]] = [[], []]
         for row, held in chosen(found):
             waiting[held].append(msgspec.structs.asdict(row))
             counts[held] += 1
@@ -157,7 +157,7 @@ class JsonlFile:
         self._file = self.part.open("wb")
         return self
 
-    def add(self, rows: list[dict[str, Any]]) -> None:
+    def add(self, rows: list[dict[str, object]]) -> None:
         self._file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -182,7 +182,7 @@ class TableFile:
         self._writer = writer(str(self.part), self._schema)
         return self
 
-    def add(self, rows: list[dict[str, Any]]) -> None:
+    def add(self, rows: list[dict[str, object]]) -> None:
         import pyarrow as pa
 
         self._writer.write_table(pa.Table.from_pylist(rows, self._schema))

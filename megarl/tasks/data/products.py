@@ -114,7 +114,7 @@ def _prompt(name: str, factors: Product) -> dict[str, Any]:
     return {"id": name, "prompt": factors.prompt, "answer": str(factors.answer), "difficulty": digits - 3}
 
 
-def _traces(rng: random.Random, avoid: set[Product]) -> Iterator[dict[str, Any]]:
+def _traces(rng: random.Random, avoid: set[Product]) -> Iterator[dict[str, object]]:
     for kind in rng.choices(list(TRACES), list(TRACES.values()), k=SFT_TRACES):
         chosen = product(rng)
         while chosen in avoid:

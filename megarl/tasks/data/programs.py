@@ -7,7 +7,7 @@ import io
 import pickle
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Never
+from typing import Never
 
 import msgspec
 
@@ -57,7 +57,7 @@ class _TextOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}")
 
 
-def _unpickled(text: str) -> Any:
+def _unpickled(text: str) -> object:
     try:
         return _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(text, validate=True)))).load()
     except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError) as error:
@@ -116,7 +116,7 @@ def _lines_of(raw: Raw, name: str) -> list[str]:
     return [part for line in lines for part in line.strip().splitlines()] if name == "test_imports" else lines
 
 
-def _checked(tests: Any) -> list[Raw]:
+def _checked(tests: object) -> list[Raw]:
     if not isinstance(tests, list) or not all(
         isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in tests
     ):
@@ -124,7 +124,7 @@ def _checked(tests: Any) -> list[Raw]:
     return tests
 
 
-def _as_json(tests: Sequence[Raw], named: Any, raw: Raw) -> str:
+def _as_json(tests: Sequence[Raw], named: object, raw: Raw) -> str:
     return msgspec.json.encode({"tests": [_test(test, named, raw) for test in tests]}).decode() if tests else ""
 
 
@@ -145,14 +145,14 @@ def _test(test: Raw, named: str | None, raw: Raw) -> dict[str, str]:
     return {"input": _lines(test["input"]), "output": _lines(test["output"])}
 
 
-def _call(function: Any, arguments: Any, result: Any, raw: Raw) -> dict[str, str]:
+def _call(function: object, arguments: object, result: object, raw: Raw) -> dict[str, str]:
     if not isinstance(function, str) or not function.isidentifier() or not isinstance(arguments, list):
         raise UnfitError("the tests call a function, and none is named, or its arguments are no list")
     prefix = "Solution()." if "class Solution" in str(raw.get("starter_code") or "") else ""
     return {"call": f"{prefix}{function}({', '.join(map(repr, arguments))})", "result": repr(result)}
 
 
-def _lines(value: Any) -> str:
+def _lines(value: object) -> str:
     """Return what a program reads or prints as text; it may be a list of lines."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
@@ -161,7 +161,7 @@ def _lines(value: Any) -> str:
     raise UnfitError(f"a test reads or prints what is not text: {shown(value)}")
 
 
-def _decoded(value: Any, what: str) -> Any:
+def _decoded(value: object, what: str) -> object:
     """Decode JSON text; in some parts of DeepCoder the value is already an object."""
     try:
         return msgspec.json.decode(value) if isinstance(value, str) else value

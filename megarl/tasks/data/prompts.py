@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import batched
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -193,7 +193,7 @@ def _load_task(
 def of_programs(read: Reader) -> Reader:
     """Wrap a reader of rows whose answers are program tests: parse the tests once to check them."""
 
-    def row(raw: Any) -> Row:
+    def row(raw: object) -> Row:
         result = read(raw)
         try:
             read_tests(result.answer)

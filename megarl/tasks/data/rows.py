@@ -34,7 +34,7 @@ class UnfitError(Exception):
 
 
 type Raw = Mapping[str, Any]
-type Getter = Callable[[Raw], Any]
+type Getter = Callable[[Raw], object]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def column(path: str) -> Getter:
     """Return a getter for the value at a dotted path."""
 
     def get(raw: Raw) -> Any:
-        here: Any = raw
+        here: object = raw
         for key in path.split("."):
             if not isinstance(here, Mapping) or key not in here:
                 raise UnfitError(f"no column {path!r}; the row has {', '.join(map(str, raw))}")
@@ -75,7 +75,7 @@ def text_of(value: Any) -> str:
     raise UnfitError(f"the prompt is neither text nor one message of the user's: {shown(value)}")
 
 
-def answer_of(value: Any) -> str:
+def answer_of(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, float) and value.is_integer():
@@ -98,7 +98,7 @@ def whole_of(value: Any) -> int:
     return number
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     return repr(value)[:60]
 
 

@@ -11,7 +11,7 @@ import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,7 +29,7 @@ class Unreadable(NamedTuple):
     why: str
 
 
-type Raw = dict[str, Any] | Unreadable
+type Raw = dict[str, object] | Unreadable
 
 
 def is_source(name: str) -> bool:
@@ -73,7 +73,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Raw]]:
             yield number, row if isinstance(row, dict) else Unreadable(f"{type(row).__name__}, not an object")
 
 
-def _dataset(source: str) -> Iterator[dict[str, Any]]:
+def _dataset(source: str) -> Iterator[dict[str, object]]:
     """Yield rows through `datasets`: files streamed, hub sets from its cache."""
     import datasets  # takes two seconds and is needed only here
 

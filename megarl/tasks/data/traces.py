@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import batched, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -100,7 +100,7 @@ def are_traces(source: str) -> bool:
     return bool({"messages", "conversations"} & set(known)) or ("completion" in known and "answer" not in known)
 
 
-def spoken(raw: Mapping[str, Any]) -> Taught:
+def spoken(raw: Mapping[str, object]) -> Taught:
     """Read a trace as the user's text and the completion, without a template; UnfitError if it has none of the forms.
 
     Its id is a hash of the whole trace.
@@ -130,20 +130,20 @@ def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
     def chat() -> ChatTemplate:
         return load_chat(tokenizer.path)
 
-    def read(raw: Mapping[str, Any]) -> Taught:
+    def read(raw: Mapping[str, object]) -> Taught:
         before, _ = _parts(raw)
         return replace(spoken(raw), prompt=before if isinstance(before, str) else chat().prompt(before))
 
     return found._replace(read=read)
 
 
-def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
+def _parts(raw: Mapping[str, object]) -> tuple[str | list[Message], list[str]]:
     """Return what precedes the completion, as messages or plain text, and the completion's texts."""
     before: str | list[Message]
     for key in ("messages", "conversations"):
         if key in raw:
             *before, last = _messages(raw[key], raw.get("system"))
-            parts: list[Any] = [last["content"]]
+            parts: list[object] = [last["content"]]
             break
     else:
         completion = raw.get("completion")
@@ -160,7 +160,7 @@ def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
     return before, parts
 
 
-def _messages(value: Any, system: Any) -> list[Message]:
+def _messages(value: object, system: object) -> list[Message]:
     """Convert messages to our form; the last is the assistant's, and something precedes it."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         raise UnfitError("the messages are no list of role and content")

@@ -222,7 +222,7 @@ class _Marked[T]:
     def __init__(self, inner: Awaitable[T], mark: Callable[[bool], object]) -> None:
         self._inner, self._mark = inner, mark
 
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> Generator[object, object, T]:
         inner, failure = self._inner.__await__(), None
         while True:
             self._mark(True)
@@ -252,7 +252,7 @@ def _observed(call: int, answer: Any) -> Observed:
     return Observed(call=call, tokens=tokens.astype(np.int32), done=bool(answer.done), error=bool(answer.error))
 
 
-def _verdict(given: Any) -> Verdict | None:
+def _verdict(given: object) -> Verdict | None:
     if given is None:
         return None
     if not isinstance(given, Verdict):

@@ -99,7 +99,7 @@ def same_text(printed: str, expected: str) -> bool:
     return all(a == b or _same_number(a, b) for a, b in words)
 
 
-def same_value(found: Any, expected: Any) -> bool:
+def same_value(found: object, expected: object) -> bool:
     """Compare like Python's ==, but a tuple equals a list, and floats may differ within FLOATS_AGREE."""
     if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(same_value, found, expected))
@@ -165,7 +165,7 @@ def _asserted(line: str, number: int) -> UnitTest:
     raise ValueError(f"test {number}: {line!r} is not `assert CALL == LITERAL`")
 
 
-def _literal(text: str, number: int) -> Any:
+def _literal(text: str, number: int) -> object:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

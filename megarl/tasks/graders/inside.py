@@ -26,13 +26,13 @@ import sys
 TYPE_CHECKING = False  # imports here delay every program: typing and pickle would add half the time again
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, BinaryIO
+    from typing import BinaryIO
 
 NOBODY = 65534
 LONGEST = 1 << 20
 """Bytes of a call or a result in a pipe."""
-ALONE: tuple[type[Any], ...] = (int, float, complex, str, bytes)
-TOGETHER: dict[type[Any], type[Any]] = {list: list, tuple: tuple, set: set, frozenset: set}
+ALONE: tuple[type[object], ...] = (int, float, complex, str, bytes)
+TOGETHER: dict[type[object], type[object]] = {list: list, tuple: tuple, set: set, frozenset: set}
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 4, 38, 22, 2
 CLONE_NEWUSER, ANY_CLONE_NEW, CLONE_PARENT = 0x10000000, 0x7E020000, 0x8000
 EPERM, ENOSYS, SIGKILL, O_PATH = 1, 38, 9, 0x200000
@@ -192,19 +192,19 @@ def give_up(limits: dict[str, int], readable: list[str]) -> None:
         raise OSError(ctypes.get_errno(), "system calls cannot be filtered here")
 
 
-def unpickled(data: bytes) -> Any:
+def unpickled(data: bytes) -> object:
     """Unpickle plain values; anything that names a class is refused."""
     import io
     import pickle
 
     class Plain(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
+        def find_class(self, module: str, name: str) -> object:
             raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
 
     return Plain(io.BytesIO(data)).load()
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return the value without subclasses: a Counter becomes a dict, a named tuple a tuple. TypeError if it is not plain."""
     if value is None or isinstance(value, bool):
         return value
@@ -219,7 +219,7 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
-def send(to: BinaryIO, message: Any) -> None:
+def send(to: BinaryIO, message: object) -> None:
     """Send a message; end this process if nobody is there."""
     import pickle
 
@@ -231,7 +231,7 @@ def send(to: BinaryIO, message: Any) -> None:
         os._exit(1)
 
 
-def receive(source: BinaryIO) -> Any:
+def receive(source: BinaryIO) -> object:
     """Receive a message; end this process if the sender is gone, or the message too long."""
     head = source.read(8)
     if len(head) < 8 or struct.unpack("<Q", head)[0] > LONGEST:
@@ -239,7 +239,7 @@ def receive(source: BinaryIO) -> Any:
     return unpickled(source.read(struct.unpack("<Q", head)[0]))
 
 
-def serve(function: Callable[..., Any], source: BinaryIO, to: BinaryIO) -> None:
+def serve(function: Callable[..., object], source: BinaryIO, to: BinaryIO) -> None:
     """Answer calls for as long as there are any."""
     while True:
         arguments, named = receive(source)
@@ -250,10 +250,10 @@ def serve(function: Callable[..., Any], source: BinaryIO, to: BinaryIO) -> None:
         send(to, reply)
 
 
-def far(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
+def far(source: BinaryIO, to: BinaryIO) -> Callable[..., object]:
     """Return a stand-in for the function that `serve` has at the other end."""
 
-    def candidate(*arguments: Any, **named: Any) -> Any:
+    def candidate(*arguments: object, **named: object) -> object:
         send(to, (arguments, named))
         how, value = receive(source)
         if how == "returned":
@@ -285,7 +285,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     limits, readable = json.loads(sys.argv[1]), json.loads(sys.argv[2])
     sys.argv = ["solution.py"]
-    names: dict[str, Any] = {"__name__": "__main__" if alone else "solution"}
+    names: dict[str, object] = {"__name__": "__main__" if alone else "solution"}
     give_up(limits, readable)
     os.write(answer, b"started\n")
     exec(compile(task["program"], "solution.py", "exec"), names)

@@ -28,7 +28,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 from megarl.core.base.contracts import GraderDown
 from megarl.core.base.errors import MegarlError
@@ -214,7 +214,7 @@ class Sandbox:
         return [*_bubblewrap(prefix, self._limits), "--", *python]
 
 
-def _task(program: str, **more: Any) -> bytes:
+def _task(program: str, **more: object) -> bytes:
     """Encode the task for inside.py."""
     nothing = {"input": "", "call": "", "serves": "", "checks": False, "pipes": []}
     return json.dumps({"program": program} | nothing | more).encode()

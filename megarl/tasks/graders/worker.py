@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import sys
-from typing import Any
 
 from megarl.core.base.contracts import RIGHT, WRONG, Verdict
 from megarl.core.base.process import die_with_parent
@@ -43,7 +42,7 @@ def main(limit_s: float, grader: str) -> None:
     os.dup2(2, 1)  # what a grader prints is not a verdict
     function = named(grader)
 
-    def time_up(*_: Any) -> None:
+    def time_up(*_: object) -> None:
         raise TimeUp
 
     signal.signal(signal.SIGALRM, time_up)

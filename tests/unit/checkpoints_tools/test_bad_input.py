@@ -12,7 +12,7 @@ import torch
 
 from checkpoints_tools import convert
 from checkpoints_tools.__main__ import main
-from checkpoints_tools.layout import Layout
+from checkpoints_tools.layout import Parallelism
 from checkpoints_tools.partial import PROGRESS, Partial
 from checkpoints_tools.safetensors_files import Directory
 from megarl.core.base.errors import MegarlError
@@ -101,7 +101,7 @@ def test_file_of_the_index_that_is_missing(tmp_path: Path, capsys: pytest.Captur
     tiny_llama(tmp_path / "made").save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     next((tmp_path / "hf").glob("model-00002*")).unlink()
     message = refused(capsys, "convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "out")
-    assert "weights incomplete: no model-00002-of-" in message
+    assert "files of weights are missing: model-00002-of-" in message
 
 
 def test_layout_that_does_not_divide_the_model(
@@ -226,7 +226,7 @@ DIES = """
 import os, signal, sys
 from pathlib import Path
 from checkpoints_tools import convert, partial
-from checkpoints_tools.layout import Layout
+from checkpoints_tools.layout import Parallelism
 after, finish = int(sys.argv[1]), partial.Partial._finish
 def dies(self, name, note):
     if len(self.finished) == after:
@@ -235,9 +235,9 @@ def dies(self, name, note):
 partial.Partial._finish = dies
 """
 COMMANDS = {
-    "hf-to-megatron": "convert.hf_to_megatron(Path('hf'), Path('out'), Layout(2, 2), file_bytes=200_000)",
+    "hf-to-megatron": "convert.hf_to_megatron(Path('hf'), Path('out'), Parallelism(2, 2), file_bytes=200_000)",
     "megatron-to-hf": "convert.megatron_to_hf(Path('step'), Path('out'), file_bytes=50_000)",
-    "reshard": "convert.reshard(Path('step'), Path('out'), Layout(1, 4), file_bytes=200_000)",
+    "reshard": "convert.reshard(Path('step'), Path('out'), Parallelism(1, 4), file_bytes=200_000)",
 }
 
 
@@ -247,7 +247,7 @@ def test_a_killed_conversion_goes_on(
 ) -> None:
     """It writes no file twice, and ends with what an undisturbed one writes."""
     monkeypatch.chdir(tmp_path)
-    convert.hf_to_megatron(Path("hf"), Path("step"), Layout(2))
+    convert.hf_to_megatron(Path("hf"), Path("step"), Parallelism(2))
     code = DIES + COMMANDS[command]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     died = subprocess.run(
@@ -258,13 +258,13 @@ def test_a_killed_conversion_goes_on(
     lines = Path(".out.partial", PROGRESS).read_text().splitlines()
     kept = {row["file"]: Path(".out.partial", row["file"]).stat().st_mtime_ns for row in map(json.loads, lines[1:])}
     assert len(kept) == 3
-    exec(COMMANDS[command], {"convert": convert, "Path": Path, "Layout": Layout})
+    exec(COMMANDS[command], {"convert": convert, "Path": Path, "Parallelism": Parallelism})
     assert {name: Path("out", name).stat().st_mtime_ns for name in kept} == kept
     assert not Path(".out.partial").exists()
     assert not Path("out", PROGRESS).exists()
 
     Path("out").rename("resumed")
-    exec(COMMANDS[command], {"convert": convert, "Path": Path, "Layout": Layout})
+    exec(COMMANDS[command], {"convert": convert, "Path": Path, "Parallelism": Parallelism})
     in_any_order = {".metadata", checkpoint.META}
     written, resumed = (
         {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file() and p.name not in in_any_order}
@@ -296,7 +296,7 @@ def test_another_source_or_layout_begins_anew(directory: Path, tmp_path: Path, m
         (partial / "stale").write_text("")
         if change == "source":
             save_file(load_file(directory / "model.safetensors"), directory / "model.safetensors")
-        layout = Layout(2) if change == "layout" else Layout()
+        layout = Parallelism(2) if change == "layout" else Parallelism()
         convert.hf_to_megatron(directory, tmp_path / "out", layout)
         assert not partial.exists()
         assert not (tmp_path / "out" / "stale").exists()
@@ -305,8 +305,8 @@ def test_another_source_or_layout_begins_anew(directory: Path, tmp_path: Path, m
 
 def test_two_conversions_to_one_place(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def second(self: Partial, name: str, note: object) -> None:
-        convert.hf_to_megatron(directory, tmp_path / "out", Layout())
+        convert.hf_to_megatron(directory, tmp_path / "out", Parallelism())
 
     monkeypatch.setattr(Partial, "finish", second)
     with pytest.raises(MegarlError, match="another conversion is writing there"):
-        convert.hf_to_megatron(directory, tmp_path / "out", Layout())
+        convert.hf_to_megatron(directory, tmp_path / "out", Parallelism())

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints_tools.__main__ import main
 from checkpoints_tools.convert import hf_to_megatron, megatron_to_hf
-from checkpoints_tools.layout import Layout
+from checkpoints_tools.layout import Parallelism
 from checkpoints_tools.safetensors_files import Directory
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.recipe import Model
@@ -93,7 +93,7 @@ def test_files_and_index(tmp_path: Path) -> None:
     reference = tiny_llama(tmp_path / "made")
     reference.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
-    hf_to_megatron(tmp_path / "hf", tmp_path / "step", Layout(2, 2), file_bytes=200_000)
+    hf_to_megatron(tmp_path / "hf", tmp_path / "step", Parallelism(2, 2), file_bytes=200_000)
     assert len(list((tmp_path / "step").glob("__3_*.distcp"))) > 1
     megatron_to_hf(tmp_path / "step", tmp_path / "back", file_bytes=100_000)
     assert same(tmp_path / "hf", tmp_path / "back")

@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from megarl.cli.roles import write_report
+from megarl.cli import write_report
 from megarl.core import recipe as recipes
 from megarl.core.base.rundir import RunDir
 from megarl.lab.preflight import check_inputs

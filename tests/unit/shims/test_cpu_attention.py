@@ -21,7 +21,7 @@ def test_equals_the_loop_over_requests(lengths: list[int], groups: int, per_grou
     sglang_cpu.install()
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from megarl.shims.sglang_cpu_attention import buckets, decode
+    from megarl.shims.sglang_cpu_attention import batches, decode
 
     torch.manual_seed(seed)
     slots, width, requests = 2000, 8, len(lengths)
@@ -30,7 +30,7 @@ def test_equals_the_loop_over_requests(lengths: list[int], groups: int, per_grou
     slots_of = torch.stack([torch.randperm(slots)[:96] for _ in lengths]).int()
     seq_lens = torch.tensor(lengths)
 
-    parts = buckets(seq_lens, slots_of)
+    parts = batches(seq_lens, slots_of)
     ours = decode(query, keys, values, parts, scale=0.3)
     theirs = TorchNativeAttnBackend._run_sdpa_forward_decode(
         None, query, torch.empty_like(query), keys, values, slots_of, torch.arange(requests), seq_lens,

@@ -1,58 +1,74 @@
 """Policy losses, one per file. A loss is a pure function of what is known about each trained token.
 
-    Tokens ──► cispo.py | clip.py | gspo.py | reinforce.py ──► terms.py: correction, entropy bonus, KL to a reference
-                                               ──► per-token loss [n], metrics [n]
+    Tokens ──► cispo.py | clip.py | gspo.py | reinforce.py | a user's (own.py)
+                        └─► terms.py: ratio metrics, correction, entropy bonus, KL to a reference ──► losses [n], metrics [n]
 
-The trainer sums `weight * loss`; the weights (batch.py) do the aggregation, so no loss needs to know about it. terms.py has
-what they share: `Tokens`, the importance ratio, and the losses of the critic and the warm start. own.py loads a user's loss.
+The trainer sums `weight * loss`; the weights (batch.py) do the aggregation, so no loss needs to know about it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
-from megarl.core.algorithm.losses import cispo, clip, gspo, reinforce, terms
+from torch import Tensor
+
+from megarl.core.algorithm.losses import terms
+from megarl.core.algorithm.losses.cispo import cispo
+from megarl.core.algorithm.losses.clip import clip
+from megarl.core.algorithm.losses.gspo import gspo
 from megarl.core.algorithm.losses.own import own
-from megarl.core.algorithm.losses.terms import TokenLoss, with_entropy_bonus
-from megarl.core.recipe import Loss as LossSection
-from megarl.core.recipe import Reference
+from megarl.core.algorithm.losses.reinforce import reinforce
+from megarl.core.algorithm.losses.terms import TokenLoss, Tokens, made_up_tokens
+from megarl.core.recipe import Loss, Reference
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A loss and the names of its metrics, which ranks that do not compute the loss reduce as well.
-
-    finish: turns the reduced metrics into those shown.
-    """
+class TrainingLoss:
+    """A loss, and the function that turns its reduced metrics into those shown."""
 
     function: TokenLoss
-    metrics: tuple[str, ...]
     finish: Callable[[dict[str, float]], dict[str, float]] = terms.with_effective_sample_size
 
+    @cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics, which ranks that do not compute the loss reduce as well."""
+        return tuple(self.function(made_up_tokens())[1])
 
-def policy_loss(section: LossSection, reference: Reference | None = None) -> Loss:
+
+def policy_loss(section: Loss, reference: Reference | None = None) -> TrainingLoss:
     """Build the loss of `recipe.loss` and `recipe.reference`."""
-    loss = _LOSSES[section.kind](section) if section.kind in _LOSSES else Loss(*own(section))
-    if section.correction != "none":
-        has_ratio = section.kind != "reinforce"
-        function = terms.corrected(loss.function, section.correction, section.correction_cap, has_ratio)
-        loss = replace(loss, function=function, metrics=(*loss.metrics, *terms.CORRECTION_METRICS))
-    if section.entropy_bonus:
-        loss = replace(loss, function=with_entropy_bonus(loss.function, section.entropy_bonus))
-    if reference is not None and reference.coefficient:
-        coefficient = reference.coefficient if reference.where == "loss" else 0.0
-        function = terms.with_reference_kl(loss.function, reference.estimator, coefficient)
-        loss = replace(loss, function=function, metrics=(*loss.metrics, *terms.REFERENCE_METRICS))
-    return loss
+    bare = _LOSSES[section.kind](section) if section.kind in _LOSSES else own(section)
+
+    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, metrics = bare(tokens)
+        metrics = terms.ratio_metrics(tokens.log_ratio) | metrics
+        if section.correction != "none":
+            ratio = tokens.log_ratio.exp()
+            kept = terms.kept(ratio, section.correction, section.correction_cap)
+            losses = losses * (
+                kept * ratio if section.kind == "reinforce" else kept
+            )  # the others' gradients contain the ratio
+            metrics["corrected_share"] = (kept < 1).float()
+        if section.entropy_bonus:
+            losses = losses - section.entropy_bonus * tokens.entropy
+        if reference is not None and reference.coefficient:
+            kl = terms.reference_kl(tokens, reference.estimator)
+            if reference.where == "loss":
+                losses = losses + reference.coefficient * kl
+            metrics |= dict.fromkeys(("kl_reference", "kl_reference_max"), kl.detach())
+        return losses, metrics
+
+    return TrainingLoss(loss)
 
 
-def supervised_loss() -> Loss:
-    """Return cross-entropy, for the warm start."""
-    return Loss(terms.cross_entropy, terms.SUPERVISED_METRICS, finish=dict)
+def supervised_loss() -> TrainingLoss:
+    """Return cross-entropy, which the warm start minimises."""
+    return TrainingLoss(terms.cross_entropy, finish=dict)
 
 
-_LOSSES: dict[str, Callable[[LossSection], Loss]] = {
-    "cispo": lambda s: Loss(cispo.cispo(s.cap), cispo.METRICS),
-    "clip": lambda s: Loss(clip.clip(s.clip_low, s.clip_high), clip.METRICS),
-    "gspo": lambda s: Loss(gspo.gspo(s.clip_low, s.clip_high), gspo.METRICS),
-    "reinforce": lambda _: Loss(reinforce.reinforce, reinforce.METRICS),
+_LOSSES: dict[str, Callable[[Loss], TokenLoss]] = {
+    "cispo": lambda s: cispo(s.cap),
+    "clip": lambda s: clip(s.clip_low, s.clip_high),
+    "gspo": lambda s: gspo(s.clip_low, s.clip_high),
+    "reinforce": lambda _: reinforce,
 }

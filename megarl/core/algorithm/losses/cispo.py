@@ -9,19 +9,15 @@ clipped token still learns. MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5); ScaleRL 
 
 from torch import Tensor
 
-from megarl.core.algorithm.losses import terms
 from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
-
-METRICS = (*terms.RATIO_METRICS, "capped_share")
 
 
 def cispo(cap: float) -> TokenLoss:
     """Return the loss for this upper bound of the ratio."""
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        log_ratio = tokens.logp.detach() - tokens.behaviour
-        ratio = log_ratio.exp()
-        metrics = terms.ratio_metrics(log_ratio) | {"capped_share": (ratio >= cap).float()}
-        return -ratio.clamp(max=cap) * tokens.advantage * tokens.logp, metrics
+        ratio = tokens.log_ratio.exp()
+        losses = -ratio.clamp(max=cap) * tokens.advantage * tokens.logp
+        return losses, {"capped_share": (ratio >= cap).float()}
 
     return loss

@@ -10,20 +10,15 @@ that unlikely tokens can grow: 0.2 and 0.28; ScaleRL's DAPO baseline has 0.2 and
 import torch
 from torch import Tensor
 
-from megarl.core.algorithm.losses import terms
 from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
-
-METRICS = (*terms.RATIO_METRICS, "clipped_share")
 
 
 def clip(low: float, high: float) -> TokenLoss:
     """Return the loss for these distances of the bounds from 1."""
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        log_ratio = tokens.logp - tokens.behaviour
-        metrics = terms.ratio_metrics(log_ratio.detach())
-        losses, clipped = surrogate(log_ratio.exp(), tokens.advantage, low, high)
-        return losses, metrics | {"clipped_share": clipped}
+        losses, clipped = surrogate((tokens.logp - tokens.behaviour).exp(), tokens.advantage, low, high)
+        return losses, {"clipped_share": clipped}
 
     return loss
 

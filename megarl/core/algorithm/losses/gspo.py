@@ -10,22 +10,17 @@ without gradient pass between the ranks that share a sequence. Bounds are those 
 
 from torch import Tensor
 
-from megarl.core.algorithm.losses import terms
 from megarl.core.algorithm.losses.clip import surrogate
 from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
-
-METRICS = (*terms.RATIO_METRICS, "clipped_share", "sequence_ratio_max")
 
 
 def gspo(low: float, high: float) -> TokenLoss:
     """Return the loss for these distances of the bounds from 1."""
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        log_ratio = tokens.logp.detach() - tokens.behaviour
-        sequence_ratio = tokens.sequence_mean(log_ratio).exp()
+        sequence_ratio = tokens.sequence_mean(tokens.log_ratio).exp()
         ratio = sequence_ratio * (tokens.logp - tokens.logp.detach()).exp()
         losses, clipped = surrogate(ratio, tokens.advantage, low, high)
-        metrics = {"clipped_share": clipped, "sequence_ratio_max": sequence_ratio}
-        return losses, terms.ratio_metrics(log_ratio) | metrics
+        return losses, {"clipped_share": clipped, "sequence_ratio_max": sequence_ratio}
 
     return loss

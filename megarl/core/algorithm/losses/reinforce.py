@@ -8,12 +8,9 @@ on policy; `loss.correction` weights tokens sampled with older weights.
 
 from torch import Tensor
 
-from megarl.core.algorithm.losses import terms
 from megarl.core.algorithm.losses.terms import Tokens
-
-METRICS = terms.RATIO_METRICS
 
 
 def reinforce(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -A log pi(y) and the ratio's metrics."""
-    return -tokens.advantage * tokens.logp, terms.ratio_metrics(tokens.logp.detach() - tokens.behaviour)
+    """Return -A log pi(y), without metrics of its own."""
+    return -tokens.advantage * tokens.logp, {}

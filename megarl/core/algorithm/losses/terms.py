@@ -1,59 +1,37 @@
-"""What losses share: their input `Tokens`, and terms that combine with any of them.
+"""What losses share: their input `Tokens`, and the terms that combine with any of them. docs/recipe.md says when to use which.
 
-Tokens  ──►  per-token loss [n] with gradient, per-token metrics [n] without
-
-Ratios. Every policy loss reports k3 and the effective sample size of rho_t = pi(y_t) / mu(y_t), the importance ratio of each
-trained token.
-
-k3 = rho - 1 - log rho estimates KL(mu || pi) on tokens of mu (http://joschu.net/blog/kl-approx.html).
-The effective sample size, as a share of the tokens, is (sum rho)^2 / (n sum rho^2): 1 where all weigh the same, 1/n where one
-outweighs all others (Kong 1992).
+Ratios. Every policy loss reports two numbers of rho_t = pi(y_t) / mu(y_t), the importance ratio of each trained token. k3 =
+rho - 1 - log rho estimates KL(mu || pi) on tokens of mu (http://joschu.net/blog/kl-approx.html). The effective sample size as
+a share of the tokens, (sum rho)^2 / (n sum rho^2), is 1 where all weigh the same, 1/n where one outweighs all (Kong 1992).
 
 Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weight with which another policy's token learns.
 
-    truncate   rho_t -> min(rho_t, cap)            mask   rho_t -> rho_t [rho_t <= cap]            rho_t = pi(y_t) / mu(y_t)
+    truncate   rho_t -> min(rho_t, cap)            mask   rho_t -> rho_t [rho_t <= cap]
 
 Truncation: Ionides 2008; between server and learner: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training". Masking: Liu et al. 2025, "When Speed Kills Stability".
+Off-Policy RL Training". Masking: Liu et al. 2025, "When Speed Kills Stability". There the learner recomputes the clip's old
+policy, and the correction is a second factor. Here the old policy is what the server recorded, so a clip loss's ratio already
+contains the mismatch: its weight is bounded, not multiplied again. REINFORCE has no ratio, so it gains one.
 
-There the learner recomputes the clip's old policy, and the correction is a second factor. Here the old policy is what the
-server recorded, so a clip loss's ratio already contains the mismatch: its weight is bounded, not multiplied again. In
-particular, truncation bounds what PPO's clip does not: a large ratio with a negative advantage. REINFORCE has no ratio, so it
-gains one: with `truncate` it is CISPO without a lower bound.
-
-Entropy bonus, against early determinism: loss_t - coefficient * H(pi(. | y_<t)).
-
-Williams and Peng 1991; PPO (arXiv 1707.06347, eq. 9). The entropy is that of the whole distribution, with its exact gradient
-(core/learner/head/), not an estimate from the sampled token.
+Entropy bonus: loss_t - coefficient * H(pi(. | y_<t)). Williams and Peng 1991; PPO (arXiv 1707.06347, eq. 9). The entropy is
+exact, with its gradient (core/learner/head/), not estimated from the sampled token.
 
 KL to a frozen reference, estimated on each sampled token y from the policy's distribution.
 
     d = log pi(y) - log pi_ref(y)        k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 
-Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html); k3 is GRPO's (arXiv 2402.03300, eq. 4). On
-tokens of pi, k1 and k3 are unbiased for KL(pi || pi_ref); k3 is never negative and varies less; k2 is biased and as steady.
-
-A good estimate need not have a good gradient (Liu et al. 2025, arXiv 2510.01555; Shah et al. 2025, arXiv 2512.21852). On
-tokens of pi the gradients of the estimates are on average
-
-    in the loss      k1   0: it would only add noise, and the recipe refuses it
-                     k2   d KL(pi || pi_ref), as intended
-                     k3   d KL(pi_ref || pi), the other direction: the same to first order in d
-    in the reward    k1   d KL(pi || pi_ref), of the whole sequence; k2 and k3 are biased there
-
-Off policy none is exact. In the loss, tokens come from the policy that sampled them, and the penalty has no importance weight,
-as in GRPO. In the reward, it is the KL of that policy itself, by its recorded log-probs, and is weighted like the reward.
+k3 is GRPO's (arXiv 2402.03300, eq. 4). On tokens of pi, k1 and k3 are unbiased for KL(pi || pi_ref); k3 is never negative and
+varies less; k2 is biased and as steady. A good estimate need not have a good gradient (Liu et al. 2025, arXiv 2510.01555;
+Shah et al. 2025, arXiv 2512.21852): in the loss, k1's is 0 on average, k2's that of KL(pi || pi_ref), k3's that of
+KL(pi_ref || pi); in the reward, k1's is that of KL(pi || pi_ref) and the others' are biased.
 
 The critic's loss: half the squared error against the return, clipped like PPO's ratio.
 
     loss_t = 1/2 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)
 
 V_old is the critic's value before the step, so with one epoch per step the clip never acts. It is in the code released with
-PPO (arXiv 1707.06347); Andrychowicz et al. 2020 (arXiv 2006.05990) found that it does not help. PPO's value coefficient 0.5 is
-the 1/2 here: the critic has its own parameters and AdamW, for which another factor only means gradient clipping at another
-norm.
-
-Cross-entropy on completion tokens: -log pi(y). The warm start minimises it.
+PPO; Andrychowicz et al. 2020 (arXiv 2006.05990) found that it does not help. PPO's value coefficient 0.5 is the 1/2 here: the
+critic has its own parameters and AdamW, for which another factor only means gradient clipping at another norm.
 """
 
 from collections.abc import Callable
@@ -90,6 +68,11 @@ class Tokens:
     lengths: Tensor
     group: dist.ProcessGroup | None = None
 
+    @property
+    def log_ratio(self) -> Tensor:
+        """log rho [n], without gradient."""
+        return self.logp.detach() - self.behaviour
+
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Return per token the mean of `values` [n] (no gradient) over its sequence's trained tokens. COLLECTIVE in `group`."""
         sums = torch.segment_reduce(values * self.counted, "sum", lengths=self.here, initial=0)
@@ -101,9 +84,20 @@ class Tokens:
 TokenLoss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 """Metrics named `…_max` are reduced by maximum, all others by the mean over trained tokens."""
 
-RATIO_METRICS = (
-    "ratio_mean", "ratio_max", "ratio_square", "kl_k3", "trained_logprob_diff", "trained_logprob_diff_max",
-)  # fmt: skip
+
+def made_up_tokens() -> Tokens:
+    """Make three tokens of two sequences, on which a loss is tried before training."""
+    logp = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
+    return Tokens(
+        logp=logp,
+        behaviour=torch.tensor([-0.6, -0.9, -2.5]),
+        reference=torch.tensor([-0.7, -0.8, -2.2]),
+        advantage=torch.tensor([1.0, 1.0, -1.0]),
+        entropy=logp * -0.5,
+        counted=torch.ones(3),
+        here=torch.tensor([2, 1]),
+        lengths=torch.tensor([2.0, 1.0]),
+    )
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
@@ -125,40 +119,10 @@ def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
     return others | {"effective_sample_size": means["ratio_mean"] ** 2 / means["ratio_square"]}
 
 
-CORRECTION_METRICS = ("corrected_share",)
-
-Correction = Literal["truncate", "mask"]
-
-
-def corrected(loss: TokenLoss, kind: Correction, cap: float, has_ratio: bool) -> TokenLoss:
-    """Return `loss` with the corrected weight. has_ratio: its gradient already contains rho."""
-
-    def corrected_loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        losses, metrics = loss(tokens)
-        ratio = (tokens.logp.detach() - tokens.behaviour).exp()
-        left = kept(ratio, kind, cap)
-        factor = left if has_ratio else left * ratio
-        return losses * factor, metrics | {"corrected_share": (left < 1).float()}
-
-    return corrected_loss
-
-
-def kept(ratio: Tensor, kind: Correction, cap: float) -> Tensor:
-    """Return the part of each ratio [n] that remains, from 0 to 1."""
+def kept(ratio: Tensor, kind: Literal["truncate", "mask"], cap: float) -> Tensor:
+    """Return the part of each ratio [n] that a correction leaves, from 0 to 1."""
     return (cap / ratio).clamp(max=1) if kind == "truncate" else (ratio <= cap).to(ratio.dtype)
 
-
-def with_entropy_bonus(loss: TokenLoss, coefficient: float) -> TokenLoss:
-    """Return `loss` with the bonus, for the same tokens with the same weights."""
-
-    def loss_with_bonus(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        losses, metrics = loss(tokens)
-        return losses - coefficient * tokens.entropy, metrics
-
-    return loss_with_bonus
-
-
-REFERENCE_METRICS = ("kl_reference", "kl_reference_max")
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -171,19 +135,9 @@ def estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     return d.square() / 2 if estimator == "k2" else torch.expm1(-d) + d
 
 
-def with_reference_kl(loss: TokenLoss, estimator: Estimator, coefficient: float) -> TokenLoss:
-    """Return `loss` plus `coefficient` times the estimate, same tokens and weights; 0: the estimate is only reported."""
-
-    def loss_with_kl(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        losses, metrics = loss(tokens)
-        # Filler may have any log-prob, and infinity times its weight of 0 is not 0.
-        reference = torch.where(tokens.counted > 0, tokens.reference, tokens.logp.detach())
-        kl = estimate(tokens.logp, reference, estimator)
-        if coefficient:
-            losses = losses + coefficient * kl
-        return losses, metrics | dict.fromkeys(REFERENCE_METRICS, kl.detach())
-
-    return loss_with_kl
+def reference_kl(tokens: Tokens, estimator: Estimator) -> Tensor:
+    """Estimate the KL to the reference [n]; 0 for filler, whose log-prob may be infinite, which no weight of 0 removes."""
+    return estimate(tokens.logp, torch.where(tokens.counted > 0, tokens.reference, tokens.logp.detach()), estimator)
 
 
 VALUE_METRICS = ("value_clipped_share",)
@@ -198,9 +152,6 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None)
     return torch.maximum(free, bounded) / 2, {"value_clipped_share": (bounded > free).detach().float()}
 
 
-SUPERVISED_METRICS = ("token_nll",)
-
-
 def cross_entropy(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -logp [n]; behaviour log-probs and advantages are not used."""
+    """Return -log pi(y) [n]; behaviour log-probs and advantages are not used."""
     return -tokens.logp, {"token_nll": -tokens.logp.detach()}

@@ -4,84 +4,90 @@
     backward   the same chunk ──► gradient d [rows, columns] ──┬─► hidden's [rows] += d x weight[columns]
                                                                └─► weight.main_grad[columns] += d^T x hidden[rows]
 
-Nothing of size [n, V/tp] ever is: the backward pass computes each chunk anew, a fourth matrix product where keeping logits has
-three. Four numbers a row go over the wire: the maximum; then the sum of exponentials, the sum the entropy needs, and the
+Nothing of size [n, V/tp] ever exists: the backward pass computes each chunk anew, a fourth matrix product where keeping logits
+has three. Ranks exchange four numbers a row: the maximum; then the sum of exponentials, the sum the entropy needs, and the
 label's logit.
 
-What "FP32 head" means here: logits are FP32 sums of exact products (`product`), whatever the type of hidden states and
-weight, which stay in the model's. Against float64 a log-prob of bf16 states then errs as FP32 arithmetic does, where logits
-rounded to bf16 err by 0.03 to 0.06. Backward, d is rounded to the weight's type, which tensor cores take, and summed in FP32;
-both gradients are of that type anyhow as soon as they leave (hidden's) or were until now (the weight's). With fp16 the loss,
-and so d, has been multiplied by the loss scale before: small gradients survive the rounding, and one beyond 65,504 becomes
-infinite, which the norm of the gradients shows (megarl/core/learner/optimizer.py).
-
-A product of two bf16 numbers is exact in FP32. So a tensor core that takes bf16 and sums in FP32 gives the FP32 product of the
-same numbers, up to the order of the sum, at the speed of bf16. SGLang's FP32 head on a GPU is the same product.
+Logits are FP32 sums of exact products (`product`), whatever the type of hidden states and weight. Against float64 a log-prob
+of bf16 states then errs as FP32 arithmetic does, where logits rounded to bf16 err by 0.03 to 0.06. A product of two bf16
+numbers is exact in FP32, so tensor cores that sum in FP32 give the FP32 product at the speed of bf16, as SGLang's FP32 head
+does. Backward, d is rounded to the weight's type, which tensor cores take, and summed in FP32. With fp16 the loss, and so d,
+has been multiplied by the loss scale: small gradients survive the rounding, and one beyond 65,504 becomes infinite, which the
+norm of the gradients shows (megarl/core/learner/optimizer.py).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from megarl.core.learner.head import passes
+from megarl.core.learner.microbatch import MicroBatch
+from megarl.core.models.value_head import ValueHead
 
 CHUNK = (4096, 8192)
 """Rows (tokens) and columns (of the vocabulary) of a chunk: 128 MiB of FP32, in products large enough for a GPU."""
 LOWEST = -1e30
-"""Before any column was seen: its exponential is 0, and 0 times it is still 0."""
+"""Maximum before any column was seen: its exponential is 0, and 0 times it is still 0."""
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Settings:
     """valid: this rank's columns that are not padding. passes: passes.py or kernels.py. The rest: see logprobs_and_entropy."""
 
     valid: int
     temperature: float
     precision: torch.dtype
-    group: Any
+    group: dist.ProcessGroup | None
     chunk: tuple[int, int]
     passes: ModuleType
 
     def chunks(self, rows: int) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns of each."""
-        for row in range(0, rows, self.chunk[0]):
-            for column in range(0, self.valid, self.chunk[1]):
-                yield (
-                    slice(row, min(row + self.chunk[0], rows)),
-                    slice(column, min(column + self.chunk[1], self.valid)),
-                )
+        """Yield the rows and columns of each chunk."""
+        height, width = self.chunk
+        for row in range(0, rows, height):
+            for column in range(0, self.valid, width):
+                yield slice(row, min(row + height, rows)), slice(column, min(column + width, self.valid))
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
     """hidden [n, h], weight [V/tp, h], labels [n], from this rank's first column on -> log-prob [n], entropy [n]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, asked: _Asked) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
         sums = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
         sums[0] = LOWEST
-        for rows, columns in asked.chunks(len(hidden)):
-            logits = product(hidden[rows], weight[columns].T, asked.precision)
-            asked.passes.reduce(logits, labels[rows] - columns.start, sums[:, rows], asked.temperature)
+        for rows, columns in settings.chunks(len(hidden)):
+            logits = product(hidden[rows], weight[columns].T, settings.precision)
+            settings.passes.reduce(logits, labels[rows] - columns.start, sums[:, rows], settings.temperature)
             del logits  # or the next chunk would be made beside it
-        top, log_total, entropy, label = _over_ranks(sums, (labels >= 0) & (labels < asked.valid), asked)
+        top, log_total, entropy, label = _over_ranks(sums, (labels >= 0) & (labels < settings.valid), settings)
         ctx.save_for_backward(hidden, weight, labels, torch.stack([top, log_total, entropy]))
-        ctx.asked = asked
+        ctx.settings = settings
         return label - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, found = ctx.saved_tensors
-        asked, of_rows = ctx.asked, torch.stack(upstream)
+        settings, of_loss = ctx.settings, torch.stack(upstream)
         of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        for rows, columns in asked.chunks(len(hidden)):
-            logits = product(hidden[rows], weight[columns].T, asked.precision)
+        for rows, columns in settings.chunks(len(hidden)):
+            logits = product(hidden[rows], weight[columns].T, settings.precision)
             place = labels[rows] - columns.start
-            d = asked.passes.gradient(logits, place, found[:, rows], of_rows[:, rows], asked.temperature, weight.dtype)
+            d = settings.passes.gradient(
+                logits, place, found[:, rows], of_loss[:, rows], settings.temperature, weight.dtype
+            )
             add_product(of_hidden[rows], d, weight[columns])
             add_product(weight.main_grad[columns], d.T, hidden[rows])
             del logits, d
@@ -90,25 +96,22 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         return of_hidden.to(hidden.dtype), torch.zeros_like(weight), None, None
 
 
-def _over_ranks(sums: Tensor, here: Tensor, asked: _Asked) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of all ranks' columns: the highest logit, and with it for origin, divided by the temperature: log of the sum of
-    exponentials, entropy, label. Each [n]. here [n]: whether the label is among this rank's columns."""
+def _over_ranks(sums: Tensor, here: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the highest logit of all ranks' columns, log of the sum of exponentials, entropy and the label's logit, all [n].
+
+    The last three have the highest logit as origin and are divided by the temperature. here [n]: whether the label is among
+    this rank's columns.
+    """
     mine, total, spread, label = sums
-    top = mine
-    if asked.group is not None:
-        top = mine.clone()
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=asked.group)
-    shift = (mine - top) / asked.temperature
+    top = mine.clone()
+    if settings.group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=settings.group)
+    shift = (mine - top) / settings.temperature
     scale = shift.exp()
-    parts = torch.stack(
-        [
-            scale * total,
-            scale * (spread + shift * total),
-            torch.where(here, (label - top) / asked.temperature, 0.0),
-        ]
-    )
-    if asked.group is not None:
-        dist.all_reduce(parts, group=asked.group)
+    label = torch.where(here, (label - top) / settings.temperature, 0.0)
+    parts = torch.stack([scale * total, scale * (spread + shift * total), label])
+    if settings.group is not None:
+        dist.all_reduce(parts, group=settings.group)
     log_total = parts[0].log()
     return top, log_total, log_total - parts[1] / parts[0], parts[2]
 
@@ -121,11 +124,11 @@ def logprobs_and_entropy(
     vocab_size: int,
     temperature: float = 1.0,
     precision: torch.dtype = torch.float32,
-    group: Any = None,
+    group: dist.ProcessGroup | None = None,
     chunk: tuple[int, int] = CHUNK,
     passes: ModuleType | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each label and entropy of each distribution, in nats, at `temperature`: two float32 [n], alike on all ranks.
+    """Return the log-prob of each label and the entropy of each distribution, in nats: two float32 [n], alike on all ranks.
 
     hidden [n, h] and weight [V/tp, h] of one type: this rank's rows of the head, which tensor-parallel `group` (None: one rank)
     splits evenly; rows from `vocab_size` on are padding and never looked at. labels [n] int64. precision: of the logits,
@@ -136,7 +139,7 @@ def logprobs_and_entropy(
     """
     rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
     first = rank * len(weight)
-    asked = _Asked(
+    settings = _Settings(
         valid=min(max(vocab_size - first, 0), len(weight)),
         temperature=temperature,
         precision=precision,
@@ -144,8 +147,52 @@ def logprobs_and_entropy(
         chunk=chunk,
         passes=passes or _passes_on(hidden.device),
     )
-    logprobs, entropy = _LogProbsAndEntropy.apply(hidden, weight, labels - first, asked)
+    logprobs, entropy = _LogProbsAndEntropy.apply(hidden, weight, labels - first, settings)
     return logprobs, entropy
+
+
+def selected_logprobs(
+    *,
+    hidden_states: Tensor,
+    output_layer: ColumnParallelLinear,
+    output_weight: Tensor | None,
+    context: MicroBatch,
+    vocab_size: int,
+    temperature: float,
+    precision: torch.dtype,
+    **_: object,
+) -> tuple[Tensor, Tensor]:
+    """Act as GPTModel's `output_processor`: return log-probs and entropies [n] of a micro-batch's trained tokens.
+
+    hidden_states [s/tp or s, b, h]; output_weight: the embedding, where it is the head.
+    """
+    return logprobs_and_entropy(
+        trained_positions(hidden_states, output_layer, context.at, in_parts=True),
+        output_layer.weight if output_weight is None else output_weight,
+        context.labels,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        precision=precision,
+        group=output_layer.tp_group,
+    )
+
+
+def trained_positions(
+    hidden_states: Tensor, output_layer: ColumnParallelLinear | ValueHead, at: Tensor, in_parts: bool
+) -> Tensor:
+    """Return [n, h] of hidden states [s/tp or s, b, h] at `at` [n], which indexes [s*b].
+
+    in_parts: each rank has its columns' part of the gradient, and the parts are summed as megatron's output layer does it:
+    reduce-scattered under sequence parallelism, else all-reduced. Otherwise all ranks must have the same gradient.
+    """
+    if output_layer.sequence_parallel:  # any rank's part may hold any number of trained positions: gather, then select
+        hidden_states = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=in_parts, group=output_layer.tp_group
+        )
+    chosen = hidden_states.flatten(0, 1).index_select(0, at)
+    if in_parts and not output_layer.sequence_parallel:
+        chosen = copy_to_tensor_model_parallel_region(chosen, group=output_layer.tp_group)
+    return chosen
 
 
 def _passes_on(device: torch.device) -> ModuleType:
@@ -157,7 +204,7 @@ def _passes_on(device: torch.device) -> ModuleType:
 
 
 def product(a: Tensor, b: Tensor, precision: torch.dtype) -> Tensor:
-    """a [m, k] times b [k, n], of one type, to `precision`: float32, or the type of both, to which the sums are rounded."""
+    """Multiply a [m, k] by b [k, n], of one type, to `precision`: float32, or the type of both, to which sums are rounded."""
     if a.dtype == precision:
         return a @ b
     if a.is_cuda:
@@ -166,7 +213,7 @@ def product(a: Tensor, b: Tensor, precision: torch.dtype) -> Tensor:
 
 
 def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """into [m, n] float32 += a [m, k] times b [k, n], of one type."""
+    """Add a [m, k] times b [k, n], of one type, to `into` [m, n] float32."""
     if a.dtype == into.dtype:
         into.addmm_(a, b)
     elif a.is_cuda:

@@ -1,7 +1,7 @@
 """passes.py as Triton kernels: one trip over a chunk where torch makes ten.
 
-The chunk itself is cuBLAS's work. A kernel that also made the product could spare the trip, about a tenth of the product's
-time at 8B shapes by bytes and FLOP; it would have to come that near to cuBLAS's rate to gain by it.
+cuBLAS makes the chunk itself. A kernel that also made the product would save the trip, about a tenth of the product's time at
+8B shapes by bytes and FLOP; it would have to come that near to cuBLAS's rate to gain by it.
 """
 
 import torch
@@ -10,42 +10,26 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-"""Columns that a program holds at a time, in registers."""
+"""Columns that a program holds in registers at a time."""
 WARPS = 8
 
 
 def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> None:
-    """passes.reduce. A program a row."""
+    """Do what passes.reduce does, with a program per row."""
     rows, columns = logits.shape
-    top, total, spread, label = sums
-    _reduce[(rows,)](
-        logits, labels, top, total, spread, label, columns, logits.stride(0), temperature, BLOCK=BLOCK, num_warps=WARPS
-    )
+    shape = (columns, logits.stride(0), temperature)
+    _reduce[(rows,)](logits, labels, *sums, *shape, BLOCK=BLOCK, num_warps=WARPS)
 
 
 def gradient(
     logits: Tensor, labels: Tensor, found: Tensor, upstream: Tensor, temperature: float, dtype: torch.dtype
 ) -> Tensor:
-    """passes.gradient. A program a row and block of columns."""
+    """Do what passes.gradient does, with a program per row and block of columns."""
     rows, columns = logits.shape
     out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-    top, log_total, entropy = found
-    of_logprob, of_entropy = upstream
-    _gradient[(rows, triton.cdiv(columns, BLOCK))](
-        logits,
-        out,
-        labels,
-        top,
-        log_total,
-        entropy,
-        of_logprob,
-        of_entropy,
-        columns,
-        logits.stride(0),
-        temperature,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+    shape = (columns, logits.stride(0), temperature)
+    blocks = (rows, triton.cdiv(columns, BLOCK))
+    _gradient[blocks](logits, out, labels, *found, *upstream, *shape, BLOCK=BLOCK, num_warps=WARPS)
     return out
 
 

@@ -1,6 +1,6 @@
-"""What is done with a chunk of logits, in torch: the reference of kernels.py, and what a CPU runs.
+"""The work on a chunk of logits, in torch: the reference of kernels.py, and what a CPU runs.
 
-Of a row (a token) over the columns seen so far, with x the logits and T the temperature:
+For a row (a token) over the columns seen so far, with x the logits and T the temperature:
 
     sums[0] top    max x                    sums[2] spread  sum of exp((x - top) / T) (x - top) / T
     sums[1] total  sum exp((x - top) / T)   sums[3] label   x of the label
@@ -13,7 +13,7 @@ from torch import Tensor
 def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> None:
     """Take the columns of a chunk into `sums` [4, rows] float32, in place.
 
-    logits [rows, columns]: used up. labels [rows] int64: counted from the chunk's first column; others' labels lie outside.
+    logits [rows, columns]: overwritten. labels [rows] int64: counted from the chunk's first column; others' labels lie outside.
     """
     top, total, spread, label = sums
     x = logits.float()
@@ -32,7 +32,7 @@ def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> 
 def gradient(
     logits: Tensor, labels: Tensor, found: Tensor, upstream: Tensor, temperature: float, dtype: torch.dtype
 ) -> Tensor:
-    """The loss's gradient [rows, columns] of a chunk of logits (used up), rounded to `dtype`.
+    """Return the loss's gradient [rows, columns] for a chunk of logits (overwritten), rounded to `dtype`.
 
     found [3, rows] float32: top and log of the total over all columns, and entropy. upstream [2, rows] float32: the loss's
     gradient of log-prob and of entropy. With z = x / T, p = softmax(z), H = -sum p log p:

@@ -20,7 +20,7 @@ from megarl.core.base.messages import LARGEST_REQUEST, Ack, Next, Request, Stopp
 from megarl.core.base.rundir import LinkKeys
 from megarl.core.base.types import encode
 from megarl.core.controller.conversation import Link
-from megarl.core.learner.link import Link as LearnerLink
+from megarl.core.learner.link import ControllerLink
 from megarl.run.process import free_ports
 
 LIMIT_S = 20.0
@@ -55,7 +55,7 @@ class Controller:
         """A learner asks and is answered."""
 
         def ask() -> bytes:
-            link = LearnerLink(self.address, keys, lambda: "", limit_s=LIMIT_S)
+            link = ControllerLink(self.address, keys, lambda: "", limit_s=LIMIT_S)
             try:
                 return link.ask(Next(incarnation="a", step=step, version=step))
             finally:
@@ -159,7 +159,7 @@ def test_without_the_learners_key_nothing_is_read_and_it_is_counted(keys: LinkKe
 
 def test_a_learner_does_not_believe_another_controller() -> None:
     async def test(it: Controller) -> None:
-        link = LearnerLink(it.address, STRANGER, lambda: "", resend_s=0.2, limit_s=0.5)
+        link = ControllerLink(it.address, STRANGER, lambda: "", resend_s=0.2, limit_s=0.5)
         with pytest.raises(MegarlError, match=r"has not answered Next for 0\.5 s"):
             await asyncio.to_thread(link.ask, Next(incarnation="a", step=1, version=1))
         link.close()
@@ -246,7 +246,7 @@ def test_bytes_that_come_twice_are_heard_once() -> None:
 
         (port,) = free_ports(1)
         async with await asyncio.start_server(between, "127.0.0.1", port):
-            link = LearnerLink(f"tcp://127.0.0.1:{port}", KEYS, lambda: "", resend_s=1.0, limit_s=LIMIT_S)
+            link = ControllerLink(f"tcp://127.0.0.1:{port}", KEYS, lambda: "", resend_s=1.0, limit_s=LIMIT_S)
             try:
                 for step in (1, 2, 3):
                     if step == 2:

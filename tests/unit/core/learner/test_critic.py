@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoints_tools.convert import megatron_to_hf, reshard
-from checkpoints_tools.layout import Layout
+from checkpoints_tools.layout import Parallelism
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.errors import MegarlError
@@ -214,7 +214,7 @@ def test_conversion_takes_the_policy(model: Path, tmp_path: Path) -> None:
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name], expected[name]) for name in stored)
     with pytest.raises(MegarlError, match=r"has a critic, whose shards are not carried over"):
-        reshard(step, tmp_path / "resharded", Layout(tensor=2))
+        reshard(step, tmp_path / "resharded", Parallelism(tensor=2))
 
 
 def test_a_float32_head_on_a_bf16_model_whose_embedding_is_its_head(tmp_path: Path) -> None:

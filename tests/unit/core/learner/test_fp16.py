@@ -14,7 +14,6 @@ import torch
 
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
-from megarl.core.algorithm.losses import supervised_loss
 from megarl.core.learner import optimizer
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trained import TrainedNetwork
@@ -126,7 +125,7 @@ def test_logprobs_and_gradients_are_transformers(tmp_path: Path, make: Callable[
     """In fp16; bf16 shows that the limits could be exceeded."""
     reference, sequences = make(tmp_path / "hf", torch.float16), batch()
     expected, exact = of_transformers(reference, sequences, tmp_path / "gradients")
-    trainer = Trainer(recipe_of(tmp_path / "hf", dtype), tmp_path / "hf", loss=supervised_loss())
+    trainer = Trainer(recipe_of(tmp_path / "hf", dtype), tmp_path / "hf", supervised=True)
     found = logprobs(trainer, [s.tokens for s in sequences])
     off = max(float(abs(a - b).max()) for a, b in zip(found, expected, strict=True))
     trainer.forward_backward(sequences)

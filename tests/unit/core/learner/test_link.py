@@ -10,7 +10,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Ack, Next, Reply, Request, Wait, from_frames, to_frames
 from megarl.core.base.rundir import LinkKeys
 from megarl.core.base.types import decode, encode
-from megarl.core.learner.link import Interrupted, Link
+from megarl.core.learner.link import ControllerLink, Interrupted
 from megarl.run.process import free_ports
 
 KEYS = LinkKeys.new()
@@ -48,13 +48,15 @@ def serve(address: str, replies: list[list[bytes] | None]) -> Callable[[], list[
 
 
 @pytest.fixture
-def link(address: str) -> Iterator[Link]:
-    link = Link(address, KEYS, lambda: "", resend_s=1.0, limit_s=60)  # on a busy machine a handshake takes a while
+def link(address: str) -> Iterator[ControllerLink]:
+    link = ControllerLink(
+        address, KEYS, lambda: "", resend_s=1.0, limit_s=60
+    )  # on a busy machine a handshake takes a while
     yield link
     link.close()
 
 
-def test_a_reply_is_the_controllers(address: str, link: Link) -> None:
+def test_a_reply_is_the_controllers(address: str, link: ControllerLink) -> None:
     heard = serve(address, [to_frames(Wait(reason="no batch"))])
     reply = decode(link.ask(NEXT), Reply)
     assert isinstance(reply, Wait)
@@ -62,14 +64,14 @@ def test_a_reply_is_the_controllers(address: str, link: Link) -> None:
     assert [from_frames(f, Request).step for f in heard()] == [3]
 
 
-def test_an_unanswered_request_is_sent_again(address: str, link: Link) -> None:
+def test_an_unanswered_request_is_sent_again(address: str, link: ControllerLink) -> None:
     heard = serve(address, [None, None, to_frames(Ack())])
     assert link.ask(NEXT) == encode(Ack())
     assert len(set(map(tuple, heard()))) == 1
     assert len(heard()) == 3
 
 
-def test_a_controller_that_comes_late_or_again_is_heard(address: str, link: Link) -> None:
+def test_a_controller_that_comes_late_or_again_is_heard(address: str, link: ControllerLink) -> None:
     answer: list[bytes] = []
     asking = threading.Thread(target=lambda: answer.append(link.ask(NEXT)))
     asking.start()
@@ -82,7 +84,7 @@ def test_a_controller_that_comes_late_or_again_is_heard(address: str, link: Link
 
 
 def test_silence_has_a_limit_that_is_named(address: str) -> None:
-    link = Link(address, KEYS, lambda: "", resend_s=0.2, limit_s=0.5)
+    link = ControllerLink(address, KEYS, lambda: "", resend_s=0.2, limit_s=0.5)
     with pytest.raises(MegarlError, match=r"has not answered Next for 0.5 s.*resume=auto"):
         link.ask(NEXT)
     link.close()
@@ -90,13 +92,13 @@ def test_silence_has_a_limit_that_is_named(address: str) -> None:
 
 def test_waiting_ends_when_someone_wants_the_learner_to_stop(address: str) -> None:
     reasons = iter(["", "", "RUN/stop exists"])
-    link = Link(address, KEYS, lambda: next(reasons))
+    link = ControllerLink(address, KEYS, lambda: next(reasons))
     with pytest.raises(Interrupted, match="RUN/stop exists"):
         link.ask(NEXT)
     link.close()
 
 
-def test_another_schema_is_refused(address: str, link: Link) -> None:
+def test_another_schema_is_refused(address: str, link: ControllerLink) -> None:
     serve(address, [[b"megarl 0", b"\x80"]])
     with pytest.raises(MegarlError, match="another protocol"):
         link.ask(NEXT)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megarl.core.algorithm.batch import TrainSequence
-from megarl.core.learner.microbatch import Layout, MicroBatch, assemble, plan
+from megarl.core.learner.microbatch import MicroBatch, RowLayout, assemble, plan
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def test_each_trained_token_once_with_its_predecessor(packing: bool, shards: int
     shapes = set()
     for dp in range(2):
         for rank in range(context):
-            layout = Layout(packing, 2, context, rank, shards, pipeline)
+            layout = RowLayout(packing, 2, context, rank, shards, pipeline)
             p = plan(LENGTHS, 24, layout)
             for members in p.members[dp]:
                 chosen = [all_sequences[i] for i in members]
@@ -53,7 +53,7 @@ def test_each_trained_token_once_with_its_predecessor(packing: bool, shards: int
                 np.testing.assert_array_equal(micro.reference.numpy()[:n], -2 * labels)
                 np.testing.assert_array_equal(micro.advantage.numpy()[:n], labels // 100)
                 joined = np.concatenate([s.tokens for s in chosen]) if chosen else np.zeros(0)
-                np.testing.assert_array_equal(joined[micro.of], labels)
+                np.testing.assert_array_equal(joined[micro.source], labels)
                 assert micro.tokens.numel() % shards == 0
                 assert micro.lengths.tolist() == [int((s.loss_weight > 0).sum()) for s in chosen] or not chosen
                 if n:
@@ -68,7 +68,7 @@ def test_each_trained_token_once_with_its_predecessor(packing: bool, shards: int
 
 
 def test_a_packed_row_says_where_its_sequences_end() -> None:
-    layout = Layout(True, 1, sequence_shards=4)
+    layout = RowLayout(True, 1, sequence_shards=4)
     micro = assemble(sequences([3, 4, 2]), 1, 0, layout, CPU)
     assert micro.packed is not None
     assert micro.packed.cu_seqlens_q.tolist() == [0, 3, 7, 9, 12]
@@ -78,20 +78,20 @@ def test_a_packed_row_says_where_its_sequences_end() -> None:
 def test_context_parallel_ranks_take_chunks_from_both_ends() -> None:
     rows = []
     for rank in range(2):
-        layout = Layout(True, 1, context_parallel=2, context_rank=rank)
+        layout = RowLayout(True, 1, context_parallel=2, context_rank=rank)
         micro = assemble(sequences([8, 6]), 1, 0, layout, CPU)
         rows.append(micro.tokens[0].tolist())
     assert rows == [[0, 1, 6, 7, 100, 101, 0, 0], [2, 3, 4, 5, 102, 103, 104, 105]]
 
 
 def test_an_empty_microbatch_is_filler_without_weight() -> None:
-    micro = assemble([], 1, 8, Layout(True, 2), CPU)
+    micro = assemble([], 1, 8, RowLayout(True, 2), CPU)
     assert micro.tokens.shape == (1, 8)
     assert micro.weight.tolist() == micro.counted.tolist() == [0.0]
-    assert len(micro.of) == 0
+    assert len(micro.source) == 0
     assert micro.here.tolist() == micro.lengths.tolist() == [1]
 
 
 def test_interleaved_stages_get_whole_groups_of_microbatches() -> None:
-    p = plan([10] * 5, 10, Layout(True, 1, pipeline_parallel=2, virtual_pipeline_parallel=2))
+    p = plan([10] * 5, 10, RowLayout(True, 1, pipeline_parallel=2, virtual_pipeline_parallel=2))
     assert [len(m) for m in p.members[0]] == [1, 1, 1, 1, 1, 0]

@@ -86,7 +86,7 @@ class FakeMemory:
         self.trainer, self.rest, self.token, self.capacity = trainer, rest, token, capacity
         self.tried: list[int] = []
 
-    def used(self, trial: Callable[[], None]) -> float:
+    def __call__(self, trial: Callable[[], None]) -> float:
         self.tried.append(self.trainer.policy.microbatch_tokens)
         trial()
         used = self.rest + self.token * self.tried[-1]
@@ -142,9 +142,9 @@ def test_only_trials_are_within_what_is_lent(trainer: Trainer, tmp_path: Path) -
         seen.append("given back")
 
     class Watched(FakeMemory):
-        def used(self, trial: Callable[[], None]) -> float:
+        def __call__(self, trial: Callable[[], None]) -> float:
             seen.append("trial")
-            return super().used(trial)
+            return super().__call__(trial)
 
     settle(trainer, 60, 60, record, Watched(trainer, 0.25, 0.0049), borrowed())
     assert (seen[0], set(seen[1:-1]), seen[-1]) == ("borrowed", {"trial"}, "given back")
@@ -158,9 +158,9 @@ def test_a_trial_fills_micro_batches_and_running_out_steps_down(trainer: Trainer
     seen: list[float] = []
 
     class Kinked(FakeMemory):
-        def used(self, trial: Callable[[], None]) -> float:
+        def __call__(self, trial: Callable[[], None]) -> float:
             before = len(seen)
-            super().used(trial)
+            super().__call__(trial)
             assert len(seen) == before + 1
             tokens = self.tried[-1]
             return 0.001 * tokens if tokens < 200 else math.inf

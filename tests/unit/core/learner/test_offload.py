@@ -20,7 +20,7 @@ from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.errors import MegarlError
 from megarl.core.learner import optimizer
 from megarl.core.learner.checkpoint import Checkpoints
-from megarl.core.learner.guards import OutOfMemory
+from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.trainer import Trainer
 from tests.tiny import tiny_llama
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.core.models import build, family_of, hf
-from megarl.core.models.attention import Buckets, Flash, attention_of, causal
+from megarl.core.models.attention import Flash, PaddedSegments, attention_of, causal
 from megarl.core.recipe import Model
 from tests.dense_attention import exact, largest_difference, on_ranks, row, values_and_gradients
 from tests.tiny import tiny_llama, tiny_qwen3
@@ -41,7 +41,7 @@ def test_packed(dtype: torch.dtype, lengths: str, heads: int, groups: int, head_
     boundaries = [0, *itertools.accumulate(LENGTHS[lengths])]
     tensors = [t.cuda() for t in row(boundaries, heads, groups, head_dim, dtype)]
     attend = attention_of(boundaries, chunk, 1, 0, tensors[0])
-    assert type(attend) is (Flash if dtype is torch.bfloat16 and head_dim != 20 else Buckets)
+    assert type(attend) is (Flash if dtype is torch.bfloat16 and head_dim != 20 else PaddedSegments)
     found = values_and_gradients(on_ranks([attend], boundaries), tensors)
     expected = exact(tensors, boundaries, chunk)
     assert largest_difference(found[:1], expected[:1]) <= VALUES[dtype]

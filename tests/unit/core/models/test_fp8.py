@@ -12,7 +12,7 @@ import torch
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
-from megarl.core.learner.microbatch import Layout, assemble, plan
+from megarl.core.learner.microbatch import RowLayout, assemble, plan
 from megarl.core.learner.network import layout_of
 from megarl.core.models import build
 from megarl.core.recipe import Model
@@ -90,10 +90,10 @@ def test_experts_of_a_family_are_looked_at(one_rank: None, tmp_path: Path) -> No
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_rows_are_padded_for_every_rank(context: int, shards: int) -> None:
     """What a rank has of a row divides by 16 before and after tensor-parallel ranks put theirs together."""
-    layout = Layout(True, 1, context, 0, shards, token_multiple=Model(fp8="blockwise").token_multiple)
+    layout = RowLayout(True, 1, context, 0, shards, token_multiple=Model(fp8="blockwise").token_multiple)
     assert layout.row_multiple % (context * shards * 16) == 0
     assert layout.row_multiple % layout.sequence_multiple == 0
-    assert Layout(True, 1, context, 0, shards).row_multiple <= layout.row_multiple / 8
+    assert RowLayout(True, 1, context, 0, shards).row_multiple <= layout.row_multiple / 8
 
 
 def test_the_learner_pads_its_rows(one_rank: None) -> None:

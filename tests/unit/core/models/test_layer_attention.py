@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import parallel  # noqa: F401  makes megatron importable on a CPU
 from megarl.core.models.attention import LayerAttention, positions_of, temperatures, within_chunks
-from megarl.core.models.te_attention import ChunkedTEAttention
+from megarl.core.models.layers import ChunkedTEAttention
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams

@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megarl.core.base import architecture
 from megarl.core.base.hf_files import read_config
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
-from megarl.core.models.family import write_config
-from megarl.core.models.rope import inverse_frequencies
+from megarl.core.models.hf import write_config
+from megarl.core.models.layers import inverse_frequencies
 from megarl.core.recipe import Model, Moe
 from tests.tiny import LLAMA3_ROPE, tiny_llama, tiny_llama4_multimodal, tiny_qwen3_moe
 

@@ -15,7 +15,7 @@ from torch.nn.attention import varlen as varlen_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.core.models import attention, build, family_of, hf
-from megarl.core.models.attention import Buckets, Flash, attention_of, flash, flash_takes, segments
+from megarl.core.models.attention import Flash, PaddedSegments, attention_of, flash, flash_takes, segments
 from megarl.core.recipe import Model
 from tests.dense_attention import exact, largest_difference, on_ranks, row, values_and_gradients
 from tests.tiny import tiny_llama, tiny_llama4
@@ -43,7 +43,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("kernel", [Buckets, Flash])
+@pytest.mark.parametrize("kernel", [PaddedSegments, Flash])
 @settings(max_examples=40, deadline=None)
 @given(
     units=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any),
@@ -52,7 +52,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Tensor:
     grouped=st.booleans(),
 )
 def test_equals_a_dense_mask(
-    kernel: type[Flash | Buckets], units: list[int], chunk: int | None, cp_size: int, grouped: bool
+    kernel: type[Flash | PaddedSegments], units: list[int], chunk: int | None, cp_size: int, grouped: bool
 ) -> None:
     """Values and the gradients of q, k and v, all context-parallel ranks taken together."""
     lengths = [n * (2 * cp_size if cp_size > 1 else 1) for n in units]

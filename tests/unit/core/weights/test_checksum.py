@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.server.served import place
-from megarl.core.weights.checksum import SentChecksums, differing
+from megarl.core.weights.transport import SentChecksums, differing
 
 
 def sha(tensor: Tensor) -> str:

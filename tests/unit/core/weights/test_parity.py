@@ -13,8 +13,8 @@ from megarl.core.weights.parity import (
     LASTING,
     LIMITS,
     Distribution,
-    Judge,
     Measurement,
+    ParityJudge,
     RolloutScores,
     explained_by_logprob,
     grid_share,
@@ -55,8 +55,8 @@ def measured(version: int, one: RolloutScores, choices: int = 0, differing: int 
     return Measurement(version, one, 4, choices, differing)
 
 
-def judge(experts: bool = False, dtype: str = "bf16") -> Judge:
-    return Judge(dtype, experts, True, True)
+def judge(experts: bool = False, dtype: str = "bf16") -> ParityJudge:
+    return ParityJudge(dtype, experts, True, True)
 
 
 def test_a_distribution_is_that_of_the_absolute_differences() -> None:
@@ -171,7 +171,9 @@ def test_a_rounded_head_is_seen_below_the_noise_of_the_body() -> None:
     assert "logits of the servers lie on the grid" in last(served_gap=lambda s: rounded(s.served_gap))
     assert "one-sided head: the learner" in last(learner_gap=lambda s: rounded(s.learner_gap))
     assert (
-        Judge("bf16", False, False, True).judge(measured(1, scores(served_gap=rounded(np.linspace(-9, 9, N))))).warning
+        ParityJudge("bf16", False, False, True)
+        .judge(measured(1, scores(served_gap=rounded(np.linspace(-9, 9, N)))))
+        .warning
         == ""
     )
 

@@ -16,18 +16,18 @@ from megarl.core.recipe import load
 from megarl.core.recipe.rules import impossible, impossible_for
 from megarl.lab.planning import scenario, show, speed
 from megarl.lab.planning.hardware import Assumed, assumed, gpu_named
-from megarl.lab.planning.layouts import Plan, Problem, as_written, search
+from megarl.lab.planning.layouts import Plan, PlanningProblem, as_written, search
 from megarl.lab.planning.speed import Decoder
 from megarl.lab.planning.workload import lognormal, workload
 
 
-def problem(name: str, config: str, gpu: str, gpus: int = 80, mean: float = 8000, *overrides: str) -> Problem:
+def problem(name: str, config: str, gpu: str, gpus: int = 80, mean: float = 8000, *overrides: str) -> PlanningProblem:
     recipe = load(name, overrides)
     work = workload(recipe, lognormal(recipe, mean, 0.5), 1.0, 0)
-    return Problem(recipe, architecture.read(config), gpu_named(gpu), assumed(), gpus, work)
+    return PlanningProblem(recipe, architecture.read(config), gpu_named(gpu), assumed(), gpus, work)
 
 
-def written(asked: Problem) -> Plan:
+def written(asked: PlanningProblem) -> Plan:
     found = as_written(asked)
     assert not isinstance(found, str), found
     return found

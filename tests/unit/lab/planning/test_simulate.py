@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from megarl.core.recipe import Recipe, from_tree
 from megarl.lab.planning.simulate import Costs, Scenario, Step, simulate, summary
-from megarl.lab.planning.workload import Constant, Lengths, LogNormal, workload
+from megarl.lab.planning.workload import Lengths, LogNormal, workload
+
+
+@dataclass(frozen=True)
+class Constant:
+    """All lengths equal."""
+
+    tokens: int
+
+    def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
+        return np.full(count, self.tokens, np.int64)
 
 
 def recipe(servers: int = 1, prompts: int = 4, generations: int = 2, **pipeline: Any) -> Recipe:

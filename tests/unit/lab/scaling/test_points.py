@@ -9,7 +9,7 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import append_jsonl
-from megarl.lab.scaling.points import Columns, amount, read_points
+from megarl.lab.scaling.points import PointColumns, amount, read_points
 
 
 def file(folder: Path, text: str, name: str = "points.csv") -> Path:
@@ -55,16 +55,18 @@ def run_of_two_tasks(folder: Path, recipe: str = TASKS) -> Path:
 
 
 def test_columns_of_a_run_directory(tmp_path: Path) -> None:
-    (curve,) = read_points(run_of_two_tasks(tmp_path), Columns(score="pass_rate/math"))
+    (curve,) = read_points(run_of_two_tasks(tmp_path), PointColumns(score="pass_rate/math"))
     assert (curve.r0, curve.pass_rate.tolist()) == (0.3, pytest.approx([0.4, 0.5, 0.6]))
     assert (curve.hours.tolist(), curve.first_epoch) == ([2.0, 3.0, 4.0], 3.5)
-    (curve,) = read_points(tmp_path, Columns(hours="training_hours", score="pass_rate"))
+    (curve,) = read_points(tmp_path, PointColumns(hours="training_hours", score="pass_rate"))
     assert (curve.r0, curve.pass_rate.tolist(), curve.hours.tolist()) == (0.5, [0.5] * 3, [0.5, 1.0, 1.5])
     assert curve.first_epoch is None, "where the epoch ended is known in other hours"
 
 
-@pytest.mark.parametrize("columns", [Columns(score="pass_rate/maths"), Columns(hours="hours", score="pass_rate/math")])
-def test_a_run_directory_without_such_a_column(tmp_path: Path, columns: Columns) -> None:
+@pytest.mark.parametrize(
+    "columns", [PointColumns(score="pass_rate/maths"), PointColumns(hours="hours", score="pass_rate/math")]
+)
+def test_a_run_directory_without_such_a_column(tmp_path: Path, columns: PointColumns) -> None:
     wrong = columns.hours or columns.score
     with pytest.raises(MegarlError, match=f"no column '{wrong}' .it has step, compute_hours, .*pass_rate/code"):
         read_points(run_of_two_tasks(tmp_path), columns)
@@ -97,7 +99,7 @@ def test_later_row_of_a_step_counts(tmp_path: Path) -> None:
 def test_jsonl_with_other_names(tmp_path: Path) -> None:
     rows = [{"h": 1, "acc": 0.5, "compute_unit": "core"}, {"h": 2, "acc": 0.6}]
     path = file(tmp_path, "\n".join(map(json.dumps, rows)) + "\n\n", "points.jsonl")
-    (curve,) = read_points(path, Columns(hours="h", score="acc"))
+    (curve,) = read_points(path, PointColumns(hours="h", score="acc"))
     assert curve.unit == "core"
     np.testing.assert_array_equal(curve.pass_rate, [0.5, 0.6])
 

@@ -1,0 +1,298 @@
+"""megarl's own modules in megatron's model: norm, rotary embedding and attention, with and without Transformer Engine; a
+critic's head.
+
+    CausalAttention      q, k, v [tokens, heads, head_dim] ─ rotate by position ─► attention.py ─► [tokens, heads * head_dim]
+    ChunkedTEAttention   megatron rotates ─► L2 norm or temperature ─► TEDotProductAttention, given shorter sequences in chunks
+
+Without Transformer Engine, unpacked input [positions, batch, heads, head_dim] goes directly to torch's causal SDPA, in chunks
+if the layer has any. Under context parallelism a rank's queries meet the gathered keys and values. megatron-core's own modules
+do not suffice: its torch norm refuses sequence parallelism, its attention refuses packed sequences, and its rotary embedding
+loops over the sequences of a pack in Python, for q and k of every layer.
+
+Rotary embedding turns pairs of a head's elements:
+
+halves         (x0 … x7)  ->  pairs (x0, x4) (x1, x5) (x2, x6) (x3, x7)       most models
+interleaved    (x0 … x7)  ->  pairs (x0, x1) (x2, x3) (x4, x5) (x6, x7)       Llama 4, which rotates in float32
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megarl.core.base.architecture import Architecture
+from megarl.core.base.errors import MegarlError
+from megarl.core.models import attention
+from megarl.core.models.attention import LayerAttention, causal, l2_norm, positions_of, segments, temperatures
+
+
+def inverse_frequencies(model: Architecture) -> Tensor:
+    """Return [head_dim / 2] float32, bit for bit transformers' `default` and `llama3` (modeling_rope_utils.py).
+
+    Llama 4 has low and high 1: no wavelength is between.
+    """
+    steps = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float()
+    frequencies = 1.0 / (model.rope_theta ** (steps / model.head_dim))
+    scaling = model.rope_scaling
+    if scaling is None:
+        return frequencies
+    factor, low, high, original = scaling.factor, scaling.low, scaling.high, scaling.original
+    wavelengths = 2 * math.pi / frequencies
+    stretched = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
+    if low == high:
+        return stretched
+    smooth = (original / wavelengths - low) / (high - low)
+    between = (1 - smooth) * stretched / factor + smooth * stretched
+    return torch.where((wavelengths >= original / high) & (wavelengths <= original / low), between, stretched)
+
+
+class Rope:
+    """Rotary embedding of one model. inverse_frequencies [head_dim / 2] float32."""
+
+    def __init__(self, inverse_frequencies: Tensor, interleaved: bool) -> None:
+        self.inverse_frequencies, self.interleaved = inverse_frequencies, interleaved
+        self.range = functools.lru_cache(maxsize=4)(self._range)
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos, sin [positions, 1, head_dim], computed in float32; kept so if interleaved, else converted to `dtype`."""
+        angles = positions.float()[:, None] * self.inverse_frequencies.to(positions.device)
+        if self.interleaved:
+            angles = angles.repeat_interleave(2, -1)[:, None]
+            return angles.cos(), angles.sin()
+        angles = torch.cat([angles, angles], -1)[:, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate each pair of x [..., head_dim] by its angle, keeping x's dtype."""
+        if self.interleaved:
+            wide = x.to(cos.dtype)
+            partner = torch.stack([-wide[..., 1::2], wide[..., ::2]], -1).flatten(-2)
+            return (wide * cos + partner * sin).to(x.dtype)
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    def _range(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return cos, sin [length, 1, 1, head_dim] for the positions 0 … length-1."""
+        cos, sin = self(torch.arange(length, device=device), dtype)
+        return cos[:, None], sin[:, None]
+
+
+class RMSNorm(Module):
+    """Computes x / rms(x) * weight over the last dimension, the mean in float32 (as transformers' LlamaRMSNorm)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        device = torch.cuda.current_device()
+        self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # Each TP rank sees a part of the sequence: finalize_model_grads sums gradients of parameters with this mark.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return l2_norm(x, self.eps) * self.weight
+
+
+class RowLayout(NamedTuple):
+    """Where this rank's tokens of one packed micro-batch are.
+
+    positions [tokens]: in their sequences. cos, sin [tokens, 1, head_dim]: for these positions.
+    """
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+    attention: attention.Flash | attention.PaddedSegments
+
+
+class CausalAttention(Module):
+    """megatron's `core_attention`: rotation, then causal attention with grouped queries, packed or not."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        rope: Rope,
+        layers: Sequence[LayerAttention],
+        pg_collection: ProcessGroupCollection,
+        **_: object,
+    ) -> None:
+        """layers: of the whole model."""
+        super().__init__()
+        self.scale = config.softmax_scale
+        self.rope = rope
+        self.layer = layers[layer_number - 1]
+        self.cp = pg_collection.cp
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *_: object,
+        packed_seq_params: PackedSeqParams | None = None,
+        **__: object,
+    ) -> Tensor:
+        """Packed: map [tokens, heads, head_dim] to [tokens, heads * head_dim]. Else [s, b, heads, head_dim] to [s, b, …]."""
+        if packed_seq_params is None:
+            positions = torch.arange(len(q), device=q.device)
+            q, k = self._prepared(q, k, positions[:, None, None, None], *self.rope.range(len(q), q.dtype, q.device))
+            batch_first = [t.transpose(0, 1) for t in (q, k, v)]
+            return self._attend_in_chunks(*batch_first).transpose(0, 1).flatten(2)
+        layout = self._layout(packed_seq_params, q)
+        q, k = self._prepared(q, k, layout.positions[:, None, None], layout.cos, layout.sin)
+        if self.cp.size() > 1:
+            k, v = (gather_from_sequence_parallel_region(t.contiguous(), group=self.cp) for t in (k, v))
+        return layout.attention(q, k, v, self.scale).flatten(1)
+
+    def _prepared(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys ready to meet. positions, cos, sin broadcast against them."""
+        if self.layer.rotary:
+            q, k = self.rope.rotate(q, cos, sin), self.rope.rotate(k, cos, sin)
+        if self.layer.l2_epsilon is not None:
+            q, k = l2_norm(q, self.layer.l2_epsilon), l2_norm(k, self.layer.l2_epsilon)
+        if self.layer.temperature is not None:
+            q = (q * temperatures(positions, *self.layer.temperature)).to(q.dtype)
+        return q, k
+
+    def _layout(self, packed: PackedSeqParams, like: Tensor) -> RowLayout:
+        """Return this micro-batch's layout, made by the first layer that needs it, kept with the parameters all layers get."""
+        known = vars(packed).setdefault("megarl_layouts", {})
+        chunk = self.layer.chunk if self.layer.chunk and packed.max_seqlen_q > self.layer.chunk else None
+        if chunk not in known:
+            packed_at = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+            boundaries, size, rank = packed_at.tolist(), self.cp.size(), self.cp.rank()
+            here = positions_of(boundaries)[segments(boundaries, None, size, rank).queries].to(like.device)
+            kernels = attention.attention_of(boundaries, chunk, size, rank, like)
+            known[chunk] = RowLayout(here, *self.rope(here, like.dtype), kernels)
+        layout: RowLayout = known[chunk]
+        return layout
+
+    def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend: [batch, positions, heads, head_dim] in and out; chunks become sequences, the last one padded at its end."""
+        (batch, length), chunk = q.shape[:2], self.layer.chunk
+        if chunk is None or length <= chunk:
+            return causal(q, k, v, self.scale)
+        chunks = -(-length // chunk)
+        q, k, v = (
+            F.pad(t, (0, 0, 0, 0, 0, chunks * chunk - length)).unflatten(1, (chunks, chunk)).flatten(0, 1)
+            for t in (q, k, v)
+        )
+        return causal(q, k, v, self.scale).unflatten(0, (batch, chunks)).flatten(1, 2)[:, :length]
+
+
+class ChunkedTEAttention(Module):
+    """megatron's `core_attention` by Transformer Engine's kernels, with Llama 4's additions.
+
+    If no sequence is longer than the chunk (8192 tokens in the released models), they get the original boundaries. Transformer
+    Engine itself divides each sequence among context-parallel ranks, which further boundaries would upset: there longer
+    sequences are refused.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *args: object,
+        layers: Sequence[LayerAttention],
+        kernels: Callable[..., Module] = TEDotProductAttention,
+        **kwargs: object,
+    ) -> None:
+        super().__init__()
+        self.layer = layers[layer_number - 1]
+        self.context_parallel = config.context_parallel_size
+        self.kernels = kernels(config, layer_number, *args, **kwargs)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: object,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: object,
+    ) -> Tensor:
+        if self.layer.l2_epsilon is not None:
+            q, k = l2_norm(q, self.layer.l2_epsilon), l2_norm(k, self.layer.l2_epsilon)
+        if self.layer.temperature is not None:
+            q = self._scaled(q, packed_seq_params, *self.layer.temperature)
+        if self.layer.chunk is not None:
+            packed_seq_params = self._divided(len(q), packed_seq_params, self.layer.chunk)
+        return self.kernels(q, k, v, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _scaled(self, q: Tensor, packed: PackedSeqParams | None, floor: int, scale: float) -> Tensor:
+        """Multiply queries by the temperature, which is 1 up to the floor, so for all tokens of most batches."""
+        longest = len(q) if packed is None else packed.max_seqlen_q
+        if longest < floor:
+            return q
+        self._refuse_context_parallel(longest, "the temperature's first", floor)
+        positions = torch.arange(len(q)) if packed is None else positions_of(packed.cu_seqlens_q.tolist())
+        factors = temperatures(positions.to(q.device), floor, scale)
+        return (q * factors.view(-1, *[1] * (q.dim() - 1))).to(q.dtype)
+
+    def _divided(self, tokens: int, packed: PackedSeqParams | None, chunk: int) -> PackedSeqParams | None:
+        """Return the parameters of the same row with its sequences divided at multiples of the chunk."""
+        if packed is None and tokens > chunk:
+            raise MegarlError(
+                f"learner.packing: a sequence of {tokens} tokens is longer than this model's attention chunk ({chunk}), "
+                "which Transformer Engine computes for packed sequences only; set learner.packing=true"
+            )
+        if packed is None or packed.max_seqlen_q <= chunk:
+            return packed
+        self._refuse_context_parallel(packed.max_seqlen_q, "an attention chunk of", chunk)
+        known = vars(packed)
+        if "megarl_divided" not in known:  # done once by the first layer, for all
+            like = packed.cu_seqlens_q
+            parts = torch.tensor(attention.within_chunks(like.tolist(), chunk), dtype=like.dtype, device=like.device)
+            known["megarl_divided"] = dataclasses.replace(
+                packed, cu_seqlens_q=parts, cu_seqlens_kv=parts, max_seqlen_q=chunk, max_seqlen_kv=chunk
+            )
+        divided: PackedSeqParams = known["megarl_divided"]
+        return divided
+
+    def _refuse_context_parallel(self, tokens: int, what: str, limit: int) -> None:
+        if self.context_parallel > 1:
+            raise MegarlError(
+                f"model.context_parallel: a sequence of {tokens} tokens is longer than {what} {limit}, which is not "
+                "implemented across context-parallel ranks; set model.context_parallel=1"
+            )
+
+
+class ValueHead(Module):
+    """A critic's head, in place of GPTModel's output layer: one float32 number per hidden state instead of logits.
+
+    The weight starts at zero, so that a new critic expects exactly 0 and the first advantages are the rewards themselves.
+    Every tensor-parallel rank holds it whole and computes the same values, so no gradients need a reduction.
+    """
+
+    def __init__(self, config: TransformerConfig, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.zeros(1, config.hidden_size, dtype=torch.float32, device=device))
+        # Code that gathers hidden states reads these from an output layer.
+        self.tp_group, self.sequence_parallel = group, config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return values [...] float32 for hidden [..., h] of any precision."""
+        return F.linear(hidden.float(), self.weight)[..., 0]
+
+    @staticmethod
+    def adopt(chunks: Sequence[GPTModel]) -> None:
+        """Give this head to chunks whose weights are loaded. What they shared with the embedding is no longer shared."""
+        for chunk in chunks:
+            chunk.share_embeddings_and_output_weights = False
+            if chunk.post_process:
+                device = next(chunk.parameters()).device
+                chunk.output_layer = ValueHead(chunk.config, chunk.output_layer.tp_group, device)
