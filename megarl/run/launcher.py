@@ -136,7 +136,7 @@ class LocalLauncher:
         return LocalProcess(process, whole=task.role.kind == "learner")
 
     def sweep(self, running: Sequence[Running]) -> None:
-        """End processes that left their role's session: orphans are our children (`megarl.core.base.process.adopt_orphans`)."""
+        """End processes that left their role's session: orphans are our children (`megarl.run.process.adopt_orphans`)."""
         mine = [process.pid for process in running]
         family = [
             p for child in psutil.Process().children() if child.pid not in mine for p in (child, *_descendants(child))
