@@ -26,7 +26,7 @@ WriteReport = Callable[[RunDir], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunEnd:
     """How the run ended: all steps done; stopped on request; to be resumed elsewhere; or failed.
 
     `role` is the one whose log says why.
@@ -52,7 +52,7 @@ def closing(
     console: Console,
     recipe: Recipe,
     rundir: RunDir,
-    outcome: Outcome,
+    outcome: RunEnd,
     deaths: Sequence[Death],
     wall_s: float,
     write_report: WriteReport,

@@ -35,7 +35,7 @@ COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
 
 
 @dataclass(frozen=True)
-class Task:
+class RoleCommand:
     """What to run for a role.
 
     arguments: what follows `python`; environment: variables that differ from ours (None: unset); rundir: holds the logs.
@@ -82,13 +82,13 @@ class Launcher(Protocol):
     def survey(self, ports: int) -> tuple[Node, ...]:
         """Return the available nodes in the order of the allocation, each with this many free ports."""
 
-    def start(self, task: Task) -> Running: ...
+    def start(self, task: RoleCommand) -> Running: ...
 
     def sweep(self, running: Sequence[Running]) -> None:
         """End what dead roles have left behind and does not belong to `running`."""
 
 
-def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) -> Task:
+def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) -> RoleCommand:
     """Build the task that runs the role on the resolved recipe. `port` is for servers."""
     arguments = ["-m", "megarl", COMMANDS[role.kind], str(rundir.recipe)]
     if role.kind == "server":
@@ -102,7 +102,7 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": None,  # else every role compiles all its imports at each start
     }
-    return Task(role, tuple(arguments), environment, place, rundir)
+    return RoleCommand(role, tuple(arguments), environment, place, rundir)
 
 
 class LocalLauncher:
@@ -114,7 +114,7 @@ class LocalLauncher:
     def survey(self, ports: int) -> tuple[Node, ...]:
         return (here(ports, self._interface),)
 
-    def start(self, task: Task, n: int = 0) -> "LocalProcess":
+    def start(self, task: RoleCommand, n: int = 0) -> "LocalProcess":
         """Start the task; n: which of its nodes this machine is."""
         environment = dict(os.environ) | {k: v for k, v in task.environment.items() if v is not None}
         for name in [k for k, v in task.environment.items() if v is None]:

@@ -65,7 +65,7 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Problem:
+class LoggedProblem:
     """A log line that looks like a problem. time: when it was read; steps_made: steps of this life by then."""
 
     log: Path
@@ -83,7 +83,7 @@ class Observer:
         self._logs: dict[Path, Tail] = {}
         self.steps_made = 0
         self._look_at_logs()
-        self._problem: Problem | None = None  # discard problems of an earlier life
+        self._problem: LoggedProblem | None = None  # discard problems of an earlier life
         self.rows = by_step(self._metrics.new())
         self.evaluations = scores(self._eval.new())
         self.status: Status | None = None
@@ -102,7 +102,7 @@ class Observer:
         for path in self._rundir.logs.glob("*/*.log"):
             for line in self._logs.setdefault(path, Tail(path)).lines():
                 if PROBLEM.search(line):
-                    self._problem = Problem(path, line.strip(), time.time(), self.steps_made)
+                    self._problem = LoggedProblem(path, line.strip(), time.time(), self.steps_made)
 
     @property
     def problem(self) -> str:

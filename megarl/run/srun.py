@@ -26,7 +26,7 @@ import msgspec
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, writing
 from megarl.core.recipe import Recipe
-from megarl.run.launcher import Launcher, LocalLauncher, Running, Still, Task
+from megarl.run.launcher import Launcher, LocalLauncher, RoleCommand, Running, Still
 from megarl.run.nodes import OF_SLURM, Node, parse
 from megarl.run.restart import MESSAGE_STATUS, NodeState
 from megarl.run.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Order, Report
@@ -102,7 +102,7 @@ class SrunLauncher:
             )
         return checked([answers[name] for name in names])
 
-    def start(self, task: Task) -> "SrunStep":
+    def start(self, task: RoleCommand) -> "SrunStep":
         order = msgspec.json.encode(Order.of(task)).decode()
         names = [node.name for node in task.place.nodes]
         task.log().parent.mkdir(parents=True, exist_ok=True)

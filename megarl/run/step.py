@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from megarl.core.base.rundir import RunDir
-from megarl.run.launcher import LocalLauncher, LocalProcess, Task
+from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand
 from megarl.run.nodes import Node
 from megarl.run.placement import Place
 from megarl.run.process import adopt_orphans
@@ -52,7 +52,7 @@ class Order(msgspec.Struct, kw_only=True):
     run: str
 
     @staticmethod
-    def of(task: Task) -> "Order":
+    def of(task: RoleCommand) -> "Order":
         return Order(
             role=task.role,
             arguments=task.arguments,
@@ -61,10 +61,10 @@ class Order(msgspec.Struct, kw_only=True):
             run=str(task.rundir.path),
         )
 
-    def task(self, node: Node) -> Task:
+    def task(self, node: Node) -> RoleCommand:
         """Return the task as it runs on `node`: with the network interface for its process groups."""
         interface = {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}
-        return Task(self.role, self.arguments, self.environment | interface, self.place, RunDir(Path(self.run)))
+        return RoleCommand(self.role, self.arguments, self.environment | interface, self.place, RunDir(Path(self.run)))
 
 
 class Orders(threading.Thread):

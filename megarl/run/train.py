@@ -19,7 +19,7 @@ from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl
 from megarl.core.evaluation.forecast import enough
 from megarl.core.recipe import Recipe
 from megarl.run import checks
-from megarl.run.closing import Death, Outcome, WriteReport, closing, how
+from megarl.run.closing import Death, RunEnd, WriteReport, closing, how
 from megarl.run.launcher import Launcher, Running, task
 from megarl.run.observe import Observer, last_problem, log_of
 from megarl.run.placement import Place, described, place
@@ -111,7 +111,7 @@ class Supervisor:
         self.stopping_since: float | None = None
         self._looked = self._watched = 0.0
 
-    def run(self, screen: Screen) -> Outcome:
+    def run(self, screen: Screen) -> RunEnd:
         """Run until the end of the run; no process is left afterwards."""
         self.screen = screen
         try:
@@ -136,7 +136,7 @@ class Supervisor:
             views[role] = RoleView(state, seconds, self.restarts[role], self._nodes(role))
         return Frame(self.recipe, self.observer, now - self.began, views, self._stopping())
 
-    def _tick(self) -> Outcome | None:
+    def _tick(self) -> RunEnd | None:
         now = time.monotonic()
         if now - self._looked >= LOOK_S:
             self._looked = now
@@ -161,7 +161,7 @@ class Supervisor:
         self.running[role] = self.launcher.start(task(self.recipe, self.rundir, role, port, self.placed[role]))
         self._note("started", role, pid=self.running[role].pid, nodes=self._nodes(role))
 
-    def _deaths(self, now: float) -> Outcome | None:
+    def _deaths(self, now: float) -> RunEnd | None:
         """Handle every role that has ended since the last tick, the learner first, because its end is the run's."""
         ended = [(role, s) for role, p in self.running.items() if (s := p.status()) is not None]
         for role, status in sorted(ended, reverse=True, key=lambda e: e[0].kind == "learner"):
@@ -177,7 +177,7 @@ class Supervisor:
             self.launcher.sweep(list(self.running.values()))
         return None
 
-    def _after(self, role: Role, process: Running, status: int, now: float) -> Outcome | None:
+    def _after(self, role: Role, process: Running, status: int, now: float) -> RunEnd | None:
         if role.kind != "server" and self.rundir.failure_file.exists():
             return self._failure(role, now)
         if self.stopping_since is not None and not (role.kind == "learner" and status == 0):
@@ -192,19 +192,19 @@ class Supervisor:
         match self.policy.died(role, status, now, self.observer.steps_made, node):
             case Done():
                 if self.stop_request.count or self.rundir.stop_file.exists():
-                    return Outcome("stopped", "as asked")
-                return Outcome("finished", self._finished())
+                    return RunEnd("stopped", "as asked")
+                return RunEnd("finished", self._finished())
             case Nothing():
                 return None
             case GiveUp(culprit, reason):
-                return Outcome("failed", reason, culprit)
+                return RunEnd("failed", reason, culprit)
             case Elsewhere(culprit, reason):
                 starts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
                 if starts >= MOST_FRUITLESS_STARTS and not self.observer.steps_made:
-                    return Outcome(
+                    return RunEnd(
                         "failed", f"{reason}, and no step was made; the job was restarted {starts} times", culprit
                     )
-                return Outcome("elsewhere", reason, culprit)
+                return RunEnd("elsewhere", reason, culprit)
             case Drop(culprit, reason):
                 self.dropped.add(culprit)
                 self._note("dropped", culprit, nodes=self._nodes(culprit))
@@ -221,7 +221,7 @@ class Supervisor:
                 self.screen.say(f"{culprit.name} {how(status)}; starting it again{f' in {delay:g} s' if delay else ''}")
         return None
 
-    def _failure(self, role: Role, now: float) -> Outcome | None:
+    def _failure(self, role: Role, now: float) -> RunEnd | None:
         """Handle a failure reported by controller or learner: the run ends once the learner, if alive, has saved and exited."""
         if role.kind == "controller" and Role("learner") in self.running:
             self.stopping_since = self.stopping_since or now
@@ -229,9 +229,9 @@ class Supervisor:
             return None
         return self._failed(role)
 
-    def _failed(self, role: Role) -> Outcome:
+    def _failed(self, role: Role) -> RunEnd:
         culprit = role if Role("controller") in self.running else Role("controller")
-        return Outcome("failed", self.rundir.failure_file.read_text(), culprit)
+        return RunEnd("failed", self.rundir.failure_file.read_text(), culprit)
 
     def _finished(self) -> str:
         newest = max(self.observer.evaluations.items(), default=(0, {}))[1]
@@ -246,24 +246,24 @@ class Supervisor:
             self.rundir.stop(self.stop_request.signal)
         self._note("stopping", None, signal=self.rundir.stop_signal())
 
-    def _second_request(self, now: float) -> Outcome | None:
+    def _second_request(self, now: float) -> RunEnd | None:
         if self.stop_request.count > 1:
-            return Outcome("stopped", "killed as asked; the last checkpoint stands")
+            return RunEnd("stopped", "killed as asked; the last checkpoint stands")
         if self.stopping_since is None:
             return None
         if Role("learner") not in self.running:
-            return Outcome("stopped", "stopped while the learner was not running; its last checkpoint stands")
+            return RunEnd("stopped", "stopped while the learner was not running; its last checkpoint stands")
         if now - self.stopping_since > SAVE_LIMIT_S:
             return self._unsaved(f"the learner did not save and leave within {SAVE_LIMIT_S:g} s", Role("learner"))
         return None
 
-    def _unsaved(self, why: str, role: Role) -> Outcome:
+    def _unsaved(self, why: str, role: Role) -> RunEnd:
         """Return the outcome when the final checkpoint is lost; a job that must make room resumes from the previous one."""
         if self.rundir.failure_file.exists():
             return self._failed(role)
         if self.rundir.stop_signal() in MAKE_ROOM:
-            return Outcome("stopped", f"{why}; the last checkpoint stands", role)
-        return Outcome("failed", why, role)
+            return RunEnd("stopped", f"{why}; the last checkpoint stands", role)
+        return RunEnd("failed", why, role)
 
     def _end_hung(self, now: float) -> None:
         """Kill roles that are stuck; the next tick sees them dead."""

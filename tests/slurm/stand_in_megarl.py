@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe, load
 from megarl.run import checks, train
-from megarl.run.launcher import Task
+from megarl.run.launcher import RoleCommand
 from megarl.run.srun import SrunLauncher, SrunStep
 from megarl.run.watch import Watch
 
@@ -24,7 +24,7 @@ class StandInLauncher(SrunLauncher):
         super().__init__(rundir, recipe.run.interface)
         self._steps = str(recipe.run.steps)
 
-    def start(self, task: Task) -> SrunStep:
+    def start(self, task: RoleCommand) -> SrunStep:
         run = str(task.rundir.path)
         words = (str(ROLE), task.role.kind, str(task.role.index), run, self._steps)
         return super().start(dataclasses.replace(task, arguments=words))

@@ -73,7 +73,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     metrics_key: str = ""
 
 
-class Event(msgspec.Struct, frozen=True):
+class SupervisorEvent(msgspec.Struct, frozen=True):
     """A line of RUN/logs/supervisor.jsonl: what the supervisor did, in its life `session`."""
 
     time: float
@@ -123,11 +123,11 @@ class RunDir:
         """Return a process's log file. role: server, controller or learner; rank: which server, or which learner rank."""
         return self.logs / role / f"{host}.{rank}.log"
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[SupervisorEvent]:
         """Yield what the supervisor did in all lives; other lines are skipped."""
         for row in read_jsonl(self.logs / "supervisor.jsonl"):
             with suppress(msgspec.ValidationError):
-                yield msgspec.convert(row, Event)
+                yield msgspec.convert(row, SupervisorEvent)
 
     def create(self) -> None:
         for folder in (self.path, self.rollouts, self.logs, self.checkpoints, self.tensorboard):

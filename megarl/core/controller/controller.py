@@ -31,7 +31,7 @@ from megarl.core.base.messages import Next, Publish, Published, Refused, Reply, 
 from megarl.core.base.rundir import Endpoints, RunDir, complete, step_of, write_atomically
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Batch
-from megarl.core.controller.conversation import Conversation, End, Link
+from megarl.core.controller.conversation import Conversation, ConversationOver, Link
 from megarl.core.controller.decision import ControllerView, Decision, TrainStep, decide
 from megarl.core.controller.draw import mixture_of
 from megarl.core.controller.evaluations import Evaluations
@@ -161,7 +161,7 @@ class Controller:
                 parts = (self.records.run(), self.conversation.listen(), self.conversation.answer())
                 for coroutine in (*parts, self._tick(), self._drop_old()):
                     tasks.create_task(coroutine)
-        except* End:
+        except* ConversationOver:
             pass
         except* MegarlError as errors:
             raise _leaf(errors) from None
@@ -295,7 +295,7 @@ class Controller:
         limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
         if self._ending() and time.monotonic() - self._stopping_since > limit:
             log.warning("the learner has not said goodbye within %g s; leaving", limit)
-            raise End
+            raise ConversationOver
 
     def _ending(self) -> bool:
         return bool(self.stop_reason or self.failure)

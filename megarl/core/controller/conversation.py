@@ -121,11 +121,11 @@ HOLD_S = 1.0
 """Longest time that a question is held before the answer is Wait: the learner looks for RUN/stop between questions."""
 
 
-class End(Exception):
+class ConversationOver(Exception):
     """Leaves the task group when the controller's work is done."""
 
 
-class Answers(Protocol):
+class Responder(Protocol):
     """The side of the controller that knows the answers."""
 
     def new_learner(self) -> None:
@@ -159,7 +159,7 @@ class _Question:
 class Conversation:
     """The conversation over `link`. `incarnation`: the learner that speaks now, empty before the first."""
 
-    def __init__(self, link: Link, answers: Answers) -> None:
+    def __init__(self, link: Link, answers: Responder) -> None:
         self._link, self._answers = link, answers
         self.incarnation, self._superseded = "", set[str]()
         self._question: _Question | None = None
@@ -193,7 +193,7 @@ class Conversation:
                     log.info("the learner has left at step %d", request.step)
                     await self._link.reply(peer, Ack())
                     self._answers.left(request.step)
-                    raise End
+                    raise ConversationOver
 
     async def answer(self) -> None:
         """Answer the waiting question when something has changed or its time is up; End after an error."""
@@ -206,7 +206,7 @@ class Conversation:
                     reply = await self._answers.carry_out(decision, question.asked)
                     await self._link.reply(question.peer, reply)
                     if isinstance(reply, Stop) and reply.error:
-                        raise End  # a learner that is told so says no goodbye
+                        raise ConversationOver  # a learner that is told so says no goodbye
             timeout = max(0.0, self._question.until - time.monotonic()) if self._question else None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), timeout)

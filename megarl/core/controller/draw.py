@@ -1,6 +1,6 @@
 """The next task and the next prompt of that task. Pure.
 
-`Curriculum` chooses the prompt, from the seed, the last draw, the number of draws, and each prompt's latest pass rate.
+`PromptOrder` chooses the prompt, from the seed, the last draw, the number of draws, and each prompt's latest pass rate.
 
 Each epoch goes once through its pool in its own order, a hash of seed, epoch and prompt id, whatever the order of the file.
 No-positive-resampling (ScaleRL, arXiv 2510.13786): a prompt whose latest group had a pass rate of `positive_threshold` or
@@ -65,7 +65,7 @@ class Pace:
         return 1.0
 
 
-class Curriculum:
+class PromptOrder:
     """Draws prompts of one task.
 
     drawn: number so far. exhausted: the last draw found too few prompts. excluded: number of prompts that are skipped now.
@@ -157,7 +157,7 @@ def next_task(drawn: Mapping[str, int], shares: Mapping[str, Fraction]) -> str:
 class Mixture:
     """Draws from all tasks. `curricula`: by task."""
 
-    def __init__(self, curricula: Mapping[str, Curriculum], shares: Mapping[str, Fraction]) -> None:
+    def __init__(self, curricula: Mapping[str, PromptOrder], shares: Mapping[str, Fraction]) -> None:
         self.curricula, self._shares = dict(curricula), dict(shares)
 
     def draw(self) -> tuple[str, Draw] | None:
@@ -192,7 +192,7 @@ def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State)
     return Mixture(curricula, recipe.data.shares)
 
 
-def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> Curriculum:
+def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> PromptOrder:
     """Return a task's curriculum at its start. Its share of a batch is the least an epoch needs; its share of the draws sets
     its pace.
     """
@@ -204,7 +204,7 @@ def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> Curriculum:
             "`difficulty` (a number, smaller is easier), or set data.curriculum.kind=none"
         )
     in_batch = recipe.batch.prompts * share
-    return Curriculum(
+    return PromptOrder(
         difficulty, recipe.run.seed, recipe.batch.positive_threshold, math.ceil(in_batch), recipe.data.on_exhausted,
         difficulty, Pace(chosen.kind, chosen.start, math.ceil(chosen.steps * in_batch)),
     )  # fmt: skip

@@ -140,7 +140,7 @@ class Evaluations:
         """Ask everything, write each answer, and return the outcomes by task and suite."""
         folder = step_folder(self._rundir.evaluations, version)
         shutil.rmtree(folder, ignore_errors=True)  # of a life before: of the same version, but not what is scored now
-        places = {of.name: SuiteDir(folder, of.name) for of in self._questions}
+        places = {suite.name: SuiteDir(folder, suite.name) for suite in self._questions}
         for place in places.values():
             place.path.mkdir(parents=True)
         outcomes: dict[str, list[Outcome]] = {name: [] for name in places}
@@ -154,17 +154,17 @@ class Evaluations:
             at_once=self._asker.places.limit * len(servers),
         )  # fmt: skip
         await score(self._questions, asker, keep)
-        for of in self._questions:
-            if missing := len(of.open) - len(outcomes[of.name]):
-                raise GraderDown(f"{of.name}: {missing} of {len(of.open)} answers never came")
+        for suite in self._questions:
+            if missing := len(suite.open) - len(outcomes[suite.name]):
+                raise GraderDown(f"{suite.name}: {missing} of {len(suite.open)} answers never came")
         return outcomes
 
     def _write_results(self, version: int, outcomes: Mapping[str, Sequence[Outcome]]) -> None:
         folder, model = step_folder(self._rundir.evaluations, version), f"{self._rundir.path}@{version}"
-        for of in self._questions:
-            settings = settings_of(self._recipe, of.rows)
-            found = result_of(of.name, model, of.samples, settings, outcomes[of.name])
-            SuiteDir(folder, of.name).write_result(found)
+        for suite in self._questions:
+            settings = settings_of(self._recipe, suite.rows)
+            found = result_of(suite.name, model, suite.samples, settings, outcomes[suite.name])
+            SuiteDir(folder, suite.name).write_result(found)
 
     def _with_forecast(self, row: Row) -> Row:
         """Return the forecast with this score; nothing while there are too few, or no column is chosen."""

@@ -31,5 +31,5 @@ def words(row: Row) -> str:
 
 def _of(row: Row) -> str:
     """Return the name of the pass rate that is forecast, if there are several."""
-    of = row.get("predicted_score", PASS_RATE).removeprefix(PASS_RATE).removeprefix("/")
-    return f"{of} " if of else ""
+    name = row.get("predicted_score", PASS_RATE).removeprefix(PASS_RATE).removeprefix("/")
+    return f"{name} " if name else ""

@@ -108,7 +108,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
     prompts, n = by_prompt(outcomes), len(outcomes)
     lengths = sorted(o.tokens for o in outcomes)
     entropies = [o.entropy for o in outcomes if o.entropy is not None]
-    found = _interval("pass_rate", [sum(o.correct for o in of) / len(of) for of in prompts], n) | {
+    found = _interval("pass_rate", [sum(o.correct for o in group) / len(group) for group in prompts], n) | {
         "n_prompts": len(prompts),
         "truncation_rate": sum(o.truncated for o in outcomes) / n,
         "interruption_rate": sum(o.interrupted for o in outcomes) / n,
@@ -121,13 +121,15 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "completion_tokens_p95": quantile(lengths, 0.95),
     }
     if any(o.by_length is not None for o in outcomes):
-        found |= _interval("pass_rate_by_length", [sum(bool(o.by_length) for o in of) / len(of) for of in prompts], n)
+        found |= _interval(
+            "pass_rate_by_length", [sum(bool(o.by_length) for o in group) / len(group) for group in prompts], n
+        )
     if entropies:
         found["entropy"] = math.fsum(entropies) / len(entropies)
-    samples = min(len(of) for of in prompts)
+    samples = min(len(group) for group in prompts)
     for name, chosen in choices(outcomes).items():
         for k in powers_up_to(samples):
-            found |= _interval(f"{name}@{k}", [chosen(of, k) for of in prompts], n)
+            found |= _interval(f"{name}@{k}", [chosen(group, k) for group in prompts], n)
     return found
 
 
@@ -153,9 +155,9 @@ class Interval(NamedTuple):
     high: float
 
 
-def pass_at_k(right: int, of: int, k: int) -> float:
+def pass_at_k(right: int, n: int, k: int) -> float:
     """Return the chance that k of the answers include a right one: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, section 2.1)."""
-    return 1.0 - math.comb(of - right, k) / math.comb(of, k)
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:

@@ -143,12 +143,12 @@ async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callabl
     A server that leaves the set is not asked again; if all have left, this waits for ever: cancel it. GraderDown (in an
     ExceptionGroup) if an answer cannot be graded.
     """
-    answerers = {of.name: of.answerer(asker) for of in questions}
-    open_ones = [(of, asked, sample) for of in questions for asked, sample in of.open]
+    answerers = {suite.name: suite.answerer(asker) for suite in questions}
+    open_ones = [(suite, asked, sample) for suite in questions for asked, sample in suite.open]
 
     async def work(left: Iterator[tuple[int, tuple[Questions[Any], object, int]]]) -> None:
-        for n, (of, asked, sample) in left:
-            keep(await answerers[of.name](asked, sample, (0, n, sample)))
+        for n, (suite, asked, sample) in left:
+            keep(await answerers[suite.name](asked, sample, (0, n, sample)))
 
     left = iter(enumerate(open_ones))
     async with asyncio.TaskGroup() as tasks:

@@ -51,7 +51,7 @@ MOST_SKIPPED = 3
 """Steps in a row without a finite gradient that end the run: one is bad luck, three are broken weights or data."""
 
 
-class MetricsWriter(Protocol):
+class StepMetrics(Protocol):
     """Keeps and shows the metrics of a run."""
 
     def row(self, row: dict[str, object]) -> None:
@@ -60,7 +60,7 @@ class MetricsWriter(Protocol):
     def close(self) -> None: ...
 
 
-type OpenMetrics = Callable[[Recipe, RunDir, Endpoints], MetricsWriter]
+type OpenMetrics = Callable[[Recipe, RunDir, Endpoints], StepMetrics]
 
 
 def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:

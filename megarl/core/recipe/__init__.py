@@ -20,7 +20,7 @@ from megarl.core.recipe.tree import (
     Curriculum,
     Data,
     Evaluation,
-    Journal,
+    JournalSection,
     Learner,
     Length,
     Loss,
@@ -28,7 +28,7 @@ from megarl.core.recipe.tree import (
     Moe,
     Monitor,
     Optimizer,
-    Pipeline,
+    PipelineSection,
     Profile,
     Rate,
     Recipe,
@@ -50,8 +50,9 @@ from megarl.core.recipe.tree import (
 )
 
 __all__ = [
-    "SHIPPED", "BatchSection", "Checkpoint", "ColumnName", "Critic", "Curriculum", "Data", "Evaluation", "Journal", "Learner",
-    "Length", "Loss", "Model", "Moe", "Monitor", "Optimizer", "Pipeline", "Profile", "Rate", "Recipe", "Reference", "Resources",
-    "Reward", "Rows", "Run", "Sampling", "Section", "Service", "Serving", "Sft", "Stage", "Suite", "Task", "Wandb",
-    "Weights", "describe", "differences", "dump", "flat", "from_tree", "load", "load_suite", "shipped", "shipped_suites",
+    "SHIPPED", "BatchSection", "Checkpoint", "ColumnName", "Critic", "Curriculum", "Data", "Evaluation",
+    "JournalSection", "Learner", "Length", "Loss", "Model", "Moe", "Monitor", "Optimizer", "PipelineSection", "Profile",
+    "Rate", "Recipe", "Reference", "Resources", "Reward", "Rows", "Run", "Sampling", "Section", "Service", "Serving",
+    "Sft", "Stage", "Suite", "Task", "Wandb", "Weights", "describe", "differences", "dump", "flat", "from_tree", "load",
+    "load_suite", "shipped", "shipped_suites",
 ]  # fmt: skip

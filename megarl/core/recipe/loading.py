@@ -328,7 +328,7 @@ def _takes_empty(kind: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Removed:
+class RemovedKey:
     """A key of earlier versions. A recipe may still have it with the values that mean what is done now.
 
     instead: what is done now. kept: those values; None: any value, because the key never changed a result.
@@ -339,26 +339,26 @@ class Removed:
 
 
 REMOVED = {
-    "model.overlap_p2p": Removed("it is on with model.virtual_pipeline_parallel"),
-    "model.moe.load_balancing": Removed("set model.moe.aux_loss to a coefficient above 0", ("none",)),
-    "model.moe.aux_loss_coefficient": Removed("it is model.moe.aux_loss"),
-    "batch.running_decay": Removed("no batch is forgotten", (1,)),
-    "loss.lower": Removed("importance ratios have no lower bound", (0,)),
-    "learner.optimizer.final_lr_ratio": Removed("schedules fall to 0", (0,)),
-    "serving.max_retries": Removed("a rollout becomes void after 5 lost requests", (5,)),
-    "monitor.wandb.entity": Removed("export WANDB_ENTITY", ("",)),
-    "monitor.wandb.mode": Removed("export WANDB_MODE=offline", ("online",)),
-    "monitor.profile.memory": Removed("with a GPU its memory is always recorded"),
-    "sft.checkpoint_every": Removed("it is checkpoint.every"),
+    "model.overlap_p2p": RemovedKey("it is on with model.virtual_pipeline_parallel"),
+    "model.moe.load_balancing": RemovedKey("set model.moe.aux_loss to a coefficient above 0", ("none",)),
+    "model.moe.aux_loss_coefficient": RemovedKey("it is model.moe.aux_loss"),
+    "batch.running_decay": RemovedKey("no batch is forgotten", (1,)),
+    "loss.lower": RemovedKey("importance ratios have no lower bound", (0,)),
+    "learner.optimizer.final_lr_ratio": RemovedKey("schedules fall to 0", (0,)),
+    "serving.max_retries": RemovedKey("a rollout becomes void after 5 lost requests", (5,)),
+    "monitor.wandb.entity": RemovedKey("export WANDB_ENTITY", ("",)),
+    "monitor.wandb.mode": RemovedKey("export WANDB_MODE=offline", ("online",)),
+    "monitor.profile.memory": RemovedKey("with a GPU its memory is always recorded"),
+    "sft.checkpoint_every": RemovedKey("it is checkpoint.every"),
     **{
-        f"sft.optimizer.{key}": Removed("the warm start has ScaleRL's value", kept)
+        f"sft.optimizer.{key}": RemovedKey("the warm start has ScaleRL's value", kept)
         for key, kept in {
             "schedule": ("constant",), "final_lr_ratio": None, "betas": ([0.9, 0.95],), "eps": (1e-15,),
             "weight_decay": (0.01,), "grad_clip": (1,),
         }.items()
     },
     **{
-        f"critic.optimizer.{key}": Removed("the critic has learner.optimizer's value")
+        f"critic.optimizer.{key}": RemovedKey("the critic has learner.optimizer's value")
         for key in ("schedule", "final_lr_ratio", "betas", "eps", "weight_decay", "grad_clip")
     },
 }  # fmt: skip

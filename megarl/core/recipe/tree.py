@@ -291,7 +291,7 @@ class Sampling(Section):
     )
 
 
-class Pipeline(Section):
+class PipelineSection(Section):
     kind: Literal["pipeline-rl", "ppo-off-policy"] = Field(
         "pipeline-rl",
         description="ppo-off-policy: k x batch.prompts prompts are generated with one version, then trained in k steps",
@@ -510,7 +510,7 @@ class Monitor(Section):
     profile: Profile = Profile()
 
 
-class Journal(Section):
+class JournalSection(Section):
     keep: Literal["all", "checkpoints"] = Field("all", description="checkpoints: drop what no kept checkpoint replays")
 
 
@@ -538,7 +538,7 @@ class Recipe(Section):
     data: Data = Data()
     length: Length = Length()
     sampling: Sampling = Sampling()
-    pipeline: Pipeline = Pipeline()
+    pipeline: PipelineSection = PipelineSection()
     batch: BatchSection = BatchSection()
     loss: Loss = Loss()
     reference: Reference = Reference()
@@ -548,7 +548,7 @@ class Recipe(Section):
     serving: Serving = Serving()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
-    journal: Journal = Journal()
+    journal: JournalSection = JournalSection()
     monitor: Monitor = Monitor()
     sft: Sft = Sft()
 

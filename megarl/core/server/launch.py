@@ -25,7 +25,7 @@ from megarl.core.recipe import Recipe
 from megarl.core.server import workers
 from megarl.core.server.checks import TEXT_ONLY, check
 from megarl.core.server.client import ServerClient, ServerSaid
-from megarl.core.server.proxy import Answers, Gate
+from megarl.core.server.proxy import Gate, OwnReplies
 
 WATCHDOG_MARGIN_S = 120.0
 WARM_UP_LIMIT_S = 600.0
@@ -62,7 +62,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
-    app.add_middleware(Answers, place=here())
+    app.add_middleware(OwnReplies, place=here())
     handles, vocabulary = recipe.weights.transport == "cuda_ipc", in_directory(recipe.model.path).vocabulary
     app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=vocabulary)  # the outer one
     try:

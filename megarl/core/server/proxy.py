@@ -87,7 +87,7 @@ def status(method: str, path: str, authorization: bytes, endpoints: Endpoints, h
 type Ids = list[int | list[int] | None] | None
 
 
-class Sampling(msgspec.Struct):
+class SamplingFields(msgspec.Struct):
     """The fields of `sampling_params` that contain tokens."""
 
     stop_token_ids: Ids = None
@@ -99,7 +99,7 @@ class Generate(msgspec.Struct):
 
     input_ids: Ids = None
     token_ids_logprob: Ids = None
-    sampling_params: Sampling | list[Sampling] | None = None
+    sampling_params: SamplingFields | list[SamplingFields] | None = None
 
 
 def nonsense(body: bytes, vocabulary: int) -> str:
@@ -189,7 +189,7 @@ PAUSED = {"/pause_generation": True, "/continue_generation": False}
 RELEASED = {"/release_memory_occupation": True, "/resume_memory_occupation": False}
 
 
-class Answers:
+class OwnReplies:
     """ASGI middleware that replies in SGLang's place."""
 
     def __init__(self, app: App, place: DeviceIdentity) -> None:

@@ -56,7 +56,7 @@ class Span(msgspec.Struct, frozen=True, tag="span", omit_defaults=True):
     cut: bool = False
 
 
-class Event(msgspec.Struct, frozen=True, tag="event", omit_defaults=True):
+class SpanEvent(msgspec.Struct, frozen=True, tag="event", omit_defaults=True):
     """Something that happened at one moment."""
 
     on: str
@@ -65,7 +65,7 @@ class Event(msgspec.Struct, frozen=True, tag="event", omit_defaults=True):
     args: dict[str, Value] = {}
 
 
-Row = Life | Open | Span | Event
+Row = Life | Open | Span | SpanEvent
 
 _encode = msgspec.json.Encoder().encode
 
@@ -90,7 +90,7 @@ class Spans:
 
     def event(self, on: str, name: str, **args: Value) -> None:
         """Record an event that happens now."""
-        self._add(Event(on, name, self._offset + time.monotonic(), args))
+        self._add(SpanEvent(on, name, self._offset + time.monotonic(), args))
 
     def flush(self) -> None:
         """Write what has accumulated. A disk that accepts nothing costs the trace, not the run."""

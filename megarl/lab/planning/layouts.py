@@ -268,7 +268,7 @@ def _largest_part(need: LearnerMemory) -> str:
 
 @lru_cache(maxsize=4096)
 def _packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
-    """Of the step's sequences; of very many, from what a share of them needs on a share of the ranks."""
+    """Pack the step's sequences; if there are very many, a share of them on a share of the ranks."""
     count = len(work.trained)
     ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
     taken = min(count * ranks // data_parallel, MOST_PACKED)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from megarl.core.algorithm.packing import cost_of
 from megarl.lab.planning import speed
 from megarl.lab.planning.layouts import Plan, PlanningProblem
-from megarl.lab.planning.simulate import Costs, Scenario, Step, Summary, simulate, summary
+from megarl.lab.planning.simulate import Costs, Scenario, SimulatedStep, Summary, simulate, summary
 from megarl.lab.planning.workload import LogNormal, workload
 
 LAGS = (0, 1, 2, 4, 8, 12)
@@ -18,7 +18,7 @@ class Simulation:
     """A simulated plan. warm_up: steps that only fill the pipeline, not counted in `summary`."""
 
     plan: Plan
-    steps: list[Step]
+    steps: list[SimulatedStep]
     warm_up: int
     summary: Summary
 

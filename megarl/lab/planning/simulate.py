@@ -65,7 +65,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """One step of the learner. ended: seconds since the start; server_seconds: busy, all servers; lags: tokens by lag."""
 
     step: int
@@ -89,7 +89,7 @@ class _Ticket:
     versions: Counter[int] = field(default_factory=Counter)
 
 
-def simulate(scenario: Scenario) -> list[Step]:
+def simulate(scenario: Scenario) -> list[SimulatedStep]:
     """Return every step, in order."""
     return run(_Simulation(scenario).run())
 
@@ -124,7 +124,7 @@ class _Simulation:
         self.tickets: dict[int, _Ticket] = {}
         self.changed = asyncio.Event()
         self.exhausted = False
-        self.steps: list[Step] = []
+        self.steps: list[SimulatedStep] = []
         pipeline = recipe.pipeline
         state = State(Admission(recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps))
         if not scenario.evaluate:
@@ -132,7 +132,7 @@ class _Simulation:
         self.records = _Unwritten(state)
         self.pipeline = Pipeline(recipe, self.records, self.places, self, self._on_change, scenario.steps, math.inf)
 
-    async def run(self) -> list[Step]:
+    async def run(self) -> list[SimulatedStep]:
         for server in self.membership.members:
             self.membership.seen(server)
         try:
@@ -222,7 +222,7 @@ class _Simulation:
         for server in self.servers:
             server.forget()
         self.steps.append(
-            Step(
+            SimulatedStep(
                 step=step,
                 ended=asyncio.get_running_loop().time(),
                 tokens=lags.total(),
@@ -299,7 +299,7 @@ class Summary:
     lags: dict[int, float]
 
 
-def summary(steps: Sequence[Step], servers: int, warm_up: int) -> Summary:
+def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summary:
     """Return the summary without the first `warm_up` steps."""
     if len(steps) < warm_up + 2:
         raise MegarlError(

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
-from megarl.core.telemetry.spans import Event, Life, Open, Row, Span
+from megarl.core.telemetry.spans import Life, Open, Row, Span, SpanEvent
 
 _decode = msgspec.json.Decoder(Row).decode
 
 
-def read(folder: Path) -> tuple[list[Span], list[Event]]:
+def read(folder: Path) -> tuple[list[Span], list[SpanEvent]]:
     """Return spans and events of all roles, by begin; spans still open end at the last known time."""
     roles = [_Read.of(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(".1")]
     now = max((role.last for role in roles), default=0.0)
@@ -24,7 +24,7 @@ class _Read:
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.events: list[Event] = []
+        self.events: list[SpanEvent] = []
         self.last = 0.0
         self._life: Life | None = None
         self._open: dict[tuple[str, str, float], Open] = {}
@@ -54,7 +54,7 @@ class _Read:
                 self._open.pop((row.on, row.name, row.begin), None)
                 self.spans.append(row)
                 at = row.end
-            case Event():
+            case SpanEvent():
                 self.events.append(row)
                 at = row.at
         self.last = max(self.last, at)

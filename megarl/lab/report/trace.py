@@ -26,7 +26,7 @@ from typing import TypedDict
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows
-from megarl.core.telemetry.spans import TICKETS, Event, Span, Value
+from megarl.core.telemetry.spans import TICKETS, Span, SpanEvent, Value
 from megarl.lab.report.spans import read
 
 Unit = Sequence[Span]
@@ -119,13 +119,13 @@ class GroupLife:
         return parts
 
 
-def group_lives(spans: Sequence[Span], events: Iterable[Event]) -> list[GroupLife]:
+def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[GroupLife]:
     """Return groups by ticket. A group cut short by a crash of the controller continues in the controller's next life."""
     parts: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         if span.on == TICKETS:
             parts[_int(span.args["ticket"])].append(span)
-    batches: dict[int, Event] = {}
+    batches: dict[int, SpanEvent] = {}
     for event in events:
         tickets = event.args.get("tickets")
         for ticket in tickets if isinstance(tickets, list) else ():

@@ -49,7 +49,7 @@ RAMBLING = 8
 """Number of times a rambling trace gives its answer."""
 
 
-class Problem(NamedTuple):
+class SumProblem(NamedTuple):
     """The problem `left sign right`; left ≥ right in a subtraction, so that no answer is negative."""
 
     left: int
@@ -102,15 +102,15 @@ def write(directory: Path, seed: int) -> None:
 # Problems and traces
 
 
-def problems(rng: random.Random, count: int) -> list[Problem]:
+def problems(rng: random.Random, count: int) -> list[SumProblem]:
     """Draw this many distinct problems, in random order."""
-    drawn: dict[Problem, None] = {}
+    drawn: dict[SumProblem, None] = {}
     while len(drawn) < count:
         drawn[problem(rng)] = None
     return list(drawn)
 
 
-def problem(rng: random.Random) -> Problem:
+def problem(rng: random.Random) -> SumProblem:
     """Draw a problem: the longer operand's digits by `DIGITS`, the other's uniformly from 1 up to that."""
     digits = rng.choices(list(DIGITS), list(DIGITS.values()))[0]
     one, other = _number(rng, digits), _number(rng, rng.randint(1, digits))
@@ -119,14 +119,14 @@ def problem(rng: random.Random) -> Problem:
     sign = rng.choice("+-")
     if sign == "-" and one < other:
         one, other = other, one
-    return Problem(one, sign, other)
+    return SumProblem(one, sign, other)
 
 
 def _number(rng: random.Random, digits: int) -> int:
     return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
 
 
-def columns(problem: Problem, wrong: int | None = None, shift: int = 0) -> tuple[list[str], int]:
+def columns(problem: SumProblem, wrong: int | None = None, shift: int = 0) -> tuple[list[str], int]:
     """Return the scratchpad's equations, rightmost column first, and the answer read off them.
 
     The result of column `wrong` is moved by `shift` (1 … 9), so that its last digit, and with it the answer, becomes wrong.
@@ -147,7 +147,7 @@ def columns(problem: Problem, wrong: int | None = None, shift: int = 0) -> tuple
     return equations, sum(digit * 10**place for place, digit in enumerate(digits))
 
 
-def trace(problem: Problem, kind: str, rng: random.Random) -> str:
+def trace(problem: SumProblem, kind: str, rng: random.Random) -> str:
     """Return a completion of this kind (see `TRACES`), without the end token."""
     wrong = rng.randrange(problem.digits) if kind == "wrong" else None
     equations, answer = columns(problem, wrong, shift=rng.randint(1, 9))
@@ -166,7 +166,7 @@ def trace(problem: Problem, kind: str, rng: random.Random) -> str:
             return f"{THINK}{work}{END_OF_THINKING}{answer}"
 
 
-def prompt_row(name: str, problem: Problem) -> dict[str, Any]:
+def prompt_row(name: str, problem: SumProblem) -> dict[str, Any]:
     """Return a row for a file of prompts."""
     return {
         "id": name,
@@ -176,7 +176,7 @@ def prompt_row(name: str, problem: Problem) -> dict[str, Any]:
     }
 
 
-def sft_rows(rng: random.Random, count: int, avoid: set[Problem]) -> Iterator[dict[str, str]]:
+def sft_rows(rng: random.Random, count: int, avoid: set[SumProblem]) -> Iterator[dict[str, str]]:
     """Yield rows of sft.jsonl: kinds of trace by their shares, no problem from `avoid`, no end token."""
     kinds = rng.choices(list(TRACES), list(TRACES.values()), k=count)
     for kind in kinds:

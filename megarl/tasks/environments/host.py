@@ -27,10 +27,10 @@ from megarl.tasks.environments.worker import (
     MARK,
     Failed,
     Greeting,
-    Refused,
     Reply,
     Request,
     Setup,
+    Unusable,
     frame,
 )
 from megarl.tasks.graders.functions import environment
@@ -136,12 +136,12 @@ class Host:
             )  # fmt: skip
             greeting: Greeting = decode(done.stdout[HEAD.size :], Greeting)
         except subprocess.TimeoutExpired:
-            greeting = Refused(error=f"{self._what()} is not ready within {START_LIMIT_S:g} s")
+            greeting = Unusable(error=f"{self._what()} is not ready within {START_LIMIT_S:g} s")
         except msgspec.DecodeError:
             last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
             said = " ".join(last) or _status(done.returncode)
-            greeting = Refused(error=f"{self._what()} cannot be used: its process ended as it started: {said}")
-        if isinstance(greeting, Refused):
+            greeting = Unusable(error=f"{self._what()} cannot be used: its process ended as it started: {said}")
+        if isinstance(greeting, Unusable):
             raise MegarlError(greeting.error)
 
     async def process(self) -> Process:
@@ -193,7 +193,7 @@ async def _started(setup: Setup) -> Process:
     try:
         process.stdin.write(frame(encode(setup)))
         greeting: Greeting = await asyncio.wait_for(_received(process.stdout, Greeting), START_LIMIT_S)
-        if isinstance(greeting, Refused):
+        if isinstance(greeting, Unusable):
             raise EnvironmentDown(greeting.error)
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):

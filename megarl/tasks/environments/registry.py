@@ -26,8 +26,8 @@ from megarl.tasks.environments.worker import (
     BUILT_IN,
     Begin,
     Begun,
-    End,
     Ended,
+    EndEpisode,
     Episodes,
     Failed,
     Judge,
@@ -71,7 +71,7 @@ class Bounded:
         finally:
             try:
                 if self._process is not None and not self._process.over:
-                    await self._answered(Ended, lambda call: End(call=call, episode=self._episode))
+                    await self._answered(Ended, lambda call: EndEpisode(call=call, episode=self._episode))
             except (GraderDown, Died) as error:
                 log.warning("%s", error)
 

@@ -83,7 +83,7 @@ class Judge(Record, frozen=True, tag="reward"):
     episode: int
 
 
-class End(Record, frozen=True, tag="close"):
+class EndEpisode(Record, frozen=True, tag="close"):
     call: int
     episode: int
 
@@ -92,7 +92,7 @@ class Ready(Record, frozen=True, tag="ready"):
     """Episodes can begin."""
 
 
-class Refused(Record, frozen=True, tag="refused"):
+class Unusable(Record, frozen=True, tag="refused"):
     """No episodes can begin."""
 
     error: str
@@ -126,9 +126,9 @@ class Failed(Record, frozen=True, tag="failed"):
     error: str
 
 
-Request = Begin | Step | Judge | End
+Request = Begin | Step | Judge | EndEpisode
 Reply = Begun | Observed | Judged | Ended | Failed
-Greeting = Ready | Refused
+Greeting = Ready | Unusable
 
 
 class Episodes:
@@ -210,7 +210,7 @@ class Episodes:
                 return _observed(request.call, await environment.step(request.tokens))
             case Judge():
                 return Judged(call=request.call, verdict=_verdict(await environment.reward()))
-            case End():
+            case EndEpisode():
                 del self._playing[request.episode]
                 await environment.close()
                 return Ended(call=request.call)
@@ -305,7 +305,7 @@ def main(mark: int) -> None:
             setup, load_tokenizer(Path(setup.tokenizer)), lambda episode: MARK.pack_into(memory, 0, episode)
         )
     except MegarlError as error:
-        _send(replies, encode(Refused(error=str(error))))
+        _send(replies, encode(Unusable(error=str(error))))
         return
     _send(replies, encode(Ready()))
     asyncio.run(_serve(episodes, requests, replies))

@@ -9,7 +9,7 @@ from megarl.core import recipe as recipes
 from megarl.core.base.rundir import RunDir
 from megarl.lab.preflight import check_inputs
 from megarl.run import restart, train
-from megarl.run.launcher import LocalLauncher, LocalProcess, Task
+from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand
 from megarl.run.process import have_streams
 from megarl.run.watch import Watch
 
@@ -23,7 +23,7 @@ class StandInLauncher(LocalLauncher):
         super().__init__()
         self.run, self.steps = run, steps
 
-    def start(self, task: Task, n: int = 0) -> LocalProcess:
+    def start(self, task: RoleCommand, n: int = 0) -> LocalProcess:
         command = (str(ROLE), task.role.kind, str(task.role.index), str(self.run), self.steps)
         process = super().start(dataclasses.replace(task, arguments=command), n)
         process.node_state = lambda: "down" if (self.run / "lost").exists() else "up"

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import INDEX
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted
 from megarl.core.recipe import Recipe, dump, from_tree
 from megarl.lab import preflight
 from megarl.run import checks, devices
-from megarl.run.checks import INDEX
 from megarl.run.nodes import here
 from megarl.run.placement import place
 from megarl.run.prepare import endpoints_of, prepare

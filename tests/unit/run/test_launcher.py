@@ -12,7 +12,7 @@ import pytest
 
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
-from megarl.run.launcher import LocalLauncher, LocalProcess, Task, task
+from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand, task
 from megarl.run.nodes import here
 from megarl.run.placement import Place
 from megarl.run.restart import Kind, Role
@@ -29,7 +29,7 @@ HERE = Place((here(0, ""),))
 
 
 def start(code: str, folder: Path, kind: Kind = "server", **environment: str | None) -> LocalProcess:
-    return LocalLauncher().start(Task(Role(kind), ("-c", code), environment, HERE, RunDir(folder)))
+    return LocalLauncher().start(RoleCommand(Role(kind), ("-c", code), environment, HERE, RunDir(folder)))
 
 
 def log_in(folder: Path) -> Path:

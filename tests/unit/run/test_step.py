@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from megarl.core.base.rundir import RunDir
-from megarl.run.launcher import Task
+from megarl.run.launcher import RoleCommand
 from megarl.run.nodes import Node
 from megarl.run.placement import Place
 from megarl.run.restart import Role
@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Start:
 
     def started(unanswered: int, role: Role = LEARNER) -> subprocess.Popen[bytes]:
         begun = f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(600)"
-        task = Task(role, ("-c", begun), {}, place, RunDir(tmp_path / "run"))
+        task = RoleCommand(role, ("-c", begun), {}, place, RunDir(tmp_path / "run"))
         order = msgspec.json.encode(Order.of(task)).decode()
         return subprocess.Popen(
             [sys.executable, "-c", QUICK, order, str(unanswered)],

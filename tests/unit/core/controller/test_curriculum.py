@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.controller.draw import Curriculum, Draw, Pace
+from megarl.core.controller.draw import Draw, Pace, PromptOrder
 
 IDS = [f"p{n}" for n in range(12)]
 DIFFICULTY = {p: int(p[1:]) // 2 for p in IDS}
 
 
-def curriculum(on_exhausted: str = "reset", threshold: float | None = 0.9, seed: int = 3) -> Curriculum:
-    return Curriculum(IDS, seed, threshold, 4, on_exhausted)
+def curriculum(on_exhausted: str = "reset", threshold: float | None = 0.9, seed: int = 3) -> PromptOrder:
+    return PromptOrder(IDS, seed, threshold, 4, on_exhausted)
 
 
-def draws(c: Curriculum, count: int) -> list[Draw | None]:
+def draws(c: PromptOrder, count: int) -> list[Draw | None]:
     return [c.draw() for _ in range(count)]
 
 
@@ -30,7 +30,7 @@ def test_an_epoch_is_a_permutation_and_the_next_another_one() -> None:
 
 
 def test_order_depends_on_seed_not_on_the_order_of_the_file() -> None:
-    assert draws(curriculum(), 12) == draws(Curriculum(reversed(IDS), 3, 0.9, 4, "reset"), 12)
+    assert draws(curriculum(), 12) == draws(PromptOrder(reversed(IDS), 3, 0.9, 4, "reset"), 12)
     assert draws(curriculum(), 12) != draws(curriculum(seed=4), 12)
 
 
@@ -70,8 +70,8 @@ def test_an_epoch_that_would_begin_with_less_than_a_batch(threshold: float | Non
 def test_resume_equals_uninterrupted(events: list[str], rates: list[float], on_exhausted: str, pace: Pace) -> None:
     """At any moment a curriculum made from the last draw and the pass rates goes on as the one that made them."""
 
-    def new() -> Curriculum:
-        return Curriculum(IDS, 3, 0.9, 4, on_exhausted, DIFFICULTY, pace)
+    def new() -> PromptOrder:
+        return PromptOrder(IDS, 3, 0.9, 4, on_exhausted, DIFFICULTY, pace)
 
     live, last, pass_rates, count = new(), None, {}, 0
     for event, rate in zip(events, rates, strict=False):
@@ -102,7 +102,7 @@ def test_pace(kind: str, shares: list[float]) -> None:
 @pytest.mark.parametrize(("kind", "pools"), [("linear", [4, 7, 12]), ("exponential", [4, 5, 7, 9, 12])])
 def test_epochs_go_through_the_easiest_and_end_with_all(kind: str, pools: list[int]) -> None:
     """ceil(12 (1/3 + 2/3 t/12)) and ceil(12 (1/3)^(1 - t/24)) prompts after t draws."""
-    c = Curriculum(IDS, 3, 0.9, 4, "reset", DIFFICULTY, Pace(kind, 1 / 3, 12 if kind == "linear" else 24))  # type: ignore[arg-type]
+    c = PromptOrder(IDS, 3, 0.9, 4, "reset", DIFFICULTY, Pace(kind, 1 / 3, 12 if kind == "linear" else 24))  # type: ignore[arg-type]
     hardest = sorted(IDS, key=lambda p: -DIFFICULTY[p])
     for epoch, pool in enumerate([*pools, 12]):
         drawn = draws(c, pool)
@@ -114,7 +114,7 @@ def test_epochs_go_through_the_easiest_and_end_with_all(kind: str, pools: list[i
 
 
 def test_a_pool_that_is_solved_grows() -> None:
-    c = Curriculum(IDS, 3, 0.9, 4, "stop", DIFFICULTY, Pace("linear", 1 / 3, 10_000))
+    c = PromptOrder(IDS, 3, 0.9, 4, "stop", DIFFICULTY, Pace("linear", 1 / 3, 10_000))
     for d in draws(c, 4):
         c.observe(d.prompt_id, 1.0)
     second = draws(c, 4)

@@ -11,7 +11,7 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout, decode, encode, int32
-from megarl.core.controller.draw import Curriculum, Draw, Mixture, draw_metrics, mixture_of, next_task
+from megarl.core.controller.draw import Draw, Mixture, PromptOrder, draw_metrics, mixture_of, next_task
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, Snapshot, State
 from megarl.core.recipe import Recipe, from_tree
 
@@ -52,14 +52,14 @@ def test_two_to_one() -> None:
 def test_one_task_is_its_curriculum() -> None:
     ids = [f"p{n}" for n in range(7)]
     alone, mixture = (
-        Curriculum(ids, 3, 0.9, 2, "reset"),
-        Mixture({"x": Curriculum(ids, 3, 0.9, 2, "reset")}, {"x": Fraction(1)}),
+        PromptOrder(ids, 3, 0.9, 2, "reset"),
+        Mixture({"x": PromptOrder(ids, 3, 0.9, 2, "reset")}, {"x": Fraction(1)}),
     )
     assert [("x", alone.draw()) for _ in range(30)] == [mixture.draw() for _ in range(30)]
 
 
 def test_a_task_without_prompts_leaves_its_draws_to_the_others_and_may_come_back() -> None:
-    curricula = {t: Curriculum([f"{t}{n}" for n in range(4)], 0, 0.9, 2, "stop") for t in "abc"}
+    curricula = {t: PromptOrder([f"{t}{n}" for n in range(4)], 0, 0.9, 2, "stop") for t in "abc"}
     mixture = Mixture(curricula, shares({"a": 2, "b": 1, "c": 1}))
 
     def tasks(count: int) -> Counter[str]:
@@ -181,7 +181,7 @@ def test_metrics_are_of_each_task_when_there_are_several() -> None:
     found = draw_metrics(mixture)
     assert (found["epoch"], found["epoch/math"], found["epoch/code"]) == (1, 1, 1)
     assert (found["pool_prompts"], found["pool_prompts/math"], found["excluded_prompts"]) == (14, 9, 1)
-    one = Mixture({"x": Curriculum(["p"], 0, None, 1, "reset")}, {"x": Fraction(1)})
+    one = Mixture({"x": PromptOrder(["p"], 0, None, 1, "reset")}, {"x": Fraction(1)})
     assert draw_metrics(one) == {"epoch": 0, "pool_prompts": 1, "excluded_prompts": 0}
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.core.base.admission import Admission
 from megarl.core.base.messages import Next, Publish, ServerAddress, Stop
 from megarl.core.controller.decision import ControllerView, TrainStep, decide
-from megarl.core.recipe import Pipeline
+from megarl.core.recipe import PipelineSection
 from megarl.core.server.membership import Membership
 
 STEPS = 7
@@ -22,7 +22,7 @@ STEPS = 7
 class World:
     """One run of `STEPS` steps."""
 
-    def __init__(self, pipeline: Pipeline, prompts: int, servers: int, random: Random) -> None:
+    def __init__(self, pipeline: PipelineSection, prompts: int, servers: int, random: Random) -> None:
         self.pipeline, self.prompts, self.random = pipeline, prompts, random
         self.admission = Admission(prompts, pipeline.max_lag, pipeline.phase_steps)
         self.records: list[tuple[str, int]] = []
@@ -166,8 +166,8 @@ class World:
 
 
 PIPELINES = [
-    *(Pipeline(kind="ppo-off-policy", k=k) for k in (0, 1, 2, 3, 4, 8)),
-    *(Pipeline(kind="pipeline-rl", k=k) for k in (0, 1, 3)),
+    *(PipelineSection(kind="ppo-off-policy", k=k) for k in (0, 1, 2, 3, 4, 8)),
+    *(PipelineSection(kind="pipeline-rl", k=k) for k in (0, 1, 3)),
 ]
 
 
@@ -180,7 +180,7 @@ PIPELINES = [
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_run_with_losses_keeps_the_law_and_ends(
-    pipeline: Pipeline, prompts: int, servers: int, disturbances: int, seed: int
+    pipeline: PipelineSection, prompts: int, servers: int, disturbances: int, seed: int
 ) -> None:
     world = World(pipeline, prompts, servers, Random(seed))
     world.run(disturbances)
@@ -196,12 +196,16 @@ def test_a_run_with_losses_keeps_the_law_and_ends(
 
 
 def test_synchronous_in_three_ways() -> None:
-    pipelines = [Pipeline(kind="ppo-off-policy", k=0), Pipeline(kind="ppo-off-policy", k=1), Pipeline(k=0)]
+    pipelines = [
+        PipelineSection(kind="ppo-off-policy", k=0),
+        PipelineSection(kind="ppo-off-policy", k=1),
+        PipelineSection(k=0),
+    ]
     assert {(p.phase_steps, p.max_lag, p.lag_limit, p.window_steps) for p in pipelines} == {(1, 0, 0, 1)}
 
 
 def test_a_phase_of_k_steps_has_the_prompts_of_k_batches_and_a_lag_of_k_minus_1() -> None:
-    pipeline = Pipeline(kind="ppo-off-policy", k=8)
+    pipeline = PipelineSection(kind="ppo-off-policy", k=8)
     assert (pipeline.phase_steps, pipeline.lag_limit, pipeline.window_steps) == (8, 7, 8)
     admission = Admission(48, pipeline.max_lag, pipeline.phase_steps)
     for _ in range(8 * 48):
@@ -213,5 +217,5 @@ def test_a_phase_of_k_steps_has_the_prompts_of_k_batches_and_a_lag_of_k_minus_1(
 
 
 def test_pipeline_rl_is_as_it_was() -> None:
-    pipeline = Pipeline(k=8)
+    pipeline = PipelineSection(k=8)
     assert (pipeline.phase_steps, pipeline.max_lag, pipeline.lag_limit, pipeline.window_steps) == (1, 8, 8, 9)

@@ -24,7 +24,7 @@ from megarl.core.recipe import Recipe, from_tree
 from megarl.core.sampling.length_control import thinking_budget
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
-from megarl.core.server.client import Generation, ServerLost, Span
+from megarl.core.server.client import Generation, ServerLost, VersionSpan
 from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.grader import TaskGraders
@@ -58,10 +58,10 @@ class Server:
         await asyncio.sleep(0)
         if CLOSE not in ids.tolist():
             self.asked.setdefault(tuple(ids.tolist()), []).append(limit)
-            return Generation(int32([7] * limit), float32([-1.0] * limit), (Span(3, 0, limit),), "length")
+            return Generation(int32([7] * limit), float32([-1.0] * limit), (VersionSpan(3, 0, limit),), "length")
         # Of the prompts 2 of 3 have right and wrong answers, the others only wrong ones.
         right = int(ids[1]) % 3 and count % 2
-        return Generation(int32([5 if right else 6, END]), float32([-1.0, -1.0]), (Span(3, 0, 2),), "stop")
+        return Generation(int32([5 if right else 6, END]), float32([-1.0, -1.0]), (VersionSpan(3, 0, 2),), "stop")
 
     async def score(self, *_: Any, **__: Any) -> Any:
         raise ServerLost("it only samples", int32(()), float32(()))
@@ -108,7 +108,7 @@ class Wordy(Server):
         await asyncio.sleep(0)
         kind = int(ids[1]) % 3
         tokens = [7] * (20 + count % 4) + [CLOSE, 5 if kind == 2 or (kind == 1 and count % 2) else 6, END]
-        return Generation(int32(tokens), float32([-1.0] * len(tokens)), (Span(3, 0, len(tokens)),), "stop")
+        return Generation(int32(tokens), float32([-1.0] * len(tokens)), (VersionSpan(3, 0, len(tokens)),), "stop")
 
 
 async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server] = Server) -> tuple[Pipeline, Tickets]:

@@ -15,7 +15,7 @@ from megarl.core.recipe import Length, from_tree
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Completion, Job, Sampler
-from megarl.core.server.client import Generation, Span
+from megarl.core.server.client import Generation, VersionSpan
 from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
 
@@ -43,7 +43,7 @@ class EndlessServer:
 
     async def generate(self, ids: np.ndarray, limit: int, **_: Any) -> Generation:
         self.asked.append(limit)
-        return Generation(int32([5] * limit), float32([-1.0] * limit), (Span(3, 0, limit),), "length")
+        return Generation(int32([5] * limit), float32([-1.0] * limit), (VersionSpan(3, 0, limit),), "length")
 
 
 class Nobody:

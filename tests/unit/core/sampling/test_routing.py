@@ -15,7 +15,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Prompt, Rollout, Segment, decode, encode
 from megarl.core.recipe import from_tree
 from megarl.core.sampling.sampler import Job, Sampler, routed_layers
-from megarl.core.server.client import Generation, ServerLost, Span
+from megarl.core.server.client import Generation, ServerLost, VersionSpan
 from megarl.tasks.environments.registry import TaskEnvironments
 from tests.tiny import tiny_qwen3_moe
 
@@ -72,7 +72,7 @@ class OneExpertATime:
             raise ServerLost("gone", tokens[:2], logprobs[:2])
         rows = np.arange(routing_from, len(ids) + limit - 1)
         table = np.repeat(rows, 4).reshape(-1, 4, 1)
-        return Generation(tokens, logprobs, (Span(0, 0, limit),), "length", reply(table))
+        return Generation(tokens, logprobs, (VersionSpan(0, 0, limit),), "length", reply(table))
 
 
 class Nobody:

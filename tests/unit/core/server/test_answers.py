@@ -10,7 +10,7 @@ import pytest
 from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.errors import MegarlError
 from megarl.core.server.launch import free_and_total, static_fraction
-from megarl.core.server.proxy import Answers
+from megarl.core.server.proxy import OwnReplies
 
 PLACE = DeviceIdentity("this", ("GPU-0",))
 
@@ -28,7 +28,7 @@ class Sglang:
         await send({"type": "http.response.body", "body": b"null"})
 
 
-def asked(app: Answers, method: str, path: str) -> tuple[int, bytes]:
+def asked(app: OwnReplies, method: str, path: str) -> tuple[int, bytes]:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -42,13 +42,13 @@ def asked(app: Answers, method: str, path: str) -> tuple[int, bytes]:
 
 
 def test_it_says_where_it_is() -> None:
-    status, body = asked(Answers(Sglang(), PLACE), "GET", "/whereabouts")
+    status, body = asked(OwnReplies(Sglang(), PLACE), "GET", "/whereabouts")
     assert (status, msgspec.json.decode(body, type=DeviceIdentity)) == (200, PLACE)
 
 
 def test_memory_is_released_and_resumed_once_however_often_it_is_said() -> None:
     sglang = Sglang()
-    app = Answers(sglang, PLACE)
+    app = OwnReplies(sglang, PLACE)
     for call in ("resume", "release", "release", "resume", "resume", "release"):
         assert asked(app, "POST", f"/{call}_memory_occupation")[0] == 200
     assert sglang.calls == ["release", "resume", "release"]
@@ -56,7 +56,7 @@ def test_memory_is_released_and_resumed_once_however_often_it_is_said() -> None:
 
 def test_a_call_that_failed_changes_nothing() -> None:
     sglang = Sglang()
-    app = Answers(sglang, PLACE)
+    app = OwnReplies(sglang, PLACE)
     sglang.status = 400
     assert asked(app, "POST", "/release_memory_occupation")[0] == 400
     sglang.status = 200
@@ -67,7 +67,7 @@ def test_a_call_that_failed_changes_nothing() -> None:
 
 def test_a_paused_server_is_healthy() -> None:
     sglang = Sglang()
-    app = Answers(sglang, PLACE)
+    app = OwnReplies(sglang, PLACE)
     for path in ("/health", "/pause_generation", "/health", "/continue_generation", "/health"):
         assert asked(app, "GET", path)[0] == 200
     assert sglang.calls == ["health", "pause", "continue", "health"]

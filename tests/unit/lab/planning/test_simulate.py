@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.recipe import Recipe, from_tree
-from megarl.lab.planning.simulate import Costs, Scenario, Step, simulate, summary
+from megarl.lab.planning.simulate import Costs, Scenario, SimulatedStep, simulate, summary
 from megarl.lab.planning.workload import Lengths, LogNormal, workload
 
 
@@ -51,7 +51,7 @@ def run(
     share: float = 1.0,
     seed: int = 0,
     evaluate: bool = False,
-) -> list[Step]:
+) -> list[SimulatedStep]:
     costs = Costs(
         step_seconds=decode if callable(decode) else lambda running, held: decode,
         train_seconds=lambda sequences: train,
@@ -62,7 +62,7 @@ def run(
     return simulate(Scenario(made, workload(made, lengths, share, seed), costs, steps, seed, evaluate))
 
 
-def seconds(steps: Sequence[Step]) -> float:
+def seconds(steps: Sequence[SimulatedStep]) -> float:
     """Of the last step."""
     return steps[-1].ended - steps[-2].ended
 
