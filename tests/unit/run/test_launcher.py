@@ -120,11 +120,11 @@ def test_role_dies_with_its_supervisor(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from megarl.core.base.rundir import RunDir
-from megarl.run.launcher import LocalLauncher, Task
+from megarl.run.launcher import LocalLauncher, RoleCommand
 from megarl.run.nodes import here
 from megarl.run.placement import Place
 from megarl.run.restart import Role
-task = Task(Role("server"), ("-u", "-c", {role!r}), {{}}, Place((here(0, ""),)), RunDir(Path({str(tmp_path)!r})))
+task = RoleCommand(Role("server"), ("-u", "-c", {role!r}), {{}}, Place((here(0, ""),)), RunDir(Path({str(tmp_path)!r})))
 LocalLauncher().start(task)
 time.sleep(600)
 """
