@@ -33,7 +33,7 @@ TESTED_ELSEWHERE = {
     ),
     "megarl study loo quickstart --with grpo-tiny,dapo-tiny --seeds 0,1,2 run.steps=80": "tests/e2e/test_study.py",
     "megarl study compare quickstart grpo-tiny dapo-tiny --seeds 0,1 run.steps=80": "the same",
-    "megarl study results runs/studies/loo-quickstart": "tests/unit/study/test_results.py",
+    "megarl study results runs/studies/loo-quickstart": "tests/unit/lab/study/test_study_results.py",
     "megarl train quickstart run.resume=auto": "tests/e2e/test_faults.py",
     "tensorboard --logdir runs/quickstart/tensorboard": "test_run.py reads the same files by tensorboard's reader",
 }
