@@ -26,7 +26,8 @@ def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[C
     bars = {}
     for q in questions:
         total = len(q.prompts) * q.samples
-        bars[q.name] = shown.tasks[shown.add_task(q.name, total=total, completed=total - len(q.open), right="")]
+        shown.add_task(q.name, total=total, completed=total - len(q.open), right="")
+        bars[q.name] = shown.tasks[-1]
 
     def count(answer: Answer) -> None:
         nonlocal last
