@@ -14,7 +14,7 @@ from megarl.run.launcher import RoleCommand
 from megarl.run.srun import SrunLauncher, SrunStep
 from megarl.run.watch import Watch
 
-ROLE = Path(__file__).parents[1] / "unit" / "supervisor" / "stand_in_role.py"
+ROLE = Path(__file__).parents[1] / "unit" / "run" / "stand_in_role.py"
 
 
 class StandInLauncher(SrunLauncher):
