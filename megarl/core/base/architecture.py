@@ -113,7 +113,7 @@ class Architecture:
 
     @property
     def expert_parameters(self) -> int:
-        """gate, up and down of one expert of one layer."""
+        """Parameters of one routed expert in one layer: gate, up and down."""
         return 3 * self.hidden * self.expert_feed_forward
 
     @property
@@ -140,7 +140,7 @@ class Architecture:
 
     @property
     def routed_parameters(self) -> int:
-        """All routed experts of all layers."""
+        """Parameters of all routed experts in all layers."""
         return self.moe_layers * self.experts * self.expert_parameters
 
     @property
@@ -155,7 +155,7 @@ class Architecture:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token meets."""
+        """Parameters that one token meets."""
         return self.body_parameters + self.vector_parameters + self.embedding_parameters + self.head_parameters
 
     @property

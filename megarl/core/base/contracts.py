@@ -54,7 +54,7 @@ class Grader(Protocol):
     """Judges completions of one task."""
 
     async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade a completion's text. verdict: the environment's, which then decides what is right.
+        """Grade a completion's text. verdict: the environment's judgement, if any; it overrides the task's grader.
 
         Raises GraderDown if one of the graders is unavailable.
         """

@@ -93,7 +93,7 @@ def main(
 
 
 class Controller:
-    """The parts of a run, wired together within the running event loop."""
+    """The controller's parts, wired together in the running event loop."""
 
     def __init__(
         self,

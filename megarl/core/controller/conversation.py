@@ -122,7 +122,7 @@ HOLD_S = 1.0
 
 
 class ConversationOver(Exception):
-    """Leaves the task group when the controller's work is done."""
+    """Raised to end the task group when the controller's work is done."""
 
 
 class Responder(Protocol):

@@ -186,7 +186,7 @@ def read(path: Path, offset: int) -> JournalRecord:
 
 
 def fold(path: Path) -> tuple[State, GroupIndex, int]:
-    """Return the state after a file, the places of its groups, and the end of its sound records."""
+    """Replay a file: return the resulting state, an index of its groups, and the offset after its last sound record."""
     records = scan(path)
     head = next(records, None)
     snapshot = record_of(path, *head) if head else None

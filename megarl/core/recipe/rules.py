@@ -197,7 +197,7 @@ def _lengths(length: Length) -> list[str]:
 
 
 def _thinking(length: Length) -> list[str]:
-    """Check for an end of thinking that every text contains, or that the interruption does not produce."""
+    """Check for an end of thinking that is blank, empty although thinking is interrupted, or not the end of the phrase."""
     end = length.end_of_thinking
     if end and not end.strip():
         return [f"length.end_of_thinking: {end!r} is only blanks, which every thinking trace has; give what ends one"]

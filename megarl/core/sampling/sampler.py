@@ -60,8 +60,8 @@ class Job:
 class Completion:
     """What was sampled for a job so far, or in the end.
 
-    message: tokens of the message in progress, without replies. text: of the last complete one, without the token that ended
-    it. verdict, episode: of the environment; verdict None: the task's grader judges the text.
+    message: tokens of the message in progress, without replies. text: the last finished message, without its stop token.
+    verdict, episode: from the environment; without a verdict the task's grader judges the text.
     """
 
     segments: list[Segment] = field(default_factory=list)

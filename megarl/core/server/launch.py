@@ -36,7 +36,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main(recipe: Recipe, index: int, port: int) -> None:
-    """Serve until killed. The server dies with its starter, and its own processes with it."""
+    """Serve until killed. The server is killed when its parent dies, and its child processes with it."""
     die_with_parent()
     os.umask(0o077)  # SGLang's processes talk through sockets in the file system, and believe what they hear there
     start_logging(f"server {index}")

@@ -189,7 +189,7 @@ def roofline(bytes_moved: float, memory_rate: float, flop: float, flop_rate: flo
 
 
 def broadcast_seconds(size: float, rate: float, receivers: int, hop_s: float) -> float:
-    """Return seconds of a pipelined ring from one rank: bytes pass each link once, the last rank is `receivers` hops away.
+    """Return seconds of a pipelined ring broadcast: bytes pass each link once, the last rank is `receivers` hops away.
 
     Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, 2005: large messages.
     """

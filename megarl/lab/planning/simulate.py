@@ -300,7 +300,7 @@ class Summary:
 
 
 def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summary:
-    """Return the summary without the first `warm_up` steps."""
+    """Summarise the steps after number `warm_up`, whose end starts the clock."""
     if len(steps) < warm_up + 2:
         raise MegarlError(
             f"--steps: {len(steps)} steps leave nothing behind the first {warm_up}, which fill the pipeline"

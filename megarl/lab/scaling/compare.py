@@ -106,7 +106,7 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
 
 
 def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, float], ...]:
-    """Return who is ahead from which hours on, up to ten times the compute seen, ignoring differences below noise."""
+    """Return (name, hours) at each change of lead, up to ten times the compute seen; differences below noise are ignored."""
     hours = np.geomspace(max(a.window[0], b.window[0]), 10 * max(a.window[1], b.window[1]), 2000)
     difference = a(hours) - b(hours)
     clear = np.flatnonzero(np.abs(difference) > max(a.rmse, b.rmse, 1e-3))

@@ -58,7 +58,7 @@ def predicted(form: Form, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def grid(problem: FitProblem) -> tuple[np.ndarray, np.ndarray]:
-    """Return starts: the best of the grid for each value of A, of u, and of w. Parameters [rows, 4], and which is held [rows].
+    """Return starts: for each grid value of A, u and w in turn, the best of the others. Parameters [rows, 4]; index held.
 
     With q = 1 − s the error of (A, R_0) is Σ(y − R_0 q − A s)², so R_0 has a closed form and only sums over points are kept.
     """

@@ -32,7 +32,7 @@ def is_equal(answer: str, expected: str) -> bool:
 
 
 def same_in_mathematics(submission: Submission) -> bool:
-    """Run the grader `math`."""
+    """Return whether the answer equals the expected one: the grader `math`."""
     return is_equal(submission.answer, submission.expected)
 
 

@@ -120,7 +120,7 @@ def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
 
 
 def kept(ratio: Tensor, kind: Literal["truncate", "mask"], cap: float) -> Tensor:
-    """Return the part of each ratio [n] that a correction leaves, from 0 to 1."""
+    """Return the factor in [0, 1] by which the correction scales each ratio [n]."""
     return (cap / ratio).clamp(max=1) if kind == "truncate" else (ratio <= cap).to(ratio.dtype)
 
 
