@@ -39,8 +39,8 @@ def log_in(folder: Path) -> Path:
 def wait_for_line(log: Path, mark: str) -> str:
     limit = time.monotonic() + 60
     while True:
-        for line in log.read_text().splitlines() if log.exists() else []:
-            if line.startswith(mark):
+        for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
+            if line.startswith(mark) and line.endswith("\n"):  # what is not buffered arrives word by word
                 return line.removeprefix(mark).strip()
         assert time.monotonic() < limit, log.read_text()
         time.sleep(0.02)
