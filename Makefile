@@ -22,8 +22,8 @@ quickstart-tools: setup ## the same with products and a calculator to call
 test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real roles together, the quicker faults
 	$(PYTEST) tests -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
-test-unit: setup ## no server and no process group: minutes
-	$(PYTEST) tests/unit -n 2 -m "not slow"
+test-unit: setup ## what needs no server, no process group and no process of its own: under three minutes
+	$(PYTEST) tests/unit -n 2 -m "not slow and not processes"
 
 test-slow: setup ## what "make test" leaves out: more recipes, layouts and faults, real runs on a real Slurm: about an hour
 	$(PYTEST) tests -m slow

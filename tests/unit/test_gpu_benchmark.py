@@ -16,6 +16,8 @@ from benchmarks.gpu.parts import Part, learner, marked_tests
 from benchmarks.gpu.rows import Absent, Outcome, Row
 from tests.processes import wait_until_gone
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "benchmarks" / "gpu" / "run.sh"
 FIRST = """from benchmarks.gpu.rows import Absent, Row

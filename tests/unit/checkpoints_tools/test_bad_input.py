@@ -241,6 +241,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_killed_conversion_goes_on(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str

@@ -18,6 +18,8 @@ from megarl.run.placement import Place
 from megarl.run.restart import Kind, Role
 from tests.processes import alive, wait_until_gone
 
+pytestmark = pytest.mark.processes
+
 SLEEP = "import time; time.sleep(600)"
 PARENT = f"import subprocess, sys; print('child', subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True)"
 ROLE = (

@@ -19,6 +19,8 @@ from megarl.run.restart import Role
 from megarl.run.srun import SrunStep
 from megarl.run.step import UNANSWERED, Order, Report
 
+pytestmark = pytest.mark.processes
+
 QUICK = """
 import sys
 from megarl.run import step

@@ -17,6 +17,8 @@ from megarl.core.base.rundir import RunDir, latest_rows, read_jsonl
 from megarl.core.recipe import Recipe, dump
 from tests.processes import alive
 
+pytestmark = pytest.mark.processes
+
 TRAIN = Path(__file__).with_name("stand_in_train.py")
 LIMIT_S = 60.0
 

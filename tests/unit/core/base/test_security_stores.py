@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import bound_store
 
+pytestmark = pytest.mark.processes
+
 LIMIT = timedelta(seconds=20)
 
 GROUP = """

@@ -14,6 +14,8 @@ import pytest
 
 from megarl.run.process import free_ports
 
+pytestmark = pytest.mark.processes
+
 RANK = """
 import os, signal, sys, time
 from pathlib import Path

@@ -23,6 +23,8 @@ from megarl.core.controller.conversation import Link
 from megarl.core.learner.link import ControllerLink
 from megarl.run.process import free_ports
 
+pytestmark = pytest.mark.processes
+
 LIMIT_S = 20.0
 KEYS = LinkKeys.new()
 STRANGER = LinkKeys.new()

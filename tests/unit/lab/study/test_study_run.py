@@ -16,6 +16,8 @@ from megarl.lab.study import run as running
 from megarl.lab.study.main import side_by_side
 from megarl.lab.study.plan import Study, prepare
 
+pytestmark = pytest.mark.processes
+
 FAKE_TRAIN = """
 import json, os, pathlib, signal, sys, time
 import yaml

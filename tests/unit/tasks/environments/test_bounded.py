@@ -23,6 +23,8 @@ from megarl.tasks.environments.registry import Bounded, TaskEnvironments
 from tests.unit.tasks.environments.scripted import Near
 from tests.unit.tasks.environments.texts import byte_tokenizer
 
+pytestmark = pytest.mark.processes
+
 LIMIT = 20
 VOCABULARY = 260
 

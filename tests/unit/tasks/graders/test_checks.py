@@ -12,6 +12,8 @@ from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.sandbox import Kind, Limits, Sandbox
 from tests.unit.tasks.graders.asking import LIMITS, SHORT, sandbox
 
+pytestmark = pytest.mark.processes
+
 CHECK = """
 METADATA = {'author': 'megarl', 'dataset': 'test'}
 

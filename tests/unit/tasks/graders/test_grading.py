@@ -12,6 +12,8 @@ from megarl.tasks.graders.functions import is_equal
 from megarl.tasks.graders.pool import Pool
 from tests.unit.tasks.graders.asking import graders_of, prompt_of
 
+pytestmark = pytest.mark.processes
+
 END = "</think>"
 
 

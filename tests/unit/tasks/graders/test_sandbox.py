@@ -20,6 +20,8 @@ from megarl.tasks.graders.inside import NOBODY
 from megarl.tasks.graders.sandbox import Kind, Limits, Ran, Sandbox, remains
 from tests.unit.tasks.graders.asking import LIMITS, SHORT, graders_of, prompt_of, sandbox
 
+pytestmark = pytest.mark.processes
+
 SECRET = "megarl-expected-4711"
 
 ATTACKS = """
