@@ -21,18 +21,7 @@ import msgspec
 from megarl.core.base.contracts import EnvironmentDown
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import decode, encode
-from megarl.tasks.environments.worker import (
-    HEAD,
-    LONGEST,
-    MARK,
-    Failed,
-    Greeting,
-    Reply,
-    Request,
-    Setup,
-    Unusable,
-    frame,
-)
+from megarl.tasks.environments.worker import HEAD, LONGEST, MARK, Reply, Request, Setup, frame
 from megarl.tasks.graders.functions import environment
 
 log = logging.getLogger(__name__)
@@ -81,7 +70,7 @@ class Process:
                     blocks = f"blocked its process, {limit_s:g} s (reply_timeout_s) and more"
                     self.end(Died(self._running() or request.episode, blocks))
                     return reply.result()
-            return Failed(call=request.call, error=f"took longer than {limit_s:g} s (reply_timeout_s), and goes on")
+            return Reply(call=request.call, error=f"took longer than {limit_s:g} s (reply_timeout_s), and goes on")
         finally:
             self._waiting.pop(request.call, None)
 
@@ -103,7 +92,7 @@ class Process:
         assert self._process.stdout
         try:
             while True:
-                reply: Reply = await _received(self._process.stdout, Reply)
+                reply = await _received(self._process.stdout)
                 self._heard = time.monotonic()
                 waiting = self._waiting.get(reply.call)
                 if waiting is not None and not waiting.done():
@@ -134,14 +123,14 @@ class Host:
                 [*_COMMAND, "-1"], input=frame(encode(self._setup)), env=environment(), capture_output=True,
                 timeout=START_LIMIT_S, start_new_session=True,
             )  # fmt: skip
-            greeting: Greeting = decode(done.stdout[HEAD.size :], Greeting)
+            greeting: Reply = decode(done.stdout[HEAD.size :], Reply)
         except subprocess.TimeoutExpired:
-            greeting = Unusable(error=f"{self._what()} is not ready within {START_LIMIT_S:g} s")
+            greeting = Reply(error=f"{self._what()} is not ready within {START_LIMIT_S:g} s")
         except msgspec.DecodeError:
             last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
             said = " ".join(last) or _status(done.returncode)
-            greeting = Unusable(error=f"{self._what()} cannot be used: its process ended as it started: {said}")
-        if isinstance(greeting, Unusable):
+            greeting = Reply(error=f"{self._what()} cannot be used: its process ended as it started: {said}")
+        if greeting.error is not None:
             raise MegarlError(greeting.error)
 
     async def process(self) -> Process:
@@ -169,11 +158,8 @@ class Host:
         return f"{next(iter(self._setup.parts.values())).key}: {self._setup.environment}"
 
 
-_COMMAND = (
-    sys.executable,
-    "-c",
-    "import sys; from megarl.tasks.environments.worker import main; main(int(sys.argv[1]))",
-)
+_CODE = "import sys; from megarl.tasks.environments.worker import main; main(int(sys.argv[1]))"
+_COMMAND = (sys.executable, "-c", _CODE)
 
 
 async def _started(setup: Setup) -> Process:
@@ -192,8 +178,8 @@ async def _started(setup: Setup) -> Process:
     assert process.stdout
     try:
         process.stdin.write(frame(encode(setup)))
-        greeting: Greeting = await asyncio.wait_for(_received(process.stdout, Greeting), START_LIMIT_S)
-        if isinstance(greeting, Unusable):
+        greeting = await asyncio.wait_for(_received(process.stdout), START_LIMIT_S)
+        if greeting.error is not None:
             raise EnvironmentDown(greeting.error)
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
@@ -206,12 +192,12 @@ async def _started(setup: Setup) -> Process:
     return Process(process, mark)
 
 
-async def _received[T](source: asyncio.StreamReader, kind: type[T] | object) -> T:
+async def _received(source: asyncio.StreamReader) -> Reply:
     (length,) = HEAD.unpack(await source.readexactly(HEAD.size))
     if length > LONGEST:
         raise ValueError(f"a reply of {length:,} bytes")
-    message: T = decode(await source.readexactly(length), kind)
-    return message
+    reply: Reply = decode(await source.readexactly(length), Reply)
+    return reply
 
 
 def _status(code: int | None) -> str:

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 
@@ -22,23 +23,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Episode, Prompt
 from megarl.core.recipe import Recipe, Rows
 from megarl.tasks.environments.host import Died, Host, Process
-from megarl.tasks.environments.worker import (
-    BUILT_IN,
-    Begin,
-    Begun,
-    Ended,
-    EndEpisode,
-    Episodes,
-    Failed,
-    Judge,
-    Judged,
-    Observed,
-    Part,
-    Reply,
-    Request,
-    Setup,
-    Step,
-)
+from megarl.tasks.environments.worker import BUILT_IN, Act, Episodes, Part, Reply, Request, Setup
 
 log = logging.getLogger(__name__)
 LIVES = 3
@@ -58,7 +43,7 @@ class Bounded:
         self._episode = next(host.numbers)
         self._prompt: Prompt | None = None
         self._process: Process | None = None
-        self._past: list[tuple[np.ndarray, Observed]] = []
+        self._past: list[tuple[np.ndarray, Observation]] = []
         self._calls, self._errors, self._seconds = 0, 0, 0.0
 
     @asynccontextmanager
@@ -71,17 +56,16 @@ class Bounded:
         finally:
             try:
                 if self._process is not None and not self._process.over:
-                    await self._answered(Ended, lambda call: EndEpisode(call=call, episode=self._episode))
+                    await self._answered("close")
             except (GraderDown, Died) as error:
                 log.warning("%s", error)
 
     async def step(self, tokens: np.ndarray) -> Observation:
         """Return the environment's answer to a turn [n]."""
         began = time.monotonic()
-        said = await self._surely(lambda: self._observed(tokens))
-        self._past.append((tokens, said))
+        reply = await self._surely(lambda: self._observed(tokens))
+        self._past.append((tokens, reply))
         self._seconds += time.monotonic() - began
-        reply = Observation(said.tokens, said.done, said.error)
         if reply.done:
             return reply
         self._calls += 1
@@ -92,10 +76,10 @@ class Bounded:
         return reply
 
     async def reward(self) -> Verdict | None:
-        said = await self._surely(lambda: self._answered(Judged, lambda call: Judge(call=call, episode=self._episode)))
-        if said.verdict is not None and not math.isfinite(said.verdict.score):
-            raise self._down(f"gave the reward {said.verdict.score}")
-        return said.verdict
+        verdict = (await self._surely(lambda: self._answered("reward"))).verdict
+        if verdict is not None and not math.isfinite(verdict.score):
+            raise self._down(f"gave the reward {verdict.score}")
+        return verdict
 
     def told(self, turns: int, limited: bool) -> Episode:
         """Return the record of an episode of this many turns. limited: the limit on turns ended it."""
@@ -117,28 +101,30 @@ class Bounded:
 
     async def _begin(self) -> None:
         """Begin the episode in the live process; an episode already under way is replayed to where it was."""
-        assert self._prompt is not None
-        prompt, again = self._prompt, self._process is not None
+        again = self._process is not None
         self._process = await self._host.process()
-        begun = await self._answered(Begun, lambda call: Begin(call=call, episode=self._episode, prompt=prompt))
+        begun = await self._answered("reset", prompt=self._prompt)
         self._check_tokens(begun.stop_tokens, "stops at")
         self.stop_tokens = begun.stop_tokens
         for tokens, before in self._past:
-            if _differ(await self._observed(tokens), before):
+            reply = await self._observed(tokens)
+            if reply[1:] != before[1:] or not np.array_equal(reply.tokens, before.tokens):
                 raise self._down("was begun anew, for its process had ended, and answered the same turns differently")
         if again:
             log.info("%s goes on in another process after %d turns", self._where(), len(self._past))
 
-    async def _observed(self, tokens: np.ndarray) -> Observed:
-        return await self._answered(Observed, lambda call: Step(call=call, episode=self._episode, tokens=tokens))
+    async def _observed(self, tokens: np.ndarray) -> Observation:
+        reply = await self._answered("step", tokens=tokens)
+        if reply.observation is None:
+            raise self._down("answered a turn without an observation")
+        return reply.observation
 
-    async def _answered[T: Reply](self, kind: type[T], asked: Callable[[int], Request]) -> T:
+    async def _answered(self, act: Act, **given: Any) -> Reply:
         assert self._process is not None
-        reply = await self._process.ask(asked(next(self._host.numbers)), self._task.reply_timeout_s)
-        if isinstance(reply, Failed):
+        request = Request(call=next(self._host.numbers), episode=self._episode, act=act, **given)
+        reply = await self._process.ask(request, self._task.reply_timeout_s)
+        if reply.error is not None:
             raise self._down(reply.error, ": ")
-        if not isinstance(reply, kind):
-            raise self._down(f"answered with {type(reply).__name__}, not {kind.__name__}")
         return reply
 
     def _check_tokens(self, tokens: list[int] | tuple[int, ...], what: str) -> None:
@@ -151,10 +137,6 @@ class Bounded:
 
     def _where(self) -> str:
         return f"{self._key}: environment {self._task.environment}"
-
-
-def _differ(said: Observed, before: Observed) -> bool:
-    return (said.done, said.error) != (before.done, before.error) or not np.array_equal(said.tokens, before.tokens)
 
 
 class TaskEnvironments:
@@ -189,13 +171,8 @@ class TaskEnvironments:
         """Return a new environment for an episode of this task; None if its rollouts have a single turn."""
         if task not in self._tasks:
             return None
-        rows = self._tasks[task]
-        return Bounded(
-            self._hosts[rows.environment],
-            self._keys[task].removesuffix(".environment"),
-            rows,
-            self._tokenizer.vocabulary,
-        )
+        rows, key = self._tasks[task], self._keys[task].removesuffix(".environment")
+        return Bounded(self._hosts[rows.environment], key, rows, self._tokenizer.vocabulary)
 
     def close(self) -> None:
         """End the environments' processes."""

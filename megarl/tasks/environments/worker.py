@@ -1,10 +1,10 @@
 """The process that plays the episodes of one environment, many at a time.
 
-    stdin   Setup, then Begin, Step, Judge and End requests of episodes
-    stdout  Ready or Refused, then one reply to each request, as it is ready
+    stdin   Setup, then requests of episodes
+    stdout  a Reply that episodes can begin, or why not; then one to each request, as it is ready
             frames: 8 bytes with the length of what follows, msgpack
 
-A user's class is created and called only here. Whatever it raises becomes an answer: Failed. Code that ends or blocks this
+A user's class is created and called only here. Whatever it raises becomes a reply's error. Code that ends or blocks this
 process is handled by host.py; `mark` is shared memory that tells it whose code is running. The process ends with its parent or
 its stdin.
 """
@@ -64,71 +64,27 @@ class Setup(Record, frozen=True):
     parts: dict[str, Part]
 
 
-class Begin(Record, frozen=True, tag="reset"):
-    """Make an environment for the prompt's task, and reset it."""
+Act = Literal["reset", "step", "reward", "close"]
+
+
+class Request(Record, frozen=True):
+    """What to do with an episode. prompt: with which a reset begins it; tokens [n] int32: the turn of a step."""
 
     call: int
     episode: int
-    prompt: Prompt
+    act: Act
+    prompt: Prompt | None = None
+    tokens: np.ndarray | None = None
 
 
-class Step(Record, frozen=True, tag="step"):
-    call: int
-    episode: int
-    tokens: np.ndarray
+class Reply(Record, frozen=True):
+    """What came of a call, the process's greeting included (call 0). error: why nothing came of it."""
 
-
-class Judge(Record, frozen=True, tag="reward"):
-    call: int
-    episode: int
-
-
-class EndEpisode(Record, frozen=True, tag="close"):
-    call: int
-    episode: int
-
-
-class Ready(Record, frozen=True, tag="ready"):
-    """Episodes can begin."""
-
-
-class Unusable(Record, frozen=True, tag="refused"):
-    """No episodes can begin."""
-
-    error: str
-
-
-class Begun(Record, frozen=True, tag="begun"):
-    call: int
-    stop_tokens: tuple[int, ...]
-
-
-class Observed(Record, frozen=True, tag="observed"):
-    call: int
-    tokens: np.ndarray
-    done: bool
-    error: bool
-
-
-class Judged(Record, frozen=True, tag="judged"):
-    call: int
-    verdict: Verdict | None
-
-
-class Ended(Record, frozen=True, tag="ended"):
-    call: int
-
-
-class Failed(Record, frozen=True, tag="failed"):
-    """The call failed; error says which call and why."""
-
-    call: int
-    error: str
-
-
-Request = Begin | Step | Judge | EndEpisode
-Reply = Begun | Observed | Judged | Ended | Failed
-Greeting = Ready | Unusable
+    call: int = 0
+    error: str | None = None
+    stop_tokens: tuple[int, ...] = ()
+    observation: Observation | None = None
+    verdict: Verdict | None = None
 
 
 class Episodes:
@@ -169,51 +125,47 @@ class Episodes:
         try:
             return encode(await self._reply(request))
         except Exception as error:  # a number that no record holds, or text that is not Unicode
-            return encode(
-                Failed(call=request.call, error=f"answered what cannot be passed on ({type(error).__name__})")
-            )
+            said = f"answered what cannot be passed on ({type(error).__name__})"
+            return encode(Reply(call=request.call, error=said))
 
     async def _reply(self, request: Request) -> Reply:
-        what = str(type(request).__struct_config__.tag)
-        if isinstance(request, Begin):
+        if request.prompt is not None:
             part = self._setup.parts[request.prompt.task]
         elif request.episode in self._playing:
             part = self._playing[request.episode][1]
         else:
-            return Ended(call=request.call)  # it was never made
-        late = f"{what} took longer than {part.reply_timeout_s:g} s (reply_timeout_s)"
+            return Reply(call=request.call)  # it was never made
         try:
             async with asyncio.timeout(part.reply_timeout_s) as limit:
                 return await _Marked(self._answer(request), lambda inside: self._mark(request.episode if inside else 0))
         except GraderDown as error:
-            return Failed(call=request.call, error=_said(error).partition(": ")[2])
+            return Reply(call=request.call, error=_said(error).partition(": ")[2])
         except BaseException as error:  # CancelledError and SystemExit too: they come from the environment
             if limit.expired():
-                return Failed(call=request.call, error=late)
-            said = f"{what} failed: {_said(error)}"
+                late = f"{request.act} took longer than {part.reply_timeout_s:g} s (reply_timeout_s)"
+                return Reply(call=request.call, error=late)
+            said = f"{request.act} failed: {_said(error)}"
             try:
                 log.exception("%s: %s", self._setup.environment, said)
             except Exception:  # an error that cannot even be printed
                 log.error("%s: %s", self._setup.environment, said)
-            return Failed(call=request.call, error=said)
+            return Reply(call=request.call, error=said)
 
     async def _answer(self, request: Request) -> Reply:
-        if isinstance(request, Begin):
+        if request.prompt is not None:
             task = request.prompt.task
             environment = self._factory(self._settings[task])
             self._playing[request.episode] = environment, self._setup.parts[task]
             await environment.reset(request.prompt)
-            return Begun(call=request.call, stop_tokens=tuple(int(token) for token in environment.stop_tokens))
+            return Reply(call=request.call, stop_tokens=tuple(int(token) for token in environment.stop_tokens))
         environment = self._playing[request.episode][0]
-        match request:
-            case Step():
-                return _observed(request.call, await environment.step(request.tokens))
-            case Judge():
-                return Judged(call=request.call, verdict=_verdict(await environment.reward()))
-            case EndEpisode():
-                del self._playing[request.episode]
-                await environment.close()
-                return Ended(call=request.call)
+        if request.tokens is not None:
+            return Reply(call=request.call, observation=_observed(await environment.step(request.tokens)))
+        if request.act == "reward":
+            return Reply(call=request.call, verdict=_verdict(await environment.reward()))
+        del self._playing[request.episode]
+        await environment.close()
+        return Reply(call=request.call)
 
 
 class _Marked[T]:
@@ -240,7 +192,7 @@ class _Marked[T]:
                 failure = error
 
 
-def _observed(call: int, answer: Any) -> Observed:
+def _observed(answer: Any) -> Observation:
     """Validate the answer of a user's environment, which may be anything."""
     if not isinstance(answer, Observation):
         raise TypeError(f"it answered {answer!r:.80}, not an Observation")
@@ -249,7 +201,7 @@ def _observed(call: int, answer: Any) -> Observed:
         raise TypeError(f"it answered {answer.tokens!r:.80}, which are no token ids")
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 31:
         raise ValueError(f"it answered {answer.tokens!r:.80}, which are no token ids")
-    return Observed(call=call, tokens=tokens.astype(np.int32), done=bool(answer.done), error=bool(answer.error))
+    return Observation(tokens.astype(np.int32), bool(answer.done), bool(answer.error))
 
 
 def _verdict(given: Any) -> Verdict | None:
@@ -301,13 +253,12 @@ def main(mark: int) -> None:
     start_logging(f"environment {setup.environment}")
     memory = mmap.mmap(mark, MARK.size)
     try:
-        episodes = Episodes(
-            setup, load_tokenizer(Path(setup.tokenizer)), lambda episode: MARK.pack_into(memory, 0, episode)
-        )
+        tokenizer = load_tokenizer(Path(setup.tokenizer))
+        episodes = Episodes(setup, tokenizer, lambda episode: MARK.pack_into(memory, 0, episode))
     except MegarlError as error:
-        _send(replies, encode(Unusable(error=str(error))))
+        _send(replies, encode(Reply(error=str(error))))
         return
-    _send(replies, encode(Ready()))
+    _send(replies, encode(Reply()))
     asyncio.run(_serve(episodes, requests, replies))
 
 
