@@ -71,7 +71,7 @@ def load_traces(
 
     decontaminate: evaluation sets.
     """
-    surveyed = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, several=trace_key)
+    surveyed = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, repeats=True)
     traces: list[Trace] = []
     end, rows = int32([tokenizer.end]), 0
     for part in batched(chosen(templated(surveyed, tokenizer)), BATCH):
@@ -103,24 +103,15 @@ def are_traces(source: str) -> bool:
 def spoken(raw: Mapping[str, Any]) -> Taught:
     """Read a trace as the user's text and the completion, without a template; UnfitError if it has none of the forms.
 
-    Its id is a hash of the whole trace.
+    Its id is a hash of the whole trace, up to blanks.
     """
     before, parts = _parts(raw)
-    if isinstance(before, str):
-        return _taught(before, before, parts)
-    whole = "\0".join(f"{message['role']}\0{message['content']}" for message in before)
-    said = "\n".join(message["content"] for message in before if message["role"] == "user")
-    return _taught(whole, said, parts)
-
-
-def _taught(whole: str, prompt: str, parts: Sequence[str]) -> Taught:
+    whole = said = before
+    if not isinstance(before, str):
+        whole = "\0".join(f"{message['role']}\0{message['content']}" for message in before)
+        said = "\n".join(message["content"] for message in before if message["role"] == "user")
     name = fingerprint("\0".join([whole, *parts]))
-    return Taught(f"{name:016x}", prompt, "".join(parts), parts=tuple(parts))
-
-
-def trace_key(row: Row) -> int:
-    """Return a trace's identity for finding repeats: all of its text, up to blanks."""
-    return int(row.id, 16)
+    return Taught(f"{name:016x}", said, "".join(parts), parts=tuple(parts))
 
 
 def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
