@@ -21,7 +21,7 @@ import msgspec
 from megarl.core.base.contracts import EnvironmentDown
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import decode, encode
-from megarl.tasks.environments.worker import HEAD, LONGEST, MARK, Reply, Request, Setup, frame
+from megarl.tasks.environments.worker import HEAD, LONGEST, MARK, EpisodeReply, EpisodeRequest, Setup, frame
 from megarl.tasks.graders.functions import environment
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Process:
 
     def __init__(self, process: asyncio.subprocess.Process, mark: mmap.mmap) -> None:
         self._process, self._mark = process, mark
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._waiting: dict[int, asyncio.Future[EpisodeReply]] = {}
         self._heard = 0.0
         self._over: Died | None = None
         self._reading = asyncio.create_task(self._read())
@@ -53,12 +53,12 @@ class Process:
         """Whether it can no longer be asked anything."""
         return self._over is not None
 
-    async def ask(self, request: Request, limit_s: float) -> Reply:
+    async def ask(self, request: EpisodeRequest, limit_s: float) -> EpisodeReply:
         """Return its reply. limit_s: within which it should end the call itself. Raises Died."""
         assert self._process.stdin
         if self._over:
             raise Died(self._over.culprit, str(self._over))
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[EpisodeReply] = asyncio.get_running_loop().create_future()
         self._waiting[request.call] = reply
         try:
             with contextlib.suppress(OSError, RuntimeError):  # it has just ended, which `_read` notices too
@@ -70,7 +70,9 @@ class Process:
                     blocks = f"blocked its process, {limit_s:g} s (reply_timeout_s) and more"
                     self.end(Died(self._running() or request.episode, blocks))
                     return reply.result()
-            return Reply(call=request.call, error=f"took longer than {limit_s:g} s (reply_timeout_s), and goes on")
+            return EpisodeReply(
+                call=request.call, error=f"took longer than {limit_s:g} s (reply_timeout_s), and goes on"
+            )
         finally:
             self._waiting.pop(request.call, None)
 
@@ -123,13 +125,13 @@ class Host:
                 [*_COMMAND, "-1"], input=frame(encode(self._setup)), env=environment(), capture_output=True,
                 timeout=START_LIMIT_S, start_new_session=True,
             )  # fmt: skip
-            greeting: Reply = decode(done.stdout[HEAD.size :], Reply)
+            greeting: EpisodeReply = decode(done.stdout[HEAD.size :], EpisodeReply)
         except subprocess.TimeoutExpired:
-            greeting = Reply(error=f"{self._what()} is not ready within {START_LIMIT_S:g} s")
+            greeting = EpisodeReply(error=f"{self._what()} is not ready within {START_LIMIT_S:g} s")
         except msgspec.DecodeError:
             last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
             said = " ".join(last) or _status(done.returncode)
-            greeting = Reply(error=f"{self._what()} cannot be used: its process ended as it started: {said}")
+            greeting = EpisodeReply(error=f"{self._what()} cannot be used: its process ended as it started: {said}")
         if greeting.error is not None:
             raise MegarlError(greeting.error)
 
@@ -192,11 +194,11 @@ async def _started(setup: Setup) -> Process:
     return Process(process, mark)
 
 
-async def _received(source: asyncio.StreamReader) -> Reply:
+async def _received(source: asyncio.StreamReader) -> EpisodeReply:
     (length,) = HEAD.unpack(await source.readexactly(HEAD.size))
     if length > LONGEST:
         raise ValueError(f"a reply of {length:,} bytes")
-    reply: Reply = decode(await source.readexactly(length), Reply)
+    reply: EpisodeReply = decode(await source.readexactly(length), EpisodeReply)
     return reply
 
 

@@ -23,7 +23,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Episode, Prompt
 from megarl.core.recipe import Recipe, Rows
 from megarl.tasks.environments.host import Died, Host, Process
-from megarl.tasks.environments.worker import BUILT_IN, Act, Episodes, Part, Reply, Request, Setup
+from megarl.tasks.environments.worker import BUILT_IN, Act, EpisodeReply, EpisodeRequest, Episodes, Part, Setup
 
 log = logging.getLogger(__name__)
 LIVES = 3
@@ -119,9 +119,9 @@ class Bounded:
             raise self._down("answered a turn without an observation")
         return reply.observation
 
-    async def _answered(self, act: Act, **given: Any) -> Reply:
+    async def _answered(self, act: Act, **given: Any) -> EpisodeReply:
         assert self._process is not None
-        request = Request(call=next(self._host.numbers), episode=self._episode, act=act, **given)
+        request = EpisodeRequest(call=next(self._host.numbers), episode=self._episode, act=act, **given)
         reply = await self._process.ask(request, self._task.reply_timeout_s)
         if reply.error is not None:
             raise self._down(reply.error, ": ")

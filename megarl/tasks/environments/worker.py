@@ -1,7 +1,7 @@
 """The process that plays the episodes of one environment, many at a time.
 
     stdin   Setup, then requests of episodes
-    stdout  a Reply that episodes can begin, or why not; then one to each request, as it is ready
+    stdout  an EpisodeReply that episodes can begin, or why not; then one to each request, as it is ready
             frames: 8 bytes with the length of what follows, msgpack
 
 A user's class is created and called only here. Whatever it raises becomes a reply's error. Code that ends or blocks this
@@ -67,7 +67,7 @@ class Setup(Record, frozen=True):
 Act = Literal["reset", "step", "reward", "close"]
 
 
-class Request(Record, frozen=True):
+class EpisodeRequest(Record, frozen=True):
     """What to do with an episode. prompt: with which a reset begins it; tokens [n] int32: the turn of a step."""
 
     call: int
@@ -77,7 +77,7 @@ class Request(Record, frozen=True):
     tokens: np.ndarray | None = None
 
 
-class Reply(Record, frozen=True):
+class EpisodeReply(Record, frozen=True):
     """What came of a call, the process's greeting included (call 0). error: why nothing came of it."""
 
     call: int = 0
@@ -120,52 +120,52 @@ class Episodes:
                     f"{part.key}: {setup.environment} is no Environment; derive it from megarl.environments.Environment"
                 )
 
-    async def answer(self, request: Request) -> bytes:
+    async def answer(self, request: EpisodeRequest) -> bytes:
         """Return an encoded reply whatever the environment does; never returns if the environment cannot be cancelled."""
         try:
             return encode(await self._reply(request))
         except Exception as error:  # a number that no record holds, or text that is not Unicode
             said = f"answered what cannot be passed on ({type(error).__name__})"
-            return encode(Reply(call=request.call, error=said))
+            return encode(EpisodeReply(call=request.call, error=said))
 
-    async def _reply(self, request: Request) -> Reply:
+    async def _reply(self, request: EpisodeRequest) -> EpisodeReply:
         if request.prompt is not None:
             part = self._setup.parts[request.prompt.task]
         elif request.episode in self._playing:
             part = self._playing[request.episode][1]
         else:
-            return Reply(call=request.call)  # it was never made
+            return EpisodeReply(call=request.call)  # it was never made
         try:
             async with asyncio.timeout(part.reply_timeout_s) as limit:
                 return await _Marked(self._answer(request), lambda inside: self._mark(request.episode if inside else 0))
         except GraderDown as error:
-            return Reply(call=request.call, error=_said(error).partition(": ")[2])
+            return EpisodeReply(call=request.call, error=_said(error).partition(": ")[2])
         except BaseException as error:  # CancelledError and SystemExit too: they come from the environment
             if limit.expired():
                 late = f"{request.act} took longer than {part.reply_timeout_s:g} s (reply_timeout_s)"
-                return Reply(call=request.call, error=late)
+                return EpisodeReply(call=request.call, error=late)
             said = f"{request.act} failed: {_said(error)}"
             try:
                 log.exception("%s: %s", self._setup.environment, said)
             except Exception:  # an error that cannot even be printed
                 log.error("%s: %s", self._setup.environment, said)
-            return Reply(call=request.call, error=said)
+            return EpisodeReply(call=request.call, error=said)
 
-    async def _answer(self, request: Request) -> Reply:
+    async def _answer(self, request: EpisodeRequest) -> EpisodeReply:
         if request.prompt is not None:
             task = request.prompt.task
             environment = self._factory(self._settings[task])
             self._playing[request.episode] = environment, self._setup.parts[task]
             await environment.reset(request.prompt)
-            return Reply(call=request.call, stop_tokens=tuple(int(token) for token in environment.stop_tokens))
+            return EpisodeReply(call=request.call, stop_tokens=tuple(int(token) for token in environment.stop_tokens))
         environment = self._playing[request.episode][0]
         if request.tokens is not None:
-            return Reply(call=request.call, observation=_observed(await environment.step(request.tokens)))
+            return EpisodeReply(call=request.call, observation=_observed(await environment.step(request.tokens)))
         if request.act == "reward":
-            return Reply(call=request.call, verdict=_verdict(await environment.reward()))
+            return EpisodeReply(call=request.call, verdict=_verdict(await environment.reward()))
         del self._playing[request.episode]
         await environment.close()
-        return Reply(call=request.call)
+        return EpisodeReply(call=request.call)
 
 
 class _Marked[T]:
@@ -256,9 +256,9 @@ def main(mark: int) -> None:
         tokenizer = load_tokenizer(Path(setup.tokenizer))
         episodes = Episodes(setup, tokenizer, lambda episode: MARK.pack_into(memory, 0, episode))
     except MegarlError as error:
-        _send(replies, encode(Reply(error=str(error))))
+        _send(replies, encode(EpisodeReply(error=str(error))))
         return
-    _send(replies, encode(Reply()))
+    _send(replies, encode(EpisodeReply()))
     asyncio.run(_serve(episodes, requests, replies))
 
 
@@ -274,13 +274,13 @@ async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> N
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
     tasks = set[asyncio.Task[None]]()
 
-    async def one(request: Request) -> None:
+    async def one(request: EpisodeRequest) -> None:
         _send(replies, await episodes.answer(request))
 
     while True:
         try:
             (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-            request: Request = decode(await reader.readexactly(length), Request)
+            request: EpisodeRequest = decode(await reader.readexactly(length), EpisodeRequest)
         except asyncio.IncompleteReadError:
             os._exit(0)  # nobody asks any more; do not wait for what the environment still runs
         task = asyncio.create_task(one(request))
