@@ -116,10 +116,7 @@ class LocalLauncher:
 
     def start(self, task: RoleCommand, n: int = 0) -> "LocalProcess":
         """Start the task; n: which of its nodes this machine is."""
-        environment = dict(os.environ) | {k: v for k, v in task.environment.items() if v is not None}
-        for name in [k for k, v in task.environment.items() if v is None]:
-            environment.pop(name, None)
-        environment |= {SUPERVISOR: str(os.getpid()), NODE: task.place.nodes[n].name}
+        own = {SUPERVISOR: str(os.getpid()), NODE: task.place.nodes[n].name}
         with writing(task.log(n)):
             task.log(n).parent.mkdir(parents=True, exist_ok=True)
             with task.log(n).open("ab") as log:
@@ -127,7 +124,7 @@ class LocalLauncher:
         with task.log(n).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, *task.arguments],
-                env=environment,
+                env={k: v for k, v in {**os.environ, **task.environment, **own}.items() if v is not None},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -138,9 +135,8 @@ class LocalLauncher:
     def sweep(self, running: Sequence[Running]) -> None:
         """End processes that left their role's session: orphans are our children (`megarl.run.process.adopt_orphans`)."""
         mine = [process.pid for process in running]
-        family = [
-            p for child in psutil.Process().children() if child.pid not in mine for p in (child, *_descendants(child))
-        ]
+        orphans = [child for child in psutil.Process().children() if child.pid not in mine]
+        family = [process for orphan in orphans for process in (orphan, *_descendants(orphan))]
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

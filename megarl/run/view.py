@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -22,9 +23,11 @@ from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
 from megarl.run.observe import Observer, ServerStatus
 from megarl.run.restart import Role
+from megarl.run.summary import mean, show
 from megarl.run.warnings import words as flagged
 
 BARS = "▁▂▃▄▅▆▇█"
+STYLES = {"lost": "red", "dropped": "red", "restarting": "yellow", "starting": "yellow", "unknown": "yellow"}
 RECENT = 20
 """Number of steps over which rates and shares are averaged."""
 
@@ -76,15 +79,15 @@ def line(frame: Frame) -> str:
     parts = [f"[{clock(frame.elapsed_s)}]", frame.stopping or phase(frame)]
     if observer.rows:
         parts.append(f"step {row['step'] + 1}/{frame.recipe.run.steps}")
-        parts.append(f"train {number(recent(observer, 'pass_rate_train'), 2)}")
+        parts.append(f"train {show(recent(observer, 'pass_rate_train'), ',.2f')}")
     if observer.evaluations:
         newest = observer.evaluations[max(observer.evaluations)]
         parts.append(f"held-out {newest['pass_rate']:.2f} at {newest['step']}")
     if dropped := sum(view.state == "dropped" for view in frame.roles.values()):
         parts.append(f"{dropped} servers dropped")
     if observer.rows:
-        parts.append(f"{number(recent(observer, 'tokens_per_second'))} tok/s")
-        parts.append(f"lag {number(row.get('lag_mean'), 1)}/{number(row.get('lag_max'))}")
+        parts.append(f"{show(recent(observer, 'tokens_per_second'))} tok/s")
+        parts.append(f"lag {show(row.get('lag_mean'), ',.1f')}/{show(row.get('lag_max'))}")
         parts.append(f"parity {parity.shown(observer.compared)}")
     return "  ".join(parts)
 
@@ -116,12 +119,7 @@ def phase(frame: Frame) -> str:
 def warnings(frame: Frame) -> list[str]:
     """List what the user should look at."""
     observer = frame.observer
-    messages = flagged(
-        recent(observer, "truncation_rate"),
-        recent(observer, "effective_sample_size"),
-        recent(observer, "format_error_rate"),
-        frame.recipe.length.end_of_thinking,
-    )
+    messages = flagged(partial(recent, observer), frame.recipe.length.end_of_thinking)
     newest = observer.evaluations[max(observer.evaluations)] if observer.evaluations else {}
     if newest.get("enough"):
         messages.append(f"{enough(newest)}: the run may as well stop (run.stop_at_asymptote ends one by itself)")
@@ -139,10 +137,7 @@ def warnings(frame: Frame) -> list[str]:
 
 def recent(observer: Observer, name: str) -> float | None:
     """Return a metric's mean over the last `RECENT` steps that have it, without those replayed after a crash."""
-    lived = [row for _, row in sorted(observer.rows.items())[-RECENT:] if not row.get("replay")]
-    values = [row.get(name) for row in lived]
-    finite = [v for v in values if v is not None and math.isfinite(v)]
-    return sum(finite) / len(finite) if finite else None
+    return mean([row for _, row in sorted(observer.rows.items())[-RECENT:] if not row.get("replay")], name)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -161,15 +156,6 @@ def clock(seconds: float) -> str:
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
-
-
-def number(value: Any, digits: int = 0, form: str = "f") -> str:
-    """Format with thousands separators; `–` for None or a non-finite value."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}{form}}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
 
 
 def _progress(frame: Frame) -> RenderableType:
@@ -194,7 +180,7 @@ def _numbers(frame: Frame) -> RenderableType:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(no_wrap=True)
     rates = [r["pass_rate_train"] for _, r in sorted(observer.rows.items()) if "pass_rate_train" in r]
-    grid.add_row("pass rate, training", f"{number(recent(observer, 'pass_rate_train'), 3)}  {sparkline(rates, 50)}")
+    grid.add_row("pass rate, training", f"{show(recent(observer, 'pass_rate_train'), ',.3f')}  {sparkline(rates, 50)}")
     if observer.evaluations:
         steps = sorted(observer.evaluations)
         scores = [observer.evaluations[s]["pass_rate"] for s in steps]
@@ -209,18 +195,18 @@ def _numbers(frame: Frame) -> RenderableType:
         return grid
     step = recent(observer, "step_seconds") or math.nan
     shares = [
-        f"{word} {_share(value / step)}"
+        f"{word} {show(value / step, '.0%')}"
         for name, word in (("train_seconds", "trains"), ("wait_seconds", "waits"), ("publish_seconds", "publishes"))
         if (value := recent(observer, name)) is not None
     ]
-    grid.add_row("tokens/s", number(recent(observer, "tokens_per_second")))
+    grid.add_row("tokens/s", show(recent(observer, "tokens_per_second")))
     limit = frame.recipe.pipeline.lag_limit
-    lag = f"mean {number(row.get('lag_mean'), 2)} · max {number(row.get('lag_max'))} · limit {limit}"
+    lag = f"mean {show(row.get('lag_mean'), ',.2f')} · max {show(row.get('lag_max'))} · limit {limit}"
     grid.add_row("lag, steps", lag)
     grid.add_row("learner", " · ".join(shares) or "–")
-    grid.add_row("publication", f"{number(row.get('publish_seconds'), 2)} s")
+    grid.add_row("publication", f"{show(row.get('publish_seconds'), ',.2f')} s")
     grid.add_row("server − learner", _parity(observer.compared))
-    grid.add_row("entropy · grad norm", f"{number(row.get('entropy'), 3)} · {number(row.get('grad_norm'), 3)}")
+    grid.add_row("entropy · grad norm", f"{show(row.get('entropy'), ',.3f')} · {show(row.get('grad_norm'), ',.3f')}")
     if observer.status is not None:
         t = observer.status.tickets
         text = f"{t.running} being generated · {t.window} of {t.window_limit} in the window"
@@ -233,10 +219,10 @@ def _parity(row: Mapping[str, Any]) -> str:
     """Show mean and 99th percentile of the log-prob difference at equal weights, then the means of the other causes."""
     if row.get("parity_mean/kernels") is None:
         return "–"
-    tail = f" (99 %: {number(row.get('parity_p99/kernels'), 1, 'e')})" if row["parity_mean/kernels"] else ""
+    tail = f" (99 %: {show(row.get('parity_p99/kernels'), '.1e')})" if row["parity_mean/kernels"] else ""
     words = {"decode": "decode", "stale_kv": "stale KV", "staleness": "staleness"}
     others = [
-        f"{word} {number(row[name], 1, 'e')}"
+        f"{word} {show(row[name], '.1e')}"
         for cause, word in words.items()
         if row.get(name := f"parity_mean/{cause}") is not None
     ]
@@ -247,7 +233,7 @@ def _parity(row: Mapping[str, Any]) -> str:
 
 def _task(observer: Observer, task: str) -> str:
     """Show the task's pass rates, in training and held out."""
-    trained = f"training {number(recent(observer, f'pass_rate_train/{task}'), 3)}"
+    trained = f"training {show(recent(observer, f'pass_rate_train/{task}'), ',.3f')}"
     scores = [row for _, row in sorted(observer.evaluations.items()) if f"pass_rate/{task}" in row]
     if not scores:
         return trained
@@ -270,18 +256,12 @@ def _processes(frame: Frame) -> RenderableType:
             state = server.state
             if not state.startswith("starting"):
                 version = str(server.version) if server.version >= 0 else "–"
-                cells = [version, str(server.running), number(server.tokens_per_second), _share(server.busy_share)]
+                cells = [version, str(server.running), show(server.tokens_per_second), show(server.busy_share, ".0%")]
         elif view.state == "running" and role.kind == "controller":
             state = "up" if status else "starting"
         elif view.state == "running":
             state = "up" if status and status.phase != "starting" else "starting"
-        style = {
-            "lost": "red",
-            "dropped": "red",
-            "restarting": "yellow",
-            "starting": "yellow",
-            "unknown": "yellow",
-        }.get(state.split("(")[0], "")
+        style = STYLES.get(state.split("(")[0], "")
         table.add_row(
             role.name,
             *([_between(view.nodes)] if several else []),

@@ -106,8 +106,9 @@ def spoken(raw: Mapping[str, Any]) -> Taught:
     Its id is a hash of the whole trace, up to blanks.
     """
     before, parts = _parts(raw)
-    whole = said = before
-    if not isinstance(before, str):
+    if isinstance(before, str):
+        whole = said = before
+    else:
         whole = "\0".join(f"{message['role']}\0{message['content']}" for message in before)
         said = "\n".join(message["content"] for message in before if message["role"] == "user")
     name = fingerprint("\0".join([whole, *parts]))
