@@ -55,10 +55,7 @@ HISTORY = (
 
 
 def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
-    """Run the checks of `megarl train` that follow reading its inputs; return what it would start.
-
-    Starts nothing and writes nothing. Other nodes of a Slurm job are not asked.
-    """
+    """Check all that `megarl train` needs beside its inputs but other nodes of a job, and return what it would start."""
     rundir = RunDir(recipe.run.path)
     check_history(recipe, rundir, fingerprints)
     _check_writable(rundir.path)
@@ -69,7 +66,9 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
         with_gpus = bool(placed[Role("learner")].gpus)
     else:
         with_gpus = True  # the nodes report their GPUs when the run starts
-    return _ready(recipe, devices.needed(recipe) if with_gpus else 0)
+    gpus = devices.needed(recipe) if with_gpus else 0
+    counts = ((recipe.resources.servers, "server"), (recipe.resources.learner_ranks, "rank"), (gpus, "GPU"))
+    return ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
 
 
 def _check_writable(path: Path) -> None:
@@ -77,11 +76,6 @@ def _check_writable(path: Path) -> None:
     there = next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
     if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
         raise MegarlError(f"run.dir: cannot write in {there}; give another run.dir")
-
-
-def _ready(recipe: Recipe, gpus: int) -> str:
-    counts = ((recipe.resources.servers, "server"), (recipe.resources.learner_ranks, "rank"), (gpus, "GPU"))
-    return ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
 
 
 def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: int) -> None:

@@ -27,10 +27,7 @@ WriteReport = Callable[[RunDir], None]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How the run ended: all steps done; stopped on request; to be resumed elsewhere; or failed.
-
-    `role` is the one whose log says why.
-    """
+    """How the run ended: all steps done; stopped on request; to be resumed elsewhere; failed. role: whose log says why."""
 
     kind: Literal["finished", "stopped", "elsewhere", "failed"]
     reason: str

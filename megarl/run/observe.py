@@ -37,18 +37,16 @@ class ServerStatus(msgspec.Struct, kw_only=True):
 
 
 class TicketStatus(msgspec.Struct, kw_only=True):
-    """Counts of tickets. `window`: drawn and not yet trained, at most `window_limit`; `waiting`: those not being generated."""
+    """Counts of tickets. `window`: drawn and not yet trained, at most `window_limit`."""
 
     window: int = 0
     window_limit: int = 0
     running: int = 0
-    waiting: int = 0
-    finished: int = 0
     void: int = 0
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """RUN/status.json. `phase`: the learner's last command (train, replay, publish, score, wait, stop), or starting."""
+    """RUN/status.json, in part. `phase`: the learner's last command (train, replay, publish, score, wait, stop), or starting."""
 
     time: float
     step: int = 0
@@ -58,9 +56,7 @@ class Status(msgspec.Struct, kw_only=True):
     tickets: TicketStatus = msgspec.field(default_factory=TicketStatus)
     compute_hours: float = 0.0
     compute_unit: str = ""
-    eval: dict[str, Any] | None = None
     evaluating: list[int] = []
-    rollout_tokens_per_second: float = 0.0
     parity: str = ""  # what is wrong with parity now
 
 
@@ -138,15 +134,13 @@ class Observer:
 
 
 def log_of(rundir: RunDir, role: Role) -> Path | None:
-    """Return the log that says why `role` ended, or None if there is none.
+    """Return the log that says why `role` ended, if any: of the learner's ranks one with a problem, else the newest."""
 
-    Of the learner's ranks, prefer one with a problem among its last lines; else take the log written last.
-    """
+    def telling(log: Path) -> tuple[bool, float]:
+        return role.kind == "learner" and bool(last_problem(log)), log.stat().st_mtime
+
     rank = str(role.index) if role.kind == "server" else "*"
-    logs = rundir.logs.glob(f"{role.kind}/*.{rank}.log")
-    return max(
-        logs, key=lambda log: (role.kind == "learner" and bool(last_problem(log)), log.stat().st_mtime), default=None
-    )
+    return max(rundir.logs.glob(f"{role.kind}/*.{rank}.log"), key=telling, default=None)
 
 
 def last_problem(log: Path) -> str:

@@ -27,10 +27,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_supervisor() -> None:
-    """Make a role started by `megarl train`, or a rank started by torchrun, die with its parent, even if it is already dead.
-
-    Call it before anything slow.
-    """
+    """Have a role or rank die with the supervisor or torchrun, even if that is dead already. Call it before anything slow."""
     supervisor = os.environ.pop(SUPERVISOR, None)  # not for its own children: their parent is this process
     if supervisor is not None:
         die_with_parent()
@@ -44,10 +41,7 @@ def adopt_orphans() -> None:
 
 
 def have_streams() -> None:
-    """Open /dev/null for a closed stdin, stdout or stderr, before any other file is opened.
-
-    The next file to be opened would otherwise take its number.
-    """
+    """Open /dev/null for a closed stdin, stdout or stderr, else the next file to be opened would take its number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -59,10 +53,7 @@ def have_streams() -> None:
 
 
 def outlive_screen() -> None:
-    """Discard from now on what stdout or stderr does not accept, so that this process goes on.
-
-    Leaving a pager, a `tee` that dies, or a full disk behind `> file` does not end a run.
-    """
+    """Discard from now on what stdout or stderr does not take: a left pager, a dead `tee` or a full disk ends no run."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
@@ -108,9 +99,8 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.read(descriptor, 100).decode()
-            raise MegarlError(
-                f"{folder}: another `{command}` (process {owner}) works there; end it, or give another {key}"
-            ) from None
+            what = f"another `{command}` (process {owner}) works there; end it, or give another {key}"
+            raise MegarlError(f"{folder}: {what}") from None
         except OSError as error:
             raise MegarlError(
                 f"{folder}: cannot be locked: {error.strerror}; the file system has to have flock (Lustre: mount -o flock)"

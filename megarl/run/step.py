@@ -101,10 +101,7 @@ def main(argument: str) -> int:
 
 
 def _pass(_number: int, _frame: object) -> None:
-    """Ignore a signal by a handler: the role would inherit SIG_IGN.
-
-    Slurm's own signals reach the whole step, or this process alone (proctrack/cgroup).
-    """
+    """Ignore a signal of Slurm to the step or this process alone; by a handler, since the role would inherit SIG_IGN."""
 
 
 def _say(report: Report) -> None:

@@ -63,14 +63,8 @@ def render(frame: Frame) -> RenderableType:
     parts += [Text(f"! {w}", style="yellow") for w in warnings(frame)]
     if frame.observer.problem:
         parts.append(Text(f"last problem: {frame.observer.problem}", style="red", overflow="ellipsis", no_wrap=True))
-    foot = frame.stopping or frame.foot
-    return Panel(
-        Group(*parts),
-        title=f"megarl · {frame.recipe.run.path}",
-        subtitle=Text(foot, style="bold yellow" if frame.stopping else "dim"),
-        width=100,
-        padding=(0, 1),
-    )
+    foot = Text(frame.stopping or frame.foot, style="bold yellow" if frame.stopping else "dim")
+    return Panel(Group(*parts), title=f"megarl · {frame.recipe.run.path}", subtitle=foot, width=100, padding=(0, 1))
 
 
 def line(frame: Frame) -> str:
@@ -129,9 +123,7 @@ def warnings(frame: Frame) -> list[str]:
     if row.get("groups_in_loss") == 0:
         messages.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
     elif row.get("skipped"):
-        messages.append(
-            "the last step was skipped: its loss or gradient was not finite (bad-rollouts.jsonl has its rollouts)"
-        )
+        messages.append("the last step was skipped: its loss or gradient was not finite (see bad-rollouts.jsonl)")
     return messages
 
 
@@ -200,9 +192,8 @@ def _numbers(frame: Frame) -> RenderableType:
         if (value := recent(observer, name)) is not None
     ]
     grid.add_row("tokens/s", show(recent(observer, "tokens_per_second")))
-    limit = frame.recipe.pipeline.lag_limit
-    lag = f"mean {show(row.get('lag_mean'), ',.2f')} · max {show(row.get('lag_max'))} · limit {limit}"
-    grid.add_row("lag, steps", lag)
+    lag = f"mean {show(row.get('lag_mean'), ',.2f')} · max {show(row.get('lag_max'))}"
+    grid.add_row("lag, steps", f"{lag} · limit {frame.recipe.pipeline.lag_limit}")
     grid.add_row("learner", " · ".join(shares) or "–")
     grid.add_row("publication", f"{show(row.get('publish_seconds'), ',.2f')} s")
     grid.add_row("server − learner", _parity(observer.compared))
@@ -220,12 +211,9 @@ def _parity(row: Mapping[str, Any]) -> str:
     if row.get("parity_mean/kernels") is None:
         return "–"
     tail = f" (99 %: {show(row.get('parity_p99/kernels'), '.1e')})" if row["parity_mean/kernels"] else ""
-    words = {"decode": "decode", "stale_kv": "stale KV", "staleness": "staleness"}
-    others = [
-        f"{word} {show(row[name], '.1e')}"
-        for cause, word in words.items()
-        if row.get(name := f"parity_mean/{cause}") is not None
-    ]
+    causes = ("decode", "stale_kv", "staleness")
+    means = {cause: mean for cause in causes if (mean := row.get(f"parity_mean/{cause}")) is not None}
+    others = [f"{cause.replace('_kv', ' KV')} {show(mean, '.1e')}" for cause, mean in means.items()]
     if row.get("parity_routing") is not None:
         others.append(f"experts {row['parity_routing']:.1%}")
     return " · ".join([f"{parity.shown(row)}{tail}", *others])
@@ -264,7 +252,7 @@ def _processes(frame: Frame) -> RenderableType:
         style = STYLES.get(state.split("(")[0], "")
         table.add_row(
             role.name,
-            *([_between(view.nodes)] if several else []),
+            *([" … ".join(dict.fromkeys((view.nodes[0], view.nodes[-1])))] if several else []),
             Text(state, style=style),
             *cells,
             clock(view.seconds),
@@ -273,37 +261,23 @@ def _processes(frame: Frame) -> RenderableType:
     return table
 
 
-def _between(nodes: Sequence[str]) -> str:
-    """Format nodes as `n1` or `n9 … n10`."""
-    return nodes[0] if len(nodes) == 1 else f"{nodes[0]} … {nodes[-1]}"
-
-
 LINE_S, JOB_LINE_S = 10.0, 60.0
 """Seconds between lines of non-interactive output, and of a Slurm job's output, which grows for weeks."""
 
 
 class Screen:
-    """Shows a live picture in a terminal; else prints a line now and then, and each warning once."""
+    """Shows a picture in a terminal, within the context of `live`; else prints a line now and then, each warning once."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._every = JOB_LINE_S if "SLURM_JOB_ID" in os.environ else LINE_S
         self._last, self._stopping = -self._every, ""
         self._warned: set[str] = set()
 
-    def __enter__(self) -> "Screen":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
-
     def show(self, frame: Frame) -> None:
-        if self._live:
-            self._live.update(render(frame), refresh=True)
+        if self.live:
+            self.live.update(render(frame), refresh=True)
         elif frame.elapsed_s - self._last >= self._every or bool(frame.stopping) != bool(self._stopping):
             self._last, self._stopping = frame.elapsed_s, frame.stopping
             print(line(frame), flush=True)
