@@ -48,7 +48,7 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
-    check_graders(recipe.data, recipe.evaluation.sampled)  # here, for the controller starts with this environment
+    check_graders(recipe)  # here, for the controller starts with this environment
     if recipe.loss.kind not in LOSSES:
         check_own_loss(recipe)
     wandb_writer.check(recipe)

@@ -46,7 +46,7 @@ class TicketStatus(msgspec.Struct, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """RUN/status.json, in part. `phase`: the learner's last command (train, replay, publish, score, wait, stop), or starting."""
+    """Part of RUN/status.json. phase: the learner's last command (train, replay, publish, score, wait, stop), or starting."""
 
     time: float
     step: int = 0

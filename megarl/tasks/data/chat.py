@@ -80,9 +80,8 @@ def load_chat(hf_dir: Path | str) -> ChatTemplate:
             f"{folder}: the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
             "use template: raw, or a model that has one"
         )
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    extensions = ["jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = lambda value, **more: json.dumps(value, ensure_ascii=False, **more)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

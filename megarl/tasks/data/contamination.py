@@ -45,7 +45,7 @@ class Overlap:
             if length < SHORTEST:
                 self._whole.setdefault(collapsed(text).casefold(), len(self._names))
             else:
-                own = set(ngrams(found, length))
+                own = {" ".join(found[n : n + length]) for n in range(len(found) - length + 1)}
                 texts_with.update(own)
                 for gram in own:
                     grams.setdefault(length, {}).setdefault(gram, len(self._names))
@@ -73,11 +73,6 @@ class Overlap:
                 if gram in grams:
                     return Hit(self._names[grams[gram]], gram)
         return None
-
-
-def ngrams(found: list[str], length: int) -> Iterator[str]:
-    """Return each run of `length` words, joined by blanks."""
-    return (" ".join(found[n : n + length]) for n in range(len(found) - length + 1))
 
 
 def overlap_with(sources: Iterable[str]) -> Overlap | None:

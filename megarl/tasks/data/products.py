@@ -47,10 +47,8 @@ def product(rng: random.Random) -> Exercise:
 
 
 def partial_products(factors: Exercise, wrong: int | None, rng: random.Random) -> tuple[list[str], int]:
-    """Return equations of the left factor with each digit of the right one, ones first, and the sum of their results.
-
-    One digit of the result of equation `wrong` is changed.
-    """
+    """Return equations of the left factor with each digit of the right one, ones first, a digit of that numbered `wrong`
+    changed, and the sum of their results."""
     equations, total = [], 0
     for place, digit in enumerate(reversed(str(factors.right))):
         factor = int(digit) * 10**place

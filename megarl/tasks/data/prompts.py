@@ -45,9 +45,8 @@ def _room() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise MegarlError(
-            f"{tempfile.gettempdir()}: prompts cannot be kept there: {error.strerror}; set TMPDIR to a larger disk"
-        ) from None
+        why = f"prompts cannot be kept there: {error.strerror}; set TMPDIR to a larger disk"
+        raise MegarlError(f"{tempfile.gettempdir()}: {why}") from None
 
 
 class Stored(Sequence[Prompt]):
@@ -136,9 +135,8 @@ def load_set(
                 sets[held].fingerprints.append(fingerprint(row.prompt))
     prompts = sum(len(one.prompts) for one in sets)
     if not prompts:
-        raise MegarlError(
-            f"{found.source}: all {rows} prompts are longer than {max_tokens} tokens; raise length.prompt_tokens"
-        )
+        why = f"all {rows} prompts are longer than {max_tokens} tokens; raise length.prompt_tokens"
+        raise MegarlError(f"{found.source}: {why}")
     log.info("%s: %d prompts, %d left out (longer than %d tokens)", found.source, prompts, rows - prompts, max_tokens)
     return sets
 

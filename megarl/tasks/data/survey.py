@@ -59,10 +59,9 @@ class LeftOut:
 
 
 class Survey(NamedTuple):
-    """The result of a survey.
+    """The result of a survey. again: number of kept rows that repeat an earlier one.
 
-    kept, heldout [rows] bool: in the source's order, unreadable rows included; held-out rows are also kept. again: number of
-    kept rows that repeat an earlier one.
+    kept, heldout [rows] bool: in the source's order, unreadable rows included; held-out rows are also kept.
     """
 
     source: str

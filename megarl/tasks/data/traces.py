@@ -22,7 +22,7 @@ Schemas: messages as in TRL and on the hub (HuggingFaceH4/ultrachat_200k); conve
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import batched, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from msgspec.structs import replace
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import int32
-from megarl.tasks.data.chat import ChatTemplate, Message, load_chat
+from megarl.tasks.data.chat import Message, load_chat
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.rows import Row, UnfitError, fingerprint
 from megarl.tasks.data.sources import Unreadable, stream
@@ -48,10 +48,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 
 class Taught(Row, frozen=True):
-    """A trace as a row of a survey.
-
-    `answer` is the whole completion; `parts` are its texts, the model's and a tool's in turn, the model's first and last.
-    """
+    """A trace as a row. answer: the whole completion; parts: its texts, the model's (first and last) and a tool's in turn."""
 
     parts: tuple[str, ...] = ()
 
@@ -67,10 +64,7 @@ class Trace(NamedTuple):
 def load_traces(
     path: Path | str, tokenizer: Tokenizer, max_length: int, decontaminate: Sequence[str] = ()
 ) -> list[Trace]:
-    """Load a source's traces of at most `max_length` tokens, in order; longer ones are counted.
-
-    decontaminate: evaluation sets.
-    """
+    """Load a source's traces of at most `max_length` tokens, in order. decontaminate: evaluation sets."""
     surveyed = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, repeats=True)
     traces: list[Trace] = []
     end, rows = int32([tokenizer.end]), 0
@@ -118,9 +112,7 @@ def spoken(raw: Mapping[str, Any]) -> Taught:
 def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
     """Return the same traces with prompt and completion exactly as the model sees them."""
 
-    @cache
-    def chat() -> ChatTemplate:
-        return load_chat(tokenizer.path)
+    chat = cache(partial(load_chat, tokenizer.path))
 
     def read(raw: Mapping[str, Any]) -> Taught:
         before, _ = _parts(raw)

@@ -45,19 +45,14 @@ class Process:
         self._process, self._mark = process, mark
         self._waiting: dict[int, asyncio.Future[EpisodeReply]] = {}
         self._heard = 0.0
-        self._over: Died | None = None
+        self.over: Died | None = None  # set when it can no longer be asked anything
         self._reading = asyncio.create_task(self._read())
-
-    @property
-    def over(self) -> bool:
-        """Whether it can no longer be asked anything."""
-        return self._over is not None
 
     async def ask(self, request: EpisodeRequest, limit_s: float) -> EpisodeReply:
         """Return its reply. limit_s: within which it should end the call itself. Raises Died."""
         assert self._process.stdin
-        if self._over:
-            raise Died(self._over.culprit, str(self._over))
+        if self.over:
+            raise Died(self.over.culprit, str(self.over))
         reply: asyncio.Future[EpisodeReply] = asyncio.get_running_loop().create_future()
         self._waiting[request.call] = reply
         try:
@@ -68,7 +63,7 @@ class Process:
                     return reply.result()
                 if time.monotonic() - self._heard > MARGIN_S:
                     blocks = f"blocked its process, {limit_s:g} s (reply_timeout_s) and more"
-                    self.end(Died(self._running() or request.episode, blocks))
+                    self.end(Died(MARK.unpack_from(self._mark)[0] or request.episode, blocks))
                     return reply.result()
             return EpisodeReply(
                 call=request.call, error=f"took longer than {limit_s:g} s (reply_timeout_s), and goes on"
@@ -78,17 +73,14 @@ class Process:
 
     def end(self, why: Died) -> None:
         """Kill it and what it started. Whoever waits for a reply gets the error."""
-        if self._over:
+        if self.over:
             return
-        self._over = why
+        self.over = why
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         for reply in self._waiting.values():
             if not reply.done():
                 reply.set_exception(Died(why.culprit, str(why)))
-
-    def _running(self) -> int:
-        return int(MARK.unpack_from(self._mark)[0])
 
     async def _read(self) -> None:
         assert self._process.stdout
@@ -105,9 +97,9 @@ class Process:
             said = f"ended its process ({_status(self._process.returncode)})"
         except (msgspec.DecodeError, ValueError) as error:
             said = f"spoiled what its process says ({error})"
-        if not self._over:
+        if not self.over:
             log.warning("a process of an environment ended: %s", said)
-        self.end(Died(self._running(), said))
+        self.end(Died(MARK.unpack_from(self._mark)[0], said))
 
 
 class Host:
@@ -115,6 +107,7 @@ class Host:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
+        self._what = f"{next(iter(setup.parts.values())).key}: {setup.environment}"
         self._starting: asyncio.Task[Process] | None = None
         self.numbers = itertools.count(1)  # for episodes and calls
 
@@ -126,14 +119,16 @@ class Host:
                 timeout=START_LIMIT_S, start_new_session=True,
             )  # fmt: skip
             greeting: EpisodeReply = decode(done.stdout[HEAD.size :], EpisodeReply)
+            if greeting.error is None:
+                return
+            why = greeting.error
         except subprocess.TimeoutExpired:
-            greeting = EpisodeReply(error=f"{self._what()} is not ready within {START_LIMIT_S:g} s")
+            why = f"{self._what} is not ready within {START_LIMIT_S:g} s"
         except msgspec.DecodeError:
             last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
             said = " ".join(last) or _status(done.returncode)
-            greeting = EpisodeReply(error=f"{self._what()} cannot be used: its process ended as it started: {said}")
-        if greeting.error is not None:
-            raise MegarlError(greeting.error)
+            why = f"{self._what} cannot be used: its process ended as it started: {said}"
+        raise MegarlError(why)
 
     async def process(self) -> Process:
         """Return the live process. EnvironmentDown if none can be started."""
@@ -145,7 +140,7 @@ class Host:
         except EnvironmentDown as error:
             if self._starting is starting:
                 self._starting = None  # so that the next request tries again
-            raise EnvironmentDown(f"{self._what()}: {error}") from None
+            raise EnvironmentDown(f"{self._what}: {error}") from None
 
     def close(self) -> None:
         """End the process."""
@@ -155,9 +150,6 @@ class Host:
             self._starting.cancel()
         elif not self._starting.cancelled() and not self._starting.exception():
             self._starting.result().end(Died(0, "was ended"))
-
-    def _what(self) -> str:
-        return f"{next(iter(self._setup.parts.values())).key}: {self._setup.environment}"
 
 
 _CODE = "import sys; from megarl.tasks.environments.worker import main; main(int(sys.argv[1]))"

@@ -31,13 +31,11 @@ LIVES = 3
 
 
 class Bounded:
-    """An episode of an environment, within limits. turns, turn_tokens: as in the recipe; stop_tokens: set once it is played.
-
-    Its coroutines raise EnvironmentDown if the environment fails, is late, or gives an invalid answer.
-    """
+    """An episode of an environment, within limits: a `PlayedEnvironment`."""
 
     def __init__(self, host: Host, key: str, task: Rows, vocabulary: int) -> None:
-        self._host, self._key, self._task, self._vocabulary = host, key, task, vocabulary
+        self._host, self._task, self._vocabulary = host, task, vocabulary
+        self._where = f"{key}: environment {task.environment}"
         self.turns, self.turn_tokens = task.turns, task.turn_tokens
         self.stop_tokens: tuple[int, ...] = ()
         self._episode = next(host.numbers)
@@ -61,7 +59,6 @@ class Bounded:
                 log.warning("%s", error)
 
     async def step(self, tokens: np.ndarray) -> Observation:
-        """Return the environment's answer to a turn [n]."""
         began = time.monotonic()
         reply = await self._surely(lambda: self._observed(tokens))
         self._past.append((tokens, reply))
@@ -82,7 +79,6 @@ class Bounded:
         return verdict
 
     def told(self, turns: int, limited: bool) -> Episode:
-        """Return the record of an episode of this many turns. limited: the limit on turns ended it."""
         return Episode(turns=turns, calls=self._calls, errors=self._errors, seconds=self._seconds, limited=limited)
 
     async def _surely[T](self, act: Callable[[], Awaitable[T]]) -> T:
@@ -111,7 +107,7 @@ class Bounded:
             if reply[1:] != before[1:] or not np.array_equal(reply.tokens, before.tokens):
                 raise self._down("was begun anew, for its process had ended, and answered the same turns differently")
         if again:
-            log.info("%s goes on in another process after %d turns", self._where(), len(self._past))
+            log.info("%s goes on in another process after %d turns", self._where, len(self._past))
 
     async def _observed(self, tokens: np.ndarray) -> Observation:
         reply = await self._answered("step", tokens=tokens)
@@ -133,10 +129,7 @@ class Bounded:
                 raise self._down(f"{what} token {token}, which is not in the vocabulary of {self._vocabulary}")
 
     def _down(self, why: str, between: str = " ") -> EnvironmentDown:
-        return EnvironmentDown(f"{self._where()}{between}{why}")
-
-    def _where(self) -> str:
-        return f"{self._key}: environment {self._task.environment}"
+        return EnvironmentDown(f"{self._where}{between}{why}")
 
 
 class TaskEnvironments:
@@ -168,13 +161,11 @@ class TaskEnvironments:
                 host.check()
 
     def of(self, task: str) -> Bounded | None:
-        """Return a new environment for an episode of this task; None if its rollouts have a single turn."""
         if task not in self._tasks:
             return None
         rows, key = self._tasks[task], self._keys[task].removesuffix(".environment")
         return Bounded(self._hosts[rows.environment], key, rows, self._tokenizer.vocabulary)
 
     def close(self) -> None:
-        """End the environments' processes."""
         for host in self._hosts.values():
             host.close()

@@ -99,26 +99,21 @@ class Episodes:
         sandbox = Sandbox(setup.sandbox, places(), LIMITS)
         if setup.environment == "python":
             sandbox.check()
-        self._settings = {
-            name: Setting(
-                name, tokenizer, Framing(tokenizer, part.template, part.reply_tokens, name), sandbox, setup.end_of_thinking,
-                part.reply_tokens,
-            )
-            for name, part in setup.parts.items()
-        }  # fmt: skip
-        first = next(iter(setup.parts.values()))
-        self._factory = _found(first.key, setup.environment)
+        self._settings: dict[str, Setting] = {}
+        self._factory = _found(next(iter(setup.parts.values())).key, setup.environment)
         for name, part in setup.parts.items():
+            framing = Framing(tokenizer, part.template, part.reply_tokens, name)
+            setting = Setting(name, tokenizer, framing, sandbox, setup.end_of_thinking, part.reply_tokens)
+            self._settings[name] = setting
             try:
-                environment = self._factory(self._settings[name])
+                environment = self._factory(setting)
             except MegarlError:
                 raise
             except BaseException as error:  # a user's class may raise anything
                 raise MegarlError(f"{part.key}: {setup.environment} cannot be made: {_said(error)}") from error
             if not isinstance(environment, Environment):
-                raise MegarlError(
-                    f"{part.key}: {setup.environment} is no Environment; derive it from megarl.environments.Environment"
-                )
+                what = f"{part.key}: {setup.environment}"
+                raise MegarlError(f"{what} is no Environment; derive it from megarl.environments.Environment")
 
     async def answer(self, request: EpisodeRequest) -> bytes:
         """Return an encoded reply whatever the environment does; never returns if the environment cannot be cancelled."""
@@ -196,11 +191,11 @@ def _observed(answer: Any) -> Observation:
     """Validate the answer of a user's environment, which may be anything."""
     if not isinstance(answer, Observation):
         raise TypeError(f"it answered {answer!r:.80}, not an Observation")
-    tokens = np.asarray(answer.tokens)
+    tokens, wrong = np.asarray(answer.tokens), f"it answered {answer.tokens!r:.80}, which are no token ids"
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        raise TypeError(f"it answered {answer.tokens!r:.80}, which are no token ids")
+        raise TypeError(wrong)
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 31:
-        raise ValueError(f"it answered {answer.tokens!r:.80}, which are no token ids")
+        raise ValueError(wrong)
     return Observation(tokens.astype(np.int32), bool(answer.done), bool(answer.error))
 
 
@@ -230,10 +225,8 @@ def _found(key: str, environment: str) -> Factory:
     try:
         factory: Factory = getattr(importlib.import_module(module), attribute)
     except BaseException as error:  # importing may do anything
-        raise MegarlError(
-            f"{key}: {environment} cannot be used: {_said(error)}; it must be "
-            f"a class in a module on PYTHONPATH or in {os.getcwd()}"
-        ) from None
+        must = f"it must be a class in a module on PYTHONPATH or in {os.getcwd()}"
+        raise MegarlError(f"{key}: {environment} cannot be used: {_said(error)}; {must}") from None
     return factory
 
 
@@ -245,7 +238,9 @@ def frame(message: bytes) -> bytes:
 def main(mark: int) -> None:
     """Serve one environment until stdin closes. mark: descriptor of the shared memory, or -1."""
     die_with_parent()
-    _limit()
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this dies first
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4  # for this and each child process
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what an environment prints is not a reply
@@ -260,13 +255,6 @@ def main(mark: int) -> None:
         return
     _send(replies, encode(EpisodeReply()))
     asyncio.run(_serve(episodes, requests, replies))
-
-
-def _limit() -> None:
-    """Limit data to a quarter of the machine's memory for this and each child process; if memory runs out, it dies first."""
-    Path("/proc/self/oom_score_adj").write_text("1000")
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> None:

@@ -56,18 +56,14 @@ def environment() -> dict[str, str]:
 
 def check_importable(grader: str) -> None:
     """Raise MegarlError if there is no such function; another process looks, since importing may do anything."""
-    code = (
-        f"from megarl.tasks.graders.functions import named; assert callable(named({grader!r})), 'it cannot be called'"
-    )
+    code = f"from {__name__} import named; assert callable(named({grader!r})), 'it cannot be called'"
+    words = [sys.executable, "-c", code]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S
-        )
-        said = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S)
+        if not done.returncode:
+            return
+        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
     except subprocess.TimeoutExpired:
         said = f"not imported within {IMPORT_LIMIT_S:g} s"
-    if said:
-        raise MegarlError(
-            f"data.tasks: the grader {grader} cannot be used: {said}; it must be a function in a module on PYTHONPATH or in "
-            f"{os.getcwd()}"
-        )
+    must = f"it must be a function in a module on PYTHONPATH or in {os.getcwd()}"
+    raise MegarlError(f"data.tasks: the grader {grader} cannot be used: {said}; {must}")

@@ -15,7 +15,7 @@ import numpy as np
 
 from megarl.core.base.contracts import RIGHT, WRONG, Grade, Verdict, answer_of
 from megarl.core.base.types import Prompt
-from megarl.core.recipe import Data, Recipe, Rows, Suite
+from megarl.core.recipe import Recipe, Rows
 from megarl.core.recipe.rules import GRADERS
 from megarl.tasks.graders.answer import Submission, graded, judged
 from megarl.tasks.graders.code import Code
@@ -41,29 +41,29 @@ async def well_formed(submission: Submission) -> Verdict:
     return Verdict(RIGHT if submission.answer else WRONG)
 
 
-def check_graders(data: Data, suites: Mapping[str, Suite]) -> None:
-    """Raise MegarlError if a grader that a task or suite names is unusable here: a sandbox, a function, a service's key.
-
-    No service is asked. A user's modules are imported in another process.
-    """
-    for name in _named(data, suites):
+def check_graders(recipe: Recipe) -> None:
+    """Raise MegarlError if a grader is unusable here: its sandbox, its function (in another process), its service's key."""
+    for name in _named(recipe):
         if name == "code":
-            Sandbox(data.sandbox, 1).check()
-        elif name in data.services:
-            headers(name, data.services[name])
+            Sandbox(recipe.data.sandbox, 1).check()
+        elif name in recipe.data.services:
+            headers(name, recipe.data.services[name])
         elif name not in GRADERS:
             check_importable(name)
 
 
-def _named(data: Data, suites: Mapping[str, Suite]) -> list[str]:
+def _named(recipe: Recipe) -> list[str]:
     """Return the graders of all tasks and suites, each once."""
-    tasks: Mapping[str, Rows] = {**data.tasks, **suites}
-    return sorted({name for task in tasks.values() for name in task.graders})
+    return sorted({name for task in _tasks(recipe).values() for name in task.graders})
+
+
+def _tasks(recipe: Recipe) -> dict[str, Rows]:
+    return {**recipe.data.tasks, **recipe.evaluation.sampled}
 
 
 @dataclass(frozen=True)
 class TaskGrader:
-    """Grades one task. check: decides what is right; others, weights: further rewards, by name; decode: tokens to text."""
+    """A `Grader`. check: decides what is right; others, weights: further rewards, by name; decode: tokens to text."""
 
     check: Check
     others: Mapping[str, Check]
@@ -72,23 +72,16 @@ class TaskGrader:
     decode: Decode
 
     async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade a completion's text. verdict: the environment's, which then decides what is right.
-
-        GraderDown if one of the graders is unavailable.
-        """
         submission = self._submission(text, prompt)
-        main, *others = await asyncio.gather(
-            self._judge(submission, verdict), *(check(submission) for check in self.others.values())
-        )
-        return graded(submission.answer, main, dict(zip(self.others, others, strict=True)), self.weights)
+        others = (check(submission) for check in self.others.values())
+        main, *more = await asyncio.gather(self._judge(submission, verdict), *others)
+        return graded(submission.answer, main, dict(zip(self.others, more, strict=True)), self.weights)
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade by the task's grader or its environment alone, as an evaluation needs."""
         submission = self._submission(text, prompt)
         return graded(submission.answer, await self._judge(submission, verdict), {}, {})
 
     async def agrees(self, answer: str, expected: str) -> bool:
-        """Return whether the answer would be right if this were expected."""
         return (await self.check(Submission(answer, expected))).score > 0
 
     async def _judge(self, submission: Submission, verdict: Verdict | None) -> Verdict:
@@ -117,12 +110,10 @@ class TaskGraders:
         limit_s: float = LIMIT_S,
         limits: Limits | None = None,
     ) -> None:
-        data, suites = recipe.data, recipe.evaluation.sampled
-        self._data, self._workers, self._limit_s, self._limits = data, workers or places(), limit_s, limits
+        self._data, self._workers, self._limit_s, self._limits = recipe.data, workers or places(), limit_s, limits
         self._pools: list[Pool] = []
-        check_graders(data, suites)
-        checks = {name: self._made(name) for name in _named(data, suites)}
-        tasks: Mapping[str, Rows] = {**data.tasks, **suites}
+        check_graders(recipe)
+        checks = {name: self._made(name) for name in _named(recipe)}
         self._graders = {
             name: TaskGrader(
                 checks[task.grader],
@@ -131,7 +122,7 @@ class TaskGraders:
                 recipe.length.end_of_thinking,
                 decode,
             )
-            for name, task in tasks.items()
+            for name, task in _tasks(recipe).items()
         }
 
     def __getitem__(self, task: str) -> TaskGrader:
