@@ -95,18 +95,20 @@ def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
 
 def render(values: Row, rundir: RunDir) -> RenderableType:
     """Render the closing summary."""
-    grids = []
-    for pairs in (lines(values), _places(rundir)):
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
-        for pair in pairs:
-            grid.add_row(*pair)
-        grids.append(grid)
     style = {"finished": "green", "failed": "red"}.get(values["outcome"], "yellow")
     outcome = Text(f"{values['outcome']}: {values['reason']}", style=f"bold {style}")
-    parts = Group(outcome, Text(), grids[0], Text(), grids[1])
+    parts = Group(outcome, Text(), grid(lines(values)), Text(), grid(_places(rundir)))
     return Panel(parts, title=f"megarl · {rundir.path}", padding=(0, 1), width=100)
+
+
+def grid(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Lay out names and texts in two columns."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for pair in pairs:
+        table.add_row(*pair)
+    return table
 
 
 def lines(v: Row) -> Iterable[tuple[str, str]]:

@@ -6,7 +6,7 @@ live picture in a terminal, else plain lines.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
 from megarl.run.observe import Observer, ServerStatus
 from megarl.run.restart import Role
-from megarl.run.summary import mean, show
+from megarl.run.summary import grid, mean, show
 from megarl.run.warnings import words as flagged
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -58,7 +58,7 @@ def render(frame: Frame) -> RenderableType:
     """Render the whole view."""
     parts: list[RenderableType] = [_progress(frame)]
     if frame.observer.rows or frame.observer.evaluations:
-        parts += [Text(), _numbers(frame)]
+        parts += [Text(), grid(_numbers(frame))]
     parts += [Text(), _processes(frame)]
     parts += [Text(f"! {w}", style="yellow") for w in warnings(frame)]
     if frame.observer.problem:
@@ -152,58 +152,54 @@ def clock(seconds: float) -> str:
 
 def _progress(frame: Frame) -> RenderableType:
     total, done = frame.recipe.run.steps, max(frame.observer.rows, default=-1) + 1
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(ratio=1)
-    grid.add_column(no_wrap=True, justify="right")
+    bar = Table.grid(padding=(0, 2), expand=True)
+    bar.add_column(no_wrap=True)
+    bar.add_column(ratio=1)
+    bar.add_column(no_wrap=True, justify="right")
     seconds = recent(frame.observer, "step_seconds")
     left = f"{seconds:.1f} s a step · {clock(seconds * (total - done))} left · " if seconds and done < total else ""
-    grid.add_row(
+    bar.add_row(
         Text(f"step {done}/{total}", style="bold"),
         ProgressBar(total=total, completed=done),
         Text(f"{left}{clock(frame.elapsed_s)}"),
     )
-    return Group(grid, Text(phase(frame), style="cyan", overflow="ellipsis", no_wrap=True))
+    return Group(bar, Text(phase(frame), style="cyan", overflow="ellipsis", no_wrap=True))
 
 
-def _numbers(frame: Frame) -> RenderableType:
+def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
     observer, row = frame.observer, frame.observer.latest
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(no_wrap=True)
     rates = [r["pass_rate_train"] for _, r in sorted(observer.rows.items()) if "pass_rate_train" in r]
-    grid.add_row("pass rate, training", f"{show(recent(observer, 'pass_rate_train'), ',.3f')}  {sparkline(rates, 50)}")
+    yield "pass rate, training", f"{show(recent(observer, 'pass_rate_train'), ',.3f')}  {sparkline(rates, 50)}"
     if observer.evaluations:
         steps = sorted(observer.evaluations)
         scores = [observer.evaluations[s]["pass_rate"] for s in steps]
         first = f" · {scores[0]:.3f} at step {steps[0]}" if len(steps) > 1 else ""
-        grid.add_row("pass rate, held out", f"{scores[-1]:.3f}  {sparkline(scores, 30)}  step {steps[-1]}{first}")
+        yield "pass rate, held out", f"{scores[-1]:.3f}  {sparkline(scores, 30)}  step {steps[-1]}{first}"
         if outlook := words(observer.evaluations[steps[-1]]):
-            grid.add_row("predicted", outlook)
+            yield "predicted", outlook
     tasks = list(frame.recipe.data.tasks)
     for task in tasks if len(tasks) > 1 else ():
-        grid.add_row(f"  {task}", _task(observer, task))
+        yield f"  {task}", _task(observer, task)
     if not observer.rows:
-        return grid
+        return
     step = recent(observer, "step_seconds") or math.nan
     shares = [
         f"{word} {show(value / step, '.0%')}"
         for name, word in (("train_seconds", "trains"), ("wait_seconds", "waits"), ("publish_seconds", "publishes"))
         if (value := recent(observer, name)) is not None
     ]
-    grid.add_row("tokens/s", show(recent(observer, "tokens_per_second")))
+    yield "tokens/s", show(recent(observer, "tokens_per_second"))
     lag = f"mean {show(row.get('lag_mean'), ',.2f')} · max {show(row.get('lag_max'))}"
-    grid.add_row("lag, steps", f"{lag} · limit {frame.recipe.pipeline.lag_limit}")
-    grid.add_row("learner", " · ".join(shares) or "–")
-    grid.add_row("publication", f"{show(row.get('publish_seconds'), ',.2f')} s")
-    grid.add_row("server − learner", _parity(observer.compared))
-    grid.add_row("entropy · grad norm", f"{show(row.get('entropy'), ',.3f')} · {show(row.get('grad_norm'), ',.3f')}")
+    yield "lag, steps", f"{lag} · limit {frame.recipe.pipeline.lag_limit}"
+    yield "learner", " · ".join(shares) or "–"
+    yield "publication", f"{show(row.get('publish_seconds'), ',.2f')} s"
+    yield "server − learner", _parity(observer.compared)
+    yield "entropy · grad norm", f"{show(row.get('entropy'), ',.3f')} · {show(row.get('grad_norm'), ',.3f')}"
     if observer.status is not None:
         t = observer.status.tickets
         text = f"{t.running} being generated · {t.window} of {t.window_limit} in the window"
-        grid.add_row("tickets", text + (f" · {t.void} void" if t.void else ""))
-        grid.add_row("compute", f"{observer.status.compute_hours:.3f} {observer.status.compute_unit} hours")
-    return grid
+        yield "tickets", text + (f" · {t.void} void" if t.void else "")
+        yield "compute", f"{observer.status.compute_hours:.3f} {observer.status.compute_unit} hours"
 
 
 def _parity(row: Mapping[str, Any]) -> str:

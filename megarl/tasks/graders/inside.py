@@ -137,9 +137,7 @@ def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
     if not version:
         return
     everything = ALL_RIGHTS[min(version, max(ALL_RIGHTS))]
-    handled = struct.pack(
-        "QQQ", everything, 0, 3 if version >= 6 else 0
-    )  # no network rules; 3: signals, abstract sockets
+    handled = struct.pack("QQQ", everything, 0, 3 if version >= 6 else 0)  # no network; 3: signals, abstract sockets
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, handled, len(handled), 0)
     rights = [(path, EXECUTE | READ | LIST) for path in readable] + [(path, WRITE | READ) for path in DEVICES]
     for path, allowed in [*rights, (".", everything)]:
@@ -261,13 +259,8 @@ def far(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
         name, text = value
         kind = getattr(builtins, name, None)
         # StopIteration would end the check's own iteration, `all(map(candidate, …))`, before everything was asked.
-        if (
-            not isinstance(kind, type)
-            or not issubclass(kind, Exception)
-            or name in ("StopIteration", "StopAsyncIteration")
-        ):
-            kind = RuntimeError
-        raise kind(text)
+        known = isinstance(kind, type) and issubclass(kind, Exception)
+        raise (kind if known and name not in ("StopIteration", "StopAsyncIteration") else RuntimeError)(text)
 
     return candidate
 
