@@ -72,13 +72,12 @@ def main(recipe: Recipe, fingerprints: checks.Fingerprints, write_report: WriteR
             console.print(f"going on with {rundir.path}", highlight=False)
         if len(nodes) > 1:
             print(*described(placed, nodes), sep="\n", flush=True)
-        began = time.monotonic()
         with stop_requests() as stop_request:
             supervisor = Supervisor(recipe, rundir, endpoints, launcher, placed, stop_request)
             screen = Screen(console)
             with screen.live or nullcontext():
                 outcome = supervisor.run(screen)
-        closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - began, write_report)
+        closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - supervisor.began, write_report)
     if outcome.kind == "stopped":
         asked = stop_request.signal or rundir.stop_signal()
         return 128 + asked if asked else 0
@@ -174,8 +173,7 @@ class Supervisor:
             process.wait_gone()
             self._note("ended", role, status=status)
             self.observer.look()
-            outcome = self._after(role, process, status, now)
-            if outcome is not None:
+            if outcome := self._after(role, process, status, now):
                 return outcome
         if ended:
             self.launcher.sweep(list(self.running.values()))

@@ -33,6 +33,7 @@ LONGEST = 1 << 20
 """Bytes of a call or a result in a pipe."""
 ALONE: tuple[type[Any], ...] = (int, float, complex, str, bytes)
 TOGETHER: dict[type[Any], type[Any]] = {list: list, tuple: tuple, set: set, frozenset: set}
+STOPS = ("StopIteration", "StopAsyncIteration")  # would end a check's `all(map(candidate, …))` too early
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 4, 38, 22, 2
 CLONE_NEWUSER, ANY_CLONE_NEW, CLONE_PARENT = 0x10000000, 0x7E020000, 0x8000
 EPERM, ENOSYS, SIGKILL, O_PATH = 1, 38, 9, 0x200000
@@ -258,9 +259,9 @@ def far(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
             return value
         name, text = value
         kind = getattr(builtins, name, None)
-        # StopIteration would end the check's own iteration, `all(map(candidate, …))`, before everything was asked.
-        known = isinstance(kind, type) and issubclass(kind, Exception)
-        raise (kind if known and name not in ("StopIteration", "StopAsyncIteration") else RuntimeError)(text)
+        if not isinstance(kind, type) or not issubclass(kind, Exception) or name in STOPS:
+            kind = RuntimeError
+        raise kind(text)
 
     return candidate
 
