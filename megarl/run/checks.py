@@ -32,25 +32,9 @@ LARGE = 10**9
 type Fingerprints = Mapping[str, str]
 """Fingerprint by recipe key and part of it: `model.path: weights`."""
 HISTORY = (
-    "run.seed",
-    "model.path",
-    "model.dtype",
-    "model.fp32_head",
-    "model.fp8",
-    "data",
-    "length",
-    "sampling",
-    "pipeline",
-    "batch",
-    "loss",
-    "reference",
-    "learner.epochs",
-    "critic.path",
-    "critic.dtype",
-    "critic.gamma",
-    "critic.lam",
-    "critic.value_clip",
-)
+    "run.seed", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data", "length", "sampling", "pipeline", "batch",
+    "loss", "reference", "learner.epochs", "critic.path", "critic.dtype", "critic.gamma", "critic.lam", "critic.value_clip",
+)  # fmt: skip
 """Keys and sections that determine a run's steps. Layout, servers, learning rate and cadences may change on resuming."""
 
 

@@ -224,22 +224,11 @@ def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[s
     """
     python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
     return [
-        "srun",
-        f"--job-name={step}",
-        f"--nodes={len(names)}",
-        f"--ntasks={len(names)}",
-        "--ntasks-per-node=1",
-        f"--nodelist={','.join(names)}",
-        "--overlap",
-        "--mem=0",
-        "--cpu-bind=none",
-        "--export=ALL",
-        "--input=all",
+        "srun", f"--job-name={step}", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
+        f"--nodelist={','.join(names)}", "--overlap", "--mem=0", "--cpu-bind=none", "--export=ALL", "--input=all",
         "--kill-on-bad-exit=1",  # for the learner's nodes; a step on one node has no other task
-        *shlex.split(os.environ.get(STEP_OPTIONS, "")),
-        *python,
-        *arguments,
-    ]
+        *shlex.split(os.environ.get(STEP_OPTIONS, "")), *python, *arguments,
+    ]  # fmt: skip
 
 
 def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:

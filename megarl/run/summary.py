@@ -48,10 +48,10 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "learner_idle_share": _ratio(_total(lived, "wait_seconds"), seconds),
         "server_idle_share": None if busy is None else max(0.0, 1.0 - busy),  # a measured share can be a hair above one
         "publications": len(publishing),
-        "publish_seconds": mean(publishing, "publish_seconds"),
-        "pause_seconds": mean(publishing, "pause_seconds"),
-        "transfer_seconds": mean(publishing, "transfer_seconds"),
-        "resume_seconds": mean(publishing, "resume_seconds"),
+        **{
+            f"{part}_seconds": mean(publishing, f"{part}_seconds")
+            for part in ("publish", "pause", "transfer", "resume")
+        },
         "lag_mean": mean(rows, "lag_mean"),
         "lag_max": _largest(rows, "lag_max"),
         "lag_limit": recipe.pipeline.lag_limit,
@@ -59,9 +59,7 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "parity_mean_max": _largest(rows, "parity_mean/kernels"),
         "parity_publications": sum("parity_mean/kernels" in row for row in rows),
         "versions_per_rollout": mean(rows, "versions_per_rollout"),
-        "truncation_rate": mean(rows[-20:], "truncation_rate"),
-        "interruption_rate": mean(rows[-20:], "interruption_rate"),
-        "format_error_rate": mean(rows[-20:], "format_error_rate"),
+        **{name: mean(rows[-20:], name) for name in ("truncation_rate", "interruption_rate", "format_error_rate")},
         "void_groups": _total(rows, "void_groups"),
         "warnings": warnings.words(partial(mean, rows[-20:]), recipe.length.end_of_thinking),
         "restarts": events.count("restart"),
