@@ -9,8 +9,7 @@ from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
-from megarl.run.observe import last_lines
-from megarl.run.tail import Tail
+from megarl.run.observe import Tail, last_lines
 
 LOOK_S = 0.5
 KINDS = ("server", "learner", "controller")

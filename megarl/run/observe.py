@@ -15,14 +15,37 @@ from typing import Any
 
 import msgspec
 
-from megarl.core.base.rundir import RunDir, by_step, scores
+from megarl.core.base.rundir import Row, RunDir, by_step, parsed, scores
 from megarl.run.restart import Role
-from megarl.run.tail import Tail
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
 OF_SLURM = re.compile(r"^(srun|slurmstepd\S*): error")
 TAIL_BYTES = 64 << 10
 """How far back from its end a log is read."""
+
+
+class Tail:
+    """Reads a growing file: `new()` returns complete lines since the last call; an unfinished last line waits for its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def lines(self) -> list[str]:
+        """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return data[:end].decode(errors="replace").splitlines()
+
+    def new(self) -> list[Row]:
+        """Return rows since the last call; a line truncated by a crash is skipped."""
+        return [row for line in self.lines() if (row := parsed(line)) is not None]
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):

@@ -31,22 +31,12 @@ BATCH = 4096
 
 
 class Prepared(NamedTuple):
-    """The result of a preparation. train, heldout: rows written. evaluation: number of texts decontaminated against."""
+    """The result of a preparation: rows read, and those written."""
 
-    source: str
     rows: int
     train: int
     heldout: int
-    evaluation: int
     left_out: LeftOut
-
-    def report(self) -> dict[str, Any]:
-        """Return the contents of report.json."""
-        named = {name: [f"{number}: {what}" for number, what in first] for name, first in self.left_out.first.items()}
-        return {
-            "source": self.source, "rows": self.rows, "train": self.train, "heldout": self.heldout,
-            "evaluation_texts": self.evaluation, "left_out": dict(self.left_out.counts), "first": named,
-        }  # fmt: skip
 
 
 class _Rate(ProgressColumn):
@@ -90,9 +80,14 @@ def prepare(
             adds[is_held](msgspec.structs.asdict(row))
     for stale in outputs - set(paths):
         stale.unlink(missing_ok=True)
-    done = Prepared(source, len(found.kept), kept - held, held, len(evaluation or ()), found.left_out)
-    write_atomically(out / "report.json", msgspec.json.format(msgspec.json.encode(done.report())) + b"\n")
-    return done
+    left_out = found.left_out
+    report = {
+        "source": source, "rows": len(found.kept), "train": kept - held, "heldout": held,
+        "evaluation_texts": len(evaluation or ()), "left_out": dict(left_out.counts),
+        "first": {name: [f"{number}: {what}" for number, what in first] for name, first in left_out.first.items()},
+    }  # fmt: skip
+    write_atomically(out / "report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    return Prepared(len(found.kept), kept - held, held, left_out)
 
 
 @contextmanager

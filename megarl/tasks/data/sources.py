@@ -90,13 +90,8 @@ def _dataset(source: str) -> Iterator[dict[str, Any]]:
 
 def _hub(source: str) -> tuple[str, str | None, str] | None:
     """Parse `hub:…` into name, configuration and split."""
-    if not source.startswith(HUB):
+    parts = source.removeprefix(HUB).split(":")
+    if not source.startswith(HUB) or not all(parts) or len(parts) > 3:
         return None
-    match source.removeprefix(HUB).split(":"):
-        case [name] if name:
-            return name, None, "train"
-        case [name, split] if name and split:
-            return name, None, split
-        case [name, config, split] if name and config and split:
-            return name, config, split
-    return None
+    name, *config, split = parts if len(parts) > 1 else [*parts, "train"]
+    return name, config[0] if config else None, split
