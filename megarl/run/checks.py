@@ -42,7 +42,9 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
     """Check all that `megarl train` needs beside its inputs but other nodes of a job, and return what it would start."""
     rundir = RunDir(recipe.run.path)
     check_history(recipe, rundir, fingerprints)
-    _check_writable(rundir.path)
+    there = next(folder for folder in (rundir.path, *rundir.path.absolute().parents) if os.path.exists(folder))
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+        raise MegarlError(f"run.dir: cannot write in {there}; give another run.dir")
     launcher = chosen(recipe, rundir)
     if isinstance(launcher, LocalLauncher):
         placed = place(recipe, launcher.survey(0))
@@ -53,13 +55,6 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
     gpus = devices.needed(recipe) if with_gpus else 0
     counts = ((recipe.resources.servers, "server"), (recipe.resources.learner_ranks, "rank"), (gpus, "GPU"))
     return ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
-
-
-def _check_writable(path: Path) -> None:
-    """Raise MegarlError unless the run's directory can be created or written to, before the run's lock would."""
-    there = next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
-    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
-        raise MegarlError(f"run.dir: cannot write in {there}; give another run.dir")
 
 
 def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: int) -> None:
@@ -122,40 +117,30 @@ def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
 
 def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) -> bool:
     """Return whether there is a run to resume; raise MegarlError if it must not be touched, or would turn into another run."""
-    history = _history(rundir)
+    history, other = _history(rundir), "give this one another run.name"
     if not history:
         return False
     if not os.path.exists(rundir.recipe):
-        raise MegarlError(
-            f"{rundir.path}: has {history} of a run, but not the recipe.yaml that the run began with; put it back, or give "
-            "this one another run.name"
-        )
+        missing = "but not the recipe.yaml that the run began with"
+        raise MegarlError(f"{rundir.path}: has {history} of a run, {missing}; put it back, or {other}")
     if recipe.run.resume == "never":
-        raise MegarlError(
-            f"{rundir.path}: holds a run already; go on with it by run.resume=auto, or give this one another run.name"
-        )
+        raise MegarlError(f"{rundir.path}: holds a run already; go on with it by run.resume=auto, or {other}")
     try:
         before = load(str(rundir.recipe))
     except MegarlError as error:
-        raise MegarlError(
-            f"the recipe this run began with cannot be read by this version; give another run.name\n{error}"
-        ) from None
+        why = "the recipe this run began with cannot be read by this version"
+        raise MegarlError(f"{why}; {other}\n{error}") from None
     changed = [
         f"{key}: {old!r} in {rundir.recipe}, {new!r} now"
         for key, old, new in differences(before, recipe)
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY)
     ]
     if changed:
-        raise MegarlError(
-            "\n".join(changed) + "\nA run that goes on keeps these, or its steps would no longer be one history; "
-            "undo the change, or give another run.name"
-        )
-    others = _changed(rundir.fingerprints, fingerprints)
-    if others:
-        raise MegarlError(
-            "\n".join(f"{key}: not what the run began with (by {rundir.fingerprints})" for key in others)
-            + "\nPut back what was there, or give another run.name"
-        )
+        keeps = "A run that goes on keeps these, or its steps would no longer be one history; undo the change"
+        raise MegarlError("\n".join([*changed, f"{keeps}, or {other}"]))
+    if others := _changed(rundir.fingerprints, fingerprints):
+        named = [f"{key}: not what the run began with (by {rundir.fingerprints})" for key in others]
+        raise MegarlError("\n".join([*named, f"Put back what was there, or {other}"]))
     return True
 
 

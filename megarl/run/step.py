@@ -72,7 +72,7 @@ class Orders(threading.Thread):
 def main(argument: str) -> int:
     """Run until the role or the supervisor has ended; return the role's status as a shell would."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, _pass)
+        signal.signal(number, lambda *_: None)  # of Slurm to the step or this process; the role would inherit SIG_IGN
     task = msgspec.json.decode(argument, type=RoleCommand, dec_hook=lambda _, path: RunDir(Path(path)))
     n = int(os.environ["SLURM_PROCID"])
     node = task.place.nodes[n]
@@ -98,10 +98,6 @@ def main(argument: str) -> int:
     status = -signal.SIGKILL if status is None else status
     _say(Report(node=node.name, status=status))
     return 128 - status if status < 0 else status
-
-
-def _pass(_number: int, _frame: object) -> None:
-    """Ignore a signal of Slurm to the step or this process alone; by a handler, since the role would inherit SIG_IGN."""
 
 
 def _say(report: Report) -> None:

@@ -146,7 +146,10 @@ class Supervisor:
             self.observer.look()
             self.screen.show(self.frame())
             if self.stopping_since is None and (self.stop_request.count or self.rundir.stop_file.exists()):
-                self._begin_stopping(now)
+                self.stopping_since = now
+                if self.stop_request.count:
+                    self.rundir.stop(self.stop_request.signal)
+                self._note("stopping", None, signal=self.rundir.stop_signal())
         if now - self._watched >= WATCH_S and self.stopping_since is None:
             self._watched = now
             self._end_hung(now)
@@ -240,12 +243,6 @@ class Supervisor:
             return f"at the asymptote: {enough(newest)}"
         made, asked = self.observer.latest.get("step", -1) + 1, self.recipe.run.steps
         return "all steps done" if made >= asked else f"the prompts are used up after {made} of {asked} steps"
-
-    def _begin_stopping(self, now: float) -> None:
-        self.stopping_since = now
-        if self.stop_request.count:
-            self.rundir.stop(self.stop_request.signal)
-        self._note("stopping", None, signal=self.rundir.stop_signal())
 
     def _second_request(self, now: float) -> RunEnd | None:
         if self.stop_request.count > 1:
