@@ -36,10 +36,7 @@ COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
 
 @dataclass(frozen=True)
 class RoleCommand:
-    """What to run for a role.
-
-    arguments: what follows `python`; environment: variables that differ from ours (None: unset); rundir: holds the logs.
-    """
+    """What to run for a role. arguments: what follows `python`; environment: variables that differ from ours (None: unset)."""
 
     role: Role
     arguments: tuple[str, ...]

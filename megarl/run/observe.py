@@ -174,7 +174,6 @@ def last_problem(log: Path) -> str:
 
 
 def last_lines(log: Path, count: int = 25) -> list[str]:
-    """Return the last lines of a log."""
     if not log.exists():
         return []
     with log.open("rb") as file:

@@ -218,10 +218,7 @@ class SrunStep:
 
 
 def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[str]:
-    """Build the srun command: one task on each node, which may use all of it and shares it with the other steps.
-
-    Options that srun inherits from the batch script (tasks per node, CPUs per task) are overridden here.
-    """
+    """Build the srun command: a task on each node, all of which it shares with other steps, whatever the batch script asks."""
     python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
     return [
         "srun", f"--job-name={step}", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",

@@ -56,7 +56,6 @@ class Orders(threading.Thread):
 
     @property
     def gone(self) -> bool:
-        """Whether the supervisor is gone."""
         return self._ended or self.unanswered >= UNANSWERED
 
     def run(self) -> None:

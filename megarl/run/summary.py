@@ -92,7 +92,6 @@ def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
 
 
 def render(values: Row, rundir: RunDir) -> RenderableType:
-    """Render the closing summary."""
     style = {"finished": "green", "failed": "red"}.get(values["outcome"], "yellow")
     outcome = Text(f"{values['outcome']}: {values['reason']}", style=f"bold {style}")
     parts = Group(outcome, Text(), grid(lines(values)), Text(), grid(_places(rundir)))

@@ -124,7 +124,6 @@ class Supervisor:
             self.observer.look()
 
     def frame(self) -> Frame:
-        """Return what there is to show now."""
         now = time.monotonic()
         views = {}
         for role in self.roles:

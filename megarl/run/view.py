@@ -55,7 +55,6 @@ class Frame:
 
 
 def render(frame: Frame) -> RenderableType:
-    """Render the whole view."""
     parts: list[RenderableType] = [_progress(frame)]
     if frame.observer.rows or frame.observer.evaluations:
         parts += [Text(), grid(_numbers(frame))]

@@ -49,7 +49,6 @@ class _Rate(ProgressColumn):
 def prepare(
     source: str, out: Path, read: Reader, heldout: int, against: Sequence[str], form: str, console: Console
 ) -> Prepared:
-    """Write the files and return what was done."""
     outputs = {out / f"{side}.{form}" for side in ("train", "heldout") for form in FORMATS}
     if Path(source).resolve() in {path.resolve() for path in outputs}:
         raise MegarlError(f"{out}: the source lies there and would be written over; name another directory")

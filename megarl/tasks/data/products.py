@@ -35,7 +35,6 @@ TRACES = {
 
 
 def write(directory: Path, seed: int) -> None:
-    """Write the three files."""
     write_task(directory, "products-", random.Random(f"{seed}/products"), product, TRACES, trace)
 
 

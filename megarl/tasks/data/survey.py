@@ -157,7 +157,6 @@ def chosen(survey: Survey) -> Iterator[tuple[Row, bool]]:
 
 
 def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float) -> Row | None:
-    """Return the row if it can be used."""
     if isinstance(raw, Unreadable):
         left_out.add(MALFORMED, number, f"not a row: {raw.why}")
         return None

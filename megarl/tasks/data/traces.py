@@ -95,10 +95,7 @@ def are_traces(source: str) -> bool:
 
 
 def spoken(raw: Mapping[str, Any]) -> Taught:
-    """Read a trace as the user's text and the completion, without a template; UnfitError if it has none of the forms.
-
-    Its id is a hash of the whole trace, up to blanks.
-    """
+    """Read a trace as the user's text and the completion, without a template. Its id is a hash of it all, up to blanks."""
     before, parts = _parts(raw)
     if isinstance(before, str):
         whole = said = before

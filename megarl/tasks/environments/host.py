@@ -143,7 +143,6 @@ class Host:
             raise EnvironmentDown(f"{self._what}: {error}") from None
 
     def close(self) -> None:
-        """End the process."""
         if self._starting is None:
             return
         if not self._starting.done():

@@ -231,7 +231,6 @@ def _found(key: str, environment: str) -> Factory:
 
 
 def frame(message: bytes) -> bytes:
-    """Prefix a message with its length."""
     return HEAD.pack(len(message)) + message
 
 

@@ -129,12 +129,10 @@ class TaskGraders:
         return self._graders[task]
 
     def close(self) -> None:
-        """End the workers."""
         for pool in self._pools:
             pool.close()
 
     def _made(self, name: str) -> Check:
-        """Return the check that the recipe means by this name."""
         if name == "exact":
             return exact
         if name == "format":

@@ -84,9 +84,8 @@ def system_call_filter(machine: str, files_in_sight: bool) -> bytes:
     """Build a BPF program that refuses what a program may not do.
 
     No network, signals, namespaces or mounts, no memory that escapes the limits, no messages or semaphores that outlive the
-    program, no new session, and no control over how others are scheduled.
-
-    files_in_sight: also no change to a file's owner, mode, times or length.
+    program, no new session, no control over how others are scheduled; files_in_sight: nor over a file's owner, mode, times or
+    length.
     """
     audit, clone, clone3, prlimit, fcntl, ioctl, refused, of_files = ARCHITECTURES[machine]
 
