@@ -73,7 +73,6 @@ class Status(msgspec.Struct, kw_only=True):
 
     time: float
     step: int = 0
-    version: int = 0
     phase: str = ""
     servers: list[ServerStatus] = []
     tickets: TicketStatus = msgspec.field(default_factory=TicketStatus)
