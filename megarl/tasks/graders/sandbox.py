@@ -127,7 +127,7 @@ class Sandbox:
 
     async def run(self, program: str, given: str, call: str = "") -> Ran:
         """Return what `program` printed for this stdin or, after it has run, the repr of the expression `call`. GraderDown."""
-        return await self._tried(lambda: self._run(_task(program, input=given, call=call)))
+        return await self._tried(lambda: self._run(program, input=given, call=call))
 
     async def run_checked(self, program: str, function: str, check: str) -> Ran:
         """Run `check(candidate)`, defined by the source `check`, on this function of the program.
@@ -150,27 +150,28 @@ class Sandbox:
         ends, others = (calls[0], results[1]), (results[0], calls[1])
         try:
             async with asyncio.TaskGroup() as both:
-                asked = both.create_task(self._run(_task(program, serves=function, pipes=_numbers(ends)), ends))
-                judge = both.create_task(self._run(_task(check, checks=True, pipes=_numbers(others)), others))
+                asked = both.create_task(self._run(program, ends, serves=function))
+                judge = both.create_task(self._run(check, others, checks=True))
                 if (await judge).stdout:  # empty output may mean that no program could be started, which is no verdict
                     asked.cancel()
         except* (OSError, GraderDown) as errors:
             raise errors.exceptions[0] from None
         return judge.result()
 
-    async def _run(self, task: bytes, pipes: Sequence[IO[bytes]] = ()) -> Ran:
-        """Run one process in its own place. pipes: handed over to it and closed here."""
+    async def _run(self, program: str, pipes: Sequence[IO[bytes]] = (), **more: Any) -> Ran:
+        """Run one process in its own place. pipes: handed over to it and closed here; more: of its task."""
+        numbers = [pipe.fileno() for pipe in pipes]
         with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as scratch:
             os.chmod(scratch, 0o777)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self._command(), cwd=scratch, env=ENVIRONMENT, start_new_session=True, pass_fds=_numbers(pipes),
+                    *self._command(), cwd=scratch, env=ENVIRONMENT, start_new_session=True, pass_fds=numbers,
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
                 )  # fmt: skip
             finally:
                 for pipe in pipes:
                     pipe.close()
-            return await self._finished(process, task)
+            return await self._finished(process, _task(program, pipes=numbers, **more))
 
     async def _finished(self, process: asyncio.subprocess.Process, task: bytes) -> Ran:
         assert process.stdin
@@ -218,10 +219,6 @@ def _pipe() -> tuple[IO[bytes], IO[bytes]]:
     """Return a pipe's reading and writing ends, as file objects so that none is left open whatever happens."""
     reading, writing = os.pipe()
     return os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0)
-
-
-def _numbers(pipes: Sequence[IO[bytes]]) -> list[int]:
-    return [pipe.fileno() for pipe in pipes]
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:
