@@ -64,8 +64,7 @@ def closing(
     console.print(summary.render(values, rundir))
     if deaths and outcome.kind in ("failed", "elsewhere"):
         console.print(causes(deaths))
-    log = log_of(rundir, outcome.role) if outcome.role is not None else None
-    if log is not None:
+    if outcome.role and (log := log_of(rundir, outcome.role)):
         print(f"\nThe end of {log}:", *last_lines(log), sep="\n  ", file=sys.stderr)
     if outcome.kind == "failed":
         print(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)

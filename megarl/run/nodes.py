@@ -65,8 +65,7 @@ def address_of(interface: str) -> str:
     if interface == OF_SLURM:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             s.connect((supervisor, DISCARD))  # sends nothing: the kernel chooses the route
-            address: str = s.getsockname()[0]
-            return address
+            return str(s.getsockname()[0])
     known = psutil.net_if_addrs()
     for entry in known.get(interface, []):
         if entry.family == socket.AF_INET:

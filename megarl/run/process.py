@@ -91,26 +91,24 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
     """Be the only `command` in the folder; the kernel releases the lock when we die. key: the option that names the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        file = (folder / ".lock").open("ab+", buffering=0)  # each write is one, and none is left for the end
     except OSError as error:
         raise MegarlError(f"{key}: cannot write in {folder}: {error.strerror}") from None
-    try:
+    with file:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.read(descriptor, 100).decode()
-            what = f"another `{command}` (process {owner}) works there; end it, or give another {key}"
+            file.seek(0)
+            what = f"another `{command}` (process {file.read(100).decode()}) works there; end it, or give another {key}"
             raise MegarlError(f"{folder}: {what}") from None
         except OSError as error:
             raise MegarlError(
                 f"{folder}: cannot be locked: {error.strerror}; the file system has to have flock (Lustre: mount -o flock)"
             ) from None
         with writing(folder / ".lock"):
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, str(os.getpid()).encode())
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
         yield
-    finally:
-        os.close(descriptor)
 
 
 LOWEST_PORT, PORTS_WANTED = 10_000, 5_000

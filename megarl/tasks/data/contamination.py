@@ -82,13 +82,12 @@ def overlap_with(sources: Iterable[str]) -> Overlap | None:
 
 
 def _texts(source: str) -> Iterator[tuple[str, str]]:
-    empty = True
+    number = 0
     for number, row in stream(source):
         if isinstance(row, Unreadable):
             raise MegarlError(f"{source}:{number}: {row.why}")
         yield f"{source}:{number}", question(row, f"{source}:{number}")
-        empty = False
-    if empty:
+    if not number:
         raise MegarlError(f"{source}: no rows in it to decontaminate against")
 
 
