@@ -240,10 +240,8 @@ def _processes(frame: Frame) -> RenderableType:
             if not state.startswith("starting"):
                 version = str(server.version) if server.version >= 0 else "–"
                 cells = [version, str(server.running), show(server.tokens_per_second), show(server.busy_share, ".0%")]
-        elif view.state == "running" and role.kind == "controller":
-            state = "up" if status else "starting"
         elif view.state == "running":
-            state = "up" if status and status.phase != "starting" else "starting"
+            state = "up" if status and (role.kind == "controller" or status.phase != "starting") else "starting"
         style = STYLES.get(state.split("(")[0], "")
         table.add_row(
             role.name,
