@@ -48,8 +48,8 @@ class Process:
         self.over: Died | None = None  # set when it can no longer be asked anything
         self._reading = asyncio.create_task(self._read())
 
-    async def ask(self, request: EpisodeRequest, limit_s: float) -> EpisodeReply:
-        """Return its reply. limit_s: within which it should end the call itself. Raises Died."""
+    async def ask(self, request: EpisodeRequest) -> EpisodeReply:
+        """Return its reply; within `limit_s` it should end the call itself. Raises Died."""
         assert self._process.stdin
         if self.over:
             raise Died(self.over.culprit, str(self.over))
@@ -59,14 +59,14 @@ class Process:
             with contextlib.suppress(OSError, RuntimeError):  # it has just ended, which `_read` notices too
                 self._process.stdin.write(frame(encode(request)))
             for _ in range(2):  # a process slow under its whole load gets the time twice
-                if (await asyncio.wait({reply}, timeout=limit_s + MARGIN_S))[0]:
+                if (await asyncio.wait({reply}, timeout=request.limit_s + MARGIN_S))[0]:
                     return reply.result()
                 if time.monotonic() - self._heard > MARGIN_S:
-                    blocks = f"blocked its process, {limit_s:g} s (reply_timeout_s) and more"
+                    blocks = f"blocked its process, {request.limit_s:g} s (reply_timeout_s) and more"
                     self.end(Died(MARK.unpack_from(self._mark)[0] or request.episode, blocks))
                     return reply.result()
             return EpisodeReply(
-                call=request.call, error=f"took longer than {limit_s:g} s (reply_timeout_s), and goes on"
+                call=request.call, error=f"took longer than {request.limit_s:g} s (reply_timeout_s), and goes on"
             )
         finally:
             self._waiting.pop(request.call, None)

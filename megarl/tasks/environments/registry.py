@@ -117,8 +117,9 @@ class Bounded:
 
     async def _answered(self, act: Act, **given: Any) -> EpisodeReply:
         assert self._process is not None
-        request = EpisodeRequest(call=next(self._host.numbers), episode=self._episode, act=act, **given)
-        reply = await self._process.ask(request, self._task.reply_timeout_s)
+        call, limit_s = next(self._host.numbers), self._task.reply_timeout_s
+        request = EpisodeRequest(call=call, episode=self._episode, limit_s=limit_s, act=act, **given)
+        reply = await self._process.ask(request)
         if reply.error is not None:
             raise self._down(reply.error, ": ")
         return reply
@@ -144,10 +145,7 @@ class TaskEnvironments:
         self._hosts: dict[str, Host] = {}
         for environment in dict.fromkeys(task.environment for task in self._tasks.values()):
             parts = {
-                name: Part(
-                    key=self._keys[name], template=task.template, reply_tokens=task.reply_tokens,
-                    reply_timeout_s=task.reply_timeout_s,
-                )
+                name: Part(key=self._keys[name], template=task.template, reply_tokens=task.reply_tokens)
                 for name, task in self._tasks.items() if task.environment == environment
             }  # fmt: skip
             setup = Setup(

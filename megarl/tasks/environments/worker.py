@@ -51,7 +51,6 @@ class Part(Record, frozen=True):
     key: str
     template: str
     reply_tokens: int
-    reply_timeout_s: float
 
 
 class Setup(Record, frozen=True):
@@ -72,6 +71,7 @@ class EpisodeRequest(Record, frozen=True):
 
     call: int
     episode: int
+    limit_s: float
     act: Act
     prompt: Prompt | None = None
     tokens: np.ndarray | None = None
@@ -95,7 +95,7 @@ class Episodes:
 
     def __init__(self, setup: Setup, tokenizer: Tokenizer, mark: Callable[[int], object]) -> None:
         self._setup, self._mark = setup, mark
-        self._playing: dict[int, tuple[Environment, Part]] = {}
+        self._playing: dict[int, Environment] = {}
         sandbox = Sandbox(setup.sandbox, places(), LIMITS)
         if setup.environment == "python":
             sandbox.check()
@@ -124,20 +124,16 @@ class Episodes:
             return encode(EpisodeReply(call=request.call, error=said))
 
     async def _reply(self, request: EpisodeRequest) -> EpisodeReply:
-        if request.prompt is not None:
-            part = self._setup.parts[request.prompt.task]
-        elif request.episode in self._playing:
-            part = self._playing[request.episode][1]
-        else:
+        if request.prompt is None and request.episode not in self._playing:
             return EpisodeReply(call=request.call)  # it was never made
         try:
-            async with asyncio.timeout(part.reply_timeout_s) as limit:
+            async with asyncio.timeout(request.limit_s) as limit:
                 return await _Marked(self._answer(request), lambda inside: self._mark(request.episode if inside else 0))
         except GraderDown as error:
             return EpisodeReply(call=request.call, error=_said(error).partition(": ")[2])
         except BaseException as error:  # CancelledError and SystemExit too: they come from the environment
             if limit.expired():
-                late = f"{request.act} took longer than {part.reply_timeout_s:g} s (reply_timeout_s)"
+                late = f"{request.act} took longer than {request.limit_s:g} s (reply_timeout_s)"
                 return EpisodeReply(call=request.call, error=late)
             said = f"{request.act} failed: {_said(error)}"
             try:
@@ -148,12 +144,11 @@ class Episodes:
 
     async def _answer(self, request: EpisodeRequest) -> EpisodeReply:
         if request.prompt is not None:
-            task = request.prompt.task
-            environment = self._factory(self._settings[task])
-            self._playing[request.episode] = environment, self._setup.parts[task]
+            environment = self._factory(self._settings[request.prompt.task])
+            self._playing[request.episode] = environment
             await environment.reset(request.prompt)
             return EpisodeReply(call=request.call, stop_tokens=tuple(int(token) for token in environment.stop_tokens))
-        environment = self._playing[request.episode][0]
+        environment = self._playing[request.episode]
         if request.tokens is not None:
             return EpisodeReply(call=request.call, observation=_observed(await environment.step(request.tokens)))
         if request.act == "reward":

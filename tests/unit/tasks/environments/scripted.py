@@ -78,7 +78,7 @@ class Near:
     async def process(self) -> "Near":
         return self
 
-    async def ask(self, request: EpisodeRequest, limit_s: float) -> EpisodeReply:
+    async def ask(self, request: EpisodeRequest) -> EpisodeReply:
         reply: EpisodeReply = decode(await self._episodes.answer(decode(encode(request), EpisodeRequest)), EpisodeReply)
         return reply
 
