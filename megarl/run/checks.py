@@ -8,7 +8,6 @@ A resumed run compares fingerprints of its inputs (read by lab/preflight.py): ot
 other steps.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -163,8 +162,3 @@ def _changed(file: Path, now: Fingerprints) -> list[str]:
         )
     before = read_json(file)
     return [key for key in now if before.get(key, now[key]) != now[key]]
-
-
-def stored_fingerprints(fingerprints: Fingerprints) -> bytes:
-    """Encode the fingerprints as the contents of their file."""
-    return json.dumps(dict(fingerprints), indent=2).encode() + b"\n"

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, write_atomically
 from megarl.core.recipe import Recipe, dump
 from megarl.run import devices
-from megarl.run.checks import Fingerprints, stored_fingerprints
+from megarl.run.checks import Fingerprints
 from megarl.run.placement import Place
 from megarl.run.restart import Role
 
@@ -41,7 +41,7 @@ def prepare(
     for file in (rundir.stop_file, rundir.failure_file, rundir.status, rundir.summary):
         file.unlink(missing_ok=True)
     again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
-    write_atomically(rundir.fingerprints, stored_fingerprints(fingerprints))
+    write_atomically(rundir.fingerprints, json.dumps(dict(fingerprints), indent=2).encode() + b"\n")
     write_atomically(rundir.recipe, dump(again).encode())
     endpoints = endpoints_of(recipe, placed)
     rundir.write_endpoints(endpoints)
