@@ -7,6 +7,7 @@ The source is read twice, by survey.py and by the writers; memory holds 35 bytes
 source's order: drawing shuffles anew each epoch. Files appear complete or not at all.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,7 +44,7 @@ class _Rate(ProgressColumn):
     """Rows per second."""
 
     def render(self, task: ProgressTask) -> Text:
-        return Text(f"{task.finished_speed or task.speed or 0:,.0f} rows/s")
+        return Text(f"{task.completed / (task.finished_time or task.elapsed or math.inf):,.0f} rows/s")
 
 
 def prepare(
