@@ -303,11 +303,8 @@ def rollout(recipe: p.Recipe, overrides: p.Overrides) -> int:
     loaded = _load(recipe, overrides)
     tokenizer = load_tokenizer(loaded.model.path)
     prompts = load_tasks(loaded, tokenizer)
-    graders, environments = (
-        partial(TaskGraders.of, loaded, tokenizer.decode),
-        partial(TaskEnvironments, loaded, tokenizer),
-    )
-    tasks = Tasks(prompts, graders=graders, environments=environments)
+    graders = partial(TaskGraders, loaded, tokenizer.decode)
+    tasks = Tasks(prompts, graders, partial(TaskEnvironments, loaded, tokenizer))
     return main(loaded, tokenizer, tasks, questions_of(loaded, prompts, tokenizer), forecast, serve_controller)
 
 

@@ -10,8 +10,6 @@ evenly from the first byte to the last, so that a checkpoint of a terabyte is fi
 
 import hashlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -48,7 +46,7 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
-    check_graders(recipe.data, recipe.evaluation.sampled)  # here, for the controller starts with this environment
+    check_graders(recipe)  # here, for the controller starts with this environment
     if recipe.loss.kind not in LOSSES:
         check_own_loss(recipe)
     wandb_writer.check(recipe)
@@ -110,20 +108,15 @@ def _check_sources(recipe: Recipe) -> None:
 
 def check_own_loss(recipe: Recipe) -> None:
     """Check in another process that a user's loss is one: that needs torch, and importing may do anything."""
-    from megarl.tasks.graders.functions import IMPORT_LIMIT_S, environment  # imports aiohttp
+    from megarl.tasks.graders.functions import import_problem  # imports aiohttp
 
     code = (
         "import sys; from megarl.core.recipe import Loss; from megarl.core.algorithm.losses.own import own; "
         "own(Loss.model_validate_json(sys.argv[1], strict=False))"
     )
-    words = [sys.executable, "-c", code, recipe.loss.model_dump_json()]
-    try:
-        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise MegarlError(f"loss.kind: {recipe.loss.kind} was not imported within {IMPORT_LIMIT_S:g} s") from None
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise MegarlError(said.removeprefix("megarl.core.base.errors.MegarlError: "))
+    if said := import_problem(code, recipe.loss.model_dump_json()):
+        told = said.partition("megarl.core.base.errors.MegarlError: ")[2]
+        raise MegarlError(told or f"loss.kind: {recipe.loss.kind}: {said}")
 
 
 def read_inputs(recipe: Recipe) -> Fingerprints:

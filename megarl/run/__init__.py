@@ -9,7 +9,6 @@ srun.py       the same with steps of a Slurm job                     step.py    
 restart.py    decides what to do when a role dies: a pure state machine   watch.py     finds roles that are alive but stuck
 observe.py    reads the current state from the run's files           view.py      the live view of that state
 closing.py    the end of a run, on screen and on disk                summary.py   the results of a run
-process.py    signals, locks and ports of a command's process           tail.py      reads a growing file
-warnings.py   tells from the metrics that a run is about to go wrong
-status.py     `megarl status`                                        logs.py      `megarl logs`
+process.py    signals, locks and ports of a command's process       warnings.py  tells from the metrics that a run goes wrong
+status.py     `megarl status`                                       logs.py      `megarl logs`
 """

@@ -8,7 +8,6 @@ A resumed run compares fingerprints of its inputs (read by lab/preflight.py): ot
 other steps.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,36 +31,19 @@ LARGE = 10**9
 type Fingerprints = Mapping[str, str]
 """Fingerprint by recipe key and part of it: `model.path: weights`."""
 HISTORY = (
-    "run.seed",
-    "model.path",
-    "model.dtype",
-    "model.fp32_head",
-    "model.fp8",
-    "data",
-    "length",
-    "sampling",
-    "pipeline",
-    "batch",
-    "loss",
-    "reference",
-    "learner.epochs",
-    "critic.path",
-    "critic.dtype",
-    "critic.gamma",
-    "critic.lam",
-    "critic.value_clip",
-)
+    "run.seed", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data", "length", "sampling", "pipeline", "batch",
+    "loss", "reference", "learner.epochs", "critic.path", "critic.dtype", "critic.gamma", "critic.lam", "critic.value_clip",
+)  # fmt: skip
 """Keys and sections that determine a run's steps. Layout, servers, learning rate and cadences may change on resuming."""
 
 
 def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
-    """Run the checks of `megarl train` that follow reading its inputs; return what it would start.
-
-    Starts nothing and writes nothing. Other nodes of a Slurm job are not asked.
-    """
+    """Check all that `megarl train` needs beside its inputs but other nodes of a job, and return what it would start."""
     rundir = RunDir(recipe.run.path)
     check_history(recipe, rundir, fingerprints)
-    _check_writable(rundir.path)
+    there = next(folder for folder in (rundir.path, *rundir.path.absolute().parents) if os.path.exists(folder))
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+        raise MegarlError(f"run.dir: cannot write in {there}; give another run.dir")
     launcher = chosen(recipe, rundir)
     if isinstance(launcher, LocalLauncher):
         placed = place(recipe, launcher.survey(0))
@@ -69,17 +51,7 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
         with_gpus = bool(placed[Role("learner")].gpus)
     else:
         with_gpus = True  # the nodes report their GPUs when the run starts
-    return _ready(recipe, devices.needed(recipe) if with_gpus else 0)
-
-
-def _check_writable(path: Path) -> None:
-    """Raise MegarlError unless the run's directory can be created or written to, before the run's lock would."""
-    there = next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
-    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
-        raise MegarlError(f"run.dir: cannot write in {there}; give another run.dir")
-
-
-def _ready(recipe: Recipe, gpus: int) -> str:
+    gpus = devices.needed(recipe) if with_gpus else 0
     counts = ((recipe.resources.servers, "server"), (recipe.resources.learner_ranks, "rank"), (gpus, "GPU"))
     return ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
 
@@ -144,40 +116,30 @@ def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
 
 def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) -> bool:
     """Return whether there is a run to resume; raise MegarlError if it must not be touched, or would turn into another run."""
-    history = _history(rundir)
+    history, other = _history(rundir), "give this one another run.name"
     if not history:
         return False
     if not os.path.exists(rundir.recipe):
-        raise MegarlError(
-            f"{rundir.path}: has {history} of a run, but not the recipe.yaml that the run began with; put it back, or give "
-            "this one another run.name"
-        )
+        missing = "but not the recipe.yaml that the run began with"
+        raise MegarlError(f"{rundir.path}: has {history} of a run, {missing}; put it back, or {other}")
     if recipe.run.resume == "never":
-        raise MegarlError(
-            f"{rundir.path}: holds a run already; go on with it by run.resume=auto, or give this one another run.name"
-        )
+        raise MegarlError(f"{rundir.path}: holds a run already; go on with it by run.resume=auto, or {other}")
     try:
         before = load(str(rundir.recipe))
     except MegarlError as error:
-        raise MegarlError(
-            f"the recipe this run began with cannot be read by this version; give another run.name\n{error}"
-        ) from None
+        why = "the recipe this run began with cannot be read by this version"
+        raise MegarlError(f"{why}; {other}\n{error}") from None
     changed = [
         f"{key}: {old!r} in {rundir.recipe}, {new!r} now"
         for key, old, new in differences(before, recipe)
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY)
     ]
     if changed:
-        raise MegarlError(
-            "\n".join(changed) + "\nA run that goes on keeps these, or its steps would no longer be one history; "
-            "undo the change, or give another run.name"
-        )
-    others = _changed(rundir.fingerprints, fingerprints)
-    if others:
-        raise MegarlError(
-            "\n".join(f"{key}: not what the run began with (by {rundir.fingerprints})" for key in others)
-            + "\nPut back what was there, or give another run.name"
-        )
+        keeps = "A run that goes on keeps these, or its steps would no longer be one history; undo the change"
+        raise MegarlError("\n".join([*changed, f"{keeps}, or {other}"]))
+    if others := _changed(rundir.fingerprints, fingerprints):
+        named = [f"{key}: not what the run began with (by {rundir.fingerprints})" for key in others]
+        raise MegarlError("\n".join([*named, f"Put back what was there, or {other}"]))
     return True
 
 
@@ -200,8 +162,3 @@ def _changed(file: Path, now: Fingerprints) -> list[str]:
         )
     before = read_json(file)
     return [key for key in now if before.get(key, now[key]) != now[key]]
-
-
-def stored_fingerprints(fingerprints: Fingerprints) -> bytes:
-    """Encode the fingerprints as the contents of their file."""
-    return json.dumps(dict(fingerprints), indent=2).encode() + b"\n"

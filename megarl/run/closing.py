@@ -27,10 +27,7 @@ WriteReport = Callable[[RunDir], None]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How the run ended: all steps done; stopped on request; to be resumed elsewhere; or failed.
-
-    `role` is the one whose log says why.
-    """
+    """How the run ended: all steps done; stopped on request; to be resumed elsewhere; failed. role: whose log says why."""
 
     kind: Literal["finished", "stopped", "elsewhere", "failed"]
     reason: str
@@ -67,8 +64,7 @@ def closing(
     console.print(summary.render(values, rundir))
     if deaths and outcome.kind in ("failed", "elsewhere"):
         console.print(causes(deaths))
-    log = log_of(rundir, outcome.role) if outcome.role is not None else None
-    if log is not None:
+    if outcome.role and (log := log_of(rundir, outcome.role)):
         print(f"\nThe end of {log}:", *last_lines(log), sep="\n  ", file=sys.stderr)
     if outcome.kind == "failed":
         print(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)

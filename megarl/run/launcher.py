@@ -36,10 +36,7 @@ COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
 
 @dataclass(frozen=True)
 class RoleCommand:
-    """What to run for a role.
-
-    arguments: what follows `python`; environment: variables that differ from ours (None: unset); rundir: holds the logs.
-    """
+    """What to run for a role. arguments: what follows `python`; environment: variables that differ from ours (None: unset)."""
 
     role: Role
     arguments: tuple[str, ...]
@@ -116,10 +113,7 @@ class LocalLauncher:
 
     def start(self, task: RoleCommand, n: int = 0) -> "LocalProcess":
         """Start the task; n: which of its nodes this machine is."""
-        environment = dict(os.environ) | {k: v for k, v in task.environment.items() if v is not None}
-        for name in [k for k, v in task.environment.items() if v is None]:
-            environment.pop(name, None)
-        environment |= {SUPERVISOR: str(os.getpid()), NODE: task.place.nodes[n].name}
+        own = {SUPERVISOR: str(os.getpid()), NODE: task.place.nodes[n].name}
         with writing(task.log(n)):
             task.log(n).parent.mkdir(parents=True, exist_ok=True)
             with task.log(n).open("ab") as log:
@@ -127,7 +121,7 @@ class LocalLauncher:
         with task.log(n).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, *task.arguments],
-                env=environment,
+                env={k: v for k, v in {**os.environ, **task.environment, **own}.items() if v is not None},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -138,9 +132,8 @@ class LocalLauncher:
     def sweep(self, running: Sequence[Running]) -> None:
         """End processes that left their role's session: orphans are our children (`megarl.run.process.adopt_orphans`)."""
         mine = [process.pid for process in running]
-        family = [
-            p for child in psutil.Process().children() if child.pid not in mine for p in (child, *_descendants(child))
-        ]
+        orphans = [child for child in psutil.Process().children() if child.pid not in mine]
+        family = [process for orphan in orphans for process in (orphan, *_descendants(orphan))]
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
-from megarl.run.observe import last_lines
-from megarl.run.tail import Tail
+from megarl.run.observe import Tail, last_lines
 
 LOOK_S = 0.5
 KINDS = ("server", "learner", "controller")
@@ -19,16 +18,20 @@ KINDS = ("server", "learner", "controller")
 def main(run: Path, role: str, count: int, follow: bool) -> int:
     """Print the last `count` lines of each file; with `follow`, go on until the run has ended."""
     rundir = RunDir.opened(run)
-    files = logs_of(rundir, role)
-    if not files and not follow:
-        raise MegarlError(f"{rundir.logs}: no log of {role} yet")
-    tails = {file: Tail(file) for file in files}
-    for file in files:
-        for line in tails[file].lines()[-count:] if follow else last_lines(file, count):
-            print(_marked(file, line, files), flush=True)
-    if follow:
-        _follow(rundir, role, tails)
-    return 0
+    tails: dict[Path, Tail] = {}
+    begin = -count
+    while True:
+        ended, files = rundir.summary.exists(), logs_of(rundir, role)
+        if not files and not follow:
+            raise MegarlError(f"{rundir.logs}: no log of {role} yet")
+        for file in files:
+            lines = tails.setdefault(file, Tail(file)).lines()[begin:] if follow else last_lines(file, count)
+            for line in lines:
+                print(_marked(file, line, files), flush=True)
+        if ended or not follow:
+            return 0
+        begin = 0
+        time.sleep(LOOK_S)
 
 
 def logs_of(rundir: RunDir, role: str) -> list[Path]:
@@ -37,27 +40,11 @@ def logs_of(rundir: RunDir, role: str) -> list[Path]:
     if role == "supervisor":
         files = [rundir.logs / "supervisor.jsonl"]
     elif kind in KINDS and (not index or (index.isdecimal() and kind != "controller")):
-        files = sorted(
-            rundir.logs.glob(f"{kind}/*.{index or '*'}.log"), key=lambda log: (log.stat().st_mtime, log.name)
-        )
+        found = rundir.logs.glob(f"{kind}/*.{index or '*'}.log")
+        files = sorted(found, key=lambda log: (log.stat().st_mtime, log.name))
     else:
-        raise MegarlError(
-            f"--role: {role!r} is none of {', '.join(KINDS)}, supervisor, and server-N or learner-N for one"
-        )
+        raise MegarlError(f"--role: {role!r} is none of {', '.join(KINDS)}, supervisor, server-N and learner-N")
     return [log for log in files if log.exists()]
-
-
-def _follow(rundir: RunDir, role: str, tails: dict[Path, Tail]) -> None:
-    """Print lines added after those that `tails` have returned, until the run ends."""
-    while True:
-        ended = rundir.summary.exists()
-        files = logs_of(rundir, role)
-        for file in files:
-            for line in tails.setdefault(file, Tail(file)).lines():
-                print(_marked(file, line, files), flush=True)
-        if ended:
-            return
-        time.sleep(LOOK_S)
 
 
 def _marked(file: Path, line: str, files: list[Path]) -> str:
@@ -76,7 +63,6 @@ def _event(line: str) -> str:
         words = [when, row.pop("role", "run"), row.pop("event")]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError):
         return line
-    details = [
-        f"{k} {','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in row.items() if v not in ([], "")
-    ]
+    told = {k: ",".join(map(str, v)) if isinstance(v, list) else v for k, v in row.items()}
+    details = [f"{k} {v}" for k, v in told.items() if v != ""]
     return " ".join([*words, *([f"({', '.join(details)})"] if details else [])])

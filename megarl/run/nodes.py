@@ -47,7 +47,7 @@ def here(ports: int, interface: str) -> Node:
         name=os.environ.get("SLURMD_NODENAME", host),
         host=host,
         address=address,
-        interface=_interface_of(address),
+        interface=next(n for n, known in psutil.net_if_addrs().items() if any(a.address == address for a in known)),
         gpus=devices.gpus(),
         cores=len(os.sched_getaffinity(0)),
         ports=tuple(free_ports(ports, address)),
@@ -65,8 +65,7 @@ def address_of(interface: str) -> str:
     if interface == OF_SLURM:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             s.connect((supervisor, DISCARD))  # sends nothing: the kernel chooses the route
-            address: str = s.getsockname()[0]
-            return address
+            return str(s.getsockname()[0])
     known = psutil.net_if_addrs()
     for entry in known.get(interface, []):
         if entry.family == socket.AF_INET:
@@ -75,10 +74,6 @@ def address_of(interface: str) -> str:
         f"run.interface: {interface!r} is no network interface with an IPv4 address of {socket.gethostname()}, which "
         f"has {', '.join(sorted(known))}"
     )
-
-
-def _interface_of(address: str) -> str:
-    return next(name for name, known in psutil.net_if_addrs().items() if any(a.address == address for a in known))
 
 
 def parse(line: str) -> Node | None:

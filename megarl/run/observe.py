@@ -15,14 +15,37 @@ from typing import Any
 
 import msgspec
 
-from megarl.core.base.rundir import RunDir, by_step, scores
+from megarl.core.base.rundir import Row, RunDir, by_step, parsed, scores
 from megarl.run.restart import Role
-from megarl.run.tail import Tail
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
 OF_SLURM = re.compile(r"^(srun|slurmstepd\S*): error")
 TAIL_BYTES = 64 << 10
 """How far back from its end a log is read."""
+
+
+class Tail:
+    """Reads a growing file: `new()` returns complete lines since the last call; an unfinished last line waits for its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def lines(self) -> list[str]:
+        """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return data[:end].decode(errors="replace").splitlines()
+
+    def new(self) -> list[Row]:
+        """Return rows since the last call; a line truncated by a crash is skipped."""
+        return [row for line in self.lines() if (row := parsed(line)) is not None]
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):
@@ -37,30 +60,25 @@ class ServerStatus(msgspec.Struct, kw_only=True):
 
 
 class TicketStatus(msgspec.Struct, kw_only=True):
-    """Counts of tickets. `window`: drawn and not yet trained, at most `window_limit`; `waiting`: those not being generated."""
+    """Counts of tickets. `window`: drawn and not yet trained, at most `window_limit`."""
 
     window: int = 0
     window_limit: int = 0
     running: int = 0
-    waiting: int = 0
-    finished: int = 0
     void: int = 0
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """RUN/status.json. `phase`: the learner's last command (train, replay, publish, score, wait, stop), or starting."""
+    """Part of RUN/status.json. phase: the learner's last command (train, replay, publish, score, wait, stop), or starting."""
 
     time: float
     step: int = 0
-    version: int = 0
     phase: str = ""
     servers: list[ServerStatus] = []
     tickets: TicketStatus = msgspec.field(default_factory=TicketStatus)
     compute_hours: float = 0.0
     compute_unit: str = ""
-    eval: dict[str, Any] | None = None
     evaluating: list[int] = []
-    rollout_tokens_per_second: float = 0.0
     parity: str = ""  # what is wrong with parity now
 
 
@@ -138,15 +156,13 @@ class Observer:
 
 
 def log_of(rundir: RunDir, role: Role) -> Path | None:
-    """Return the log that says why `role` ended, or None if there is none.
+    """Return the log that says why `role` ended, if any: of the learner's ranks one with a problem, else the newest."""
 
-    Of the learner's ranks, prefer one with a problem among its last lines; else take the log written last.
-    """
+    def telling(log: Path) -> tuple[bool, float]:
+        return role.kind == "learner" and bool(last_problem(log)), log.stat().st_mtime
+
     rank = str(role.index) if role.kind == "server" else "*"
-    logs = rundir.logs.glob(f"{role.kind}/*.{rank}.log")
-    return max(
-        logs, key=lambda log: (role.kind == "learner" and bool(last_problem(log)), log.stat().st_mtime), default=None
-    )
+    return max(rundir.logs.glob(f"{role.kind}/*.{rank}.log"), key=telling, default=None)
 
 
 def last_problem(log: Path) -> str:
@@ -157,7 +173,6 @@ def last_problem(log: Path) -> str:
 
 
 def last_lines(log: Path, count: int = 25) -> list[str]:
-    """Return the last lines of a log."""
     if not log.exists():
         return []
     with log.open("rb") as file:

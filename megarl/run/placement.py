@@ -33,7 +33,8 @@ class Place:
 def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
     """Place servers from the front, the learner at the end, the controller on the first node. MegarlError if they don't fit."""
     resources = recipe.resources
-    free = [list(_slots(node, recipe, nodes)) for node in nodes]
+    some = any(node.gpus for node in nodes)
+    free = [list(node.gpus) if some else [""] * max(1, node.cores // resources.threads) for node in nodes]
     if len(nodes) == 1 and not nodes[0].gpus:
         free = [["" for _ in range(needed(recipe))]]
     if sum(map(len, free)) < needed(recipe):
@@ -103,12 +104,6 @@ def _learner(ranks: int, nodes: Sequence[Node], free: list[list[str]]) -> Place:
     for slots in free[-count:]:
         slots.clear()
     return Place(tuple(nodes[-count:]), gpus, width)
-
-
-def _slots(node: Node, recipe: Recipe, nodes: Sequence[Node]) -> tuple[str, ...]:
-    if any(other.gpus for other in nodes):
-        return node.gpus
-    return ("",) * max(1, node.cores // recipe.resources.threads)
 
 
 def _named(slots: Sequence[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, write_atomically
 from megarl.core.recipe import Recipe, dump
 from megarl.run import devices
-from megarl.run.checks import Fingerprints, stored_fingerprints
+from megarl.run.checks import Fingerprints
 from megarl.run.placement import Place
 from megarl.run.restart import Role
 
@@ -41,7 +41,7 @@ def prepare(
     for file in (rundir.stop_file, rundir.failure_file, rundir.status, rundir.summary):
         file.unlink(missing_ok=True)
     again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
-    write_atomically(rundir.fingerprints, stored_fingerprints(fingerprints))
+    write_atomically(rundir.fingerprints, json.dumps(dict(fingerprints), indent=2).encode() + b"\n")
     write_atomically(rundir.recipe, dump(again).encode())
     endpoints = endpoints_of(recipe, placed)
     rundir.write_endpoints(endpoints)
@@ -58,15 +58,13 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
         return node.address, next(free[node.name]) if fixed is None else fixed
 
     def metrics(role: Role, after: int) -> str:
+        if not recipe.monitor.prometheus:
+            return ""
         port = recipe.monitor.prometheus_port
-        return (
-            "{}:{}".format(*address(role, None if port is None else port + after)) if recipe.monitor.prometheus else ""
-        )
+        return "{}:{}".format(*address(role, None if port is None else port + after))
 
-    first = recipe.serving.port
-    servers = [
-        address(Role("server", i), None if first is None else first + i) for i in range(recipe.resources.servers)
-    ]
+    first, count = recipe.serving.port, recipe.resources.servers
+    servers = [address(Role("server", i), None if first is None else first + i) for i in range(count)]
     rendezvous_host, rendezvous_port = address(Role("learner"))
     return Endpoints(
         session=uuid.uuid4().hex,
@@ -90,19 +88,13 @@ def write_targets(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
     if not recipe.monitor.prometheus:
         shutil.rmtree(rundir.prometheus, ignore_errors=True)
         return
-    targets = [
-        _target(recipe, endpoints.controller_metrics, role="controller"),
-        _target(recipe, endpoints.learner_metrics, role="learner"),
-        *(
-            _target(recipe, urlsplit(url).netloc, role="server", server=str(n))
-            for n, url in enumerate(endpoints.servers)
-        ),
+    labelled = [
+        (endpoints.controller_metrics, {"role": "controller"}),
+        (endpoints.learner_metrics, {"role": "learner"}),
+        *((urlsplit(url).netloc, {"role": "server", "server": str(n)}) for n, url in enumerate(endpoints.servers)),
     ]
+    targets = [{"targets": [at], "labels": {"run": recipe.run.name} | labels} for at, labels in labelled]
     rundir.prometheus.mkdir(exist_ok=True)
     write_atomically(rundir.prometheus / "key", endpoints.metrics_key.encode(), mode=0o600)
     write_atomically(rundir.prometheus / "targets.json", json.dumps(targets, indent=1).encode())
     write_atomically(rundir.prometheus / "prometheus.yml", CONFIGURATION.encode())
-
-
-def _target(recipe: Recipe, address: str, **labels: str) -> dict[str, object]:
-    return {"targets": [address], "labels": {"run": recipe.run.name} | labels}

@@ -27,10 +27,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_supervisor() -> None:
-    """Make a role started by `megarl train`, or a rank started by torchrun, die with its parent, even if it is already dead.
-
-    Call it before anything slow.
-    """
+    """Have a role or rank die with the supervisor or torchrun, even if that is dead already. Call it before anything slow."""
     supervisor = os.environ.pop(SUPERVISOR, None)  # not for its own children: their parent is this process
     if supervisor is not None:
         die_with_parent()
@@ -44,10 +41,7 @@ def adopt_orphans() -> None:
 
 
 def have_streams() -> None:
-    """Open /dev/null for a closed stdin, stdout or stderr, before any other file is opened.
-
-    The next file to be opened would otherwise take its number.
-    """
+    """Open /dev/null for a closed stdin, stdout or stderr, else the next file to be opened would take its number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -59,10 +53,7 @@ def have_streams() -> None:
 
 
 def outlive_screen() -> None:
-    """Discard from now on what stdout or stderr does not accept, so that this process goes on.
-
-    Leaving a pager, a `tee` that dies, or a full disk behind `> file` does not end a run.
-    """
+    """Discard from now on what stdout or stderr does not take: a left pager, a dead `tee` or a full disk ends no run."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
@@ -100,27 +91,24 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
     """Be the only `command` in the folder; the kernel releases the lock when we die. key: the option that names the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        file = (folder / ".lock").open("ab+", buffering=0)  # each write is one, and none is left for the end
     except OSError as error:
         raise MegarlError(f"{key}: cannot write in {folder}: {error.strerror}") from None
-    try:
+    with file:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.read(descriptor, 100).decode()
-            raise MegarlError(
-                f"{folder}: another `{command}` (process {owner}) works there; end it, or give another {key}"
-            ) from None
+            file.seek(0)
+            what = f"another `{command}` (process {file.read(100).decode()}) works there; end it, or give another {key}"
+            raise MegarlError(f"{folder}: {what}") from None
         except OSError as error:
             raise MegarlError(
                 f"{folder}: cannot be locked: {error.strerror}; the file system has to have flock (Lustre: mount -o flock)"
             ) from None
         with writing(folder / ".lock"):
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, str(os.getpid()).encode())
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
         yield
-    finally:
-        os.close(descriptor)
 
 
 LOWEST_PORT, PORTS_WANTED = 10_000, 5_000

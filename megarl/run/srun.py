@@ -1,6 +1,6 @@
 """Steps of a Slurm job: one per role, on its nodes. Steps overlap: GPUs are divided by the placement, not by Slurm.
 
-    srun --nodelist=node3 … python -m megarl.run.step ORDER        step.py, which starts the role on the node
+    srun --nodelist=node3 … python -m megarl.run.step TASK         step.py, which starts the role on the node
       stdin   held open by the supervisor: it closes when the supervisor dies, however it dies, and then the step ends
       stdout  reports, each of which is acknowledged        stderr  srun's own messages: into the role's log
 
@@ -29,7 +29,7 @@ from megarl.core.recipe import Recipe
 from megarl.run.launcher import Launcher, LocalLauncher, RoleCommand, Running, Still
 from megarl.run.nodes import OF_SLURM, Node, parse
 from megarl.run.restart import MESSAGE_STATUS, NodeState
-from megarl.run.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Order, Report
+from megarl.run.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Report, encoded
 
 STEP_OPTIONS, STEP_COMMAND = "MEGARL_STEP_OPTIONS", "MEGARL_STEP_COMMAND"
 SURVEY_LIMIT_S = 900.0
@@ -76,9 +76,7 @@ class SrunLauncher:
         """Ask every node what it has. MegarlError names a node that does not answer or cannot take part, and says why."""
         names = hosts(os.environ["SLURM_JOB_NODELIST"])
         if not names:
-            raise MegarlError(
-                f"scontrol does not say which nodes {os.environ['SLURM_JOB_NODELIST']} are; is Slurm down?"
-            )
+            raise MegarlError(f"scontrol does not know the nodes {os.environ['SLURM_JOB_NODELIST']}; is Slurm down?")
         if len(names) > 1 and not self._interface:
             raise MegarlError(
                 "run.interface: roles on several nodes need the network on which they trust each other: its name "
@@ -103,12 +101,11 @@ class SrunLauncher:
         return checked([answers[name] for name in names])
 
     def start(self, task: RoleCommand) -> "SrunStep":
-        order = msgspec.json.encode(Order.of(task)).decode()
         names = [node.name for node in task.place.nodes]
         task.log().parent.mkdir(parents=True, exist_ok=True)
         with writing(task.log()), task.log().open("ab") as log:
             process = subprocess.Popen(
-                command(names, task.role.name, ("-m", "megarl.run.step", order)),
+                command(names, task.role.name, ("-m", "megarl.run.step", encoded(task))),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -221,28 +218,14 @@ class SrunStep:
 
 
 def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[str]:
-    """Build the srun command: one task on each node, which may use all of it and shares it with the other steps.
-
-    Options that srun inherits from the batch script (tasks per node, CPUs per task) are overridden here.
-    """
+    """Build the srun command: a task on each node, all of which it shares with other steps, whatever the batch script asks."""
     python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
     return [
-        "srun",
-        f"--job-name={step}",
-        f"--nodes={len(names)}",
-        f"--ntasks={len(names)}",
-        "--ntasks-per-node=1",
-        f"--nodelist={','.join(names)}",
-        "--overlap",
-        "--mem=0",
-        "--cpu-bind=none",
-        "--export=ALL",
-        "--input=all",
+        "srun", f"--job-name={step}", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
+        f"--nodelist={','.join(names)}", "--overlap", "--mem=0", "--cpu-bind=none", "--export=ALL", "--input=all",
         "--kill-on-bad-exit=1",  # for the learner's nodes; a step on one node has no other task
-        *shlex.split(os.environ.get(STEP_OPTIONS, "")),
-        *python,
-        *arguments,
-    ]
+        *shlex.split(os.environ.get(STEP_OPTIONS, "")), *python, *arguments,
+    ]  # fmt: skip
 
 
 def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:

@@ -5,6 +5,7 @@ RUN/summary.json exists ──► the closing summary         else ──► the
 
 import time
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 
@@ -54,17 +55,11 @@ def roles_of(rundir: RunDir) -> tuple[dict[Role, RoleView], float]:
             roles, restarts = {}, {}
         if not event.role:
             continue
-        role = role_named(event.role)
+        kind, _, index = event.role.partition("-")
+        role = Role(cast(Kind, kind), int(index))
         restarts[role] = restarts.get(role, 0) + (event.event == "restart")
         state = {"started": "running", "restart": "restarting"}.get(event.event, event.event)
         seconds = time.time() - event.time if state == "running" else 0.0
         nodes = event.nodes or (roles[role].nodes if role in roles else ())
         roles[role] = RoleView(state, seconds, restarts[role], nodes)
     return roles, began
-
-
-def role_named(name: str) -> Role:
-    """Parse `server-3` into a Role."""
-    kinds: dict[str, Kind] = {"server": "server", "controller": "controller", "learner": "learner"}
-    kind, _, index = name.partition("-")
-    return Role(kinds[kind], int(index))

@@ -15,16 +15,14 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from megarl.core.base.rundir import RunDir
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand
-from megarl.run.nodes import Node
-from megarl.run.placement import Place
 from megarl.run.process import adopt_orphans
-from megarl.run.restart import Role
 
 BEAT_S = 5.0
 TICK_S = 0.2
@@ -42,29 +40,9 @@ class Report(msgspec.Struct, kw_only=True):
     status: int | None = None
 
 
-class Order(msgspec.Struct, kw_only=True):
-    """A Task as a command-line argument."""
-
-    role: Role
-    arguments: tuple[str, ...]
-    environment: dict[str, str | None]
-    place: Place
-    run: str
-
-    @staticmethod
-    def of(task: RoleCommand) -> "Order":
-        return Order(
-            role=task.role,
-            arguments=task.arguments,
-            environment=dict(task.environment),
-            place=task.place,
-            run=str(task.rundir.path),
-        )
-
-    def task(self, node: Node) -> RoleCommand:
-        """Return the task as it runs on `node`: with the network interface for its process groups."""
-        interface = {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}
-        return RoleCommand(self.role, self.arguments, self.environment | interface, self.place, RunDir(Path(self.run)))
+def encoded(task: RoleCommand) -> str:
+    """Encode the task as an argument of `main`."""
+    return msgspec.json.encode(task, enc_hook=lambda rundir: str(rundir.path)).decode()
 
 
 class Orders(threading.Thread):
@@ -78,7 +56,6 @@ class Orders(threading.Thread):
 
     @property
     def gone(self) -> bool:
-        """Whether the supervisor is gone."""
         return self._ended or self.unanswered >= UNANSWERED
 
     def run(self) -> None:
@@ -94,14 +71,15 @@ class Orders(threading.Thread):
 def main(argument: str) -> int:
     """Run until the role or the supervisor has ended; return the role's status as a shell would."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, _pass)
-    order = msgspec.json.decode(argument, type=Order)
+        signal.signal(number, lambda *_: None)  # of Slurm to the step or this process; the role would inherit SIG_IGN
+    task = msgspec.json.decode(argument, type=RoleCommand, dec_hook=lambda _, path: RunDir(Path(path)))
     n = int(os.environ["SLURM_PROCID"])
-    node = order.place.nodes[n]
+    node = task.place.nodes[n]
+    interface = {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}  # for its process groups
     adopt_orphans()
     launcher = LocalLauncher()
-    process = launcher.start(order.task(node), n)
-    if order.role.kind != "server":  # learner and controller save
+    process = launcher.start(replace(task, environment={**task.environment, **interface}), n)
+    if task.role.kind != "server":  # learner and controller save
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: process.signal(number))
     orders = Orders(process)
@@ -119,13 +97,6 @@ def main(argument: str) -> int:
     status = -signal.SIGKILL if status is None else status
     _say(Report(node=node.name, status=status))
     return 128 - status if status < 0 else status
-
-
-def _pass(_number: int, _frame: object) -> None:
-    """Ignore a signal by a handler: the role would inherit SIG_IGN.
-
-    Slurm's own signals reach the whole step, or this process alone (proctrack/cgroup).
-    """
 
 
 def _say(report: Report) -> None:

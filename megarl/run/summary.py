@@ -5,7 +5,8 @@ metrics.jsonl, eval.jsonl, logs/supervisor.jsonl ──► summarise() ──►
 
 import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -27,7 +28,7 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
     lived = steady(rows, rundir)
     events = [event.event for event in rundir.events()]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
-    seconds = _total(lived, "step_seconds")
+    seconds, busy = _total(lived, "step_seconds"), _by_time(lived, "server_busy_share")
     publishing = [row for row in lived if "transfer_seconds" in row]
     return {
         "run": recipe.run.name,
@@ -40,34 +41,27 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "pass_rate_after": last.get("pass_rate"),
         "pass_rate_after_step": last.get("step"),
         "predicted": words(last),
-        "pass_rate_train": _mean(rows[-20:], "pass_rate_train"),
+        "pass_rate_train": mean(rows[-20:], "pass_rate_train"),
         "generated_tokens": _total(rows, "generated_tokens"),
         "tokens_per_second": _ratio(_total(lived, "generated_tokens"), seconds),
         "step_seconds": _ratio(seconds, float(len(lived))),
         "learner_idle_share": _ratio(_total(lived, "wait_seconds"), seconds),
-        "server_idle_share": _rest(_by_time(lived, "server_busy_share")),
+        "server_idle_share": None if busy is None else max(0.0, 1.0 - busy),  # a measured share can be a hair above one
         "publications": len(publishing),
-        "publish_seconds": _mean(publishing, "publish_seconds"),
-        "pause_seconds": _mean(publishing, "pause_seconds"),
-        "transfer_seconds": _mean(publishing, "transfer_seconds"),
-        "resume_seconds": _mean(publishing, "resume_seconds"),
-        "lag_mean": _mean(rows, "lag_mean"),
+        **{
+            f"{part}_seconds": mean(publishing, f"{part}_seconds")
+            for part in ("publish", "pause", "transfer", "resume")
+        },
+        "lag_mean": mean(rows, "lag_mean"),
         "lag_max": _largest(rows, "lag_max"),
         "lag_limit": recipe.pipeline.lag_limit,
-        "parity_mean": _mean(rows, "parity_mean/kernels"),
+        "parity_mean": mean(rows, "parity_mean/kernels"),
         "parity_mean_max": _largest(rows, "parity_mean/kernels"),
         "parity_publications": sum("parity_mean/kernels" in row for row in rows),
-        "versions_per_rollout": _mean(rows, "versions_per_rollout"),
-        "truncation_rate": _mean(rows[-20:], "truncation_rate"),
-        "interruption_rate": _mean(rows[-20:], "interruption_rate"),
-        "format_error_rate": _mean(rows[-20:], "format_error_rate"),
+        "versions_per_rollout": mean(rows, "versions_per_rollout"),
+        **{name: mean(rows[-20:], name) for name in ("truncation_rate", "interruption_rate", "format_error_rate")},
         "void_groups": _total(rows, "void_groups"),
-        "warnings": warnings.words(
-            _mean(rows[-20:], "truncation_rate"),
-            _mean(rows[-20:], "effective_sample_size"),
-            _mean(rows[-20:], "format_error_rate"),
-            recipe.length.end_of_thinking,
-        ),
+        "warnings": warnings.words(partial(mean, rows[-20:]), recipe.length.end_of_thinking),
         "restarts": events.count("restart"),
         "tasks": _by_task(recipe, rows, first, last),
     }
@@ -81,9 +75,9 @@ def _by_task(recipe: Recipe, rows: list[Row], first: Row, last: Row) -> dict[str
         task: {
             "pass_rate_before": first.get(f"pass_rate/{task}"),
             "pass_rate_after": last.get(f"pass_rate/{task}"),
-            "pass_rate_train": _mean(rows[-20:], f"pass_rate_train/{task}"),
-            "truncation_rate": _mean(rows[-20:], f"truncation_rate/{task}"),
-            "completion_tokens": _mean(rows[-20:], f"completion_tokens_mean/{task}"),
+            "pass_rate_train": mean(rows[-20:], f"pass_rate_train/{task}"),
+            "truncation_rate": mean(rows[-20:], f"truncation_rate/{task}"),
+            "completion_tokens": mean(rows[-20:], f"completion_tokens_mean/{task}"),
         }
         for task in recipe.data.tasks
     }
@@ -98,28 +92,25 @@ def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
 
 
 def render(values: Row, rundir: RunDir) -> RenderableType:
-    """Render the closing summary."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
-    for name, text in lines(values):
-        grid.add_row(name, text)
-    places = Table.grid(padding=(0, 2))
-    places.add_column(style="dim", no_wrap=True)
-    places.add_column(overflow="fold")
-    for name, path in _places(rundir):
-        places.add_row(name, path)
     style = {"finished": "green", "failed": "red"}.get(values["outcome"], "yellow")
     outcome = Text(f"{values['outcome']}: {values['reason']}", style=f"bold {style}")
-    return Panel(
-        Group(outcome, Text(), grid, Text(), places), title=f"megarl · {rundir.path}", padding=(0, 1), width=100
-    )
+    parts = Group(outcome, Text(), grid(lines(values)), Text(), grid(_places(rundir)))
+    return Panel(parts, title=f"megarl · {rundir.path}", padding=(0, 1), width=100)
+
+
+def grid(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Lay out names and texts in two columns."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for pair in pairs:
+        table.add_row(*pair)
+    return table
 
 
 def lines(v: Row) -> Iterable[tuple[str, str]]:
-    compute = (
-        f" · {v['compute_hours']:.3f} {v['compute_unit']} hours" if v["compute_hours"] and v["compute_unit"] else ""
-    )
+    hours, unit = v["compute_hours"], v["compute_unit"]
+    compute = f" · {hours:.3f} {unit} hours" if hours and unit else ""
     wall = f" · {v['wall_seconds'] / 60:.1f} min this time" if "wall_seconds" in v else ""
     yield "steps", f"{v['steps']} of {v['steps_planned']}{compute}{wall}"
     if v["pass_rate_before"] is not None:
@@ -169,7 +160,7 @@ def _places(rundir: RunDir) -> Iterable[tuple[str, str]]:
         yield "export", f"python -m checkpoints_tools convert megatron-to-hf {rundir.path} {rundir.path / 'hf'}"
 
 
-def _finite(rows: list[Row], name: str) -> list[float]:
+def _finite(rows: Sequence[Row], name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None and math.isfinite(row[name])]
 
 
@@ -177,7 +168,7 @@ def _total(rows: list[Row], name: str) -> float:
     return math.fsum(_finite(rows, name))
 
 
-def _mean(rows: list[Row], name: str) -> float | None:
+def mean(rows: Sequence[Row], name: str) -> float | None:
     values = _finite(rows, name)
     return math.fsum(values) / len(values) if values else None
 
@@ -196,10 +187,5 @@ def _ratio(value: float, by: float) -> float | None:
     return value / by if by else None
 
 
-def _rest(share: float | None) -> float | None:
-    """Return one minus the share, at least 0: a measured share can be a hair above one."""
-    return None if share is None else max(0.0, 1.0 - share)
-
-
-def show(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def show(value: float | None, form: str = ",.0f") -> str:
+    return "–" if value is None or not math.isfinite(value) else format(value, form)

@@ -12,6 +12,8 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 from rich.console import Console
 
@@ -70,46 +72,43 @@ def main(recipe: Recipe, fingerprints: checks.Fingerprints, write_report: WriteR
             console.print(f"going on with {rundir.path}", highlight=False)
         if len(nodes) > 1:
             print(*described(placed, nodes), sep="\n", flush=True)
-        began = time.monotonic()
         with stop_requests() as stop_request:
             supervisor = Supervisor(recipe, rundir, endpoints, launcher, placed, stop_request)
-            with Screen(console) as screen:
+            screen = Screen(console)
+            with screen.live or nullcontext():
                 outcome = supervisor.run(screen)
-        closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - began, write_report)
+        closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - supervisor.began, write_report)
     if outcome.kind == "stopped":
         asked = stop_request.signal or rundir.stop_signal()
         return 128 + asked if asked else 0
     return {"finished": 0, "elsewhere": START_ELSEWHERE, "failed": 1}[outcome.kind]
 
 
+@dataclass
 class Supervisor:
     """The roles of one life of a run."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        rundir: RunDir,
-        endpoints: Endpoints,
-        launcher: Launcher,
-        placed: Mapping[Role, Place],
-        stop_request: StopRequest,
-    ) -> None:
-        self.recipe, self.rundir, self.endpoints = recipe, rundir, endpoints
-        self.launcher, self.placed, self.stop_request = launcher, placed, stop_request
-        self.roles = [Role("server", i) for i in range(recipe.resources.servers)] + [
-            Role("controller"),
-            Role("learner"),
-        ]
-        self.policy, self.watch = RestartPolicy(recipe.resources.servers), Watch(recipe.serving.start_timeout_s)
-        self.observer = Observer(rundir)
-        self.deaths: list[Death] = []
-        self.dropped: set[Role] = set()
-        self.running: dict[Role, Running] = {}
-        self.due: dict[Role, float] = {}
+    recipe: Recipe
+    rundir: RunDir
+    endpoints: Endpoints
+    launcher: Launcher
+    placed: Mapping[Role, Place]
+    stop_request: StopRequest
+    deaths: list[Death] = field(default_factory=list)
+    dropped: set[Role] = field(default_factory=set)
+    running: dict[Role, Running] = field(default_factory=dict)
+    due: dict[Role, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+    stopping_since: float | None = None
+    _looked: float = 0.0
+    _watched: float = 0.0
+
+    def __post_init__(self) -> None:
+        servers = self.recipe.resources.servers
+        self.roles = [*(Role("server", i) for i in range(servers)), Role("controller"), Role("learner")]
         self.restarts = dict.fromkeys(self.roles, 0)
-        self.began = time.monotonic()
-        self.stopping_since: float | None = None
-        self._looked = self._watched = 0.0
+        self.policy, self.watch = RestartPolicy(servers), Watch(self.recipe.serving.start_timeout_s)
+        self.observer = Observer(self.rundir)
 
     def run(self, screen: Screen) -> RunEnd:
         """Run until the end of the run; no process is left afterwards."""
@@ -125,7 +124,6 @@ class Supervisor:
             self.observer.look()
 
     def frame(self) -> Frame:
-        """Return what there is to show now."""
         now = time.monotonic()
         views = {}
         for role in self.roles:
@@ -134,7 +132,11 @@ class Supervisor:
             state = "dropped" if role in self.dropped else state
             seconds = now - process.started if process else 0.0
             views[role] = RoleView(state, seconds, self.restarts[role], self._nodes(role))
-        return Frame(self.recipe, self.observer, now - self.began, views, self._stopping())
+        stopping = ""
+        if self.stopping_since is not None:
+            seconds = now - self.stopping_since
+            stopping = f"stopping: the learner finishes its step and saves ({seconds:.0f} s); Ctrl-C again kills"
+        return Frame(self.recipe, self.observer, now - self.began, views, stopping)
 
     def _tick(self) -> RunEnd | None:
         now = time.monotonic()
@@ -143,7 +145,10 @@ class Supervisor:
             self.observer.look()
             self.screen.show(self.frame())
             if self.stopping_since is None and (self.stop_request.count or self.rundir.stop_file.exists()):
-                self._begin_stopping(now)
+                self.stopping_since = now
+                if self.stop_request.count:
+                    self.rundir.stop(self.stop_request.signal)
+                self._note("stopping", None, signal=self.rundir.stop_signal())
         if now - self._watched >= WATCH_S and self.stopping_since is None:
             self._watched = now
             self._end_hung(now)
@@ -170,8 +175,7 @@ class Supervisor:
             process.wait_gone()
             self._note("ended", role, status=status)
             self.observer.look()
-            outcome = self._after(role, process, status, now)
-            if outcome is not None:
+            if outcome := self._after(role, process, status, now):
                 return outcome
         if ended:
             self.launcher.sweep(list(self.running.values()))
@@ -201,9 +205,8 @@ class Supervisor:
             case Elsewhere(culprit, reason):
                 starts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
                 if starts >= MOST_FRUITLESS_STARTS and not self.observer.steps_made:
-                    return RunEnd(
-                        "failed", f"{reason}, and no step was made; the job was restarted {starts} times", culprit
-                    )
+                    why = f"{reason}, and no step was made; the job was restarted {starts} times"
+                    return RunEnd("failed", why, culprit)
                 return RunEnd("elsewhere", reason, culprit)
             case Drop(culprit, reason):
                 self.dropped.add(culprit)
@@ -239,12 +242,6 @@ class Supervisor:
             return f"at the asymptote: {enough(newest)}"
         made, asked = self.observer.latest.get("step", -1) + 1, self.recipe.run.steps
         return "all steps done" if made >= asked else f"the prompts are used up after {made} of {asked} steps"
-
-    def _begin_stopping(self, now: float) -> None:
-        self.stopping_since = now
-        if self.stop_request.count:
-            self.rundir.stop(self.stop_request.signal)
-        self._note("stopping", None, signal=self.rundir.stop_signal())
 
     def _second_request(self, now: float) -> RunEnd | None:
         if self.stop_request.count > 1:
@@ -292,12 +289,6 @@ class Supervisor:
             process.wait_gone()
         self.running.clear()
         self.launcher.sweep([])
-
-    def _stopping(self) -> str:
-        if self.stopping_since is None:
-            return ""
-        seconds = time.monotonic() - self.stopping_since
-        return f"stopping: the learner finishes its step and saves ({seconds:.0f} s); Ctrl-C again kills"
 
     def _nodes(self, role: Role) -> list[str]:
         return [node.name for node in self.placed[role].nodes]

@@ -6,8 +6,9 @@ live picture in a terminal, else plain lines.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -22,9 +23,11 @@ from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
 from megarl.run.observe import Observer, ServerStatus
 from megarl.run.restart import Role
+from megarl.run.summary import grid, mean, show
 from megarl.run.warnings import words as flagged
 
 BARS = "▁▂▃▄▅▆▇█"
+STYLES = {"lost": "red", "dropped": "red", "restarting": "yellow", "starting": "yellow", "unknown": "yellow"}
 RECENT = 20
 """Number of steps over which rates and shares are averaged."""
 
@@ -52,22 +55,15 @@ class Frame:
 
 
 def render(frame: Frame) -> RenderableType:
-    """Render the whole view."""
     parts: list[RenderableType] = [_progress(frame)]
     if frame.observer.rows or frame.observer.evaluations:
-        parts += [Text(), _numbers(frame)]
+        parts += [Text(), grid(_numbers(frame))]
     parts += [Text(), _processes(frame)]
     parts += [Text(f"! {w}", style="yellow") for w in warnings(frame)]
     if frame.observer.problem:
         parts.append(Text(f"last problem: {frame.observer.problem}", style="red", overflow="ellipsis", no_wrap=True))
-    foot = frame.stopping or frame.foot
-    return Panel(
-        Group(*parts),
-        title=f"megarl · {frame.recipe.run.path}",
-        subtitle=Text(foot, style="bold yellow" if frame.stopping else "dim"),
-        width=100,
-        padding=(0, 1),
-    )
+    foot = Text(frame.stopping or frame.foot, style="bold yellow" if frame.stopping else "dim")
+    return Panel(Group(*parts), title=f"megarl · {frame.recipe.run.path}", subtitle=foot, width=100, padding=(0, 1))
 
 
 def line(frame: Frame) -> str:
@@ -76,15 +72,15 @@ def line(frame: Frame) -> str:
     parts = [f"[{clock(frame.elapsed_s)}]", frame.stopping or phase(frame)]
     if observer.rows:
         parts.append(f"step {row['step'] + 1}/{frame.recipe.run.steps}")
-        parts.append(f"train {number(recent(observer, 'pass_rate_train'), 2)}")
+        parts.append(f"train {show(recent(observer, 'pass_rate_train'), ',.2f')}")
     if observer.evaluations:
         newest = observer.evaluations[max(observer.evaluations)]
         parts.append(f"held-out {newest['pass_rate']:.2f} at {newest['step']}")
     if dropped := sum(view.state == "dropped" for view in frame.roles.values()):
         parts.append(f"{dropped} servers dropped")
     if observer.rows:
-        parts.append(f"{number(recent(observer, 'tokens_per_second'))} tok/s")
-        parts.append(f"lag {number(row.get('lag_mean'), 1)}/{number(row.get('lag_max'))}")
+        parts.append(f"{show(recent(observer, 'tokens_per_second'))} tok/s")
+        parts.append(f"lag {show(row.get('lag_mean'), ',.1f')}/{show(row.get('lag_max'))}")
         parts.append(f"parity {parity.shown(observer.compared)}")
     return "  ".join(parts)
 
@@ -116,12 +112,7 @@ def phase(frame: Frame) -> str:
 def warnings(frame: Frame) -> list[str]:
     """List what the user should look at."""
     observer = frame.observer
-    messages = flagged(
-        recent(observer, "truncation_rate"),
-        recent(observer, "effective_sample_size"),
-        recent(observer, "format_error_rate"),
-        frame.recipe.length.end_of_thinking,
-    )
+    messages = flagged(partial(recent, observer), frame.recipe.length.end_of_thinking)
     newest = observer.evaluations[max(observer.evaluations)] if observer.evaluations else {}
     if newest.get("enough"):
         messages.append(f"{enough(newest)}: the run may as well stop (run.stop_at_asymptote ends one by itself)")
@@ -131,18 +122,13 @@ def warnings(frame: Frame) -> list[str]:
     if row.get("groups_in_loss") == 0:
         messages.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
     elif row.get("skipped"):
-        messages.append(
-            "the last step was skipped: its loss or gradient was not finite (bad-rollouts.jsonl has its rollouts)"
-        )
+        messages.append("the last step was skipped: its loss or gradient was not finite (see bad-rollouts.jsonl)")
     return messages
 
 
 def recent(observer: Observer, name: str) -> float | None:
     """Return a metric's mean over the last `RECENT` steps that have it, without those replayed after a crash."""
-    lived = [row for _, row in sorted(observer.rows.items())[-RECENT:] if not row.get("replay")]
-    values = [row.get(name) for row in lived]
-    finite = [v for v in values if v is not None and math.isfinite(v)]
-    return sum(finite) / len(finite) if finite else None
+    return mean([row for _, row in sorted(observer.rows.items())[-RECENT:] if not row.get("replay")], name)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -163,83 +149,66 @@ def clock(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-def number(value: Any, digits: int = 0, form: str = "f") -> str:
-    """Format with thousands separators; `–` for None or a non-finite value."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}{form}}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
-
-
 def _progress(frame: Frame) -> RenderableType:
     total, done = frame.recipe.run.steps, max(frame.observer.rows, default=-1) + 1
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(ratio=1)
-    grid.add_column(no_wrap=True, justify="right")
+    bar = Table.grid(padding=(0, 2), expand=True)
+    bar.add_column(no_wrap=True)
+    bar.add_column(ratio=1)
+    bar.add_column(no_wrap=True, justify="right")
     seconds = recent(frame.observer, "step_seconds")
     left = f"{seconds:.1f} s a step · {clock(seconds * (total - done))} left · " if seconds and done < total else ""
-    grid.add_row(
+    bar.add_row(
         Text(f"step {done}/{total}", style="bold"),
         ProgressBar(total=total, completed=done),
         Text(f"{left}{clock(frame.elapsed_s)}"),
     )
-    return Group(grid, Text(phase(frame), style="cyan", overflow="ellipsis", no_wrap=True))
+    return Group(bar, Text(phase(frame), style="cyan", overflow="ellipsis", no_wrap=True))
 
 
-def _numbers(frame: Frame) -> RenderableType:
+def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
     observer, row = frame.observer, frame.observer.latest
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(no_wrap=True)
     rates = [r["pass_rate_train"] for _, r in sorted(observer.rows.items()) if "pass_rate_train" in r]
-    grid.add_row("pass rate, training", f"{number(recent(observer, 'pass_rate_train'), 3)}  {sparkline(rates, 50)}")
+    yield "pass rate, training", f"{show(recent(observer, 'pass_rate_train'), ',.3f')}  {sparkline(rates, 50)}"
     if observer.evaluations:
         steps = sorted(observer.evaluations)
         scores = [observer.evaluations[s]["pass_rate"] for s in steps]
         first = f" · {scores[0]:.3f} at step {steps[0]}" if len(steps) > 1 else ""
-        grid.add_row("pass rate, held out", f"{scores[-1]:.3f}  {sparkline(scores, 30)}  step {steps[-1]}{first}")
+        yield "pass rate, held out", f"{scores[-1]:.3f}  {sparkline(scores, 30)}  step {steps[-1]}{first}"
         if outlook := words(observer.evaluations[steps[-1]]):
-            grid.add_row("predicted", outlook)
+            yield "predicted", outlook
     tasks = list(frame.recipe.data.tasks)
     for task in tasks if len(tasks) > 1 else ():
-        grid.add_row(f"  {task}", _task(observer, task))
+        yield f"  {task}", _task(observer, task)
     if not observer.rows:
-        return grid
+        return
     step = recent(observer, "step_seconds") or math.nan
     shares = [
-        f"{word} {_share(value / step)}"
+        f"{word} {show(value / step, '.0%')}"
         for name, word in (("train_seconds", "trains"), ("wait_seconds", "waits"), ("publish_seconds", "publishes"))
         if (value := recent(observer, name)) is not None
     ]
-    grid.add_row("tokens/s", number(recent(observer, "tokens_per_second")))
-    limit = frame.recipe.pipeline.lag_limit
-    lag = f"mean {number(row.get('lag_mean'), 2)} · max {number(row.get('lag_max'))} · limit {limit}"
-    grid.add_row("lag, steps", lag)
-    grid.add_row("learner", " · ".join(shares) or "–")
-    grid.add_row("publication", f"{number(row.get('publish_seconds'), 2)} s")
-    grid.add_row("server − learner", _parity(observer.compared))
-    grid.add_row("entropy · grad norm", f"{number(row.get('entropy'), 3)} · {number(row.get('grad_norm'), 3)}")
+    yield "tokens/s", show(recent(observer, "tokens_per_second"))
+    lag = f"mean {show(row.get('lag_mean'), ',.2f')} · max {show(row.get('lag_max'))}"
+    yield "lag, steps", f"{lag} · limit {frame.recipe.pipeline.lag_limit}"
+    yield "learner", " · ".join(shares) or "–"
+    yield "publication", f"{show(row.get('publish_seconds'), ',.2f')} s"
+    yield "server − learner", _parity(observer.compared)
+    yield "entropy · grad norm", f"{show(row.get('entropy'), ',.3f')} · {show(row.get('grad_norm'), ',.3f')}"
     if observer.status is not None:
         t = observer.status.tickets
         text = f"{t.running} being generated · {t.window} of {t.window_limit} in the window"
-        grid.add_row("tickets", text + (f" · {t.void} void" if t.void else ""))
-        grid.add_row("compute", f"{observer.status.compute_hours:.3f} {observer.status.compute_unit} hours")
-    return grid
+        yield "tickets", text + (f" · {t.void} void" if t.void else "")
+        yield "compute", f"{observer.status.compute_hours:.3f} {observer.status.compute_unit} hours"
 
 
 def _parity(row: Mapping[str, Any]) -> str:
     """Show mean and 99th percentile of the log-prob difference at equal weights, then the means of the other causes."""
     if row.get("parity_mean/kernels") is None:
         return "–"
-    tail = f" (99 %: {number(row.get('parity_p99/kernels'), 1, 'e')})" if row["parity_mean/kernels"] else ""
-    words = {"decode": "decode", "stale_kv": "stale KV", "staleness": "staleness"}
-    others = [
-        f"{word} {number(row[name], 1, 'e')}"
-        for cause, word in words.items()
-        if row.get(name := f"parity_mean/{cause}") is not None
-    ]
+    tail = f" (99 %: {show(row.get('parity_p99/kernels'), '.1e')})" if row["parity_mean/kernels"] else ""
+    causes = ("decode", "stale_kv", "staleness")
+    means = {cause: mean for cause in causes if (mean := row.get(f"parity_mean/{cause}")) is not None}
+    others = [f"{cause.replace('_kv', ' KV')} {show(mean, '.1e')}" for cause, mean in means.items()]
     if row.get("parity_routing") is not None:
         others.append(f"experts {row['parity_routing']:.1%}")
     return " · ".join([f"{parity.shown(row)}{tail}", *others])
@@ -247,7 +216,7 @@ def _parity(row: Mapping[str, Any]) -> str:
 
 def _task(observer: Observer, task: str) -> str:
     """Show the task's pass rates, in training and held out."""
-    trained = f"training {number(recent(observer, f'pass_rate_train/{task}'), 3)}"
+    trained = f"training {show(recent(observer, f'pass_rate_train/{task}'), ',.3f')}"
     scores = [row for _, row in sorted(observer.evaluations.items()) if f"pass_rate/{task}" in row]
     if not scores:
         return trained
@@ -270,21 +239,13 @@ def _processes(frame: Frame) -> RenderableType:
             state = server.state
             if not state.startswith("starting"):
                 version = str(server.version) if server.version >= 0 else "–"
-                cells = [version, str(server.running), number(server.tokens_per_second), _share(server.busy_share)]
-        elif view.state == "running" and role.kind == "controller":
-            state = "up" if status else "starting"
+                cells = [version, str(server.running), show(server.tokens_per_second), show(server.busy_share, ".0%")]
         elif view.state == "running":
-            state = "up" if status and status.phase != "starting" else "starting"
-        style = {
-            "lost": "red",
-            "dropped": "red",
-            "restarting": "yellow",
-            "starting": "yellow",
-            "unknown": "yellow",
-        }.get(state.split("(")[0], "")
+            state = "up" if status and (role.kind == "controller" or status.phase != "starting") else "starting"
+        style = STYLES.get(state.split("(")[0], "")
         table.add_row(
             role.name,
-            *([_between(view.nodes)] if several else []),
+            *([" … ".join(dict.fromkeys((view.nodes[0], view.nodes[-1])))] if several else []),
             Text(state, style=style),
             *cells,
             clock(view.seconds),
@@ -293,37 +254,23 @@ def _processes(frame: Frame) -> RenderableType:
     return table
 
 
-def _between(nodes: Sequence[str]) -> str:
-    """Format nodes as `n1` or `n9 … n10`."""
-    return nodes[0] if len(nodes) == 1 else f"{nodes[0]} … {nodes[-1]}"
-
-
 LINE_S, JOB_LINE_S = 10.0, 60.0
 """Seconds between lines of non-interactive output, and of a Slurm job's output, which grows for weeks."""
 
 
 class Screen:
-    """Shows a live picture in a terminal; else prints a line now and then, and each warning once."""
+    """Shows a picture in a terminal, within the context of `live`; else prints a line now and then, each warning once."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._every = JOB_LINE_S if "SLURM_JOB_ID" in os.environ else LINE_S
         self._last, self._stopping = -self._every, ""
         self._warned: set[str] = set()
 
-    def __enter__(self) -> "Screen":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
-
     def show(self, frame: Frame) -> None:
-        if self._live:
-            self._live.update(render(frame), refresh=True)
+        if self.live:
+            self.live.update(render(frame), refresh=True)
         elif frame.elapsed_s - self._last >= self._every or bool(frame.stopping) != bool(self._stopping):
             self._last, self._stopping = frame.elapsed_s, frame.stopping
             print(line(frame), flush=True)

@@ -5,7 +5,7 @@ is the number of equally weighted tokens that would be worth as much, as a share
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 TRUNCATION_LIMIT = 0.10
@@ -15,20 +15,17 @@ MALFORMED_LIMIT = 0.50
 
 def flags(row: Mapping[str, Any]) -> dict[str, float]:
     """Return 1 for each sign that `row` shows, 0 for each that it does not, and nothing for metrics that it lacks."""
-    truncated, size = row.get("truncation_rate", math.nan), row.get("effective_sample_size", math.nan)
-    result = {}
-    if math.isfinite(truncated):
-        result["warning_truncation"] = float(truncated > TRUNCATION_LIMIT)
-    if math.isfinite(size):
-        result["warning_sample_size"] = float(size < SAMPLE_SIZE_LIMIT)
-    return result
+    signs = {
+        "warning_truncation": row.get("truncation_rate", math.nan) - TRUNCATION_LIMIT,
+        "warning_sample_size": SAMPLE_SIZE_LIMIT - row.get("effective_sample_size", math.nan),
+    }
+    return {name: float(excess > 0) for name, excess in signs.items() if math.isfinite(excess)}
 
 
-def words(
-    truncated: float | None, sample_size: float | None, malformed: float | None, end_of_thinking: str
-) -> list[str]:
-    """Return messages for the user from recent means of three metrics; None: not measured. end_of_thinking: the recipe's."""
-    messages = []
+def words(mean: Callable[[str], float | None], end_of_thinking: str) -> list[str]:
+    """Return messages for the user. mean: a metric's recent mean, None if not measured; end_of_thinking: the recipe's."""
+    truncated, sample_size = mean("truncation_rate"), mean("effective_sample_size")
+    malformed, messages = mean("format_error_rate"), []
     if truncated is not None and truncated > TRUNCATION_LIMIT:
         messages.append(
             f"{truncated:.0%} of the answers are cut off: above 10 % training destabilises; raise length.answer_tokens"

@@ -44,13 +44,8 @@ class Watch:
     def __init__(
         self, start_s: float, stopped_s: float = STOPPED_S, silent_s: float = SILENT_S, lost_s: float = LOST_S
     ) -> None:
-        self._limits = {
-            "stopped": stopped_s,
-            "unheard": stopped_s,
-            "silent": silent_s,
-            "lost": lost_s,
-            "starting": start_s,
-        }
+        self._limits = {"silent": silent_s, "lost": lost_s, "starting": start_s}
+        self._limits |= dict.fromkeys(("stopped", "unheard"), stopped_s)
         self._since: dict[tuple[Role, str], float] = {}
         self._started: dict[Role, float] = {}
         self._seen: dict[Role, Literal["away", "there"]] = {}  # the server's state since that start
@@ -63,7 +58,8 @@ class Watch:
         if status is not None and status_age > OLD_S:
             complaints.add((Role("controller"), "silent"))
         elif status is not None:
-            complaints |= {(role, self._away(role)) for role in self._look(status, at)}
+            away = self._look(status, at)
+            complaints |= {(role, "lost" if self._seen[role] == "there" else "starting") for role in away}
         complaints = {c for c in complaints if c[0] in running}
         self._since = {c: self._since.get(c, at) for c in complaints}
         return {
@@ -91,6 +87,3 @@ class Watch:
             ):
                 self._seen[role] = "there"
         return away
-
-    def _away(self, role: Role) -> str:
-        return "lost" if self._seen[role] == "there" else "starting"

@@ -56,7 +56,7 @@ class OwnServers:
         clients = {a.id: ServerClient(a, *keys, timeout_s) for a in addresses}
         at_once = recipe.serving.max_running_requests
         places = Places(members, at_once)
-        graders, environments = TaskGraders.of(recipe, tokenizer.decode), TaskEnvironments(recipe, tokenizer)
+        graders, environments = TaskGraders(recipe, tokenizer.decode), TaskEnvironments(recipe, tokenizer)
         sampler = Sampler(recipe, tokenizer, clients, places, self, environments)
         salt = secrets.token_hex(8)
         try:

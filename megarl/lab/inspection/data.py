@@ -30,7 +30,7 @@ from megarl.tasks.data.prompts import BATCH, Render, renderer
 from megarl.tasks.data.rows import Row, digest
 from megarl.tasks.data.sources import is_source, problem
 from megarl.tasks.data.survey import Reader, Survey, chosen, survey
-from megarl.tasks.data.traces import are_traces, spoken, templated, trace_key
+from megarl.tasks.data.traces import are_traces, spoken, templated
 
 BARS, BAR = 8, 32  # most bars of a histogram, and characters of the longest
 SHOWN_TEXT = 400  # characters shown of a sample's prompt and answer; the rest is counted
@@ -133,7 +133,7 @@ def _inspect_traces(
     source: str, tokenizer: Tokenizer | None, samples: int, limit: int | None, decontaminate: Sequence[str], console: Console
 ) -> None:  # fmt: skip
     """Print traces as `megarl sft` would have them. limit: sft.max_length."""
-    found = survey(source, spoken, evaluation=overlap_with(decontaminate), several=trace_key)
+    found = survey(source, spoken, evaluation=overlap_with(decontaminate), repeats=True)
     show_left_out(found, console)
     seen, _ = look(found if tokenizer is None else templated(found, tokenizer), None, tokenizer, samples)
     show(source, seen, console, "tokens" if tokenizer else "characters", limit, None)

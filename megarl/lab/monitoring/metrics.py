@@ -22,7 +22,7 @@ from megarl.core.recipe import Recipe
 from megarl.core.telemetry.names import tag
 from megarl.lab.monitoring.prometheus import LearnerMetrics, serve
 from megarl.lab.monitoring.wandb_writer import WandbWriter
-from megarl.run.tail import Tail
+from megarl.run.observe import Tail
 from megarl.run.warnings import flags
 
 

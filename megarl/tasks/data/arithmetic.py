@@ -17,20 +17,25 @@ The teacher errs on purpose: a policy warmed up on it is right about a third of 
 rambles or thinks too long, and has seen the interruption phrase. So the effect of RL shows within minutes.
 """
 
-import logging
 import random
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_jsonl
 from megarl.tasks.data import products
-from megarl.tasks.data.arithmetic_models import END_OF_THINKING, INTERRUPTION, MODELS, THINK, save_model
+from megarl.tasks.data.arithmetic_models import (
+    END_OF_THINKING,
+    HELDOUT_PROMPTS,
+    INTERRUPTION,
+    MODELS,
+    SFT_TRACES,
+    THINK,
+    TRAIN_PROMPTS,
+    Exercise,
+    save_model,
+    write_task,
+)
 
-log = logging.getLogger(__name__)
-
-TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
 DIGITS = {1: 0.15, 2: 0.4, 3: 0.35, 4: 0.1}
 """Share of problems by digits of the longer operand. That number of digits is the prompt's difficulty."""
 
@@ -49,26 +54,6 @@ RAMBLING = 8
 """Number of times a rambling trace gives its answer."""
 
 
-class SumProblem(NamedTuple):
-    """The problem `left sign right`; left ≥ right in a subtraction, so that no answer is negative."""
-
-    left: int
-    sign: str
-    right: int
-
-    @property
-    def prompt(self) -> str:
-        return f"{self.left}{self.sign}{self.right}="
-
-    @property
-    def answer(self) -> int:
-        return self.left + self.right if self.sign == "+" else self.left - self.right
-
-    @property
-    def digits(self) -> int:
-        return len(str(max(self.left, self.right)))
-
-
 def main(directory: Path | str, seed: int = 0) -> int:
     """Run `megarl data arithmetic DIR`."""
     write(Path(directory), seed)
@@ -84,16 +69,9 @@ def write(directory: Path, seed: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MegarlError(f"{directory}: cannot make this directory: {error.strerror}") from None
-    rng = random.Random(seed)
-    drawn = problems(rng, HELDOUT_PROMPTS + TRAIN_PROMPTS)
-    heldout, train = drawn[:HELDOUT_PROMPTS], drawn[HELDOUT_PROMPTS:]
-    for name, chosen in (("heldout", heldout), ("train", train)):
-        rows = [prompt_row(f"{name}-{i}", p) for i, p in enumerate(chosen)]
-        write_jsonl(directory / f"{name}.jsonl", rows)
+    for name, rows in write_task(directory, "", random.Random(seed), problem, TRACES, trace).items():
         for task, sign in (("addition", "+"), ("subtraction", "-")):
-            matching = [row for row, p in zip(rows, chosen, strict=True) if p.sign == sign]
-            write_jsonl(directory / f"{name}-{task}.jsonl", matching)
-    write_jsonl(directory / "sft.jsonl", sft_rows(rng, SFT_TRACES, avoid=set(heldout)))
+            write_jsonl(directory / f"{name}-{task}.jsonl", [row for row in rows if sign in row["prompt"]])
     products.write(directory, seed)
     for name, config in MODELS.items():
         save_model(directory / name, config, seed)
@@ -102,15 +80,7 @@ def write(directory: Path, seed: int) -> None:
 # Problems and traces
 
 
-def problems(rng: random.Random, count: int) -> list[SumProblem]:
-    """Draw this many distinct problems, in random order."""
-    drawn: dict[SumProblem, None] = {}
-    while len(drawn) < count:
-        drawn[problem(rng)] = None
-    return list(drawn)
-
-
-def problem(rng: random.Random) -> SumProblem:
+def problem(rng: random.Random) -> Exercise:
     """Draw a problem: the longer operand's digits by `DIGITS`, the other's uniformly from 1 up to that."""
     digits = rng.choices(list(DIGITS), list(DIGITS.values()))[0]
     one, other = _number(rng, digits), _number(rng, rng.randint(1, digits))
@@ -119,14 +89,14 @@ def problem(rng: random.Random) -> SumProblem:
     sign = rng.choice("+-")
     if sign == "-" and one < other:
         one, other = other, one
-    return SumProblem(one, sign, other)
+    return Exercise(one, sign, other)
 
 
 def _number(rng: random.Random, digits: int) -> int:
     return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
 
 
-def columns(problem: SumProblem, wrong: int | None = None, shift: int = 0) -> tuple[list[str], int]:
+def columns(problem: Exercise, wrong: int | None = None, shift: int = 0) -> tuple[list[str], int]:
     """Return the scratchpad's equations, rightmost column first, and the answer read off them.
 
     The result of column `wrong` is moved by `shift` (1 … 9), so that its last digit, and with it the answer, becomes wrong.
@@ -147,7 +117,7 @@ def columns(problem: SumProblem, wrong: int | None = None, shift: int = 0) -> tu
     return equations, sum(digit * 10**place for place, digit in enumerate(digits))
 
 
-def trace(problem: SumProblem, kind: str, rng: random.Random) -> str:
+def trace(problem: Exercise, kind: str, rng: random.Random) -> str:
     """Return a completion of this kind (see `TRACES`), without the end token."""
     wrong = rng.randrange(problem.digits) if kind == "wrong" else None
     equations, answer = columns(problem, wrong, shift=rng.randint(1, 9))
@@ -164,23 +134,3 @@ def trace(problem: SumProblem, kind: str, rng: random.Random) -> str:
             return f"{THINK}{work}"
         case _:
             return f"{THINK}{work}{END_OF_THINKING}{answer}"
-
-
-def prompt_row(name: str, problem: SumProblem) -> dict[str, Any]:
-    """Return a row for a file of prompts."""
-    return {
-        "id": name,
-        "prompt": problem.prompt,
-        "answer": str(problem.answer),
-        "difficulty": problem.digits,
-    }
-
-
-def sft_rows(rng: random.Random, count: int, avoid: set[SumProblem]) -> Iterator[dict[str, str]]:
-    """Yield rows of sft.jsonl: kinds of trace by their shares, no problem from `avoid`, no end token."""
-    kinds = rng.choices(list(TRACES), list(TRACES.values()), k=count)
-    for kind in kinds:
-        chosen = problem(rng)
-        while chosen in avoid:
-            chosen = problem(rng)
-        yield {"prompt": chosen.prompt, "completion": trace(chosen, kind, rng)}

@@ -1,10 +1,16 @@
-"""The quickstart's 32-token character tokenizer, and its untrained models: a dense Llama and a Llama 4 with experts."""
+"""What the quickstart's two tasks share: the form of their files, a 32-token character tokenizer, and untrained models, a
+dense Llama and a Llama 4 with experts."""
 
+import operator
+import random
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megarl.core.base.rundir import write_atomically
+from megarl.core.base.rundir import write_atomically, write_jsonl
+
+TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
 
 CHARACTERS = "0123456789+-=;.,:?!*/%()[]<>"
 PAD, END, THINK, END_OF_THINKING = "<pad>", "<eos>", "<think>", "</think>"
@@ -36,6 +42,66 @@ LLAMA4 = LLAMA | {
 }
 MODELS = {"init": LLAMA, "init-moe": LLAMA4}
 """Configurations by directory name: 0.8 million parameters; 1.6 million, of which 0.8 are active per token."""
+
+
+class Exercise(NamedTuple):
+    """The problem `left sign right`; left ≥ right in a subtraction, so that no answer is negative."""
+
+    left: int
+    sign: str
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}{self.sign}{self.right}="
+
+    @property
+    def answer(self) -> int:
+        return {"+": operator.add, "-": operator.sub, "*": operator.mul}[self.sign](self.left, self.right)
+
+    @property
+    def digits(self) -> int:
+        """Digits of the longer operand."""
+        return len(str(max(self.left, self.right)))
+
+    @property
+    def difficulty(self) -> int:
+        return len(str(self.left)) + len(str(self.right)) - 3 if self.sign == "*" else self.digits
+
+
+def write_task(
+    directory: Path,
+    prefix: str,
+    rng: random.Random,
+    draw: Callable[[random.Random], Exercise],
+    kinds: Mapping[str, float],
+    trace: Callable[[Exercise, str, random.Random], str | list[str]],
+) -> dict[str, list[dict[str, Any]]]:
+    """Write heldout.jsonl, train.jsonl and sft.jsonl, each complete or not at all; return the rows of the first two.
+
+    All prompts are distinct. kinds: shares of the kinds of trace, none of which is of a held-out problem.
+    """
+    drawn: dict[Exercise, None] = {}
+    while len(drawn) < HELDOUT_PROMPTS + TRAIN_PROMPTS:
+        drawn[draw(rng)] = None
+    heldout, train = list(drawn)[:HELDOUT_PROMPTS], list(drawn)[HELDOUT_PROMPTS:]
+    written = {}
+    for name, chosen in (("heldout", heldout), ("train", train)):
+        written[name] = [
+            {"id": f"{name}-{n}", "prompt": e.prompt, "answer": str(e.answer), "difficulty": e.difficulty}
+            for n, e in enumerate(chosen)
+        ]
+        write_jsonl(directory / f"{prefix}{name}.jsonl", written[name])
+    avoid = set(heldout)
+
+    def traces() -> Iterator[dict[str, Any]]:
+        for kind in rng.choices(list(kinds), list(kinds.values()), k=SFT_TRACES):
+            while (exercise := draw(rng)) in avoid:
+                pass
+            yield {"prompt": exercise.prompt, "completion": trace(exercise, kind, rng)}
+
+    write_jsonl(directory / f"{prefix}sft.jsonl", traces())
+    return written
 
 
 def character_tokenizer() -> Any:

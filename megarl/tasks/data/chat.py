@@ -80,14 +80,16 @@ def load_chat(hf_dir: Path | str) -> ChatTemplate:
             f"{folder}: the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
             "use template: raw, or a model that has one"
         )
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    given = {key: value for key, value in config.items() if key.endswith("_token") and value}
+    tokens = {key: value["content"] if isinstance(value, dict) else value for key, value in given.items()
+              if isinstance(value, str | dict)}  # fmt: skip
+    extensions = ["jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = lambda value, **more: json.dumps(value, ensure_ascii=False, **more)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return ChatTemplate(environment.from_string(source), _special_tokens(config), folder)
+        return ChatTemplate(environment.from_string(source), tokens, folder)
     except (TemplateError, RecursionError) as error:
         raise MegarlError(f"{folder}: the chat template cannot be read: {error}") from None
 
@@ -97,9 +99,3 @@ def _refuse(message: str) -> Never:
     import jinja2
 
     raise jinja2.TemplateError(message)
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    named = {key: value for key, value in config.items() if key.endswith("_token") and value}
-    return {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()
-            if isinstance(value, str | dict)}  # fmt: skip

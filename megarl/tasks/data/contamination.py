@@ -45,7 +45,7 @@ class Overlap:
             if length < SHORTEST:
                 self._whole.setdefault(collapsed(text).casefold(), len(self._names))
             else:
-                own = set(ngrams(found, length))
+                own = {" ".join(found[n : n + length]) for n in range(len(found) - length + 1)}
                 texts_with.update(own)
                 for gram in own:
                     grams.setdefault(length, {}).setdefault(gram, len(self._names))
@@ -75,11 +75,6 @@ class Overlap:
         return None
 
 
-def ngrams(found: list[str], length: int) -> Iterator[str]:
-    """Return each run of `length` words, joined by blanks."""
-    return (" ".join(found[n : n + length]) for n in range(len(found) - length + 1))
-
-
 def overlap_with(sources: Iterable[str]) -> Overlap | None:
     """Index all texts of these sources; None if there are no sources."""
     names = list(sources)
@@ -87,13 +82,12 @@ def overlap_with(sources: Iterable[str]) -> Overlap | None:
 
 
 def _texts(source: str) -> Iterator[tuple[str, str]]:
-    empty = True
+    number = 0
     for number, row in stream(source):
         if isinstance(row, Unreadable):
             raise MegarlError(f"{source}:{number}: {row.why}")
         yield f"{source}:{number}", question(row, f"{source}:{number}")
-        empty = False
-    if empty:
+    if not number:
         raise MegarlError(f"{source}: no rows in it to decontaminate against")
 
 

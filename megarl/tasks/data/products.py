@@ -1,4 +1,4 @@
-"""Products too hard for the quickstart's model by itself, and a calculator that solves them.
+"""Exercises too hard for the quickstart's model by itself, and a calculator that solves them.
 
     prompt      123*456=
     by hand     <think>123*6=738;123*50=6150;123*400=49200</think>56088
@@ -15,14 +15,10 @@ In a trace the calculator's tokens are separate parts, which `megarl sft` does n
 """
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from megarl.core.base.rundir import write_jsonl
-from megarl.tasks.data.arithmetic_models import END_OF_THINKING, INTERRUPTION, THINK
+from megarl.tasks.data.arithmetic_models import END_OF_THINKING, INTERRUPTION, THINK, Exercise, write_task
 
-TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
 DIGITS = {(2, 2): 0.25, (3, 2): 0.4, (3, 3): 0.35}
 """Share of products by the digits of their factors. The sum of both less 3 is the difficulty."""
 
@@ -38,63 +34,35 @@ TRACES = {
 """The teacher's kinds of trace and their shares."""
 
 
-class Product(NamedTuple):
-    """The product `left * right`."""
-
-    left: int
-    right: int
-
-    @property
-    def prompt(self) -> str:
-        return f"{self.left}*{self.right}="
-
-    @property
-    def answer(self) -> int:
-        return self.left * self.right
-
-
 def write(directory: Path, seed: int) -> None:
-    """Write the three files, each complete or not at all."""
-    rng = random.Random(f"{seed}/products")
-    drawn: dict[Product, None] = {}
-    while len(drawn) < HELDOUT_PROMPTS + TRAIN_PROMPTS:
-        drawn[product(rng)] = None
-    products = list(drawn)
-    heldout, train = products[:HELDOUT_PROMPTS], products[HELDOUT_PROMPTS:]
-    for name, chosen in (("heldout", heldout), ("train", train)):
-        write_jsonl(directory / f"products-{name}.jsonl", (_prompt(f"{name}-{i}", p) for i, p in enumerate(chosen)))
-    write_jsonl(directory / "products-sft.jsonl", _traces(rng, set(heldout)))
+    write_task(directory, "products-", random.Random(f"{seed}/products"), product, TRACES, trace)
 
 
-def product(rng: random.Random) -> Product:
+def product(rng: random.Random) -> Exercise:
     """Draw a random product, with the longer factor on either side."""
     factors = [rng.randint(10 ** (n - 1), 10**n - 1) for n in rng.choices(list(DIGITS), list(DIGITS.values()))[0]]
     rng.shuffle(factors)
-    return Product(*factors)
+    return Exercise(factors[0], "*", factors[1])
 
 
-def partial_products(
-    factors: Product, wrong: int | None = None, rng: random.Random | None = None
-) -> tuple[list[str], int]:
-    """Return equations of the left factor with each digit of the right one, ones first, and the sum of their results.
-
-    One digit of the result of equation `wrong` is changed.
-    """
+def partial_products(factors: Exercise, wrong: int | None, rng: random.Random) -> tuple[list[str], int]:
+    """Return equations of the left factor with each digit of the right one, ones first, a digit of that numbered `wrong`
+    changed, and the sum of their results."""
     equations, total = [], 0
     for place, digit in enumerate(reversed(str(factors.right))):
         factor = int(digit) * 10**place
         result = factors.left * factor
-        if place == wrong and rng is not None:
+        if place == wrong:
             result = _another_digit(result, rng)
         equations.append(f"{factors.left}*{factor}={result}")
         total += result
     return equations, total
 
 
-def trace(factors: Product, kind: str, rng: random.Random) -> list[str]:
+def trace(factors: Exercise, kind: str, rng: random.Random) -> list[str]:
     """Return a completion of this kind (see `TRACES`): one text, or the model's and the calculator's in turn."""
     if kind in ("called", "miscalled", "miscopied"):
-        asked = Product(_another_digit(factors.left, rng), factors.right) if kind == "miscalled" else factors
+        asked = factors._replace(left=_another_digit(factors.left, rng)) if kind == "miscalled" else factors
         answer = _another_digit(asked.answer, rng) if kind == "miscopied" else asked.answer
         return [f"{THINK}[{asked.left}*{asked.right}]", str(asked.answer), f"{END_OF_THINKING}{answer}"]
     wrong = rng.randrange(len(str(factors.right))) if kind == "slipped" else None
@@ -107,19 +75,6 @@ def trace(factors: Product, kind: str, rng: random.Random) -> list[str]:
             return [f"{THINK}{work}"]
         case _:
             return [f"{THINK}{work}{END_OF_THINKING}{answer}"]
-
-
-def _prompt(name: str, factors: Product) -> dict[str, Any]:
-    digits = len(str(factors.left)) + len(str(factors.right))
-    return {"id": name, "prompt": factors.prompt, "answer": str(factors.answer), "difficulty": digits - 3}
-
-
-def _traces(rng: random.Random, avoid: set[Product]) -> Iterator[dict[str, Any]]:
-    for kind in rng.choices(list(TRACES), list(TRACES.values()), k=SFT_TRACES):
-        chosen = product(rng)
-        while chosen in avoid:
-            chosen = product(rng)
-        yield {"prompt": chosen.prompt, "completion": trace(chosen, kind, rng)}
 
 
 def _another_digit(number: int, rng: random.Random) -> int:

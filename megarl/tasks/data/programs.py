@@ -88,9 +88,8 @@ def mbpp_tests(raw: Raw) -> str:
 
 def _mbpp_check(line: str, setup: Sequence[str], raw: Raw) -> dict[str, str]:
     try:
-        defined = [
-            node.name for node in ast.parse(text_of(column("code")(raw))).body if isinstance(node, ast.FunctionDef)
-        ]
+        code = ast.parse(text_of(column("code")(raw)))
+        defined = [node.name for node in code.body if isinstance(node, ast.FunctionDef)]
         used = {node.id for node in ast.walk(ast.parse(line)) if isinstance(node, ast.Name)}
     except SyntaxError as error:
         raise UnfitError(f"the code or a test is not Python: {error}") from None
@@ -117,9 +116,7 @@ def _lines_of(raw: Raw, name: str) -> list[str]:
 
 
 def _checked(tests: Any) -> list[Raw]:
-    if not isinstance(tests, list) or not all(
-        isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in tests
-    ):
+    if not isinstance(tests, list) or not all(isinstance(t, Mapping) and "input" in t and "output" in t for t in tests):
         raise UnfitError("the tests are no list of input and output")
     return tests
 

@@ -45,9 +45,8 @@ def _room() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise MegarlError(
-            f"{tempfile.gettempdir()}: prompts cannot be kept there: {error.strerror}; set TMPDIR to a larger disk"
-        ) from None
+        why = f"prompts cannot be kept there: {error.strerror}; set TMPDIR to a larger disk"
+        raise MegarlError(f"{tempfile.gettempdir()}: {why}") from None
 
 
 class Stored(Sequence[Prompt]):
@@ -96,7 +95,7 @@ class PromptSet(NamedTuple):
 
     name: str
     prompts: Stored
-    fingerprints: np.ndarray
+    fingerprints: "array[int]"
 
 
 def load_tasks(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, TaskPrompts]:
@@ -125,25 +124,21 @@ def load_set(
     found: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
 ) -> tuple[PromptSet, PromptSet]:
     """Load a source's training and held-out prompts; those of more than `max_tokens` are left out and counted."""
-    sets = PromptSet(name, Stored(), np.empty(0)), PromptSet(name, Stored(), np.empty(0))
-    marks = array("Q"), array("Q")
+    sets = PromptSet(name, Stored(), array("Q")), PromptSet(name, Stored(), array("Q"))
     rows = 0
     for part in batched(chosen(found), BATCH):
         rows += len(part)
         for (row, held), tokens in zip(part, _encoded(found.source, part, render, tokenizer), strict=True):
             if len(tokens) <= max_tokens:
-                sets[held].prompts.append(_prompt(row, tokens, task))
-                marks[held].append(fingerprint(row.prompt))
+                prompt = Prompt(id=row.id, tokens=tokens, answer=row.answer, task=task, difficulty=row.difficulty)
+                sets[held].prompts.append(prompt)
+                sets[held].fingerprints.append(fingerprint(row.prompt))
     prompts = sum(len(one.prompts) for one in sets)
     if not prompts:
-        raise MegarlError(
-            f"{found.source}: all {rows} prompts are longer than {max_tokens} tokens; raise length.prompt_tokens"
-        )
+        why = f"all {rows} prompts are longer than {max_tokens} tokens; raise length.prompt_tokens"
+        raise MegarlError(f"{found.source}: {why}")
     log.info("%s: %d prompts, %d left out (longer than %d tokens)", found.source, prompts, rows - prompts, max_tokens)
-    train, heldout = (
-        one._replace(fingerprints=np.array(prints, np.uint64)) for one, prints in zip(sets, marks, strict=True)
-    )
-    return train, heldout
+    return sets
 
 
 def _encoded(source: str, part: Sequence[tuple[Row, bool]], render: Render, tokenizer: Tokenizer) -> list[np.ndarray]:
@@ -163,10 +158,8 @@ def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
     """Raise MegarlError if a held-out prompt is also trained on: the same text up to blanks, whatever its id and template."""
     shared = np.intersect1d(train.fingerprints, heldout.fingerprints)
     if len(shared):
-        theirs = _ids(train, shared)
-        pairs = [
-            f"held-out {ours!r} is training prompt {theirs[mark]!r}" for mark, ours in _ids(heldout, shared).items()
-        ]
+        ours, theirs = _ids(heldout, shared), _ids(train, shared)
+        pairs = [f"held-out {name!r} is training prompt {theirs[mark]!r}" for mark, name in ours.items()]
         raise MegarlError(listed(f"{heldout.name} and {train.name} share prompts ({len(pairs)}):", pairs))
 
 
@@ -182,9 +175,8 @@ def _load_task(
     surveyed = survey_of(task.train, read, counted, evaluation, refuse)
     train, heldout = load_set(surveyed, render, tokenizer, max_tokens, name, f"{key}.train")
     if isinstance(task.heldout, str):
-        heldout, _ = load_set(
-            survey_of(task.heldout, read, refuse=refuse), render, tokenizer, max_tokens, name, f"{key}.heldout"
-        )
+        surveyed = survey_of(task.heldout, read, refuse=refuse)
+        heldout, _ = load_set(surveyed, render, tokenizer, max_tokens, name, f"{key}.heldout")
     elif not heldout.prompts or not train.prompts:
         raise MegarlError(f"{key}.heldout: of the rows held out of {task.train}, or of the others, all are too long")
     return train, heldout._replace(name=f"{key}.heldout")
@@ -202,10 +194,6 @@ def of_programs(read: Reader) -> Reader:
         return result
 
     return row
-
-
-def _prompt(row: Row, tokens: np.ndarray, task: str) -> Prompt:
-    return Prompt(id=row.id, tokens=tokens, answer=row.answer, task=task, difficulty=row.difficulty)
 
 
 def _ids(rows: PromptSet, marks: np.ndarray) -> dict[int, str]:

@@ -29,7 +29,7 @@ class Unreadable(NamedTuple):
     why: str
 
 
-type Raw = dict[str, Any] | Unreadable
+type Numbered = tuple[int, dict[str, Any] | Unreadable]
 
 
 def is_source(name: str) -> bool:
@@ -40,26 +40,24 @@ def is_source(name: str) -> bool:
 def problem(source: str) -> str | None:
     """Return what keeps these rows from being read, as far as it can be told without reading them."""
     if source.startswith(HUB):
-        return (
-            None if _hub(source) else f"{source!r} is not hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
-        )
+        wrong = f"{source!r} is not hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
+        return None if _hub(source) else wrong
     suffix = Path(source).suffix
     if not os.path.isfile(source) and not (suffix in BUILDERS and glob.glob(source)):
         return f"{source!r} is not a file"
     return None if suffix in SUFFIXES else f"{source!r} ends in none of {', '.join(SUFFIXES)}"
 
 
-def stream(source: str) -> Iterator[tuple[int, Raw]]:
+def stream(source: str) -> Iterator[Numbered]:
     """Yield rows with their numbers from 1; for JSONL, line numbers, with blank lines skipped."""
-    wrong = problem(source)
-    if wrong:
+    if wrong := problem(source):
         raise MegarlError(wrong)
     if Path(source).suffix == ".jsonl" and not source.startswith(HUB):
         return _lines(Path(source))
     return enumerate(_dataset(source), 1)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Raw]]:
+def _lines(path: Path) -> Iterator[Numbered]:
     decoder = msgspec.json.Decoder()
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -78,15 +76,12 @@ def _dataset(source: str) -> Iterator[dict[str, Any]]:
     import datasets  # takes two seconds and is needed only here
 
     try:
-        hub = _hub(source)
-        if hub:
+        if hub := _hub(source):
             name, config, split = hub
             yield from datasets.load_dataset(name, config, split=split)
         else:
-            builder = BUILDERS[Path(source).suffix]
-            yield from datasets.load_dataset(
-                builder, data_files=sorted(glob.glob(source)), split="train", streaming=True
-            )
+            builder, files = BUILDERS[Path(source).suffix], sorted(glob.glob(source))
+            yield from datasets.load_dataset(builder, data_files=files, split="train", streaming=True)
     except (OSError, ValueError, TypeError, LookupError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         away = "; without a network, copy its files here and name them instead" if source.startswith(HUB) else ""
@@ -95,13 +90,8 @@ def _dataset(source: str) -> Iterator[dict[str, Any]]:
 
 def _hub(source: str) -> tuple[str, str | None, str] | None:
     """Parse `hub:…` into name, configuration and split."""
-    if not source.startswith(HUB):
+    parts = source.removeprefix(HUB).split(":")
+    if not source.startswith(HUB) or not all(parts) or len(parts) > 3:
         return None
-    match source.removeprefix(HUB).split(":"):
-        case [name] if name:
-            return name, None, "train"
-        case [name, split] if name and split:
-            return name, None, split
-        case [name, config, split] if name and config and split:
-            return name, config, split
-    return None
+    name, *config, split = parts if len(parts) > 1 else [*parts, "train"]
+    return name, config[0] if config else None, split

@@ -13,7 +13,7 @@ prompt have the same hash, none is on both sides.
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import numpy as np
 from megarl.core.base.errors import SHOWN, MegarlError, listed
 from megarl.tasks.data.contamination import Hit, Overlap
 from megarl.tasks.data.rows import LARGEST_ANSWER, Row, UnfitError, digest, fingerprint
-from megarl.tasks.data.sources import Unreadable, stream
+from megarl.tasks.data.sources import Numbered, Unreadable, stream
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,9 @@ class LeftOut:
 
 
 class Survey(NamedTuple):
-    """The result of a survey.
+    """The result of a survey. again: number of kept rows that repeat an earlier one.
 
-    kept, heldout [rows] bool: in the source's order, unreadable rows included; held-out rows are also kept. again: number of
-    kept rows that repeat an earlier one.
+    kept, heldout [rows] bool: in the source's order, unreadable rows included; held-out rows are also kept.
     """
 
     source: str
@@ -80,10 +79,10 @@ class _Columns:
         self.numbers, self.usable = array("Q"), array("b")
         self.prompts, self.ids, self.answers = array("Q"), array("Q"), array("Q")
 
-    def add(self, number: int, row: Row | None, key: Callable[[Row], int]) -> None:
+    def add(self, number: int, row: Row | None) -> None:
         self.numbers.append(number)
         self.usable.append(row is not None)
-        self.prompts.append(key(row) if row else 0)
+        self.prompts.append(fingerprint(row.prompt) if row else 0)
         self.ids.append(digest(row.id) if row else 0)
         self.answers.append(digest(row.answer.strip()) if row else 0)
 
@@ -93,31 +92,33 @@ def survey(
     read: Reader,
     heldout: int = 0,
     evaluation: Overlap | None = None,
-    tick: Callable[[], object] = lambda: None,
-    removed: Callable[[Row, int, Hit], object] = lambda row, number, hit: None,
-    several: Callable[[Row], int] | None = None,
+    watched: Callable[[Iterable[Numbered]], Iterable[Numbered]] = iter,
+    removed: Callable[[Row, int, Hit], object] | None = None,
+    repeats: bool = False,
     largest: float = LARGEST_ANSWER,
 ) -> Survey:
     """Make one pass over the source.
 
-    tick: called for each row. removed: called for each row found in an evaluation set. several: if given, rows with the same
-    number by this function are repeats, which are kept and counted. largest: answer size in characters.
+    watched: passes the rows on, to show progress. removed: called for each row found in an evaluation set. repeats: rows with
+    the same id are kept and counted. largest: answer size in characters.
     """
     left_out, columns = LeftOut(), _Columns()
-    for number, raw in stream(source):
-        tick()
+    for number, raw in watched(stream(source)):
         row = _row(raw, read, number, left_out, largest)
         hit = evaluation.find(row.prompt) if row and evaluation else None
         if row and hit:
             left_out.add(CONTAMINATED, number, f"{row.id!r} shares {hit.shared!r} with {hit.evaluation}")
-            removed(row, number, hit)
-        columns.add(number, None if hit else row, several or prompt_key)
+            if removed:
+                removed(row, number, hit)
+        columns.add(number, None if hit else row)
     if not columns.numbers:
         raise MegarlError(f"{source}: no rows in it")
-    kept, again = (_without_repeats(columns, left_out), 0) if several is None else _with_repeats(columns)
-    return Survey(
-        source, read, kept, _held_out(source, heldout, np.frombuffer(columns.prompts, np.uint64), kept), left_out, again
-    )
+    kept, again = np.array(columns.usable, bool), 0
+    if repeats:
+        again = len(_repeats(columns.ids, kept)[0])
+    else:
+        _leave_out_repeats(columns, kept, left_out)
+    return Survey(source, read, kept, _held_out(source, heldout, columns.prompts, kept), left_out, again)
 
 
 def survey_of(
@@ -126,10 +127,10 @@ def survey_of(
     heldout: int = 0,
     evaluation: Overlap | None = None,
     refuse: frozenset[str] = FAULTS,
-    several: Callable[[Row], int] | None = None,
+    repeats: bool = False,
 ) -> Survey:
     """Survey a source about to be used: log the rows left out, but raise MegarlError if any reason is in `refuse`."""
-    result = survey(source, read, heldout, evaluation, several=several)
+    result = survey(source, read, heldout, evaluation, repeats=repeats)
     faults = sum(count for reason, count in result.left_out.counts.items() if reason in refuse)
     if faults:
         result.left_out.first = {reason: first for reason, first in result.left_out.first.items() if reason in refuse}
@@ -156,7 +157,6 @@ def chosen(survey: Survey) -> Iterator[tuple[Row, bool]]:
 
 
 def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float) -> Row | None:
-    """Return the row if it can be used."""
     if isinstance(raw, Unreadable):
         left_out.add(MALFORMED, number, f"not a row: {raw.why}")
         return None
@@ -165,80 +165,56 @@ def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float)
     except UnfitError as error:
         left_out.add(MALFORMED, number, str(error))
         return None
-    reason = _unusable(row, largest)
-    if reason:
-        part = "prompt" if reason == EMPTY_PROMPT else "answer"
-        left_out.add(
-            reason, number, f"the {part} of {row.id!r} is {'too large' if reason == LARGE_ANSWER else 'empty'}"
-        )
-    return None if reason else row
-
-
-def _unusable(row: Row, largest: float) -> str | None:
     if not row.prompt.strip():
-        return EMPTY_PROMPT
-    if not row.answer.strip():
-        return EMPTY_ANSWER
-    return LARGE_ANSWER if len(row.answer) > largest else None
+        left_out.add(EMPTY_PROMPT, number, f"the prompt of {row.id!r} is empty")
+    elif not row.answer.strip():
+        left_out.add(EMPTY_ANSWER, number, f"the answer of {row.id!r} is empty")
+    elif len(row.answer) > largest:
+        left_out.add(LARGE_ANSWER, number, f"the answer of {row.id!r} is too large")
+    else:
+        return row
+    return None
 
 
-def prompt_key(row: Row) -> int:
-    """Return a row's identity for finding repeats: that of its prompt."""
-    return fingerprint(row.prompt)
+def _leave_out_repeats(columns: _Columns, kept: np.ndarray, left_out: LeftOut) -> None:
+    """Clear in kept [rows] the rows whose prompt or id an earlier one has."""
+    again, first = _repeats(columns.prompts, kept)
+    kept[again] = False
+    answers = np.frombuffer(columns.answers, np.uint64)
+    other, of_id = answers[again] != answers[first], _repeats(columns.ids, kept)
+    kept[of_id[0]] = False
+    prompt, name = "its prompt was on line {}; leave one out", "its id was on line {}; ids must differ"
+    for reason, what, rows, earlier in (
+        (REPEATED, prompt, again[~other], first[~other]),
+        (CONTRADICTED, prompt, again[other], first[other]),
+        (REPEATED_ID, name, *of_id),
+    ):
+        if len(rows):
+            left_out.counts[reason] += len(rows)
+            pairs = zip(rows[:SHOWN], earlier[:SHOWN], strict=True)
+            left_out.first[reason] = [(columns.numbers[n], what.format(columns.numbers[at])) for n, at in pairs]
 
 
-def _with_repeats(columns: _Columns) -> tuple[np.ndarray, int]:
-    """Return [rows] bool: usable; and how many of those repeat an earlier one."""
-    kept = np.array(columns.usable, bool)
-    return kept, len(_repeats(np.frombuffer(columns.prompts, np.uint64), kept)[0])
-
-
-def _without_repeats(columns: _Columns, left_out: LeftOut) -> np.ndarray:
-    """Return [rows] bool: usable, and no earlier row has the same prompt or id."""
-    numbers, answers = np.frombuffer(columns.numbers, np.uint64), np.frombuffer(columns.answers, np.uint64)
-    kept = np.array(columns.usable, bool)
-    for column, thing in ((columns.prompts, "prompt"), (columns.ids, "id")):
-        again, first = _repeats(np.frombuffer(column, np.uint64), kept)
-        kept[again] = False
-        pairs, other = np.stack([again, first], axis=1), answers[again] != answers[first]
-        for reason, which in _reasons(thing, pairs, other):
-            left_out.counts[reason] += len(which)
-            shown = [(int(numbers[n]), _repeat(thing, numbers[at])) for n, at in which[:SHOWN]]
-            left_out.first[reason] = shown
-    return kept
-
-
-def _reasons(thing: str, pairs: np.ndarray, other: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Split repeats by reason; reasons without any are left out."""
-    split = [(REPEATED, pairs[~other]), (CONTRADICTED, pairs[other])] if thing == "prompt" else [(REPEATED_ID, pairs)]
-    return [(reason, which) for reason, which in split if len(which)]
-
-
-def _repeat(thing: str, number: int) -> str:
-    return f"its {thing} was on line {number}; {'ids must differ' if thing == 'id' else 'leave one out'}"
-
-
-def _repeats(keys: np.ndarray, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _repeats(column: "array[int]", live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the live rows whose key an earlier live row has, in order, and for each the first such row."""
+    keys = np.frombuffer(column, np.uint64)
     ordered = np.sort(keys[live])
     several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     del ordered
     blocks = range(0, len(keys), BLOCK)  # few rows repeat, so no array as long as the source is made for them
     among = [np.flatnonzero(live[n : n + BLOCK] & np.isin(keys[n : n + BLOCK], several)) + n for n in blocks]
     rows = np.concatenate(among)
-    order = rows[np.argsort(keys[rows], kind="stable")]
-    begins = np.flatnonzero(np.concatenate([[True], keys[order][1:] != keys[order][:-1]])[: len(order)])
-    first = np.repeat(order[begins], np.diff(np.append(begins, len(order))))
-    again = np.flatnonzero(order != first)
-    again = again[np.argsort(order[again])]
-    return order[again], first[again]
+    _, begins, group = np.unique(keys[rows], return_index=True, return_inverse=True)
+    first = rows[begins[group]]
+    return rows[rows != first], first[rows != first]
 
 
-def _held_out(source: str, count: int, prompts: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def _held_out(source: str, count: int, prompts: "array[int]", kept: np.ndarray) -> np.ndarray:
     """Return [rows] bool: the kept rows with the smallest hashes."""
     held, rows = np.zeros(len(kept), bool), np.flatnonzero(kept)
     if count >= max(len(rows), 1):
         raise MegarlError(f"{source}: {count} rows to hold out of {len(rows)} that can be used leave none to train on")
     if count:
-        held[rows[np.argpartition(prompts[rows], count - 1)[:count]]] = True
+        hashes = np.frombuffer(prompts, np.uint64)[rows]
+        held[rows[np.argpartition(hashes, count - 1)[:count]]] = True
     return held

@@ -22,7 +22,7 @@ Schemas: messages as in TRL and on the hub (HuggingFaceH4/ultrachat_200k); conve
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import batched, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from msgspec.structs import replace
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import int32
-from megarl.tasks.data.chat import ChatTemplate, Message, load_chat
+from megarl.tasks.data.chat import Message, load_chat
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.rows import Row, UnfitError, fingerprint
 from megarl.tasks.data.sources import Unreadable, stream
@@ -48,10 +48,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 
 class Taught(Row, frozen=True):
-    """A trace as a row of a survey.
-
-    `answer` is the whole completion; `parts` are its texts, the model's and a tool's in turn, the model's first and last.
-    """
+    """A trace as a row. answer: the whole completion; parts: its texts, the model's (first and last) and a tool's in turn."""
 
     parts: tuple[str, ...] = ()
 
@@ -67,11 +64,8 @@ class Trace(NamedTuple):
 def load_traces(
     path: Path | str, tokenizer: Tokenizer, max_length: int, decontaminate: Sequence[str] = ()
 ) -> list[Trace]:
-    """Load a source's traces of at most `max_length` tokens, in order; longer ones are counted.
-
-    decontaminate: evaluation sets.
-    """
-    surveyed = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, several=trace_key)
+    """Load a source's traces of at most `max_length` tokens, in order. decontaminate: evaluation sets."""
+    surveyed = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, repeats=True)
     traces: list[Trace] = []
     end, rows = int32([tokenizer.end]), 0
     for part in batched(chosen(templated(surveyed, tokenizer)), BATCH):
@@ -101,34 +95,21 @@ def are_traces(source: str) -> bool:
 
 
 def spoken(raw: Mapping[str, Any]) -> Taught:
-    """Read a trace as the user's text and the completion, without a template; UnfitError if it has none of the forms.
-
-    Its id is a hash of the whole trace.
-    """
+    """Read a trace as the user's text and the completion, without a template. Its id is a hash of it all, up to blanks."""
     before, parts = _parts(raw)
     if isinstance(before, str):
-        return _taught(before, before, parts)
-    whole = "\0".join(f"{message['role']}\0{message['content']}" for message in before)
-    said = "\n".join(message["content"] for message in before if message["role"] == "user")
-    return _taught(whole, said, parts)
-
-
-def _taught(whole: str, prompt: str, parts: Sequence[str]) -> Taught:
+        whole = said = before
+    else:
+        whole = "\0".join(f"{message['role']}\0{message['content']}" for message in before)
+        said = "\n".join(message["content"] for message in before if message["role"] == "user")
     name = fingerprint("\0".join([whole, *parts]))
-    return Taught(f"{name:016x}", prompt, "".join(parts), parts=tuple(parts))
-
-
-def trace_key(row: Row) -> int:
-    """Return a trace's identity for finding repeats: all of its text, up to blanks."""
-    return int(row.id, 16)
+    return Taught(f"{name:016x}", said, "".join(parts), parts=tuple(parts))
 
 
 def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
     """Return the same traces with prompt and completion exactly as the model sees them."""
 
-    @cache
-    def chat() -> ChatTemplate:
-        return load_chat(tokenizer.path)
+    chat = cache(partial(load_chat, tokenizer.path))
 
     def read(raw: Mapping[str, Any]) -> Taught:
         before, _ = _parts(raw)

@@ -22,27 +22,26 @@ CUT = "\n…\n"
 
 
 class Framing:
-    """Frames a task's replies. limit: most tokens of a framed reply; MegarlError if that leaves no room for text."""
+    """Frames a task's replies. limit: most tokens of a framed reply."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, limit: int, task: str) -> None:
         self._tokenizer, self._template, self._limit, self._task = tokenizer, template, limit, task
         self._parts: tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer] | None = None
 
-    def check(self) -> None:
-        """Raise MegarlError if replies cannot be framed with this model."""
-        self._made()
-
     def tokens(self, text: str) -> np.ndarray:
         """Return the framed text as [m] int32, m at most the limit; a longer text loses its middle."""
-        before, after, cut, literal = self._made()
+        before, after, cut, literal = self.check()
         ids, room = literal.ids(text), self._limit - len(before) - len(after)
         if len(ids) > room:
             head = (room - len(cut) + 1) // 2
             ids = np.concatenate([ids[:head], cut, ids[len(ids) - (room - len(cut) - head) :]])
         return np.concatenate([before, ids, after])
 
-    def _made(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer]:
-        """Return tokens before, after and for the cut; made on first use, because an environment may need none."""
+    def check(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer]:
+        """Return tokens before, after and for the cut, and the tokenizer of plain text; made on first use.
+
+        MegarlError if replies cannot be framed with this model, or the limit leaves no room for text.
+        """
         if self._parts is None:
             before, after = RAW
             if self._template == "chat":
@@ -50,12 +49,10 @@ class Framing:
                 before, after = load_chat(self._tokenizer.path).around_reply(end)
             literal = self._tokenizer.literal()
             parts = (self._tokenizer.ids(before), self._tokenizer.ids(after), literal.ids(CUT), literal)
-            needed = sum(len(part) for part in parts[:3]) + 2
-            if needed > self._limit:
-                raise MegarlError(
-                    f"data.tasks.{self._task}.reply_tokens: {self._limit} leave no room for a reply in the model's markers, "
-                    f"which take {needed - 2}; raise it"
-                )
+            needed = sum(len(part) for part in parts[:3])
+            if needed + 2 > self._limit:
+                what = f"leave no room for a reply in the model's markers, which take {needed}; raise it"
+                raise MegarlError(f"data.tasks.{self._task}.reply_tokens: {self._limit} {what}")
             self._parts = parts
         return self._parts
 

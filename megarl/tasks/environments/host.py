@@ -21,18 +21,7 @@ import msgspec
 from megarl.core.base.contracts import EnvironmentDown
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import decode, encode
-from megarl.tasks.environments.worker import (
-    HEAD,
-    LONGEST,
-    MARK,
-    Failed,
-    Greeting,
-    Reply,
-    Request,
-    Setup,
-    Unusable,
-    frame,
-)
+from megarl.tasks.environments.worker import HEAD, LONGEST, MARK, EpisodeReply, EpisodeRequest, Setup, frame
 from megarl.tasks.graders.functions import environment
 
 log = logging.getLogger(__name__)
@@ -54,56 +43,50 @@ class Process:
 
     def __init__(self, process: asyncio.subprocess.Process, mark: mmap.mmap) -> None:
         self._process, self._mark = process, mark
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._waiting: dict[int, asyncio.Future[EpisodeReply]] = {}
         self._heard = 0.0
-        self._over: Died | None = None
+        self.over: Died | None = None  # set when it can no longer be asked anything
         self._reading = asyncio.create_task(self._read())
 
-    @property
-    def over(self) -> bool:
-        """Whether it can no longer be asked anything."""
-        return self._over is not None
-
-    async def ask(self, request: Request, limit_s: float) -> Reply:
-        """Return its reply. limit_s: within which it should end the call itself. Raises Died."""
+    async def ask(self, request: EpisodeRequest) -> EpisodeReply:
+        """Return its reply; within `limit_s` it should end the call itself. Raises Died."""
         assert self._process.stdin
-        if self._over:
-            raise Died(self._over.culprit, str(self._over))
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        if self.over:
+            raise Died(self.over.culprit, str(self.over))
+        reply: asyncio.Future[EpisodeReply] = asyncio.get_running_loop().create_future()
         self._waiting[request.call] = reply
         try:
             with contextlib.suppress(OSError, RuntimeError):  # it has just ended, which `_read` notices too
                 self._process.stdin.write(frame(encode(request)))
             for _ in range(2):  # a process slow under its whole load gets the time twice
-                if (await asyncio.wait({reply}, timeout=limit_s + MARGIN_S))[0]:
+                if (await asyncio.wait({reply}, timeout=request.limit_s + MARGIN_S))[0]:
                     return reply.result()
                 if time.monotonic() - self._heard > MARGIN_S:
-                    blocks = f"blocked its process, {limit_s:g} s (reply_timeout_s) and more"
-                    self.end(Died(self._running() or request.episode, blocks))
+                    blocks = f"blocked its process, {request.limit_s:g} s (reply_timeout_s) and more"
+                    self.end(Died(MARK.unpack_from(self._mark)[0] or request.episode, blocks))
                     return reply.result()
-            return Failed(call=request.call, error=f"took longer than {limit_s:g} s (reply_timeout_s), and goes on")
+            return EpisodeReply(
+                call=request.call, error=f"took longer than {request.limit_s:g} s (reply_timeout_s), and goes on"
+            )
         finally:
             self._waiting.pop(request.call, None)
 
     def end(self, why: Died) -> None:
         """Kill it and what it started. Whoever waits for a reply gets the error."""
-        if self._over:
+        if self.over:
             return
-        self._over = why
+        self.over = why
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         for reply in self._waiting.values():
             if not reply.done():
                 reply.set_exception(Died(why.culprit, str(why)))
 
-    def _running(self) -> int:
-        return int(MARK.unpack_from(self._mark)[0])
-
     async def _read(self) -> None:
         assert self._process.stdout
         try:
             while True:
-                reply: Reply = await _received(self._process.stdout, Reply)
+                reply = await _received(self._process.stdout)
                 self._heard = time.monotonic()
                 waiting = self._waiting.get(reply.call)
                 if waiting is not None and not waiting.done():
@@ -114,9 +97,9 @@ class Process:
             said = f"ended its process ({_status(self._process.returncode)})"
         except (msgspec.DecodeError, ValueError) as error:
             said = f"spoiled what its process says ({error})"
-        if not self._over:
+        if not self.over:
             log.warning("a process of an environment ended: %s", said)
-        self.end(Died(self._running(), said))
+        self.end(Died(MARK.unpack_from(self._mark)[0], said))
 
 
 class Host:
@@ -124,6 +107,7 @@ class Host:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
+        self._what = f"{next(iter(setup.parts.values())).key}: {setup.environment}"
         self._starting: asyncio.Task[Process] | None = None
         self.numbers = itertools.count(1)  # for episodes and calls
 
@@ -134,15 +118,17 @@ class Host:
                 [*_COMMAND, "-1"], input=frame(encode(self._setup)), env=environment(), capture_output=True,
                 timeout=START_LIMIT_S, start_new_session=True,
             )  # fmt: skip
-            greeting: Greeting = decode(done.stdout[HEAD.size :], Greeting)
+            greeting: EpisodeReply = decode(done.stdout[HEAD.size :], EpisodeReply)
+            if greeting.error is None:
+                return
+            why = greeting.error
         except subprocess.TimeoutExpired:
-            greeting = Unusable(error=f"{self._what()} is not ready within {START_LIMIT_S:g} s")
+            why = f"{self._what} is not ready within {START_LIMIT_S:g} s"
         except msgspec.DecodeError:
             last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
             said = " ".join(last) or _status(done.returncode)
-            greeting = Unusable(error=f"{self._what()} cannot be used: its process ended as it started: {said}")
-        if isinstance(greeting, Unusable):
-            raise MegarlError(greeting.error)
+            why = f"{self._what} cannot be used: its process ended as it started: {said}"
+        raise MegarlError(why)
 
     async def process(self) -> Process:
         """Return the live process. EnvironmentDown if none can be started."""
@@ -154,10 +140,9 @@ class Host:
         except EnvironmentDown as error:
             if self._starting is starting:
                 self._starting = None  # so that the next request tries again
-            raise EnvironmentDown(f"{self._what()}: {error}") from None
+            raise EnvironmentDown(f"{self._what}: {error}") from None
 
     def close(self) -> None:
-        """End the process."""
         if self._starting is None:
             return
         if not self._starting.done():
@@ -165,15 +150,9 @@ class Host:
         elif not self._starting.cancelled() and not self._starting.exception():
             self._starting.result().end(Died(0, "was ended"))
 
-    def _what(self) -> str:
-        return f"{next(iter(self._setup.parts.values())).key}: {self._setup.environment}"
 
-
-_COMMAND = (
-    sys.executable,
-    "-c",
-    "import sys; from megarl.tasks.environments.worker import main; main(int(sys.argv[1]))",
-)
+_CODE = "import sys; from megarl.tasks.environments.worker import main; main(int(sys.argv[1]))"
+_COMMAND = (sys.executable, "-c", _CODE)
 
 
 async def _started(setup: Setup) -> Process:
@@ -192,8 +171,8 @@ async def _started(setup: Setup) -> Process:
     assert process.stdout
     try:
         process.stdin.write(frame(encode(setup)))
-        greeting: Greeting = await asyncio.wait_for(_received(process.stdout, Greeting), START_LIMIT_S)
-        if isinstance(greeting, Unusable):
+        greeting = await asyncio.wait_for(_received(process.stdout), START_LIMIT_S)
+        if greeting.error is not None:
             raise EnvironmentDown(greeting.error)
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
@@ -206,12 +185,12 @@ async def _started(setup: Setup) -> Process:
     return Process(process, mark)
 
 
-async def _received[T](source: asyncio.StreamReader, kind: type[T] | object) -> T:
+async def _received(source: asyncio.StreamReader) -> EpisodeReply:
     (length,) = HEAD.unpack(await source.readexactly(HEAD.size))
     if length > LONGEST:
         raise ValueError(f"a reply of {length:,} bytes")
-    message: T = decode(await source.readexactly(length), kind)
-    return message
+    reply: EpisodeReply = decode(await source.readexactly(length), EpisodeReply)
+    return reply
 
 
 def _status(code: int | None) -> str:

@@ -67,11 +67,7 @@ def program_of(call: re.Match[str]) -> str:
 def told(ran: Ran) -> str:
     """Return what the policy is told about a program that ran."""
     printed = ran.stdout.strip("\n")
-    match ran.ended:
-        case "time":
-            return f"{printed}\nerror: it took too long and was ended".lstrip("\n")
-        case "output":
-            return f"{printed}\nerror: it printed too much and was ended"
-    if ran.status < 0 or (ran.status and not printed):
-        return f"{printed}\nerror: ended with status {ran.status}".lstrip("\n")
-    return printed or "(nothing was printed)"
+    why = {"time": "it took too long and was ended", "output": "it printed too much and was ended"}.get(ran.ended, "")
+    if not why and (ran.status < 0 or (ran.status and not printed)):
+        why = f"ended with status {ran.status}"
+    return f"{printed}\nerror: {why}".lstrip("\n") if why else printed or "(nothing was printed)"

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 
@@ -22,23 +23,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Episode, Prompt
 from megarl.core.recipe import Recipe, Rows
 from megarl.tasks.environments.host import Died, Host, Process
-from megarl.tasks.environments.worker import (
-    BUILT_IN,
-    Begin,
-    Begun,
-    Ended,
-    EndEpisode,
-    Episodes,
-    Failed,
-    Judge,
-    Judged,
-    Observed,
-    Part,
-    Reply,
-    Request,
-    Setup,
-    Step,
-)
+from megarl.tasks.environments.worker import BUILT_IN, Act, EpisodeReply, EpisodeRequest, Episodes, Part, Setup
 
 log = logging.getLogger(__name__)
 LIVES = 3
@@ -46,19 +31,17 @@ LIVES = 3
 
 
 class Bounded:
-    """An episode of an environment, within limits. turns, turn_tokens: as in the recipe; stop_tokens: set once it is played.
-
-    Its coroutines raise EnvironmentDown if the environment fails, is late, or gives an invalid answer.
-    """
+    """An episode of an environment, within limits: a `PlayedEnvironment`."""
 
     def __init__(self, host: Host, key: str, task: Rows, vocabulary: int) -> None:
-        self._host, self._key, self._task, self._vocabulary = host, key, task, vocabulary
+        self._host, self._task, self._vocabulary = host, task, vocabulary
+        self._where = f"{key}: environment {task.environment}"
         self.turns, self.turn_tokens = task.turns, task.turn_tokens
         self.stop_tokens: tuple[int, ...] = ()
         self._episode = next(host.numbers)
         self._prompt: Prompt | None = None
         self._process: Process | None = None
-        self._past: list[tuple[np.ndarray, Observed]] = []
+        self._past: list[tuple[np.ndarray, Observation]] = []
         self._calls, self._errors, self._seconds = 0, 0, 0.0
 
     @asynccontextmanager
@@ -71,17 +54,15 @@ class Bounded:
         finally:
             try:
                 if self._process is not None and not self._process.over:
-                    await self._answered(Ended, lambda call: EndEpisode(call=call, episode=self._episode))
+                    await self._answered("close")
             except (GraderDown, Died) as error:
                 log.warning("%s", error)
 
     async def step(self, tokens: np.ndarray) -> Observation:
-        """Return the environment's answer to a turn [n]."""
         began = time.monotonic()
-        said = await self._surely(lambda: self._observed(tokens))
-        self._past.append((tokens, said))
+        reply = await self._surely(lambda: self._observed(tokens))
+        self._past.append((tokens, reply))
         self._seconds += time.monotonic() - began
-        reply = Observation(said.tokens, said.done, said.error)
         if reply.done:
             return reply
         self._calls += 1
@@ -92,13 +73,12 @@ class Bounded:
         return reply
 
     async def reward(self) -> Verdict | None:
-        said = await self._surely(lambda: self._answered(Judged, lambda call: Judge(call=call, episode=self._episode)))
-        if said.verdict is not None and not math.isfinite(said.verdict.score):
-            raise self._down(f"gave the reward {said.verdict.score}")
-        return said.verdict
+        verdict = (await self._surely(lambda: self._answered("reward"))).verdict
+        if verdict is not None and not math.isfinite(verdict.score):
+            raise self._down(f"gave the reward {verdict.score}")
+        return verdict
 
     def told(self, turns: int, limited: bool) -> Episode:
-        """Return the record of an episode of this many turns. limited: the limit on turns ended it."""
         return Episode(turns=turns, calls=self._calls, errors=self._errors, seconds=self._seconds, limited=limited)
 
     async def _surely[T](self, act: Callable[[], Awaitable[T]]) -> T:
@@ -117,28 +97,31 @@ class Bounded:
 
     async def _begin(self) -> None:
         """Begin the episode in the live process; an episode already under way is replayed to where it was."""
-        assert self._prompt is not None
-        prompt, again = self._prompt, self._process is not None
+        again = self._process is not None
         self._process = await self._host.process()
-        begun = await self._answered(Begun, lambda call: Begin(call=call, episode=self._episode, prompt=prompt))
+        begun = await self._answered("reset", prompt=self._prompt)
         self._check_tokens(begun.stop_tokens, "stops at")
         self.stop_tokens = begun.stop_tokens
         for tokens, before in self._past:
-            if _differ(await self._observed(tokens), before):
+            reply = await self._observed(tokens)
+            if reply[1:] != before[1:] or not np.array_equal(reply.tokens, before.tokens):
                 raise self._down("was begun anew, for its process had ended, and answered the same turns differently")
         if again:
-            log.info("%s goes on in another process after %d turns", self._where(), len(self._past))
+            log.info("%s goes on in another process after %d turns", self._where, len(self._past))
 
-    async def _observed(self, tokens: np.ndarray) -> Observed:
-        return await self._answered(Observed, lambda call: Step(call=call, episode=self._episode, tokens=tokens))
+    async def _observed(self, tokens: np.ndarray) -> Observation:
+        reply = await self._answered("step", tokens=tokens)
+        if reply.observation is None:
+            raise self._down("answered a turn without an observation")
+        return reply.observation
 
-    async def _answered[T: Reply](self, kind: type[T], asked: Callable[[int], Request]) -> T:
+    async def _answered(self, act: Act, **given: Any) -> EpisodeReply:
         assert self._process is not None
-        reply = await self._process.ask(asked(next(self._host.numbers)), self._task.reply_timeout_s)
-        if isinstance(reply, Failed):
+        call, limit_s = next(self._host.numbers), self._task.reply_timeout_s
+        request = EpisodeRequest(call=call, episode=self._episode, limit_s=limit_s, act=act, **given)
+        reply = await self._process.ask(request)
+        if reply.error is not None:
             raise self._down(reply.error, ": ")
-        if not isinstance(reply, kind):
-            raise self._down(f"answered with {type(reply).__name__}, not {kind.__name__}")
         return reply
 
     def _check_tokens(self, tokens: list[int] | tuple[int, ...], what: str) -> None:
@@ -147,14 +130,7 @@ class Bounded:
                 raise self._down(f"{what} token {token}, which is not in the vocabulary of {self._vocabulary}")
 
     def _down(self, why: str, between: str = " ") -> EnvironmentDown:
-        return EnvironmentDown(f"{self._where()}{between}{why}")
-
-    def _where(self) -> str:
-        return f"{self._key}: environment {self._task.environment}"
-
-
-def _differ(said: Observed, before: Observed) -> bool:
-    return (said.done, said.error) != (before.done, before.error) or not np.array_equal(said.tokens, before.tokens)
+        return EnvironmentDown(f"{self._where}{between}{why}")
 
 
 class TaskEnvironments:
@@ -169,10 +145,7 @@ class TaskEnvironments:
         self._hosts: dict[str, Host] = {}
         for environment in dict.fromkeys(task.environment for task in self._tasks.values()):
             parts = {
-                name: Part(
-                    key=self._keys[name], template=task.template, reply_tokens=task.reply_tokens,
-                    reply_timeout_s=task.reply_timeout_s,
-                )
+                name: Part(key=self._keys[name], template=task.template, reply_tokens=task.reply_tokens)
                 for name, task in self._tasks.items() if task.environment == environment
             }  # fmt: skip
             setup = Setup(
@@ -186,18 +159,11 @@ class TaskEnvironments:
                 host.check()
 
     def of(self, task: str) -> Bounded | None:
-        """Return a new environment for an episode of this task; None if its rollouts have a single turn."""
         if task not in self._tasks:
             return None
-        rows = self._tasks[task]
-        return Bounded(
-            self._hosts[rows.environment],
-            self._keys[task].removesuffix(".environment"),
-            rows,
-            self._tokenizer.vocabulary,
-        )
+        rows, key = self._tasks[task], self._keys[task].removesuffix(".environment")
+        return Bounded(self._hosts[rows.environment], key, rows, self._tokenizer.vocabulary)
 
     def close(self) -> None:
-        """End the environments' processes."""
         for host in self._hosts.values():
             host.close()

@@ -1,10 +1,10 @@
 """The process that plays the episodes of one environment, many at a time.
 
-    stdin   Setup, then Begin, Step, Judge and End requests of episodes
-    stdout  Ready or Refused, then one reply to each request, as it is ready
+    stdin   Setup, then requests of episodes
+    stdout  an EpisodeReply that episodes can begin, or why not; then one to each request, as it is ready
             frames: 8 bytes with the length of what follows, msgpack
 
-A user's class is created and called only here. Whatever it raises becomes an answer: Failed. Code that ends or blocks this
+A user's class is created and called only here. Whatever it raises becomes a reply's error. Code that ends or blocks this
 process is handled by host.py; `mark` is shared memory that tells it whose code is running. The process ends with its parent or
 its stdin.
 """
@@ -51,7 +51,6 @@ class Part(Record, frozen=True):
     key: str
     template: str
     reply_tokens: int
-    reply_timeout_s: float
 
 
 class Setup(Record, frozen=True):
@@ -64,71 +63,28 @@ class Setup(Record, frozen=True):
     parts: dict[str, Part]
 
 
-class Begin(Record, frozen=True, tag="reset"):
-    """Make an environment for the prompt's task, and reset it."""
+Act = Literal["reset", "step", "reward", "close"]
+
+
+class EpisodeRequest(Record, frozen=True):
+    """What to do with an episode. prompt: with which a reset begins it; tokens [n] int32: the turn of a step."""
 
     call: int
     episode: int
-    prompt: Prompt
+    limit_s: float
+    act: Act
+    prompt: Prompt | None = None
+    tokens: np.ndarray | None = None
 
 
-class Step(Record, frozen=True, tag="step"):
-    call: int
-    episode: int
-    tokens: np.ndarray
+class EpisodeReply(Record, frozen=True):
+    """What came of a call, the process's greeting included (call 0). error: why nothing came of it."""
 
-
-class Judge(Record, frozen=True, tag="reward"):
-    call: int
-    episode: int
-
-
-class EndEpisode(Record, frozen=True, tag="close"):
-    call: int
-    episode: int
-
-
-class Ready(Record, frozen=True, tag="ready"):
-    """Episodes can begin."""
-
-
-class Unusable(Record, frozen=True, tag="refused"):
-    """No episodes can begin."""
-
-    error: str
-
-
-class Begun(Record, frozen=True, tag="begun"):
-    call: int
-    stop_tokens: tuple[int, ...]
-
-
-class Observed(Record, frozen=True, tag="observed"):
-    call: int
-    tokens: np.ndarray
-    done: bool
-    error: bool
-
-
-class Judged(Record, frozen=True, tag="judged"):
-    call: int
-    verdict: Verdict | None
-
-
-class Ended(Record, frozen=True, tag="ended"):
-    call: int
-
-
-class Failed(Record, frozen=True, tag="failed"):
-    """The call failed; error says which call and why."""
-
-    call: int
-    error: str
-
-
-Request = Begin | Step | Judge | EndEpisode
-Reply = Begun | Observed | Judged | Ended | Failed
-Greeting = Ready | Unusable
+    call: int = 0
+    error: str | None = None
+    stop_tokens: tuple[int, ...] = ()
+    observation: Observation | None = None
+    verdict: Verdict | None = None
 
 
 class Episodes:
@@ -139,81 +95,67 @@ class Episodes:
 
     def __init__(self, setup: Setup, tokenizer: Tokenizer, mark: Callable[[int], object]) -> None:
         self._setup, self._mark = setup, mark
-        self._playing: dict[int, tuple[Environment, Part]] = {}
+        self._playing: dict[int, Environment] = {}
         sandbox = Sandbox(setup.sandbox, places(), LIMITS)
         if setup.environment == "python":
             sandbox.check()
-        self._settings = {
-            name: Setting(
-                name, tokenizer, Framing(tokenizer, part.template, part.reply_tokens, name), sandbox, setup.end_of_thinking,
-                part.reply_tokens,
-            )
-            for name, part in setup.parts.items()
-        }  # fmt: skip
-        first = next(iter(setup.parts.values()))
-        self._factory = _found(first.key, setup.environment)
+        self._settings: dict[str, Setting] = {}
+        self._factory = _found(next(iter(setup.parts.values())).key, setup.environment)
         for name, part in setup.parts.items():
+            framing = Framing(tokenizer, part.template, part.reply_tokens, name)
+            setting = Setting(name, tokenizer, framing, sandbox, setup.end_of_thinking, part.reply_tokens)
+            self._settings[name] = setting
             try:
-                environment = self._factory(self._settings[name])
+                environment = self._factory(setting)
             except MegarlError:
                 raise
             except BaseException as error:  # a user's class may raise anything
                 raise MegarlError(f"{part.key}: {setup.environment} cannot be made: {_said(error)}") from error
             if not isinstance(environment, Environment):
-                raise MegarlError(
-                    f"{part.key}: {setup.environment} is no Environment; derive it from megarl.environments.Environment"
-                )
+                what = f"{part.key}: {setup.environment}"
+                raise MegarlError(f"{what} is no Environment; derive it from megarl.environments.Environment")
 
-    async def answer(self, request: Request) -> bytes:
+    async def answer(self, request: EpisodeRequest) -> bytes:
         """Return an encoded reply whatever the environment does; never returns if the environment cannot be cancelled."""
         try:
             return encode(await self._reply(request))
         except Exception as error:  # a number that no record holds, or text that is not Unicode
-            return encode(
-                Failed(call=request.call, error=f"answered what cannot be passed on ({type(error).__name__})")
-            )
+            said = f"answered what cannot be passed on ({type(error).__name__})"
+            return encode(EpisodeReply(call=request.call, error=said))
 
-    async def _reply(self, request: Request) -> Reply:
-        what = str(type(request).__struct_config__.tag)
-        if isinstance(request, Begin):
-            part = self._setup.parts[request.prompt.task]
-        elif request.episode in self._playing:
-            part = self._playing[request.episode][1]
-        else:
-            return Ended(call=request.call)  # it was never made
-        late = f"{what} took longer than {part.reply_timeout_s:g} s (reply_timeout_s)"
+    async def _reply(self, request: EpisodeRequest) -> EpisodeReply:
+        if request.prompt is None and request.episode not in self._playing:
+            return EpisodeReply(call=request.call)  # it was never made
         try:
-            async with asyncio.timeout(part.reply_timeout_s) as limit:
+            async with asyncio.timeout(request.limit_s) as limit:
                 return await _Marked(self._answer(request), lambda inside: self._mark(request.episode if inside else 0))
         except GraderDown as error:
-            return Failed(call=request.call, error=_said(error).partition(": ")[2])
+            return EpisodeReply(call=request.call, error=_said(error).partition(": ")[2])
         except BaseException as error:  # CancelledError and SystemExit too: they come from the environment
             if limit.expired():
-                return Failed(call=request.call, error=late)
-            said = f"{what} failed: {_said(error)}"
+                late = f"{request.act} took longer than {request.limit_s:g} s (reply_timeout_s)"
+                return EpisodeReply(call=request.call, error=late)
+            said = f"{request.act} failed: {_said(error)}"
             try:
                 log.exception("%s: %s", self._setup.environment, said)
             except Exception:  # an error that cannot even be printed
                 log.error("%s: %s", self._setup.environment, said)
-            return Failed(call=request.call, error=said)
+            return EpisodeReply(call=request.call, error=said)
 
-    async def _answer(self, request: Request) -> Reply:
-        if isinstance(request, Begin):
-            task = request.prompt.task
-            environment = self._factory(self._settings[task])
-            self._playing[request.episode] = environment, self._setup.parts[task]
+    async def _answer(self, request: EpisodeRequest) -> EpisodeReply:
+        if request.prompt is not None:
+            environment = self._factory(self._settings[request.prompt.task])
+            self._playing[request.episode] = environment
             await environment.reset(request.prompt)
-            return Begun(call=request.call, stop_tokens=tuple(int(token) for token in environment.stop_tokens))
-        environment = self._playing[request.episode][0]
-        match request:
-            case Step():
-                return _observed(request.call, await environment.step(request.tokens))
-            case Judge():
-                return Judged(call=request.call, verdict=_verdict(await environment.reward()))
-            case EndEpisode():
-                del self._playing[request.episode]
-                await environment.close()
-                return Ended(call=request.call)
+            return EpisodeReply(call=request.call, stop_tokens=tuple(int(token) for token in environment.stop_tokens))
+        environment = self._playing[request.episode]
+        if request.tokens is not None:
+            return EpisodeReply(call=request.call, observation=_observed(await environment.step(request.tokens)))
+        if request.act == "reward":
+            return EpisodeReply(call=request.call, verdict=_verdict(await environment.reward()))
+        del self._playing[request.episode]
+        await environment.close()
+        return EpisodeReply(call=request.call)
 
 
 class _Marked[T]:
@@ -240,16 +182,16 @@ class _Marked[T]:
                 failure = error
 
 
-def _observed(call: int, answer: Any) -> Observed:
+def _observed(answer: Any) -> Observation:
     """Validate the answer of a user's environment, which may be anything."""
     if not isinstance(answer, Observation):
         raise TypeError(f"it answered {answer!r:.80}, not an Observation")
-    tokens = np.asarray(answer.tokens)
+    tokens, wrong = np.asarray(answer.tokens), f"it answered {answer.tokens!r:.80}, which are no token ids"
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        raise TypeError(f"it answered {answer.tokens!r:.80}, which are no token ids")
+        raise TypeError(wrong)
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 31:
-        raise ValueError(f"it answered {answer.tokens!r:.80}, which are no token ids")
-    return Observed(call=call, tokens=tokens.astype(np.int32), done=bool(answer.done), error=bool(answer.error))
+        raise ValueError(wrong)
+    return Observation(tokens.astype(np.int32), bool(answer.done), bool(answer.error))
 
 
 def _verdict(given: Any) -> Verdict | None:
@@ -278,22 +220,21 @@ def _found(key: str, environment: str) -> Factory:
     try:
         factory: Factory = getattr(importlib.import_module(module), attribute)
     except BaseException as error:  # importing may do anything
-        raise MegarlError(
-            f"{key}: {environment} cannot be used: {_said(error)}; it must be "
-            f"a class in a module on PYTHONPATH or in {os.getcwd()}"
-        ) from None
+        must = f"it must be a class in a module on PYTHONPATH or in {os.getcwd()}"
+        raise MegarlError(f"{key}: {environment} cannot be used: {_said(error)}; {must}") from None
     return factory
 
 
 def frame(message: bytes) -> bytes:
-    """Prefix a message with its length."""
     return HEAD.pack(len(message)) + message
 
 
 def main(mark: int) -> None:
     """Serve one environment until stdin closes. mark: descriptor of the shared memory, or -1."""
     die_with_parent()
-    _limit()
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this dies first
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4  # for this and each child process
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what an environment prints is not a reply
@@ -301,21 +242,13 @@ def main(mark: int) -> None:
     start_logging(f"environment {setup.environment}")
     memory = mmap.mmap(mark, MARK.size)
     try:
-        episodes = Episodes(
-            setup, load_tokenizer(Path(setup.tokenizer)), lambda episode: MARK.pack_into(memory, 0, episode)
-        )
+        tokenizer = load_tokenizer(Path(setup.tokenizer))
+        episodes = Episodes(setup, tokenizer, lambda episode: MARK.pack_into(memory, 0, episode))
     except MegarlError as error:
-        _send(replies, encode(Unusable(error=str(error))))
+        _send(replies, encode(EpisodeReply(error=str(error))))
         return
-    _send(replies, encode(Ready()))
+    _send(replies, encode(EpisodeReply()))
     asyncio.run(_serve(episodes, requests, replies))
-
-
-def _limit() -> None:
-    """Limit data to a quarter of the machine's memory for this and each child process; if memory runs out, it dies first."""
-    Path("/proc/self/oom_score_adj").write_text("1000")
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> None:
@@ -323,13 +256,13 @@ async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> N
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
     tasks = set[asyncio.Task[None]]()
 
-    async def one(request: Request) -> None:
+    async def one(request: EpisodeRequest) -> None:
         _send(replies, await episodes.answer(request))
 
     while True:
         try:
             (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-            request: Request = decode(await reader.readexactly(length), Request)
+            request: EpisodeRequest = decode(await reader.readexactly(length), EpisodeRequest)
         except asyncio.IncompleteReadError:
             os._exit(0)  # nobody asks any more; do not wait for what the environment still runs
         task = asyncio.create_task(one(request))

@@ -32,14 +32,8 @@ def graded(answer: str, main: Verdict, others: Mapping[str, Verdict], weights: M
     reward = main.score + sum(weights[name] * verdict.score for name, verdict in others.items())
     if not math.isfinite(reward):
         scores = ", ".join(f"{name} {verdict.score:g}" for name, verdict in verdicts.items())
-        raise GraderDown(
-            f"the reward is {reward}, which nothing can be learnt from (scores before their weights: {scores})"
-        )
-    return Grade(
-        reward=reward,
-        correct=main.score > 0,
-        format_ok=bool(answer),
-        timeout=any(verdict.timeout for verdict in verdicts.values()),
-        error=any(verdict.error for verdict in verdicts.values()),
-        rewards={name: verdict.score for name, verdict in verdicts.items()} if others else {},
-    )
+        what = f"the reward is {reward}, which nothing can be learnt from"
+        raise GraderDown(f"{what} (scores before their weights: {scores})")
+    timeout, error = any(v.timeout for v in verdicts.values()), any(v.error for v in verdicts.values())
+    rewards = {name: verdict.score for name, verdict in verdicts.items()} if others else {}
+    return Grade(reward, main.score > 0, bool(answer), timeout, error, rewards)

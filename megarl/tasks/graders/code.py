@@ -133,9 +133,8 @@ def _test(row: Any, number: int) -> UnitTest:
             return UnitTest(check=_checked(check, number), entry_point=name)
         case {"assert": str(line), **more} if not more:
             return _asserted(line, number)
-    raise ValueError(
-        f"test {number}: give input and output, call and result, check and entry_point, or assert, all of them texts"
-    )
+    pairs = "input and output, call and result, check and entry_point, or assert"
+    raise ValueError(f"test {number}: give {pairs}, all of them texts")
 
 
 def _checked(source: str, number: int) -> str:

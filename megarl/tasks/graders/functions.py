@@ -54,20 +54,20 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([*(p for p in sys.path if p), os.getcwd()])}
 
 
-def check_importable(grader: str) -> None:
-    """Raise MegarlError if there is no such function; another process looks, since importing may do anything."""
-    code = (
-        f"from megarl.tasks.graders.functions import named; assert callable(named({grader!r})), 'it cannot be called'"
-    )
+def import_problem(code: str, *arguments: str) -> str:
+    """Return the last words of another process that fails at this code; "" if it does not. Importing may do anything."""
+    words = [sys.executable, "-c", code, *arguments]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S
-        )
-        said = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S)
     except subprocess.TimeoutExpired:
-        said = f"not imported within {IMPORT_LIMIT_S:g} s"
-    if said:
-        raise MegarlError(
-            f"data.tasks: the grader {grader} cannot be used: {said}; it must be a function in a module on PYTHONPATH or in "
-            f"{os.getcwd()}"
-        )
+        return f"not imported within {IMPORT_LIMIT_S:g} s"
+    return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1] if done.returncode else ""
+
+
+def check_importable(grader: str) -> None:
+    """Raise MegarlError if there is no such function."""
+    if said := import_problem(
+        f"from {__name__} import named; assert callable(named({grader!r})), 'it cannot be called'"
+    ):
+        must = f"it must be a function in a module on PYTHONPATH or in {os.getcwd()}"
+        raise MegarlError(f"data.tasks: the grader {grader} cannot be used: {said}; {must}")

@@ -9,12 +9,13 @@ recipe ─► a Check for each distinct name      ─┬─ exact, format       
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from megarl.core.base.contracts import RIGHT, WRONG, Grade, Verdict, answer_of
 from megarl.core.base.types import Prompt
-from megarl.core.recipe import Data, Recipe, Rows, Suite
+from megarl.core.recipe import Recipe, Rows
 from megarl.core.recipe.rules import GRADERS
 from megarl.tasks.graders.answer import Submission, graded, judged
 from megarl.tasks.graders.code import Code
@@ -40,121 +41,98 @@ async def well_formed(submission: Submission) -> Verdict:
     return Verdict(RIGHT if submission.answer else WRONG)
 
 
-def check_graders(data: Data, suites: Mapping[str, Suite]) -> None:
-    """Raise MegarlError if a grader that a task or suite names is unusable here: a sandbox, a function, a service's key.
-
-    No service is asked. A user's modules are imported in another process.
-    """
-    for name in _named(data, suites):
+def check_graders(recipe: Recipe) -> None:
+    """Raise MegarlError if a grader is unusable here: its sandbox, its function (in another process), its service's key."""
+    for name in _named(recipe):
         if name == "code":
-            Sandbox(data.sandbox, 1).check()
-        elif name in data.services:
-            headers(name, data.services[name])
+            Sandbox(recipe.data.sandbox, 1).check()
+        elif name in recipe.data.services:
+            headers(name, recipe.data.services[name])
         elif name not in GRADERS:
             check_importable(name)
 
 
-def _named(data: Data, suites: Mapping[str, Suite]) -> list[str]:
+def _named(recipe: Recipe) -> list[str]:
     """Return the graders of all tasks and suites, each once."""
-    tasks: Mapping[str, Rows] = {**data.tasks, **suites}
-    return sorted({name for task in tasks.values() for name in task.graders})
+    return sorted({name for task in _tasks(recipe).values() for name in task.graders})
 
 
+def _tasks(recipe: Recipe) -> dict[str, Rows]:
+    return {**recipe.data.tasks, **recipe.evaluation.sampled}
+
+
+@dataclass(frozen=True)
 class TaskGrader:
-    """Grades one task. check: decides what is right; others, weights: further rewards, by name; decode: tokens to text."""
+    """A `Grader`. check: decides what is right; others, weights: further rewards, by name; decode: tokens to text."""
 
-    def __init__(
-        self,
-        end_of_thinking: str,
-        check: Check,
-        others: Mapping[str, Check],
-        weights: Mapping[str, float],
-        decode: Decode,
-    ) -> None:
-        self._end_of_thinking, self._decode = end_of_thinking, decode
-        self._check, self._others, self._weights = check, others, weights
+    check: Check
+    others: Mapping[str, Check]
+    weights: Mapping[str, float]
+    end_of_thinking: str
+    decode: Decode
 
     async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade a completion's text. verdict: the environment's, which then decides what is right.
-
-        GraderDown if one of the graders is unavailable.
-        """
         submission = self._submission(text, prompt)
-        main, *others = await asyncio.gather(
-            self._judge(submission, verdict), *(check(submission) for check in self._others.values())
-        )
-        return graded(submission.answer, main, dict(zip(self._others, others, strict=True)), self._weights)
+        others = (check(submission) for check in self.others.values())
+        main, *more = await asyncio.gather(self._judge(submission, verdict), *others)
+        return graded(submission.answer, main, dict(zip(self.others, more, strict=True)), self.weights)
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade by the task's grader or its environment alone, as an evaluation needs."""
         submission = self._submission(text, prompt)
         return graded(submission.answer, await self._judge(submission, verdict), {}, {})
 
     async def agrees(self, answer: str, expected: str) -> bool:
-        """Return whether the answer would be right if this were expected."""
-        return (await self._check(Submission(answer, expected))).score > 0
+        return (await self.check(Submission(answer, expected))).score > 0
 
     async def _judge(self, submission: Submission, verdict: Verdict | None) -> Verdict:
         """Return the main verdict; an empty answer is wrong without asking the grader."""
         if verdict is not None:
             return verdict
-        return await self._check(submission) if submission.answer else Verdict(WRONG)
+        return await self.check(submission) if submission.answer else Verdict(WRONG)
 
     def _submission(self, text: str, prompt: Prompt) -> Submission:
-        answer = answer_of(text, self._end_of_thinking)
-        return Submission(answer, prompt.answer, text, self._decode(prompt.tokens), prompt.task)
+        answer = answer_of(text, self.end_of_thinking)
+        return Submission(answer, prompt.answer, text, self.decode(prompt.tokens), prompt.task)
 
 
 class TaskGraders:
-    """The graders of all tasks and suites, by name; made within a running event loop.
+    """The graders of a recipe's tasks and suites, by name; made within a running event loop.
 
-    workers: processes per pool, and programs at once; limit_s: for one answer in a worker; limits: of a program. MegarlError
-    as in `check_graders`.
+    workers: processes per pool, and programs at once (default: as many as there are places for programs); limit_s: for one
+    answer in a worker; limits: of a program. MegarlError as in `check_graders`.
     """
 
     def __init__(
         self,
-        data: Data,
-        end_of_thinking: str,
+        recipe: Recipe,
         decode: Decode,
-        workers: int,
+        workers: int | None = None,
         limit_s: float = LIMIT_S,
         limits: Limits | None = None,
-        suites: Mapping[str, Suite] = {},
     ) -> None:
-        self._data, self._workers, self._limit_s, self._limits = data, workers, limit_s, limits
+        self._data, self._workers, self._limit_s, self._limits = recipe.data, workers or places(), limit_s, limits
         self._pools: list[Pool] = []
-        check_graders(data, suites)
-        tasks: Mapping[str, Rows] = {**data.tasks, **suites}
-        checks = {name: self._made(name) for name in _named(data, suites)}
+        check_graders(recipe)
+        checks = {name: self._made(name) for name in _named(recipe)}
         self._graders = {
             name: TaskGrader(
-                end_of_thinking,
                 checks[task.grader],
                 {key: checks[reward.grader] for key, reward in task.rewards.items()},
                 {key: reward.weight for key, reward in task.rewards.items()},
+                recipe.length.end_of_thinking,
                 decode,
             )
-            for name, task in tasks.items()
+            for name, task in _tasks(recipe).items()
         }
-
-    @staticmethod
-    def of(recipe: Recipe, decode: Decode) -> "TaskGraders":
-        """Make the graders of a recipe, with as many processes as there are places for programs."""
-        return TaskGraders(
-            recipe.data, recipe.length.end_of_thinking, decode, places(), suites=recipe.evaluation.sampled
-        )
 
     def __getitem__(self, task: str) -> TaskGrader:
         return self._graders[task]
 
     def close(self) -> None:
-        """End the workers."""
         for pool in self._pools:
             pool.close()
 
     def _made(self, name: str) -> Check:
-        """Return the check that the recipe means by this name."""
         if name == "exact":
             return exact
         if name == "format":

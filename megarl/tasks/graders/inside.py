@@ -33,6 +33,7 @@ LONGEST = 1 << 20
 """Bytes of a call or a result in a pipe."""
 ALONE: tuple[type[Any], ...] = (int, float, complex, str, bytes)
 TOGETHER: dict[type[Any], type[Any]] = {list: list, tuple: tuple, set: set, frozenset: set}
+STOPS = ("StopIteration", "StopAsyncIteration")  # would end a check's `all(map(candidate, …))` too early
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 4, 38, 22, 2
 CLONE_NEWUSER, ANY_CLONE_NEW, CLONE_PARENT = 0x10000000, 0x7E020000, 0x8000
 EPERM, ENOSYS, SIGKILL, O_PATH = 1, 38, 9, 0x200000
@@ -83,9 +84,8 @@ def system_call_filter(machine: str, files_in_sight: bool) -> bytes:
     """Build a BPF program that refuses what a program may not do.
 
     No network, signals, namespaces or mounts, no memory that escapes the limits, no messages or semaphores that outlive the
-    program, no new session, and no control over how others are scheduled.
-
-    files_in_sight: also no change to a file's owner, mode, times or length.
+    program, no new session, no control over how others are scheduled; files_in_sight: nor over a file's owner, mode, times or
+    length.
     """
     audit, clone, clone3, prlimit, fcntl, ioctl, refused, of_files = ARCHITECTURES[machine]
 
@@ -137,9 +137,7 @@ def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
     if not version:
         return
     everything = ALL_RIGHTS[min(version, max(ALL_RIGHTS))]
-    handled = struct.pack(
-        "QQQ", everything, 0, 3 if version >= 6 else 0
-    )  # no network rules; 3: signals, abstract sockets
+    handled = struct.pack("QQQ", everything, 0, 3 if version >= 6 else 0)  # no network; 3: signals, abstract sockets
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, handled, len(handled), 0)
     rights = [(path, EXECUTE | READ | LIST) for path in readable] + [(path, WRITE | READ) for path in DEVICES]
     for path, allowed in [*rights, (".", everything)]:
@@ -260,12 +258,7 @@ def far(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
             return value
         name, text = value
         kind = getattr(builtins, name, None)
-        # StopIteration would end the check's own iteration, `all(map(candidate, …))`, before everything was asked.
-        if (
-            not isinstance(kind, type)
-            or not issubclass(kind, Exception)
-            or name in ("StopIteration", "StopAsyncIteration")
-        ):
+        if not isinstance(kind, type) or not issubclass(kind, Exception) or name in STOPS:
             kind = RuntimeError
         raise kind(text)
 

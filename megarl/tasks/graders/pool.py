@@ -7,9 +7,10 @@ Workers are plain subprocesses that import neither torch nor the controller, and
 """
 
 import asyncio
-import json
 import logging
 import sys
+
+import msgspec
 
 from megarl.core.base.contracts import WRONG, GraderDown, Verdict
 from megarl.tasks.graders.answer import Submission
@@ -35,26 +36,20 @@ class Pool:
     async def check(self, submission: Submission) -> Verdict:
         """Return the grader's verdict. GraderDown if workers fail at it `TRIES` times."""
         for attempt in range(TRIES):
-            starting = await self._free.get()
-            healthy = False
+            starting, healthy = await self._free.get(), False
             try:
-                worker = await starting
-                verdict = await asyncio.wait_for(_ask(worker, submission), self._limit_s + KILL_MARGIN_S)
+                verdict = await asyncio.wait_for(_ask(await starting, submission), self._limit_s + KILL_MARGIN_S)
                 healthy = True
                 return verdict
             except TimeoutError:
-                log.warning(
-                    "a grading process hung and is replaced; the answer counts as wrong: %.80r", submission.answer
-                )
+                log.warning("a grading process hung, is replaced; the answer counts as wrong: %.80r", submission.answer)
                 return Verdict(WRONG, timeout=True)
             except (OSError, EOFError, GraderDown, asyncio.IncompleteReadError, ValueError) as error:
                 log.warning("a grading process failed and is replaced (attempt %d): %s", attempt + 1, error)
             finally:
-                if healthy:
-                    self._free.put_nowait(starting)
-                else:
+                if not healthy:
                     self._end(starting)
-                    self._free.put_nowait(self._start())
+                self._free.put_nowait(starting if healthy else self._start())
         raise GraderDown(f"grading processes failed {TRIES} times at the answer {submission.answer[:80]!r}")
 
     def close(self) -> None:
@@ -97,9 +92,9 @@ async def _started(limit_s: float, grader: str) -> asyncio.subprocess.Process:
 async def _ask(worker: asyncio.subprocess.Process, submission: Submission) -> Verdict:
     assert worker.stdin
     assert worker.stdout
-    worker.stdin.write(json.dumps(submission._asdict()).encode() + b"\n")
+    worker.stdin.write(msgspec.json.encode(submission) + b"\n")
     await worker.stdin.drain()
     line = await worker.stdout.readline()
     if not line:
         raise EOFError("it ended")
-    return Verdict(**json.loads(line))
+    return msgspec.json.decode(line, type=Verdict)

@@ -2,7 +2,7 @@
 
     check(submission) ─► wait for others, `batch` of them or 20 ms ─► POST url ─► {"rewards": [0.7, -1.0, null, …]}
 
-    {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", "expected"}, …]}        Request, Item: texts
+    {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", "expected"}, …]}        texts, of Submission
     {"rewards": [number or null, …]}       Reply: one per item, in order; null: the service could not judge it
 
 A request that may succeed later (connection, timeout, 408, 429, 5xx) is repeated after 0.5, 1, 2, … s, `retries` times; then,
@@ -15,7 +15,6 @@ import logging
 import math
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -28,6 +27,7 @@ from megarl.tasks.graders.answer import Submission
 
 log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
+type Waiting = tuple[Submission, asyncio.Future[Verdict]]
 GATHER_S = 0.02
 AT_ONCE = 8
 """Concurrent requests."""
@@ -35,26 +35,8 @@ LONGEST_PAUSE_S = 30.0
 BUSY = (408, 429)
 
 
-class Item(msgspec.Struct, frozen=True):
-    task: str
-    prompt: str
-    completion: str
-    answer: str
-    expected: str
-
-
-class Request(msgspec.Struct, frozen=True):
-    items: list[Item]
-    schema_version: int = SCHEMA_VERSION
-
-
 class Reply(msgspec.Struct, frozen=True):
     rewards: list[float | None]
-
-
-class _Waiting(NamedTuple):
-    item: Item
-    verdict: asyncio.Future[Verdict]
 
 
 class _Again(Exception):
@@ -69,21 +51,20 @@ class Remote:
         self._headers = headers(name, service)
         url = URL(service.url)
         self._what = f"the reward service {name} at {url.origin()}{url.path}"
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Waiting] = []
         self._sending: set[asyncio.Task[None]] = set()
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def check(self, submission: Submission) -> Verdict:
         """Return the service's reward. GraderDown if there is none."""
         loop = asyncio.get_running_loop()
-        item = Item(**submission._asdict())
-        waiting = _Waiting(item, loop.create_future())
-        self._waiting.append(waiting)
+        verdict: asyncio.Future[Verdict] = loop.create_future()
+        self._waiting.append((submission, verdict))
         if len(self._waiting) >= self._service.batch:
             self._send_all()
         elif len(self._waiting) == 1:
             loop.call_later(GATHER_S, self._send_all)
-        return await waiting.verdict
+        return await verdict
 
     def _send_all(self) -> None:
         if not self._waiting:
@@ -93,24 +74,25 @@ class Remote:
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-    async def _answer(self, batch: list[_Waiting]) -> None:
+    async def _answer(self, batch: list[Waiting]) -> None:
         """Give each submission of the batch its verdict, or the reason why there is none."""
+        outcomes: list[Verdict | GraderDown]
         try:
-            rewards = await self._rewards([waiting.item for waiting in batch])
+            rewards = await self._rewards([submission._asdict() for submission, _ in batch])
+            unknown = Verdict(WRONG, error="the service could not judge it")
+            outcomes = [unknown if r is None or not math.isfinite(r) else Verdict(r) for r in rewards]
         except GraderDown as down:
-            for waiting in batch:
-                if not waiting.verdict.done():  # its rollout may have been cancelled
-                    waiting.verdict.set_exception(GraderDown(str(down)))
-            return
-        for waiting, reward in zip(batch, rewards, strict=True):
-            if not waiting.verdict.done():
-                known = reward is not None and math.isfinite(reward)
-                waiting.verdict.set_result(
-                    Verdict(float(reward or 0.0)) if known else Verdict(WRONG, error="the service could not judge it")
-                )
+            outcomes = [GraderDown(str(down)) for _ in batch]
+        for (_, verdict), outcome in zip(batch, outcomes, strict=True):
+            if verdict.done():
+                continue  # its rollout was cancelled
+            if isinstance(outcome, GraderDown):
+                verdict.set_exception(outcome)
+            else:
+                verdict.set_result(outcome)
 
-    async def _rewards(self, items: list[Item]) -> list[float | None]:
-        body = msgspec.json.encode(Request(items))
+    async def _rewards(self, items: list[dict[str, str]]) -> list[float | None]:
+        body = msgspec.json.encode({"items": items, "schema_version": SCHEMA_VERSION})
         for attempt in range(self._service.retries + 1):
             try:
                 async with self._places:

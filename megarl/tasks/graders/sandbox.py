@@ -102,38 +102,32 @@ class Sandbox:
                 "data.sandbox: bubblewrap is not installed, and code is graded in its sandbox; install it (apt-get install "
                 f"bubblewrap), or set data.sandbox=rlimits if the programs may {remains()}"
             )
-        task = _task("import heapq\nprint(6 * 7)")
         with tempfile.TemporaryDirectory() as scratch:
             os.chmod(scratch, 0o777)
             try:
                 done = subprocess.run(
-                    self._command(), input=task, cwd=scratch, env=ENVIRONMENT, capture_output=True,
-                    timeout=CHECK_LIMIT_S, check=False,
+                    self._command(), input=_task("import heapq\nprint(6 * 7)"), cwd=scratch, env=ENVIRONMENT,
+                    capture_output=True, timeout=CHECK_LIMIT_S, check=False,
                 )  # fmt: skip
                 said, out = done.stderr.decode().strip().splitlines()[-1:], done.stdout.removeprefix(STARTED)
             except (OSError, subprocess.TimeoutExpired) as error:
                 said, out = [str(error)], b""
         if out != b"42\n":
-            raise MegarlError(
-                f"data.sandbox: no program can be run with {self._kind} here ({' '.join(said) or 'it printed nothing'}); "
-                + (
-                    "in a container it needs the right to make namespaces (docker run --privileged, or "
-                    "--security-opt seccomp=unconfined --security-opt apparmor=unconfined), elsewhere "
-                    "sysctl kernel.apparmor_restrict_unprivileged_userns=0; or set data.sandbox=rlimits if the programs "
-                    f"may {remains()}"
-                    if self._kind == "bubblewrap"
-                    else f"run as another user than root, or let everybody read {self.python.parent.parent}"
-                )
+            advice = (
+                "in a container it needs the right to make namespaces (docker run --privileged, or --security-opt "
+                "seccomp=unconfined --security-opt apparmor=unconfined), elsewhere sysctl "
+                f"kernel.apparmor_restrict_unprivileged_userns=0; or set data.sandbox=rlimits if the programs may {remains()}"
+                if self._kind == "bubblewrap"
+                else f"run as another user than root, or let everybody read {self.python.parent.parent}"
             )
+            why = " ".join(said) or "it printed nothing"
+            raise MegarlError(f"data.sandbox: no program can be run with {self._kind} here ({why}); {advice}")
         if self._kind == "rlimits":
             log.warning("data.sandbox=rlimits: programs may %s", remains())
 
     async def run(self, program: str, given: str, call: str = "") -> Ran:
-        """Return what `program` printed for this stdin; or, after it has run, the repr of the expression `call`.
-
-        GraderDown if the sandbox could not start it, `TRIES` times.
-        """
-        return await self._tried(lambda: self._run(_task(program, input=given, call=call)))
+        """Return what `program` printed for this stdin or, after it has run, the repr of the expression `call`. GraderDown."""
+        return await self._tried(lambda: self._run(program, input=given, call=call))
 
     async def run_checked(self, program: str, function: str, check: str) -> Ran:
         """Run `check(candidate)`, defined by the source `check`, on this function of the program.
@@ -156,27 +150,28 @@ class Sandbox:
         ends, others = (calls[0], results[1]), (results[0], calls[1])
         try:
             async with asyncio.TaskGroup() as both:
-                asked = both.create_task(self._run(_task(program, serves=function, pipes=_numbers(ends)), ends))
-                judge = both.create_task(self._run(_task(check, checks=True, pipes=_numbers(others)), others))
+                asked = both.create_task(self._run(program, ends, serves=function))
+                judge = both.create_task(self._run(check, others, checks=True))
                 if (await judge).stdout:  # empty output may mean that no program could be started, which is no verdict
                     asked.cancel()
         except* (OSError, GraderDown) as errors:
             raise errors.exceptions[0] from None
         return judge.result()
 
-    async def _run(self, task: bytes, pipes: Sequence[IO[bytes]] = ()) -> Ran:
-        """Run one process in its own place. pipes: handed over to it and closed here."""
+    async def _run(self, program: str, pipes: Sequence[IO[bytes]] = (), **more: Any) -> Ran:
+        """Run one process in its own place. pipes: handed over to it and closed here; more: of its task."""
+        numbers = [pipe.fileno() for pipe in pipes]
         with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as scratch:
             os.chmod(scratch, 0o777)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self._command(), cwd=scratch, env=ENVIRONMENT, start_new_session=True, pass_fds=_numbers(pipes),
+                    *self._command(), cwd=scratch, env=ENVIRONMENT, start_new_session=True, pass_fds=numbers,
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
                 )  # fmt: skip
             finally:
                 for pipe in pipes:
                     pipe.close()
-            return await self._finished(process, task)
+            return await self._finished(process, _task(program, pipes=numbers, **more))
 
     async def _finished(self, process: asyncio.subprocess.Process, task: bytes) -> Ran:
         assert process.stdin
@@ -226,10 +221,6 @@ def _pipe() -> tuple[IO[bytes], IO[bytes]]:
     return os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0)
 
 
-def _numbers(pipes: Sequence[IO[bytes]]) -> list[int]:
-    return [pipe.fileno() for pipe in pipes]
-
-
 async def _killed(process: asyncio.subprocess.Process) -> None:
     """Kill the process and its children. Its last output is read and dropped: asyncio also waits for pipes to end."""
     assert process.stdout
@@ -245,10 +236,7 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
 
 
 def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
-    """Build the bwrap command: a root of the system's programs and the Python of `prefix`.
-
-    Run as root, it keeps what inside.py needs to become nobody.
-    """
+    """Build the bwrap command: a root of the system's programs and the Python of `prefix`."""
     command = ["bwrap", "--die-with-parent", "--new-session", "--ro-bind", "/usr", "/usr"]
     for path in SYSTEM[1:]:
         if os.path.islink(path):
@@ -262,6 +250,6 @@ def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
     command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(limits.tmp), "--tmpfs", "/tmp"]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    if os.getuid() == 0:
+    if os.getuid() == 0:  # what inside.py needs to become nobody
         return [*command, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [*command, "--unshare-user"]

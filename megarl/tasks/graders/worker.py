@@ -1,17 +1,18 @@
 """A grading process: JSON lines on stdin, one verdict a line on stdout. `python -m megarl.tasks.graders.worker LIMIT_S GRADER`.
 
-    {"answer": "\\\\frac{2}{4}", "expected": "1/2", …}   ──►   {"score": 1.0, "timeout": false, "error": ""}
+    ["\\\\frac{2}{4}", "1/2", …]: a Submission   ──►   [1.0, false, ""]: a Verdict
 
 It prints `ready` first, because importing math-verify takes longer than most answers. It ends with its parent or its stdin.
 Both the time and the memory of a `math` answer are limited: huge powers and factorials are answers too.
 """
 
-import json
 import math
 import os
 import signal
 import sys
 from typing import Any
+
+import msgspec
 
 from megarl.core.base.contracts import RIGHT, WRONG, Verdict
 from megarl.core.base.process import die_with_parent
@@ -49,8 +50,8 @@ def main(limit_s: float, grader: str) -> None:
     signal.signal(signal.SIGALRM, time_up)
     print("ready", file=verdicts, flush=True)
     for line in sys.stdin:
-        verdict = judge(function, Submission(**json.loads(line)), limit_s)
-        print(json.dumps(verdict._asdict()), file=verdicts, flush=True)
+        verdict = judge(function, msgspec.json.decode(line, type=Submission), limit_s)
+        print(msgspec.json.encode(verdict).decode(), file=verdicts, flush=True)
 
 
 def _score(value: float) -> float:

@@ -21,6 +21,8 @@ from pathlib import Path
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import append_jsonl
 die_with_parent()
+if os.getppid() != int(sys.argv[2]):
+    sys.exit()  # the parent died before that
 append_jsonl(Path(sys.argv[1]), {"pid": os.getpid(), "child": False})
 time.sleep(600)
 """
@@ -30,7 +32,7 @@ LONELY = "import time; time.sleep(600)"
 def server(rundir: RunDir, index: int, steps: int) -> int:
     del steps
     pids = rundir.path / f"server-{index}.pids"
-    subprocess.Popen([sys.executable, "-c", STRAY, pids])  # tells it when it is ready to die
+    subprocess.Popen([sys.executable, "-c", STRAY, pids, str(os.getpid())])  # tells it when it is ready to die
     lonely = subprocess.Popen([sys.executable, "-c", LONELY], start_new_session=True)
     append_jsonl(pids, {"pid": lonely.pid, "child": True})
     time.sleep(600)

@@ -17,7 +17,7 @@ from megarl.run.nodes import Node
 from megarl.run.placement import Place
 from megarl.run.restart import Role
 from megarl.run.srun import SrunStep
-from megarl.run.step import UNANSWERED, Order, Report
+from megarl.run.step import UNANSWERED, Report, encoded
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +42,7 @@ def start(tmp_path: Path) -> Start:
     def started(unanswered: int, role: Role = LEARNER) -> subprocess.Popen[bytes]:
         begun = f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(600)"
         task = RoleCommand(role, ("-c", begun), {}, place, RunDir(tmp_path / "run"))
-        order = msgspec.json.encode(Order.of(task)).decode()
+        order = encoded(task)
         return subprocess.Popen(
             [sys.executable, "-c", QUICK, order, str(unanswered)],
             env=os.environ | {"SLURM_PROCID": "0"},

@@ -5,6 +5,11 @@ import math
 from megarl.run.warnings import flags, words
 
 
+def said(truncated: float | None, sample_size: float | None, malformed: float | None, end: str) -> list[str]:
+    means = {"truncation_rate": truncated, "effective_sample_size": sample_size, "format_error_rate": malformed}
+    return words(means.get, end)
+
+
 def test_a_row_says_what_it_shows() -> None:
     assert flags({"truncation_rate": 0.101, "effective_sample_size": 0.099}) == {
         "warning_truncation": 1.0,
@@ -18,21 +23,21 @@ def test_a_row_says_what_it_shows() -> None:
 
 def test_what_was_not_measured_is_no_sign() -> None:
     assert flags({}) == flags({"truncation_rate": math.nan}) == {}
-    assert words(None, None, None, "</think>") == []
+    assert said(None, None, None, "</think>") == []
 
 
 def test_words() -> None:
-    assert words(0.05, 0.9, 0.5, "</think>") == []
-    (cut,) = words(0.15, 0.9, 0.0, "</think>")
+    assert said(0.05, 0.9, 0.5, "</think>") == []
+    (cut,) = said(0.15, 0.9, 0.0, "</think>")
     assert cut.startswith("15% of the answers are cut off")
-    (small,) = words(0.05, 0.05, 0.0, "</think>")
+    (small,) = said(0.05, 0.05, 0.0, "</think>")
     assert small.startswith("the effective sample size is 5% of the batch")
 
 
 def test_malformed_answers_have_a_cause() -> None:
-    (most,) = words(0.0, 0.9, 0.51, "[done]")
+    (most,) = said(0.0, 0.9, 0.51, "[done]")
     assert most.startswith(
         "51% of the answers are malformed and count as wrong: their completions have no [done] (length.end_"
     )
-    (every,) = words(0.0, 0.9, 1.0, "")
+    (every,) = said(0.0, 0.9, 1.0, "")
     assert every == "all answers are malformed and count as wrong: their completions are empty"

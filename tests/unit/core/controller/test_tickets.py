@@ -120,7 +120,7 @@ async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server
     members.published(0, 3, "a", "")
     asked, places, settled = server(), Places(members, 16), 0
     sampler = Sampler(recipe, Letters(), {0: asked}, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
-    graders = TaskGraders(recipe.data, "</think>", str, 1, 1.0)
+    graders = TaskGraders(recipe, str, 1, 1.0)
     records, done = JournalWriter(journal), asyncio.Event()
 
     def changed() -> None:

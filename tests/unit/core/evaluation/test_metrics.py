@@ -132,7 +132,7 @@ def test_what_an_answer_says() -> None:
 def graders() -> Any:
     tasks = {name: {"train": "", "heldout": "", "grader": name} for name in ("math", "exact", "format")}
     recipe = from_tree({"data": {"tasks": tasks}})
-    return lambda: TaskGraders(recipe.data, "</think>", lambda tokens: "", 1)
+    return lambda: TaskGraders(recipe, lambda tokens: "", 1)
 
 
 def test_equal_answers_have_one_vote(graders: Any) -> None:

@@ -71,7 +71,7 @@ def grades(recipe: Recipe, name: str, tokenizer: Tokenizer, answers: list[str]) 
     assert not loaded.left_out
 
     async def run() -> list[Grade]:
-        graders = TaskGraders.of(recipe, tokenizer.decode)
+        graders = TaskGraders(recipe, tokenizer.decode)
         try:
             found = await asyncio.gather(
                 *(graders[name].grade_answer(f"hm</think>{a}", p) for a, p in zip(answers, in_order, strict=True))

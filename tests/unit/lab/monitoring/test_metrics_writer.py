@@ -11,7 +11,7 @@ from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, l
 from megarl.core.recipe import Recipe
 from megarl.core.telemetry.names import tag
 from megarl.lab.monitoring.metrics import MetricsWriter
-from megarl.run.tail import Tail
+from megarl.run.observe import Tail
 
 ENDPOINTS = Endpoints(
     session="s", controller="", servers=(), api_key="u", admin_key="a", link=LinkKeys.new(), rendezvous_port=1

@@ -15,7 +15,8 @@ from transformers.utils.logging import enable_progress_bar
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import load
 from megarl.tasks.data import arithmetic, arithmetic_models
-from megarl.tasks.data.arithmetic import SumProblem, columns, trace
+from megarl.tasks.data.arithmetic import columns, trace
+from megarl.tasks.data.arithmetic_models import Exercise
 from megarl.tasks.data.mappings import own
 from megarl.tasks.data.prompts import check_disjoint, load_set
 from megarl.tasks.data.survey import survey_of
@@ -28,7 +29,7 @@ RNG = st.integers(0, 2**32).map(random.Random)
 @st.composite
 def problems(draw):
     one, other, sign = draw(NUMBERS), draw(NUMBERS), draw(st.sampled_from("+-"))
-    return SumProblem(max(one, other), sign, min(one, other)) if sign == "-" else SumProblem(one, sign, other)
+    return Exercise(max(one, other), sign, min(one, other)) if sign == "-" else Exercise(one, sign, other)
 
 
 def false_columns(work):

@@ -13,14 +13,15 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.recipe import load
 from megarl.tasks.data import arithmetic_models, products
-from megarl.tasks.data.products import Product, trace
+from megarl.tasks.data.arithmetic_models import Exercise
+from megarl.tasks.data.products import trace
 from megarl.tasks.data.traces import load_traces
 from megarl.tasks.environments.calculator import calculated
 
 MADE = arithmetic_models.character_tokenizer()
 TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, None)
 LENGTH, TASK = load("quickstart-tools").length, load("quickstart-tools").data.tasks["products"]
-PRODUCTS = st.builds(Product, st.integers(10, 999), st.integers(10, 999))
+PRODUCTS = st.builds(Exercise, st.integers(10, 999), st.just("*"), st.integers(10, 999))
 RNG = st.integers(0, 2**32).map(random.Random)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from megarl.core.base.contracts import DONE, Environment, Observation, Verdict
 from megarl.core.base.types import Prompt, decode, encode, int32
 from megarl.tasks.environments.framing import Setting
-from megarl.tasks.environments.worker import Episodes, Reply, Request, Setup
+from megarl.tasks.environments.worker import EpisodeReply, EpisodeRequest, Episodes, Setup
 
 CALL = 9
 """The token that ends a turn within a message."""
@@ -78,8 +78,8 @@ class Near:
     async def process(self) -> "Near":
         return self
 
-    async def ask(self, request: Request, limit_s: float) -> Reply:
-        reply: Reply = decode(await self._episodes.answer(decode(encode(request), Request)), Reply)
+    async def ask(self, request: EpisodeRequest) -> EpisodeReply:
+        reply: EpisodeReply = decode(await self._episodes.answer(decode(encode(request), EpisodeRequest)), EpisodeReply)
         return reply
 
 

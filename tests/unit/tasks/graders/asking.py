@@ -5,7 +5,7 @@ from typing import Any
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Prompt, int32
-from megarl.core.recipe import Data, Task
+from megarl.core.recipe import Data, Task, from_tree
 from megarl.tasks.graders.grader import TaskGraders
 from megarl.tasks.graders.sandbox import Kind, Limits, Sandbox
 
@@ -18,9 +18,8 @@ def graders_of(
 ) -> TaskGraders:
     """task, data: further keys of the recipe's sections. A prompt's text is its tokens' characters."""
     tasks = {"task": Task.model_validate({"train": "", "heldout": "", "grader": grader, **(task or {})})}
-    return TaskGraders(
-        Data.model_validate({"tasks": tasks, **data}), "</think>", decode, workers=1, limit_s=limit_s, limits=limits
-    )
+    recipe = from_tree({}).model_copy(update={"data": Data.model_validate({"tasks": tasks, **data})})
+    return TaskGraders(recipe, decode, workers=1, limit_s=limit_s, limits=limits)
 
 
 def prompt_of(answer: str, text: str = "") -> Prompt:

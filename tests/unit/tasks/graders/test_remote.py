@@ -1,7 +1,6 @@
 """A reward service of our own: batches, keys, retries, and what is said when it is down; the example server."""
 
 import asyncio
-import json
 import logging
 import socket
 import subprocess
@@ -217,11 +216,3 @@ def test_the_example_server_by_itself_and_before_a_reward_model() -> None:
     assert alone == [Verdict(1.0), Verdict(-1.0)]
     assert by_model == [Verdict(13.0), Verdict(14.0)]
     assert refused == 401
-
-
-def test_the_schema_is_what_the_docs_say() -> None:
-    text = module.msgspec.json.encode(module.Request([module.Item("t", "p", "c", "a", "e")]))
-    assert json.loads(text) == {
-        "items": [{"task": "t", "prompt": "p", "completion": "c", "answer": "a", "expected": "e"}],
-        "schema_version": 1,
-    }
