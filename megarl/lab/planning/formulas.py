@@ -1,4 +1,4 @@
-"""Every formula of the planner, with its source. Plain numbers in, bytes, FLOP or seconds out.
+"""The planner's formulas of bytes and FLOP, with their sources, to which memory.py and speed.py refer, too.
 
 [AR]   Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198
 [ZeRO] Rajbhandari et al., ZeRO, arXiv 1910.02054; bytes per parameter as in Megatron-Core's guide to its distributed optimizer
@@ -6,6 +6,7 @@
 [PaLM] Chowdhery et al., PaLM, arXiv 2204.02311, appendix B
 [Inf]  Pope et al., Efficiently Scaling Transformer Inference, arXiv 2211.05102
 [Roof] Williams et al., Roofline, Communications of the ACM 52(4), 2009
+[Ring] Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, 2005
 
 Activations are those of megarl's own layers: flash attention, no dropout, gated MLPs, RMS norms, bf16.
 """
@@ -26,17 +27,7 @@ def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -
     [ZeRO], stage 1. Half: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / shards. fp32: 4 + 4 + 8 / shards.
     kept: share of the optimiser's part that is not in the host's memory.
     """
-    if width == HALF:
-        return parameters * (HALF + FP32 + 3 * FP32 / shards * kept)
-    return parameters * (2 * FP32 + 2 * FP32 / shards * kept)
-
-
-def fp8_weight_bytes(parameters: float) -> float:
-    """Return bytes that FP8 products keep beside bf16 weights between micro-batches: each weight in FP8, plain and transposed.
-
-    Their matrix units read both factors row by row (Transformer Engine, guide to FP8).
-    """
-    return 2 * FP8 * parameters
+    return parameters * (width + FP32 + (3 if width == HALF else 2) * FP32 / shards * kept)
 
 
 def replicated_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
@@ -47,11 +38,6 @@ def replicated_activation_bytes(shape: Architecture, width: int, kept: int) -> f
     bytes of a value that a linear map keeps of its input, 1 if it makes FP8 products.
     """
     return 2 * shape.hidden * (width + kept)
-
-
-def layer_input_bytes(shape: Architecture, width: int) -> float:
-    """Return bytes per token of the input of a layer that is recomputed whole; divided as the norms are. [AR] section 5."""
-    return shape.hidden * width
 
 
 def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
@@ -140,11 +126,6 @@ def forward_again(recompute: str, shape: Architecture) -> float:
     return {"none": 0.0, "selective": layer_flop(shape) - attention, "full": layer_flop(shape)}[recompute]
 
 
-def bubble(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
-    """Return a step's pipeline time as a multiple of its micro-batches' time: 1 + (p - 1) / (m v). [PP] 2.2."""
-    return 1 + (pipeline_parallel - 1) / (microbatches * virtual)
-
-
 def tensor_parallel_bytes(
     tokens: float, shape: Architecture, ranks: int, sequence_parallel: bool, recompute: str = "none"
 ) -> float:
@@ -163,34 +144,6 @@ def expert_parallel_bytes(tokens: float, shape: Architecture, ranks: int, recomp
     return exchanges * HALF * tokens * shape.experts_per_token * shape.hidden * (ranks - 1) / ranks
 
 
-def data_parallel_bytes(parameters: float, width: int, ranks: int) -> float:
-    """Return bytes over a rank's link once a step: FP32 gradients scattered, weights gathered. [ZeRO] 7.2.1"""
-    return (FP32 + width) * parameters * (ranks - 1) / ranks
-
-
 def optimizer_bytes(parameters: float) -> float:
     """Return bytes read and written by AdamW for these parameters: gradient; three values read and written; the weight."""
     return (FP32 + 6 * FP32 + HALF) * parameters
-
-
-def offload_bytes(parameters: float) -> float:
-    """Return bytes each way over a GPU's link to its host, for AdamW there: FP32 gradients to it, FP32 weights back."""
-    return FP32 * parameters
-
-
-def experts_met(experts: int, chosen: int, tokens: float) -> float:
-    """Return how many of a layer's experts this many tokens reach, each choosing uniformly: what decoding has to read."""
-    return experts * (1 - (1 - chosen / experts) ** tokens) if experts else 0.0
-
-
-def roofline(bytes_moved: float, memory_rate: float, flop: float, flop_rate: float) -> float:
-    """Return seconds, by whichever limits. [Roof]"""
-    return max(bytes_moved / memory_rate, flop / flop_rate)
-
-
-def broadcast_seconds(size: float, rate: float, receivers: int, hop_s: float) -> float:
-    """Return seconds of a pipelined ring broadcast: bytes pass each link once, the last rank is `receivers` hops away.
-
-    Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, 2005: large messages.
-    """
-    return size / rate + receivers * hop_s

@@ -26,6 +26,13 @@ class Gpu:
     host: float
 
 
+UNITS = {
+    "hbm_gb": GB, "hbm_gb_s": GB, "bf16_tflops": 1e12, "fp8_tflops": 1e12, "nvlink_gb_s": GB, "nvlink_gpus": 1,
+    "network_gb_s": GB, "host_gb_s": GB,
+}  # fmt: skip
+"""Columns of hardware.yaml in the order of `Gpu`."""
+
+
 @dataclass(frozen=True)
 class Assumed:
     """What no datasheet says; see hardware.yaml."""
@@ -54,20 +61,7 @@ class Assumed:
 @cache
 def _table() -> tuple[dict[str, Gpu], Assumed]:
     tree = yaml.safe_load((Path(__file__).parent / "hardware.yaml").read_text())
-    gpus = {
-        name: Gpu(
-            name=name,
-            memory=row["hbm_gb"] * GB,
-            memory_rate=row["hbm_gb_s"] * GB,
-            bf16=row["bf16_tflops"] * 1e12,
-            fp8=row["fp8_tflops"] * 1e12,
-            nvlink=row["nvlink_gb_s"] * GB,
-            nvlink_gpus=row["nvlink_gpus"],
-            network=row["network_gb_s"] * GB,
-            host=row["host_gb_s"] * GB,
-        )
-        for name, row in tree["gpus"].items()
-    }
+    gpus = {name: Gpu(name, *(row[key] * unit for key, unit in UNITS.items())) for name, row in tree["gpus"].items()}
     return gpus, Assumed(**tree["assumed"])
 
 
@@ -75,9 +69,8 @@ def gpu_named(name: str) -> Gpu:
     """Return a GPU's record; MegarlError if it is not in hardware.yaml."""
     gpus = _table()[0]
     if name not in gpus:
-        raise MegarlError(
-            f"--gpu: {name!r} is not known; known: {', '.join(gpus)}. Its numbers would go into hardware.yaml"
-        )
+        known = ", ".join(gpus)
+        raise MegarlError(f"--gpu: {name!r} is not known; known: {known}. Its numbers would go into hardware.yaml")
     return gpus[name]
 
 

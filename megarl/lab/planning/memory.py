@@ -59,16 +59,12 @@ def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, micro
     head = formulas.head_bytes(tokens, shape.vocabulary, shape.hidden, model.tensor_parallel, width)
     ends = shape.embedding_parameters / model.tensor_parallel
     publication = 2.0 * recipe.weights.bucket_mb * 2**20
-    first = LearnerMemory(
-        _state(recipe, shape, ends + (shape.head_parameters / model.tensor_parallel if last else 0)),
-        layers * held + again,
-        head if last else 0.0,
-        publication,
-    )
     if last:
-        return first
-    end = LearnerMemory(_state(recipe, shape, ends), layers + again, head, publication)
-    return max(first, end, key=lambda m: m.total)
+        state = _state(recipe, shape, ends + shape.head_parameters / model.tensor_parallel)
+        return LearnerMemory(state, layers * held + again, head, publication)
+    state = _state(recipe, shape, ends)
+    first = LearnerMemory(state, layers * held + again, 0.0, publication)
+    return max(first, LearnerMemory(state, layers + again, head, publication), key=lambda m: m.total)
 
 
 def critic_state(recipe: Recipe, shape: Architecture) -> float:
@@ -84,21 +80,22 @@ def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
     experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
     width, kept = WIDTH[model.dtype], 1 - recipe.learner.optimizer_offload
     routed = shape.routed_parameters / experts
-    fp8 = formulas.fp8_weight_bytes(dense - ends + routed) if model.fp8 != "none" else 0.0
     copies = ranks // (model.tensor_parallel * model.pipeline_parallel)
-    return (
-        fp8
-        + formulas.state_bytes(dense, width, copies, kept)
-        + formulas.state_bytes(routed, width, ranks // experts, kept)
+    # FP8's matrix units read both factors row by row: each weight is kept plain and transposed (Transformer Engine's guide).
+    fp8 = 2 * FP8 * (dense - ends + routed) if model.fp8 != "none" else 0.0
+    states = (
+        formulas.state_bytes(dense, width, copies, kept),
+        formulas.state_bytes(routed, width, ranks // experts, kept),
     )
+    return fp8 + sum(states)
 
 
 def _stage_activations(recipe: Recipe, shape: Architecture, width: int) -> float:
     """Return the bytes that each token keeps on a rank for the layers of one stage, until its backward pass."""
     model = recipe.model
-    if recipe.learner.recompute == "full":
+    if recipe.learner.recompute == "full":  # each layer's input, divided as the norms are: [AR] section 5
         shards = model.tensor_parallel if model.sequence_parallel else 1
-        return shape.layers * formulas.layer_input_bytes(shape, width) / shards / model.pipeline_parallel
+        return shape.layers * shape.hidden * width / shards / model.pipeline_parallel
     attention, dense, sparse = _layer_activations(recipe, shape, width)
     if recipe.learner.recompute == "selective":
         dense = sparse = 0.0
@@ -120,10 +117,8 @@ def _layer_activations(recipe: Recipe, shape: Architecture, width: int) -> tuple
     model = recipe.model
     shards = model.tensor_parallel if model.sequence_parallel else 1
     kept = width if model.fp8 == "none" else FP8
-    attention = (
-        formulas.replicated_activation_bytes(shape, width, kept) / shards
-        + formulas.attention_activation_bytes(shape, width, kept) / model.tensor_parallel
-    )
+    attention = formulas.replicated_activation_bytes(shape, width, kept) / shards
+    attention += formulas.attention_activation_bytes(shape, width, kept) / model.tensor_parallel
     dense = formulas.mlp_activation_bytes(shape.feed_forward, width, kept) / model.tensor_parallel
     shared = formulas.mlp_activation_bytes(shape.shared_feed_forward, width, kept) / model.tensor_parallel
     routed = formulas.routed_activation_bytes(shape, model.expert_tensor_parallel, width, kept) / shards

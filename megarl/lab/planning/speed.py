@@ -1,22 +1,20 @@
-"""Seconds of a training step, of a server's decode step, and of a publication. Formulas in formulas.py."""
+"""Seconds of a training step, of a server's decode step, and of a publication. Sources: formulas.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 from megarl.core.algorithm.packing import HEAD_PASSES, LAYER_PASSES, Cost, pack
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
 from megarl.lab.planning import formulas
-from megarl.lab.planning.formulas import WIDTH
+from megarl.lab.planning.formulas import FP32, WIDTH
 from megarl.lab.planning.hardware import GB, Assumed, Gpu
 
 CONTROL_CALLS = 5
 """HTTP calls of a publication to one server: pause, begin, end, checksums, continue (megarl/core/weights/publisher.py)."""
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """How a step's sequences fall into micro-batches.
 
     microbatches: per data-parallel rank; largest: tokens of the fullest one; rank_tokens, positions: tokens of the busiest
@@ -46,8 +44,7 @@ def packing(
 
 def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu, assumed: Assumed) -> float:
     """Return seconds of forward, backward, gradients and optimiser of a step on the slowest rank."""
-    model, ranks = recipe.model, recipe.resources.learner_ranks
-    stages, microbatches = model.pipeline_parallel, packed.microbatches
+    model, stages, microbatches = recipe.model, recipe.model.pipeline_parallel, packed.microbatches
     # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
     tokens = (packed.rank_tokens if stages == 1 else packed.largest * microbatches) / model.context_parallel
     attention, recompute = formulas.attention_flop(shape, packed.positions), recipe.learner.recompute
@@ -59,8 +56,8 @@ def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu
     per_token = ((linear_seconds + attention_seconds) / stages + head_seconds) / model.tensor_parallel
     links = _layer_link_seconds(recipe, shape, tokens, gpu, assumed) / stages
     slowest = tokens * per_token + links
-    pipeline = slowest * formulas.bubble(stages, model.virtual_pipeline_parallel, microbatches)
-    return pipeline + _update_seconds(recipe, shape, ranks, gpu, assumed)
+    bubble = (stages - 1) / (microbatches * model.virtual_pipeline_parallel)  # [PP] 2.2
+    return slowest * (1 + bubble) + _update_seconds(recipe, shape, gpu, assumed)
 
 
 def _layer_link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, assumed: Assumed) -> float:
@@ -78,9 +75,9 @@ def _layer_link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu:
     return seconds
 
 
-def _update_seconds(recipe: Recipe, shape: Architecture, ranks: int, gpu: Gpu, assumed: Assumed) -> float:
+def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed) -> float:
     """Return seconds to reduce gradients, run AdamW on this rank's share and gather weights, as if none of it were hidden."""
-    model = recipe.model
+    model, ranks = recipe.model, recipe.resources.learner_ranks
     dense_shards = model.tensor_parallel * model.pipeline_parallel
     expert_shards = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
     rate = (gpu.nvlink if ranks <= gpu.nvlink_gpus else gpu.network) * assumed.network_efficiency
@@ -88,86 +85,52 @@ def _update_seconds(recipe: Recipe, shape: Architecture, ranks: int, gpu: Gpu, a
     dense = shape.parameters - shape.routed_parameters
     for parameters, shards in ((dense, dense_shards), (shape.routed_parameters, expert_shards)):
         local, copies = parameters / shards, ranks // shards
-        seconds += formulas.data_parallel_bytes(local, WIDTH[model.dtype], copies) / rate
+        # FP32 gradients scattered, weights gathered: [ZeRO] 7.2.1
+        seconds += (FP32 + WIDTH[model.dtype]) * local * (copies - 1) / copies / rate
         mine = local / copies
         here = (1 - offload) * formulas.optimizer_bytes(mine) / (gpu.memory_rate * assumed.bandwidth_efficiency)
-        moved = 2 * formulas.offload_bytes(offload * mine) / (gpu.host * assumed.network_efficiency)
-        there = moved + formulas.optimizer_bytes(offload * mine) / (assumed.host_gb_s * GB)
-        seconds += max(here, there)
+        # In the host's memory: FP32 gradients to it, FP32 weights back.
+        moved = 2 * FP32 * offload * mine / (gpu.host * assumed.network_efficiency)
+        seconds += max(here, moved + formulas.optimizer_bytes(offload * mine) / (assumed.host_gb_s * GB))
     return seconds
 
 
-@dataclass(frozen=True)
 class Decoder:
     """Computes seconds of a server's decode steps. kv_token: bytes of a token's k and v on each of its GPUs."""
 
-    recipe: Recipe
-    shape: Architecture
-    gpu: Gpu
-    assumed: Assumed
-    kv_token: float
+    def __init__(self, recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed, kv_token: float) -> None:
+        self.shape, self.kv_token, self.ranks = shape, kv_token, recipe.resources.server_tensor_parallel
+        width = WIDTH[recipe.model.dtype]
+        # On each GPU: bytes that any step reads, and for each expert reached in all layers; FLOP of a token; seconds of a step.
+        self.read = width * (shape.dense_parameters + shape.embedding_parameters) / self.ranks
+        self.read_expert = width * shape.moe_layers * shape.expert_parameters / self.ranks
+        self.flop = (formulas.layer_flop(shape) + formulas.head_flop(shape)) / self.ranks
+        allreduces = 2 * shape.layers * assumed.allreduce_latency_s if self.ranks > 1 else 0.0
+        self.fixed_seconds = allreduces + assumed.decode_overhead_s
+        self.memory_rate = gpu.memory_rate * assumed.bandwidth_efficiency
+        self.flop_rate = gpu.bf16 * assumed.decode_efficiency
 
     def step_seconds(self, running: float, context_tokens: float) -> float:
         """Return seconds to decode one token for each of `running` requests that hold `context_tokens` in total."""
-        shape, assumed, fixed = self.shape, self.assumed, self._fixed
-        met = formulas.experts_met(shape.experts, shape.experts_per_token, running)
-        read = fixed.read + met * fixed.read_expert
-        moved = read + self._positions(running, context_tokens) * self.kv_token
-        attention = formulas.attention_flop(shape, context_tokens / max(running, 1)) / fixed.ranks
-        matrices = formulas.roofline(
-            moved,
-            self.gpu.memory_rate * assumed.bandwidth_efficiency,
-            running * (fixed.flop + attention),
-            self.gpu.bf16 * assumed.decode_efficiency,
-        )
-        return matrices + fixed.seconds
-
-    @cached_property
-    def _fixed(self) -> "_Fixed":
-        """What does not depend on the requests."""
-        shape, assumed, ranks = self.shape, self.assumed, self.recipe.resources.server_tensor_parallel
-        width = WIDTH[self.recipe.model.dtype]
-        allreduces = 2 * shape.layers * assumed.allreduce_latency_s if ranks > 1 else 0.0
-        return _Fixed(
-            ranks=ranks,
-            read=width * (shape.dense_parameters + shape.embedding_parameters) / ranks,
-            read_expert=width * shape.moe_layers * shape.expert_parameters / ranks,
-            flop=(formulas.layer_flop(shape) + formulas.head_flop(shape)) / ranks,
-            seconds=allreduces + assumed.decode_overhead_s,
-        )
-
-    def _positions(self, running: float, context_tokens: float) -> float:
-        """Return the number of tokens whose k and v are read, averaged over layers."""
-        shape = self.shape
-        if shape.attention_chunk is None:
-            return context_tokens
-        local = min(context_tokens, running * shape.attention_chunk)
-        return (shape.local_layers * local + (shape.layers - shape.local_layers) * context_tokens) / shape.layers
+        shape, positions = self.shape, context_tokens  # tokens whose k and v are read, averaged over layers
+        if shape.attention_chunk is not None:
+            local = min(context_tokens, running * shape.attention_chunk)
+            positions = (
+                shape.local_layers * local + (shape.layers - shape.local_layers) * context_tokens
+            ) / shape.layers
+        moved = self.read + positions * self.kv_token
+        if shape.experts:  # those that requests reach, each choosing uniformly
+            moved += shape.experts * (1 - (1 - shape.experts_per_token / shape.experts) ** running) * self.read_expert
+        attention = formulas.attention_flop(shape, context_tokens / max(running, 1)) / self.ranks
+        # Whichever limits: [Roof]
+        return max(moved / self.memory_rate, running * (self.flop + attention) / self.flop_rate) + self.fixed_seconds
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """Costs per GPU of a server.
-
-    read: bytes of a decode step that all tokens need; read_expert: of each expert reached, in all layers; flop: of a request's
-    token; seconds: of any decode step.
-    """
-
-    ranks: int
-    read: float
-    read_expert: float
-    flop: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Publication:
+class Publication(NamedTuple):
     """Seconds that servers are paused (transfer), and that the learner is busy beyond that, scoring for parity."""
 
     transfer: float
     parity: float
-    bytes: float
-    calls: float  # part of transfer: what rank 0's HTTP calls alone would take
 
 
 def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed, devices: int) -> Publication:
@@ -177,11 +140,7 @@ def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed,
     bucket = recipe.weights.bucket_mb * 2**20
     buckets = max(recipe.model.pipeline_parallel, -(-int(size) // bucket))
     rate = (gpu.nvlink if devices <= gpu.nvlink_gpus else gpu.network) * assumed.network_efficiency
-    wire = formulas.broadcast_seconds(size / buckets, rate, servers * ranks, assumed.hop_latency_s)
-    calls = servers * assumed.call_seconds
-    return Publication(
-        transfer=buckets * max(wire, calls) + CONTROL_CALLS * calls + assumed.control_seconds,
-        parity=assumed.parity_seconds,
-        bytes=size,
-        calls=(buckets + CONTROL_CALLS) * calls,
-    )
+    # A pipelined ring: bytes pass each link once, and the last rank is as many hops away as there are receivers: [Ring]
+    wire, calls = size / buckets / rate + servers * ranks * assumed.hop_latency_s, servers * assumed.call_seconds
+    transfer = buckets * max(wire, calls) + CONTROL_CALLS * calls + assumed.control_seconds
+    return Publication(transfer, assumed.parity_seconds)
