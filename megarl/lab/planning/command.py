@@ -30,7 +30,7 @@ def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool) 
             "(resources.colocate, as in scalerl-1gpu)"
         )
     written, found = as_written(posed), search(posed)
-    chosen = _chosen(posed, written, found)
+    chosen = show.named(posed, written, found, SIMULATED)
     simulated = _simulated(posed, chosen, found, *drawn) if drawn and chosen else show.Simulated()
     if as_json:
         print(json.dumps(show.as_json(posed, written, found, BEST, simulated), indent=2))
@@ -43,14 +43,8 @@ def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool) 
 
 def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work: Workload) -> PlanningProblem:
     """Pose the planning problem. gpu: a name in hardware.yaml; model_config: see architecture.read, else the recipe's model."""
-    return PlanningProblem(
-        recipe=recipe,
-        shape=architecture.read(model_config or recipe.model.path),
-        gpu=gpu_named(gpu),
-        assumed=assumed(),
-        gpus=gpus,
-        work=work,
-    )
+    shape = architecture.read(model_config or recipe.model.path)
+    return PlanningProblem(recipe, shape, gpu_named(gpu), assumed(), gpus, work)
 
 
 def work(
@@ -65,28 +59,17 @@ def work(
     return workload(recipe, lengths, trained_share, recipe.run.seed)
 
 
-def _chosen(problem: PlanningProblem, written: Plan | str, found: Found) -> dict[str, Plan]:
-    """Return the plans to simulate by a short name."""
-    first = {} if isinstance(written, str) else {show.name_of_written(written, problem): written}
-    return first | {f"plan {i}": plan for i, plan in enumerate(found.plans[:SIMULATED], 1)}
-
-
-def _swept(chosen: dict[str, Plan]) -> tuple[str, Plan]:
-    """Return the plan whose window and tails are varied: the best one, since a learner bottleneck hides their effect."""
-    return next(((n, p) for n, p in chosen.items() if n == "plan 1"), next(iter(chosen.items())))
-
-
 def _simulated(
     problem: PlanningProblem, chosen: dict[str, Plan], found: Found, steps: int, out: Path
 ) -> show.Simulated:
     from megarl.lab.planning import figures, scenario
 
     results = {name: scenario.run(problem, plan, steps) for name, plan in chosen.items()}
-    first_name, first = _swept(chosen)
-    by_lag = scenario.by_lag(problem, first, steps)
-    by_spread = scenario.by_spread(problem, first, steps)
-    figures.draw(results, found.plans, first_name, by_lag, by_spread, out)
-    return show.Simulated({name: result.summary for name, result in results.items()}, first_name, by_lag, by_spread)
+    # The best plan's window and tails are varied: a learner that limits would hide their effect.
+    swept = "plan 1" if "plan 1" in chosen else next(iter(chosen))
+    by_lag, by_spread = (vary(problem, chosen[swept], steps) for vary in (scenario.by_lag, scenario.by_spread))
+    figures.draw(results, found.plans, swept, by_lag, by_spread, out)
+    return show.Simulated({name: result.summary for name, result in results.items()}, swept, by_lag, by_spread)
 
 
 ALONE = (

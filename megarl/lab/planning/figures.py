@@ -50,21 +50,16 @@ def _lags(axes: Axes, results: Mapping[str, Simulation]) -> None:
 
 
 def _shares(axes: Axes, results: Mapping[str, Simulation]) -> None:
-    names = list(results)
-    left = np.zeros(len(names))
-    parts = (
-        ("training", BLUE, [r.summary.training for r in results.values()]),
-        ("publishing", ORANGE, [r.summary.publishing for r in results.values()]),
-        ("waiting", LIGHT, [r.summary.learner_idle for r in results.values()]),
-    )
-    rows = np.arange(len(names))[::-1]
-    for label, colour, shares in parts:
+    summaries, rows, left = [r.summary for r in results.values()], np.arange(len(results))[::-1], np.zeros(len(results))
+    parts = {"training": ("training", BLUE), "publishing": ("publishing", ORANGE), "waiting": ("learner_idle", LIGHT)}
+    for label, (name, colour) in parts.items():
+        shares = np.array([getattr(summary, name) for summary in summaries])
         axes.barh(rows + 0.2, shares, 0.36, left=left, color=colour, label=f"learner {label}")
-        left += np.array(shares)
-    busy = np.array([r.summary.server_busy for r in results.values()])
+        left += shares
+    busy = np.array([summary.server_busy for summary in summaries])
     axes.barh(rows - 0.2, busy, 0.36, color=GREEN, label="servers decoding")
     axes.barh(rows - 0.2, 1 - busy, 0.36, left=busy, color=LIGHT)
-    axes.set_yticks(rows, names)
+    axes.set_yticks(rows, list(results))
     axes.grid(axis="y", visible=False)
     axes.set(title="where the time goes", xlabel="share of a step", xlim=(0, 1))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)

@@ -1,20 +1,20 @@
 """From a plan to a simulation: turns the plan's speeds into the simulator's costs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from megarl.core.algorithm.packing import cost_of
 from megarl.lab.planning import speed
 from megarl.lab.planning.layouts import Plan, PlanningProblem
-from megarl.lab.planning.simulate import Costs, Scenario, SimulatedStep, Summary, simulate, summary
+from megarl.lab.planning.simulate import Costs, SimulatedStep, Summary, simulate, summary
 from megarl.lab.planning.workload import LogNormal, workload
 
 LAGS = (0, 1, 2, 4, 8, 12)
 SPREADS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
-@dataclass(frozen=True)
-class Simulation:
+class Simulation(NamedTuple):
     """A simulated plan. warm_up: steps that only fill the pipeline, not counted in `summary`."""
 
     plan: Plan
@@ -35,32 +35,21 @@ def costs(problem: PlanningProblem, plan: Plan) -> Costs:
         return speed.train_seconds(recipe, problem.shape, packed, problem.gpu, problem.assumed)
 
     limit = min(recipe.serving.max_running_requests, plan.server.kv_tokens / problem.work.live_context)
-    return Costs(
-        step_seconds=plan.decoder.step_seconds,
-        train_seconds=train_seconds,
-        transfer=plan.publication.transfer,
-        parity=plan.publication.parity,
-        limit=max(1, int(limit)),
-    )
+    return Costs(plan.decoder.step_seconds, train_seconds, *plan.publication, limit=max(1, int(limit)))
 
 
 def run(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:
     """Simulate `steps` steps of the plan, after those that fill its window."""
-    warm_up = 2 * plan.recipe.pipeline.window_steps
-    done = simulate(
-        Scenario(plan.recipe, problem.work, costs(problem, plan), steps + warm_up + 1, plan.recipe.run.seed)
-    )
-    return Simulation(plan, done, warm_up, summary(done, plan.recipe.resources.servers, warm_up))
+    recipe, warm_up = plan.recipe, 2 * plan.recipe.pipeline.window_steps
+    done = simulate(recipe, problem.work, costs(problem, plan), steps + warm_up + 1, recipe.run.seed)
+    return Simulation(plan, done, warm_up, summary(done, recipe.resources.servers, warm_up))
 
 
 def by_lag(problem: PlanningProblem, plan: Plan, steps: int) -> dict[int, Summary]:
     """Simulate the same plan with other windows: pipeline.k."""
-    summaries = {}
-    for k in LAGS:
-        pipeline = plan.recipe.pipeline.model_copy(update={"k": k})
-        other = replace(plan, recipe=plan.recipe.model_copy(update={"pipeline": pipeline}))
-        summaries[k] = run(problem, other, steps).summary
-    return summaries
+    pipelines = {k: plan.recipe.pipeline.model_copy(update={"k": k}) for k in LAGS}
+    recipes = {k: plan.recipe.model_copy(update={"pipeline": pipeline}) for k, pipeline in pipelines.items()}
+    return {k: run(problem, replace(plan, recipe=recipe), steps).summary for k, recipe in recipes.items()}
 
 
 def by_spread(problem: PlanningProblem, plan: Plan, steps: int) -> dict[float, Summary]:

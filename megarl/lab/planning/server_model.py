@@ -29,7 +29,7 @@ class _Request:
 
 
 class SimulatedServer:
-    """A simulated server. `busy_seconds`: with any request and not paused; `tokens`: decoded so far."""
+    """A simulated server. busy_seconds: with any request and not paused; running_seconds: the same, of each request."""
 
     def __init__(self, step_seconds: StepSeconds) -> None:
         self._step_seconds = step_seconds
@@ -43,11 +43,6 @@ class SimulatedServer:
         self._timer: asyncio.TimerHandle | None = None
         self._versions = [(0.0, 0)]  # from this step on, these weights
         self.busy_seconds = self.running_seconds = 0.0
-        self.tokens = 0.0
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
 
     async def generate(self, context: int, tokens: int) -> dict[int, int]:
         """Return how many of the tokens were sampled with each version."""
@@ -96,7 +91,6 @@ class SimulatedServer:
         if self._rate:
             self.busy_seconds += passed
             self.running_seconds += passed * len(self._running)
-            self.tokens += passed * self._rate * len(self._running)
             self._steps += passed * self._rate
         self._since = now
         while self._running and self._running[0].ends <= self._steps + TINY * max(1.0, self._steps):

@@ -16,6 +16,7 @@ import math
 import selectors
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,20 +54,8 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """What is simulated: the first steps of the recipe's pipeline, in a run that would go on."""
-
-    recipe: Recipe
-    work: Workload
-    costs: Costs
-    steps: int
-    seed: int = 0
-    evaluate: bool = False
-
-
-@dataclass(frozen=True)
 class SimulatedStep:
-    """One step of the learner. ended: seconds since the start; server_seconds: busy, all servers; lags: tokens by lag."""
+    """One step of the learner. ended: seconds since the start; lags: tokens by lag; the last two: so far, of all servers."""
 
     step: int
     ended: float
@@ -89,9 +78,11 @@ class _Ticket:
     versions: Counter[int] = field(default_factory=Counter)
 
 
-def simulate(scenario: Scenario) -> list[SimulatedStep]:
-    """Return every step, in order."""
-    return run(_Simulation(scenario).run())
+def simulate(
+    recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int = 0, evaluate: bool = False
+) -> list[SimulatedStep]:
+    """Return the first steps of the recipe's pipeline, in order, in a run that would go on."""
+    return run(_Simulation(recipe, work, costs, steps, seed, evaluate).run())
 
 
 class _End(Exception):
@@ -114,35 +105,29 @@ class _Unwritten:
 class _Simulation:
     """Modelled servers and a modelled learner around the pipeline, and the source of its groups."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        recipe = scenario.recipe
-        self.scenario, self.recipe, self.work, self.costs = scenario, recipe, scenario.work, scenario.costs
-        self.random = np.random.default_rng(scenario.seed)
+    def __init__(self, recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int, evaluate: bool) -> None:
+        self.recipe, self.work, self.costs, self.count = recipe, work, costs, steps
+        self.random = np.random.default_rng(seed)
         self.membership = Membership([ServerAddress(i, "") for i in range(recipe.resources.servers)])
-        self.servers = [SimulatedServer(self.costs.step_seconds) for _ in self.membership.members]
-        self.places = Places(self.membership, self.costs.limit)
+        self.servers = [SimulatedServer(costs.step_seconds) for _ in self.membership.members]
+        self.places = Places(self.membership, costs.limit)
         self.tickets: dict[int, _Ticket] = {}
         self.changed = asyncio.Event()
         self.exhausted = False
         self.steps: list[SimulatedStep] = []
-        pipeline = recipe.pipeline
-        state = State(Admission(recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps))
-        if not scenario.evaluate:
-            state.apply(_evaluated(scenario.steps))
-        self.records = _Unwritten(state)
-        self.pipeline = Pipeline(recipe, self.records, self.places, self, self._on_change, scenario.steps, math.inf)
+        state = State(Admission(recipe.batch.prompts, recipe.pipeline.max_lag, recipe.pipeline.phase_steps))
+        if not evaluate:
+            state.apply(_evaluated(steps))
+        self.pipeline = Pipeline(recipe, _Unwritten(state), self.places, self, self._on_change, steps, math.inf)
 
     async def run(self) -> list[SimulatedStep]:
         for server in self.membership.members:
             self.membership.seen(server)
-        try:
+        with suppress(_End):
             async with asyncio.TaskGroup() as tasks:
-                self.tasks = tasks
                 tasks.create_task(self.pipeline.run())
-                await self._learn()
+                await self._learn(tasks)
                 raise _End
-        except* _End:
-            pass
         return self.steps
 
     # The source of groups.
@@ -180,15 +165,15 @@ class _Simulation:
 
     # The learner.
 
-    async def _learn(self) -> None:
+    async def _learn(self, tasks: asyncio.TaskGroup) -> None:
         """Run all steps of the learner."""
-        now = asyncio.get_running_loop().time
+        now, schedule = asyncio.get_running_loop().time, self.pipeline.evaluations
         step, spent = 0, {"wait": 0.0, "train": 0.0, "publish": 0.0}
         while True:
             self.changed.clear()
-            self._evaluate_if_due(step)
-            decision = decide(Next(LEARNER, step, step), self.pipeline.view(step))
-            start = now()
+            if schedule.is_due(step, self.count) and (servers := schedule.begin(step)):
+                tasks.create_task(self._evaluate(step, servers))
+            decision, start = decide(Next(LEARNER, step, step), self.pipeline.view(step)), now()
             match decision:
                 case TrainStep():
                     tickets, seconds = self._batch(step)
@@ -251,11 +236,6 @@ class _Simulation:
 
     # Evaluation.
 
-    def _evaluate_if_due(self, version: int) -> None:
-        schedule = self.pipeline.evaluations
-        if schedule.is_due(version, self.scenario.steps) and (servers := schedule.begin(version)):
-            self.tasks.create_task(self._evaluate(version, servers))
-
     async def _evaluate(self, version: int, servers: set[int]) -> None:
         count = self.recipe.evaluation.prompts * self.recipe.evaluation.samples
         lengths = iter(enumerate(self.work.lengths.draw(self.random, count).tolist()))
@@ -306,11 +286,8 @@ def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summa
             f"--steps: {len(steps)} steps leave nothing behind the first {warm_up}, which fill the pipeline"
         )
     before, counted = steps[warm_up], steps[warm_up + 1 :]
-    seconds = counted[-1].ended - before.ended
-    lags: Counter[int] = Counter()
-    for step in counted:
-        lags.update(step.lags)
-    total = lags.total()
+    last, lags = counted[-1], sum((step.lags for step in counted), Counter[int]())
+    seconds, total = last.ended - before.ended, lags.total()
     return Summary(
         steps=len(counted),
         step_seconds=seconds / len(counted),
@@ -318,8 +295,8 @@ def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summa
         learner_idle=sum(s.wait for s in counted) / seconds,
         training=sum(s.train for s in counted) / seconds,
         publishing=sum(s.publish for s in counted) / seconds,
-        server_busy=(counted[-1].busy_seconds - before.busy_seconds) / seconds / servers,
-        server_running=(counted[-1].running_seconds - before.running_seconds) / seconds / servers,
+        server_busy=(last.busy_seconds - before.busy_seconds) / seconds / servers,
+        server_running=(last.running_seconds - before.running_seconds) / seconds / servers,
         lag_mean=sum(lag * count for lag, count in lags.items()) / total,
         lag_max=max(lags),
         lags={lag: lags[lag] / total for lag in sorted(lags)},
@@ -333,9 +310,7 @@ class Standstill(Exception):
 class _Jump(selectors.SelectSelector):
     """A selector that waits for no file and reports that `timeout` seconds have passed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
+    now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
