@@ -7,6 +7,7 @@ through (C, score), up to the error that the fit allows. It applies to the curve
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +21,7 @@ BETWEEN = np.linspace(0, 1, 7)[1:-1]
 """Then between the last score inside and the first one outside."""
 
 
-@dataclass(frozen=True, eq=False)
-class Prediction:
+class Prediction(NamedTuple):
     """Pass rates [points] at hours [points], and the ends of their intervals."""
 
     hours: np.ndarray
@@ -30,8 +30,7 @@ class Prediction:
     high: np.ndarray
 
 
-@dataclass(frozen=True)
-class Reached:
+class Reached(NamedTuple):
     """Hours at which the curve passes a score; infinite: never. The interval is open above if the asymptote may be lower."""
 
     hours: float
@@ -89,10 +88,13 @@ def _edge(fit: Fit, hours: np.ndarray, values: np.ndarray, side: int) -> np.ndar
     """Return one end of the interval [points]: try scores further and further away, then more around where the error passes."""
     targets = values[:, None] + side * _linear_half_width(fit, hours)[:, None] * STEPS  # [points, tried]
     scores, distance = _through(fit, hours, targets)
-    inner, outer = _bracket(values, scores, distance)
+    # Between the last score inside the interval and the first one outside.
+    outward, rows = np.column_stack([values, scores]), np.arange(len(values))
+    first = np.where((distance >= 1).any(1), (distance >= 1).argmax(1) + 1, scores.shape[1])
+    inner, outer = outward[rows, first - 1], outward[rows, first]
     more = inner[:, None] + (outer - inner)[:, None] * BETWEEN
     refined, refined_distance = _through(fit, hours, more)
-    scores, distance = np.concatenate([scores, refined], axis=1), np.concatenate([distance, refined_distance], axis=1)
+    scores, distance = np.hstack([scores, refined]), np.hstack([distance, refined_distance])
     order = np.argsort(side * scores, axis=1, kind="stable")
     scores, distance = np.take_along_axis(scores, order, 1), np.take_along_axis(distance, order, 1)
     return np.array([_crossing(*row) for row in zip(values, scores, distance, strict=True)])
@@ -113,15 +115,6 @@ def _through(fit: Fit, hours: np.ndarray, targets: np.ndarray) -> tuple[np.ndarr
     scores = r0 + (a - r0) * fit.problem.form.share(np.exp(w) * (x - u))
     distance = np.sqrt(np.maximum(errors - fit.sse, 0) / (fit.allowed_sse - fit.sse))
     return scores.reshape(targets.shape), distance.reshape(targets.shape)
-
-
-def _bracket(values: np.ndarray, scores: np.ndarray, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last score inside the interval and the first one outside: [points] each."""
-    scores = np.concatenate([values[:, None], scores], axis=1)
-    outside = np.concatenate([np.zeros((len(values), 1)), distance], axis=1) >= 1
-    first = np.where(outside.any(1), outside.argmax(1), scores.shape[1] - 1)
-    rows = np.arange(len(values))
-    return scores[rows, np.maximum(first - 1, 0)], scores[rows, first]
 
 
 def _linear_half_width(fit: Fit, hours: np.ndarray) -> np.ndarray:

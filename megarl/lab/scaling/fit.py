@@ -20,7 +20,7 @@ A run whose first epoch is shorter, or on CPU cores, has the epoch left out inst
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypedDict
@@ -28,7 +28,7 @@ from typing import Literal, TypedDict
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
-from megarl.lab.scaling.forms import Form, form_named
+from megarl.lab.scaling.forms import FORMS, Form
 from megarl.lab.scaling.least_squares import R0, A, FitProblem, U, W, descend, predicted
 from megarl.lab.scaling.points import Curve, Unit, amount
 from megarl.lab.scaling.profile import FitProfile, student_t
@@ -122,7 +122,8 @@ def fit(
     """Fit all curves together (the seeds of one recipe). start, end: hours of the window; ceiling: holds A there."""
     if not curves:
         raise MegarlError("nothing to fit: no curve was given")
-    chosen = form_named(form)
+    if (chosen := FORMS.get(form)) is None:
+        raise MegarlError(f"no form {form!r}; there are {', '.join(FORMS)}")
     hours, scores, remarks = windowed(curves, start, end)
     known, r0_from = _before_training(curves, r0)
     _refuse(curves[0].name, chosen, hours, scores, known, ceiling)
@@ -252,7 +253,7 @@ def _default(curve: Curve, end: float | None, remarks: list[str]) -> float:
     """Return the hours before which points are left out."""
     epoch = math.inf if curve.first_epoch is None else curve.first_epoch
     early = min(epoch, EARLY_HOURS) if curve.unit == "gpu" else 0.0 if curve.first_epoch is None else epoch
-    rest = curve.hours[curve.hours <= (math.inf if end is None else end)]
+    rest = curve.hours if end is None else curve.hours[curve.hours <= end]
     if (rest >= early).sum() >= ENOUGH or not (rest < early).any():
         return early if math.isfinite(early) else 0.0
     what = "the first epoch" if early == epoch else f"the first {EARLY_HOURS:,.0f} GPU-hours"
@@ -269,31 +270,24 @@ STREAKS = 2.6
 """Deviations of the residuals' autocorrelation that noise alone exceeds once in a hundred fits."""
 
 
-def doubts(fit: Fit) -> list[str]:
-    """List what the fit's points cannot support, one sentence each."""
-    low, high = fit.problem.a_bounds
-    a_low, a_high = fit.A_interval
-    messages = []
+def doubts(fit: Fit) -> Iterator[str]:
+    """Yield what the fit's points cannot support, one sentence each."""
+    (low, high), (a_low, a_high) = fit.problem.a_bounds, fit.A_interval
     if fit.r0_from == "estimate":
-        messages.append(f"R_0 = {fit.R_0:.3f} is an estimate: no score before training is known (--r0 gives one)")
+        yield f"R_0 = {fit.R_0:.3f} is an estimate: no score before training is known (--r0 gives one)"
     if fit.form != "power" and fit.window[1] < fit.C_mid:
-        messages.append(
-            f"the window ends at {amount(fit.window[1], fit.unit)}, before C_mid = {amount(fit.C_mid)}: "
-            "the half of the curve that shows the ceiling has not been seen"
-        )
+        ends = f"the window ends at {amount(fit.window[1], fit.unit)}, before C_mid = {amount(fit.C_mid)}"
+        yield f"{ends}: the half of the curve that shows the ceiling has not been seen"
     if fit.n < FEW_POINTS:
-        messages.append(f"only {fit.n} points; {FEW_POINTS} are few already")
+        yield f"only {fit.n} points; {FEW_POINTS} are few already"
     if low < high and min(fit.A - low, high - fit.A) < 1e-6:
-        edge = f"at the edge of its range {low:g} … {high:g}"
-        messages.append(f"A = {fit.A:.3f} is {edge}: the points do not determine it")
+        yield f"A = {fit.A:.3f} is at the edge of its range {low:g} … {high:g}: the points do not determine it"
     if (fall := _fall(fit.pass_rate)) > 0:
-        lower = f"the last ones are {fall:.3f} below earlier ones"
-        messages.append(f"scores are not monotone: {lower}, and the law can only rise")
+        yield f"scores are not monotone: the last ones are {fall:.3f} below earlier ones, and the law can only rise"
     if low < high and a_high - a_low > WIDE_INTERVAL:
-        messages.append(f"A is only known to lie in {a_low:.3f} … {a_high:.3f}, wider than {WIDE_INTERVAL}")
+        yield f"A is only known to lie in {a_low:.3f} … {a_high:.3f}, wider than {WIDE_INTERVAL}"
     if _in_streaks(fit):
-        messages.append("residuals come in streaks: the form does not follow the points; the intervals are too narrow")
-    return messages
+        yield "residuals come in streaks: the form does not follow the points; the intervals are too narrow"
 
 
 def _fall(scores: np.ndarray) -> float:

@@ -86,10 +86,8 @@ def _run(path: Path, columns: PointColumns) -> Curve:
     run = RunDir(path)
     if not run.eval.exists():
         raise MegarlError(f"{path}: no eval.jsonl in it; a run directory has one after its first evaluation")
-    name, score = path.resolve().name, columns.score or _forecast_column(run.recipe)
-    return curve_of_run(
-        name, latest_rows(run.eval), latest_rows(run.metrics), str(run.eval), PointColumns(columns.hours, score)
-    )
+    chosen = PointColumns(columns.hours, columns.score or _forecast_column(run.recipe))
+    return curve_of_run(path.resolve().name, latest_rows(run.eval), latest_rows(run.metrics), str(run.eval), chosen)
 
 
 def _forecast_column(path: Path) -> str:
@@ -149,9 +147,13 @@ def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointCol
     """Build one curve per value of `seed`; the last row of a step counts."""
     if not rows:
         raise MegarlError(f"{where}: no points in it")
-    hours, score = columns.hours or _hours_column(rows[0][1], where), columns.score or "pass_rate"
+    known, score = rows[0][1], columns.score or "pass_rate"
+    hours = columns.hours or next((name for name in ("gpu_hours", "compute_hours") if name in known), None)
+    if hours is None:
+        has = f"no column gpu_hours or compute_hours (it has {', '.join(known)})"
+        raise MegarlError(f"{where}: {has}; name yours by --hours-column")
     for column in (hours, score):
-        if column not in (known := rows[0][1]):
+        if column not in known:
             has = f"no column {column!r} (it has {', '.join(known)})"
             raise MegarlError(f"{where}: {has}; name yours by --hours-column, --score-column")
     seeds: dict[int | None, dict[float, tuple[float, float, bool]]] = {}
@@ -162,15 +164,6 @@ def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointCol
         seeds.setdefault(seed, {})[step if step is not None else -1 - n] = point
     unit: Unit = "core" if rows[0][1].get("compute_unit") == "core" else "gpu"
     return [_curve(name, seed, list(points.values()), unit, where) for seed, points in seeds.items()]
-
-
-def _hours_column(row: Row, where: str) -> str:
-    for column in ("gpu_hours", "compute_hours"):
-        if column in row:
-            return column
-    raise MegarlError(
-        f"{where}: no column gpu_hours or compute_hours (it has {', '.join(row)}); name yours by --hours-column"
-    )
 
 
 def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> tuple[float, float, bool]:
@@ -193,9 +186,8 @@ def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> 
 def _curve(name: str, seed: int | None, points: list[tuple[float, float, bool]], unit: Unit, where: str) -> Curve:
     first = {rate for _, rate, before in points if before}
     if len(first) > 1:
-        shown = ", ".join(f"{rate:g}" for rate in sorted(first))
-        several = f"{len(first)} different scores before training ({shown})"
-        raise MegarlError(f"{where}: {several}; several runs need a column `seed`")
+        several = f"different scores before training ({', '.join(f'{rate:g}' for rate in sorted(first))})"
+        raise MegarlError(f"{where}: {len(first)} {several}; several runs need a column `seed`")
     trained = np.array(sorted((c, r) for c, r, before in points if not before), dtype=np.float64).reshape(-1, 2)
     called = name if seed is None else f"{name} seed {seed}"
     return Curve(called, trained[:, 0], trained[:, 1], next(iter(first), None), unit, seed)

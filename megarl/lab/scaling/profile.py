@@ -15,8 +15,8 @@ REFINED = 16
 class FitProfile:
     """Profiles of A, u and w of a problem, and its minimum `theta` [4] with error `sse`."""
 
-    def __init__(self, problem: FitProblem, levels: float | None = None) -> None:
-        """Compute the profiles. levels: A may only be a multiple of this (the paper's grid); the interval ignores this."""
+    def __init__(self, problem: FitProblem, step: float | None = None) -> None:
+        """Compute the profiles. step: A may only be a multiple of this (the paper's grid); the interval ignores this."""
         self.problem = problem
         starts, self.held = grid(problem)
         self.rows, self.errors = descend(problem, starts, self.held)
@@ -25,17 +25,13 @@ class FitProfile:
         self.theta, self.sse = polished[errors.argmin()], float(errors.min())
         self.smallest = self.sse
         """Smallest error with continuous parameters, even if A is on a grid."""
-        if levels is not None:
-            self._to_grid(levels)
-
-    def _to_grid(self, step: float) -> None:
-        low, high = self.problem.a_bounds
-        levels = np.linspace(low, high, round((high - low) / step) + 1)
-        nearest = np.abs(self.rows[:, CEILING, None] - levels).argmin(0)
-        starts = self.rows[nearest].copy()
-        starts[:, CEILING] = levels
-        rows, errors = descend(self.problem, starts, np.full(len(levels), CEILING))
-        self.theta, self.sse = rows[errors.argmin()], float(errors.min())
+        if step is not None:
+            low, high = problem.a_bounds
+            levels = np.linspace(low, high, round((high - low) / step) + 1)
+            starts = self.rows[np.abs(self.rows[:, CEILING, None] - levels).argmin(0)]
+            starts[:, CEILING] = levels
+            rows, errors = descend(problem, starts, np.full(len(levels), CEILING))
+            self.theta, self.sse = rows[errors.argmin()], float(errors.min())
 
     def region(self, allowed: float) -> tuple[np.ndarray, np.ndarray]:
         """Return profile rows whose error exceeds the smallest by at most four times what `allowed` does, and their errors."""

@@ -49,10 +49,10 @@ def published() -> tuple[Law, ...]:
 
 
 def law_named(name: str) -> Law:
-    found = next((law for law in published() if law.name == name), None)
-    if found is None:
-        raise MegarlError(f"no published fit {name!r}; `megarl scaling published` lists them")
-    return found
+    for law in published():
+        if law.name == name:
+            return law
+    raise MegarlError(f"no published fit {name!r}; `megarl scaling published` lists them")
 
 
 def synthetic(law: Law, hours: np.ndarray, seed: int, samples: int = SAMPLES) -> Curve:

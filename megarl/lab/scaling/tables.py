@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.compare import RunComparison
@@ -70,10 +70,9 @@ def forms(curves: Sequence[Curve], how: FitOptions) -> Table:
         options: FitOptions = {**how, "form": form}
         try:
             found = fit(curves, **options)
+            table.add_row(form, f"{found.A:.3f}", f"{found.r2:.4f}", f"{found.rmse:.4f}")
         except MegarlError:
             table.add_row(form, "–", "–", "–")
-        else:
-            table.add_row(form, f"{found.A:.3f}", f"{found.r2:.4f}", f"{found.rmse:.4f}")
     return table
 
 
@@ -138,8 +137,5 @@ def _parameters(found: Fit) -> tuple[str, str, str]:
 
 
 def _table(first: str, *headings: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(first, style="bold", overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+    columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
+    return Table(Column(first, style="bold", overflow="fold"), *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
