@@ -9,6 +9,7 @@ the difference varies from prompt to prompt, which is less than the two scores' 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from scipy.special import stdtrit
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir, suites_in
-from megarl.core.evaluation.metrics import Choice, Interval, Outcome, choices, over_prompts
+from megarl.core.evaluation.metrics import Interval, Outcome, choices, over_prompts
 from megarl.core.recipe import flat
 
 METHOD = (
@@ -82,16 +83,15 @@ def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
 
 def common_suites(out_a: Path, out_b: Path, suite: str | None) -> list[str]:
     """Return the suites to which both have answers, or the one asked for; MegarlError if there is none."""
-    there = {out: suites_in(out) for out in (out_a, out_b)}
-    for out, names in there.items():
+    a_has, b_has = suites_in(out_a), suites_in(out_b)
+    for out, names in ((out_a, a_has), (out_b, b_has)):
         if suite not in names if suite else not names:
             wanted = f"to {suite} " if suite else ""
-            missing = "it is no directory of an evaluation (OUT of `megarl eval`)"
-            has = f"it has {', '.join(names)}" if names else missing
-            raise MegarlError(f"{out}: no answers {wanted}in it; {has}")
-    if not (both := [name for name in there[out_a] if name in there[out_b] and suite in (None, name)]):
-        a_has, b_has = (", ".join(names) for names in there.values())
-        raise MegarlError(f"{out_a} has answers to {a_has}, {out_b} to {b_has}: nothing to compare")
+            has = f"has {', '.join(names)}" if names else "is no directory of an evaluation (OUT of `megarl eval`)"
+            raise MegarlError(f"{out}: no answers {wanted}in it; it {has}")
+    if not (both := [name for name in a_has if name in b_has and suite in (None, name)]):
+        only = f"{out_a} has answers to {', '.join(a_has)}, {out_b} to {', '.join(b_has)}"
+        raise MegarlError(f"{only}: nothing to compare")
     return both
 
 
@@ -109,7 +109,10 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
     """Compare over the prompts that both have; MegarlError if they are not from the same set."""
     if a.name == b.name:
         a, b = (side._replace(name=str(side.folder)) for side in (a, b))
-    both = sorted(a.answers.keys() & b.answers.keys(), key=_numbers_in_order)
+    both = sorted(
+        a.answers.keys() & b.answers.keys(),  # by their numbers, test/2 before test/10
+        key=lambda name: [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)],
+    )
     if not both:
         raise MegarlError(f"{a.folder} and {b.folder} have no prompt of {suite} in common: their sets are different")
     if other := [name for name in both if a.answers[name][0].expected != b.answers[name][0].expected]:
@@ -121,19 +124,11 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
     return SideBySide(suite, a, b, both, quantities(a, b, both), notes(a, b, both))
 
 
-def _numbers_in_order(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts test/2 before test/10."""
-    return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
-
-
 def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
     """Return what the sides are compared by. k: the number of answers that every prompt has on both sides."""
     ours, theirs = ([[Outcome.of(answer) for answer in side.answers[name]] for name in prompts] for side in (a, b))
-    every = [outcome for answers in (*ours, *theirs) for outcome in answers]
-    k = min(len(answers) for answers in (*ours, *theirs))
-
-    def of_k(chosen: Choice) -> Callable[[Sequence[Outcome]], float]:
-        return lambda answers: chosen(answers, k)
+    every = list(chain.from_iterable(ours + theirs))
+    k = min(map(len, ours + theirs))
 
     def share(name: str, value_of: Callable[[Sequence[Outcome]], float], step: float) -> Quantity:
         x, y = [value_of(each) for each in ours], [value_of(each) for each in theirs]
@@ -141,15 +136,14 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
         return Quantity(name, a_score, b_score, paired_difference(x, y, step), share=True)
 
     rows = [share(f"mean@{k}" if k > 1 else "right", lambda answers: fmean(o.correct for o in answers), 1 / k)]
-    if k > 1:
-        rows += [share(f"{name}@{k}", of_k(chosen), 1.0) for name, chosen in choices(every).items()]
+    for name, chosen in choices(every).items() if k > 1 else ():
+        rows.append(share(f"{name}@{k}", lambda answers, chosen=chosen: chosen(answers, k), 1.0))  # type: ignore[misc]
     if any(o.by_length is not None for o in every):
         rows.append(share("by length", lambda answers: fmean(bool(o.by_length) for o in answers), 1 / k))
     rows.append(share("truncated", lambda answers: fmean(o.truncated for o in answers), 1 / k))
     x, y = ([fmean(o.tokens for o in answers) for answers in side] for side in (ours, theirs))
-    alone = [Interval(fmean(side), math.nan, math.nan) for side in (x, y)]
-    rows.append(Quantity("tokens", alone[0], alone[1], paired_difference(x, y, 0.0), share=False))
-    return rows
+    alone = (Interval(fmean(side), math.nan, math.nan) for side in (x, y))
+    return [*rows, Quantity("tokens", *alone, paired_difference(x, y, 0.0), share=False)]
 
 
 def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:
