@@ -35,13 +35,9 @@ def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: st
         errors = [interval(e) for e in evaluations]
         rates = [e["pass_rate"] for e in evaluations]
         axes.errorbar(ex, rates, errors, color=ORANGE, fmt="o-", markersize=4, capsize=2.5, label="held out")
-        newest = evaluations[-1]
-        axes.annotate(
-            f"{newest['pass_rate']:.3f}",
-            (newest[x], newest["pass_rate"] - errors[-1]),
-            (0, -5),
-            textcoords="offset points", ha="center", va="top", color=ORANGE, fontsize=9, fontweight="bold",
-        )  # fmt: skip
+        style = {"ha": "center", "va": "top", "color": ORANGE, "fontsize": 9, "fontweight": "bold"}
+        below = (ex[-1], rates[-1] - errors[-1])
+        axes.annotate(f"{rates[-1]:.3f}", below, (0, -5), textcoords="offset points", **style)
     if x == "compute_hours":
         _predicted(axes, rows, evaluations)
     axes.set_ylim(0, 1.04)
@@ -107,16 +103,15 @@ def lines(axes: Axes, rows: list[Row], names: dict[str, str], *, log: bool = Fal
 
 def where_time_goes(axes: Axes, rows: list[Row]) -> bool:
     """Draw the seconds of a step, stacked: training, waiting, publishing, checkpoints."""
-    parts = (("train", "trains", BLUE), ("wait", "waits for a batch", ORANGE), ("publish", "publishes", GREEN),
-             ("checkpoint", "checkpoint", GREY))  # fmt: skip
-    measured = [(*series(rows, f"{name}_seconds", "step"), label, color) for name, label, color in parts]
-    full = [part for part in measured if len(part[0]) == len(rows) > 1]
+    parts = {"train": "trains", "wait": "waits for a batch", "publish": "publishes", "checkpoint": "checkpoint"}
+    colors = dict(zip(parts, (BLUE, ORANGE, GREEN, GREY), strict=True))
+    measured = {name: series(rows, f"{name}_seconds", "step") for name in parts}
+    full = {name: binned(xs, ys, TIME_POINTS) for name, (xs, ys) in measured.items() if len(xs) == len(rows) > 1}
     if not full:
         return False
-    steps = binned(full[0][0], full[0][1], TIME_POINTS)[0]
-    seconds = [binned(xs, ys, TIME_POINTS)[1] for xs, ys, _, _ in full]
-    _, _, labels, colors = zip(*full, strict=True)
-    axes.stackplot(steps, *seconds, labels=labels, colors=colors, alpha=0.85, linewidth=0)
+    steps, seconds = next(iter(full.values()))[0], [ys for _, ys in full.values()]
+    style = {"labels": [parts[name] for name in full], "colors": [colors[name] for name in full]}
+    axes.stackplot(steps, *seconds, **style, alpha=0.85, linewidth=0)
     axes.set_xlabel("step")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.25)  # room for the legend
     axes.set_axisbelow(True)

@@ -1,6 +1,7 @@
 """Reading the spans and events that the roles have written (megarl/core/telemetry/spans.py)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -12,52 +13,44 @@ _decode = msgspec.json.Decoder(Row).decode
 
 def read(folder: Path) -> tuple[list[Span], list[SpanEvent]]:
     """Return spans and events of all roles, by begin; spans still open end at the last known time."""
-    roles = [_Read.of(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(".1")]
-    now = max((role.last for role in roles), default=0.0)
-    spans = [span for role in roles for span in (*role.spans, *role.still_open(now))]
-    events = [event for role in roles for event in role.events]
+    roles = [_role(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(".1")]
+    now = max((last for *_, last in roles), default=0.0)
+    spans = [span for ended, begun, _, _ in roles for span in (*ended, *_cut(begun.values(), now))]
+    events = [event for _, _, events, _ in roles for event in events]
     return sorted(spans, key=lambda s: (s.begin, -s.end)), sorted(events, key=lambda e: e.at)
 
 
-class _Read:
-    """The rows of one role."""
+Begun = dict[tuple[str, str, float], Open]
 
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.events: list[SpanEvent] = []
-        self.last = 0.0
-        self._life: Life | None = None
-        self._open: dict[tuple[str, str, float], Open] = {}
 
-    @staticmethod
-    def of(path: Path) -> "_Read":
-        result = _Read()
-        for part in (path.with_suffix(".1.jsonl"), path):
-            for row in _rows(part):
-                result._add(row)
-        return result
-
-    def still_open(self, now: float) -> list[Span]:
-        return [Span(o.on, o.name, o.begin, max(now, o.begin), o.args, cut=True) for o in self._open.values()]
-
-    def _add(self, row: Row) -> None:
+def _role(path: Path) -> tuple[list[Span], Begun, list[SpanEvent], float]:
+    """Return of one role the spans that have ended, those still open, events and the last time."""
+    ended: list[Span] = []
+    begun: Begun = {}
+    events: list[SpanEvent] = []
+    life, last = None, 0.0
+    for row in (*_rows(path.with_suffix(".1.jsonl")), *_rows(path)):
         match row:
             case Life():
-                if row != self._life:
-                    self.spans += self.still_open(self.last)
-                    self._open.clear()
-                self._life, at = row, self.last
+                if row != life:
+                    ended += _cut(begun.values(), last)
+                    begun.clear()
+                life = row
             case Open():
-                self._open[row.on, row.name, row.begin] = row
-                at = row.begin
+                begun[row.on, row.name, row.begin] = row
+                last = max(last, row.begin)
             case Span():
-                self._open.pop((row.on, row.name, row.begin), None)
-                self.spans.append(row)
-                at = row.end
+                begun.pop((row.on, row.name, row.begin), None)
+                ended.append(row)
+                last = max(last, row.end)
             case SpanEvent():
-                self.events.append(row)
-                at = row.at
-        self.last = max(self.last, at)
+                events.append(row)
+                last = max(last, row.at)
+    return ended, begun, events, last
+
+
+def _cut(begun: Iterable[Open], at: float) -> list[Span]:
+    return [Span(o.on, o.name, o.begin, max(at, o.begin), o.args, cut=True) for o in begun]
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -66,7 +59,5 @@ def _rows(path: Path) -> Iterator[Row]:
         return
     with path.open("rb") as file:
         for line in file:
-            try:
+            with suppress(msgspec.DecodeError):
                 yield _decode(line)
-            except msgspec.DecodeError:
-                continue

@@ -19,10 +19,10 @@ import gzip
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import batched, pairwise
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, NamedTuple
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows
@@ -58,17 +58,6 @@ def packed(units: Iterable[Unit]) -> list[list[Span]]:
     return lanes
 
 
-def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Return the disjoint intervals, in order, covered by any of the spans."""
-    times: list[tuple[float, float]] = []
-    for span in sorted(spans, key=lambda s: s.begin):
-        if times and span.begin <= times[-1][1]:
-            times[-1] = (times[-1][0], max(times[-1][1], span.end))
-        else:
-            times.append((span.begin, span.end))
-    return times
-
-
 def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
     """Return (time, count from then on) for each time at which the count changes."""
     steps: dict[float, int] = defaultdict(int)
@@ -83,8 +72,13 @@ def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
     return counts
 
 
-@dataclass(frozen=True)
-class GroupLife:
+def union(spans: Iterable[Span]) -> list[tuple[float, ...]]:
+    """Return the disjoint intervals, in order, covered by any of the spans."""
+    counts = changes((span.begin, span.end) for span in spans)
+    return list(batched([at for (_, before), (at, now) in pairwise([(0.0, 0), *counts]) if not (before and now)], 2))
+
+
+class GroupLife(NamedTuple):
     """A group from its ticket (`begin`) to the batch of `step`; what is unfinished ends at `now`.
 
     generated: when all its rollouts were graded; taken: when the batch was sent; None: not yet.
@@ -133,43 +127,15 @@ def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[Grou
     now, lives = max((span.end for span in spans), default=0.0), []
     for ticket, own in sorted(parts.items()):
         last, batch = max(own, key=lambda span: span.end), batches.get(ticket)
-        lives.append(
-            GroupLife(
-                ticket=ticket,
-                begin=min(span.begin for span in own),
-                now=now,
-                generated=None if last.cut else last.end,
-                taken=None if batch is None else max(batch.at, last.end),
-                step=-1 if batch is None else _int(batch.args["step"]),
-                removed=bool(last.args.get("removed")),
-                args=last.args,
-            )
-        )
+        begin, removed = min(span.begin for span in own), bool(last.args.get("removed"))
+        taken, step = (None, -1) if batch is None else (max(batch.at, last.end), _int(batch.args["step"]))
+        lives.append(GroupLife(ticket, begin, now, None if last.cut else last.end, taken, step, removed, last.args))
     return lives
 
 
 def _int(value: Value) -> int:
     assert isinstance(value, int)
     return value
-
-
-TraceEvent = dict[str, object]
-
-
-class Shown(TypedDict):
-    """What a trace shows: the run's path, steps, and the time that is 0 in the trace."""
-
-    run: str
-    steps: list[int]
-    begin: float
-
-
-class TraceFile(TypedDict):
-    """The file's content."""
-
-    displayTimeUnit: str
-    otherData: Shown
-    traceEvents: list[TraceEvent]
 
 
 class ChromeTrace:
@@ -179,41 +145,38 @@ class ChromeTrace:
         self._base = base
         self._processes: dict[str, int] = {}
         self._threads: dict[tuple[str, str], int] = {}
-        self._events: list[tuple[int, int, TraceEvent]] = []  # begin, minus duration
+        self._events: list[tuple[int, int, dict[str, object]]] = []  # begin, minus duration
         self._flows = 0
 
     def complete(self, on: str, name: str, begin: float, end: float, args: dict[str, Value]) -> None:
         """Add a span on `process/thread`. Spans of one thread must be nested or disjoint."""
         duration = self._us(end) - self._us(begin)
-        self._add("X", on, name, begin, duration, dur=duration, args=args)
-
-    def instant(self, on: str, name: str, at: float, args: dict[str, Value]) -> None:
-        self._add("i", on, name, at, s="t", args=args)
+        self.add("X", on, name, begin, duration, dur=duration, args=args)
 
     def counter(self, process: str, name: str, at: float, values: dict[str, float]) -> None:
         """Set a counter from this time on; several values are drawn stacked."""
-        self._add("C", process, name, at, args=values)
+        self.add("C", process, name, at, args=values)
 
     def arrow(self, name: str, start: tuple[str, float], end: tuple[str, float]) -> None:
         """Draw an arrow between spans (process/thread, time): each time must lie within its span."""
         self._flows += 1
-        self._add("s", start[0], name, start[1], cat="group", id=self._flows)
-        self._add("f", end[0], name, end[1], cat="group", id=self._flows, bp="e")
+        self.add("s", start[0], name, start[1], cat="group", id=self._flows)
+        self.add("f", end[0], name, end[1], cat="group", id=self._flows, bp="e")
 
-    def tree(self, shown: Shown) -> TraceFile:
-        """Return the whole trace, metadata first, then by time."""
-        events = [event for _, _, event in sorted(self._events, key=lambda e: e[:2])]
-        return {"displayTimeUnit": "ms", "otherData": shown, "traceEvents": [*self._metadata(), *events]}
-
-    def _metadata(self) -> Iterator[TraceEvent]:
+    def tree(self, shown: dict[str, Any]) -> dict[str, Any]:
+        """Return the file's content: metadata first, then by time. shown: the run's path, steps, the time that is 0."""
         named = [("process", process, pid, 0) for process, pid in self._processes.items()]
         named += [("thread", thread, self._processes[process], tid) for (process, thread), tid in self._threads.items()]
-        for kind, name, pid, tid in named:
-            where = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
-            yield {"name": f"{kind}_name", **where, "args": {"name": name}}
-            yield {"name": f"{kind}_sort_index", **where, "args": {"sort_index": tid or pid}}
+        metadata = [
+            {"name": f"{kind}_{key}", "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": {key: value}}
+            for kind, name, pid, tid in named
+            for key, value in (("name", name), ("sort_index", tid or pid))
+        ]
+        events = [event for _, _, event in sorted(self._events, key=lambda e: e[:2])]
+        return {"displayTimeUnit": "ms", "otherData": shown, "traceEvents": [*metadata, *events]}
 
-    def _add(self, phase: str, on: str, name: str, at: float, duration: int = 0, **more: object) -> None:
+    def add(self, phase: str, on: str, name: str, at: float, duration: int = 0, **more: object) -> None:
+        """Add an event of this phase."""
         process, _, thread = on.partition("/")
         pid = self._processes.setdefault(process, len(self._processes) + 1)
         tid = self._threads.setdefault((process, thread), len(self._threads) + 1) if thread else 0
@@ -245,7 +208,7 @@ def main(run: Path, steps: int, output: Path | None) -> int:
     return 0
 
 
-def trace_of(rundir: RunDir, steps: int) -> TraceFile:
+def trace_of(rundir: RunDir, steps: int) -> dict[str, Any]:
     """Build the trace from the start of the last `steps` complete steps."""
     spans, events = read(rundir.trace)
     if not spans:
@@ -270,7 +233,7 @@ def trace_of(rundir: RunDir, steps: int) -> TraceFile:
                 trace.counter("learner", name, span.end, {"steps": lag})
     for event in events:
         if event.at > since:
-            trace.instant(event.on, event.name, event.at, event.args)
+            trace.add("i", event.on, event.name, event.at, s="t", args=event.args)
     return trace.tree({"run": str(rundir.path), "steps": [_int(s.args["step"]) for s in done], "begin": first})
 
 
