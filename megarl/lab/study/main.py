@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe, differences, load
@@ -61,20 +61,19 @@ def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions) -> i
         return 0
     study = plan.prepare(path, recipes, seeds)
     tasks = study.tasks
-    if options.task is not None:
-        if not 0 <= options.task < len(tasks):
-            raise MegarlError(f"--task: the study has tasks 0 to {len(tasks) - 1}, no {options.task}")
-        return run(study, [tasks[options.task]], console)
-    return run(study, tasks, console) or table_and_plots(path)
+    if options.task is None:
+        return run(study, tasks, console) or table_and_plots(path)
+    if not 0 <= options.task < len(tasks):
+        raise MegarlError(f"--task: the study has tasks 0 to {len(tasks) - 1}, no {options.task}")
+    return run(study, [tasks[options.task]], console)
 
 
 def _planned(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> Table:
     """Show the variants and how each differs from the first."""
     first = next(iter(recipes.values()))
     title = f"{path}: {len(recipes) * len(seeds)} runs, seeds {', '.join(map(str, seeds))}"
-    shown = Table(box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
-    shown.add_column("variant", style="bold", no_wrap=True)
-    shown.add_column("differs from the first in", overflow="fold")
+    columns = Column("variant", style="bold", no_wrap=True), Column("differs from the first in", overflow="fold")
+    shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
     for name, recipe in recipes.items():
         changed = {key: new for key, _, new in differences(first, recipe) if key not in ("description", "run.name")}
         shown.add_row(name, " ".join(f"{key}={new}" for key, new in changed.items()))

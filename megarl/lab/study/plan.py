@@ -48,8 +48,8 @@ class StudyTask:
         """Return the state, from the run's own files. `begun`: would resume if started again, whether alive or not."""
         if not self.rundir.summary.exists():
             return "begun" if self.rundir.recipe.exists() else "waiting"
-        outcome = json.loads(self.rundir.summary.read_text())["outcome"]
-        return "done" if outcome == "finished" else "failed" if outcome == "failed" else "begun"
+        states: dict[str, State] = {"finished": "done", "failed": "failed"}
+        return states.get(json.loads(self.rundir.summary.read_text())["outcome"], "begun")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,11 @@ def prepare(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> 
     if not seeds or len(set(seeds)) != len(seeds):
         raise MegarlError(f"--seeds: give one or more different seeds, not {','.join(map(str, seeds))!r}")
     study = Study(path, tuple(recipes), tuple(seeds))
-    wanted = {task: _seeded(recipes[task.variant], task) for task in study.tasks}
+    wanted = {}
+    for task in study.tasks:
+        run = {"name": task.name, "dir": str(path / "runs"), "seed": task.seed, "resume": "auto"}
+        recipe = recipes[task.variant]
+        wanted[task] = recipe.model_copy(update={"run": recipe.run.model_copy(update=run)})
     if (path / "study.json").exists():
         _check_same(opened(path), study, wanted)
         return study
@@ -90,12 +94,6 @@ def opened(path: Path) -> Study:
     except FileNotFoundError:
         raise MegarlError(f"{path}: no study (no study.json); `megarl study loo` or `compare` makes one") from None
     return Study(path, tuple(record["variants"]), tuple(record["seeds"]))
-
-
-def _seeded(recipe: Recipe, task: StudyTask) -> Recipe:
-    """Return the recipe with this task's seed and run directory."""
-    run = {"name": task.name, "dir": str(task.study / "runs"), "seed": task.seed, "resume": "auto"}
-    return recipe.model_copy(update={"run": recipe.run.model_copy(update=run)})
 
 
 def _check_same(there: Study, study: Study, wanted: Mapping[StudyTask, Recipe]) -> None:

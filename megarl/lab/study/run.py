@@ -95,5 +95,5 @@ def table(study: Study, now: StudyTask, elapsed_s: float) -> Table:
 def _progress(task: StudyTask) -> tuple[str, str, str]:
     """Return the number of steps so far, the first and the last pass rate, and a curve of all."""
     rows, rates = latest_rows(task.rundir.metrics), [row["pass_rate"] for row in latest_scores(task.rundir.eval)]
-    ends = " → ".join(f"{rate:.3f}" for rate in (rates if len(rates) < 2 else (rates[0], rates[-1])))
+    ends = " → ".join(f"{rate:.3f}" for rate in rates[:: max(1, len(rates) - 1)])
     return f"{rows[-1]['step'] + 1}" if rows else "-", ends, sparkline(rates, 20)
