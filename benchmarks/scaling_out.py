@@ -16,8 +16,7 @@ from megarl.core.base import architecture
 from megarl.core.recipe import load
 from megarl.lab.planning.hardware import assumed, gpu_named
 from megarl.lab.planning.layouts import PlanningProblem, as_written
-from megarl.lab.planning.scenario import costs
-from megarl.lab.planning.simulate import simulate, summary
+from megarl.lab.planning.simulate import costs, simulate, summary
 from megarl.lab.planning.workload import lognormal, workload
 
 MEAN, SPREAD, STEPS = 8000, 0.5, 12

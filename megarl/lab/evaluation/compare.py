@@ -142,8 +142,8 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
         rows.append(share("by length", lambda answers: fmean(bool(o.by_length) for o in answers), 1 / k))
     rows.append(share("truncated", lambda answers: fmean(o.truncated for o in answers), 1 / k))
     x, y = ([fmean(o.tokens for o in answers) for answers in side] for side in (ours, theirs))
-    alone = (Interval(fmean(side), math.nan, math.nan) for side in (x, y))
-    return [*rows, Quantity("tokens", *alone, paired_difference(x, y, 0.0), share=False)]
+    a_mean, b_mean = (Interval(fmean(side), math.nan, math.nan) for side in (x, y))
+    return [*rows, Quantity("tokens", a_mean, b_mean, paired_difference(x, y, 0.0), share=False)]
 
 
 def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:

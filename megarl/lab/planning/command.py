@@ -62,12 +62,13 @@ def work(
 def _simulated(
     problem: PlanningProblem, chosen: dict[str, Plan], found: Found, steps: int, out: Path
 ) -> show.Simulated:
-    from megarl.lab.planning import figures, scenario
+    from megarl.lab.planning import figures, simulate
 
-    results = {name: scenario.run(problem, plan, steps) for name, plan in chosen.items()}
+    results = {name: simulate.simulated(problem, plan, steps) for name, plan in chosen.items()}
     # The best plan's window and tails are varied: a learner that limits would hide their effect.
     swept = "plan 1" if "plan 1" in chosen else next(iter(chosen))
-    by_lag, by_spread = (vary(problem, chosen[swept], steps) for vary in (scenario.by_lag, scenario.by_spread))
+    best = chosen[swept]
+    by_lag, by_spread = simulate.by_lag(problem, best, steps), simulate.by_spread(problem, best, steps)
     figures.draw(results, found.plans, swept, by_lag, by_spread, out)
     return show.Simulated({name: result.summary for name, result in results.items()}, swept, by_lag, by_spread)
 

@@ -7,8 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from megarl.lab.planning.layouts import Plan
-from megarl.lab.planning.scenario import Simulation
-from megarl.lab.planning.simulate import Summary
+from megarl.lab.planning.simulate import Simulation, Summary
 from megarl.lab.report.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, drawing, rendered
 
 PALE, LIGHT = "#b9c7da", "#d9dce1"

@@ -17,11 +17,12 @@ import selectors
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from megarl.core.algorithm.packing import cost_of
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Next, Publish, ServerAddress, Stop
@@ -32,8 +33,10 @@ from megarl.core.journal.records import Admitted, Evaluated, Finished, JournalRe
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import GroupPlaces, Places
 from megarl.core.server.membership import Membership
+from megarl.lab.planning import speed
+from megarl.lab.planning.layouts import Plan, PlanningProblem
 from megarl.lab.planning.server_model import SimulatedServer, StepSeconds
-from megarl.lab.planning.workload import Workload
+from megarl.lab.planning.workload import LogNormal, Workload, workload
 
 LEARNER = "simulated"
 PROMPT = Prompt(id="", tokens=int32(()), answer="")
@@ -301,6 +304,58 @@ def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summa
         lag_max=max(lags),
         lags={lag: lags[lag] / total for lag in sorted(lags)},
     )
+
+
+LAGS = (0, 1, 2, 4, 8, 12)
+SPREADS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+class Simulation(NamedTuple):
+    """A simulated plan. warm_up: steps that only fill the pipeline, not counted in `summary`."""
+
+    plan: Plan
+    steps: list[SimulatedStep]
+    warm_up: int
+    summary: Summary
+
+
+def costs(problem: PlanningProblem, plan: Plan) -> Costs:
+    """Return the simulator's costs for this plan."""
+    recipe = plan.recipe
+    microbatch_tokens = recipe.learner.microbatch_tokens
+    assert microbatch_tokens != "auto"  # a plan says how many
+    cost, one_size = cost_of(problem.shape), recipe.model.pipeline_parallel > 1
+
+    def train_seconds(lengths: Sequence[int]) -> float:
+        packed = speed.packing(lengths, microbatch_tokens, recipe.data_parallel, cost, one_size)
+        return speed.train_seconds(recipe, problem.shape, packed, problem.gpu, problem.assumed)
+
+    limit = min(recipe.serving.max_running_requests, plan.server.kv_tokens / problem.work.live_context)
+    return Costs(plan.decoder.step_seconds, train_seconds, *plan.publication, limit=max(1, int(limit)))
+
+
+def simulated(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:
+    """Simulate `steps` steps of the plan, after those that fill its window."""
+    recipe, warm_up = plan.recipe, 2 * plan.recipe.pipeline.window_steps
+    done = simulate(recipe, problem.work, costs(problem, plan), steps + warm_up + 1, recipe.run.seed)
+    return Simulation(plan, done, warm_up, summary(done, recipe.resources.servers, warm_up))
+
+
+def by_lag(problem: PlanningProblem, plan: Plan, steps: int) -> dict[int, Summary]:
+    """Simulate the same plan with other windows: pipeline.k."""
+    pipelines = {k: plan.recipe.pipeline.model_copy(update={"k": k}) for k in LAGS}
+    recipes = {k: plan.recipe.model_copy(update={"pipeline": pipeline}) for k, pipeline in pipelines.items()}
+    return {k: simulated(problem, replace(plan, recipe=recipe), steps).summary for k, recipe in recipes.items()}
+
+
+def by_spread(problem: PlanningProblem, plan: Plan, steps: int) -> dict[float, Summary]:
+    """Simulate the same plan with shorter and longer tails of the lengths, at the same mean."""
+    recipe, work, summaries = plan.recipe, problem.work, {}
+    for spread in SPREADS:
+        lengths = LogNormal(work.mean_tokens, spread, recipe.length.completion_tokens)
+        other = replace(problem, work=workload(recipe, lengths, work.trained_share, recipe.run.seed))
+        summaries[spread] = simulated(other, plan, steps).summary
+    return summaries
 
 
 class Standstill(Exception):

@@ -35,7 +35,7 @@ def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: st
         errors = [interval(e) for e in evaluations]
         rates = [e["pass_rate"] for e in evaluations]
         axes.errorbar(ex, rates, errors, color=ORANGE, fmt="o-", markersize=4, capsize=2.5, label="held out")
-        style = {"ha": "center", "va": "top", "color": ORANGE, "fontsize": 9, "fontweight": "bold"}
+        style: Row = {"ha": "center", "va": "top", "color": ORANGE, "fontsize": 9, "fontweight": "bold"}
         below = (ex[-1], rates[-1] - errors[-1])
         axes.annotate(f"{rates[-1]:.3f}", below, (0, -5), textcoords="offset points", **style)
     if x == "compute_hours":
@@ -110,7 +110,7 @@ def where_time_goes(axes: Axes, rows: list[Row]) -> bool:
     if not full:
         return False
     steps, seconds = next(iter(full.values()))[0], [ys for _, ys in full.values()]
-    style = {"labels": [parts[name] for name in full], "colors": [colors[name] for name in full]}
+    style: Row = {"labels": [parts[name] for name in full], "colors": [colors[name] for name in full]}
     axes.stackplot(steps, *seconds, **style, alpha=0.85, linewidth=0)
     axes.set_xlabel("step")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.25)  # room for the legend

@@ -19,15 +19,17 @@ import gzip
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import batched, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows
-from megarl.core.telemetry.spans import TICKETS, Span, SpanEvent, Value
-from megarl.lab.report.spans import read
+from megarl.core.telemetry.spans import TICKETS, Life, Open, Row, Span, SpanEvent, Value
 
 Unit = Sequence[Span]
 """Spans that stay on one lane: the first contains the others."""
@@ -215,7 +217,7 @@ def trace_of(rundir: RunDir, steps: int) -> dict[str, Any]:
         raise MegarlError(f"{rundir.trace}: nothing is recorded there yet; try again when the run samples")
     done = [s for s in spans if s.on == LEARNER and s.name == f"step {s.args.get('step')}"][-steps:]
     since = done[0].begin if done else spans[0].begin
-    rows = _rows(spans)
+    rows = _places(spans)
     lives = group_lives(spans, events)
     seen = [life for life in lives if life.end > since]
     first = min([*(s.begin for row in rows.values() for s in row if s.end > since), *(g.begin for g in seen)])
@@ -237,7 +239,7 @@ def trace_of(rundir: RunDir, steps: int) -> dict[str, Any]:
     return trace.tree({"run": str(rundir.path), "steps": [_int(s.args["step"]) for s in done], "begin": first})
 
 
-def _rows(spans: Iterable[Span]) -> dict[str, list[Span]]:
+def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
     """Return spans, except those of groups, by where they are drawn, and add when each server was busy."""
     rows: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
@@ -293,3 +295,58 @@ def _count(trace: ChromeTrace, rows: Mapping[str, Sequence[Span]], lives: Sequen
         before = [count for at, count in counts if at <= since]
         for at, count in [(since, before[-1] if before else 0), *(c for c in counts if c[0] > since)]:
             trace.counter(process, name, at, {what: count})
+
+
+_decode = msgspec.json.Decoder(Row).decode
+
+
+def read(folder: Path) -> tuple[list[Span], list[SpanEvent]]:
+    """Return spans and events of all roles, by begin; spans still open end at the last known time."""
+    roles = [_role(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(".1")]
+    now = max((last for *_, last in roles), default=0.0)
+    spans = [span for ended, begun, _, _ in roles for span in (*ended, *_cut(begun.values(), now))]
+    events = [event for _, _, events, _ in roles for event in events]
+    return sorted(spans, key=lambda s: (s.begin, -s.end)), sorted(events, key=lambda e: e.at)
+
+
+Begun = dict[tuple[str, str, float], Open]
+
+
+def _role(path: Path) -> tuple[list[Span], Begun, list[SpanEvent], float]:
+    """Return of one role the spans that have ended, those still open, events and the last time."""
+    ended: list[Span] = []
+    begun: Begun = {}
+    events: list[SpanEvent] = []
+    life, last = None, 0.0
+    for row in (*_rows(path.with_suffix(".1.jsonl")), *_rows(path)):
+        match row:
+            case Life():
+                if row != life:
+                    ended += _cut(begun.values(), last)
+                    begun.clear()
+                life = row
+            case Open():
+                begun[row.on, row.name, row.begin] = row
+                last = max(last, row.begin)
+            case Span():
+                begun.pop((row.on, row.name, row.begin), None)
+                ended.append(row)
+                last = max(last, row.end)
+            case SpanEvent():
+                events.append(row)
+                last = max(last, row.at)
+    return ended, begun, events, last
+
+
+def _cut(begun: Iterable[Open], at: float) -> list[Span]:
+    return [Span(o.on, o.name, o.begin, max(at, o.begin), o.args, cut=True) for o in begun]
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a part, if it exists; incomplete lines (a crash, a write under way) are skipped."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            with suppress(msgspec.DecodeError):
+                yield _decode(line)

@@ -5,15 +5,18 @@ through (C, score), up to the error that the fit allows. It applies to the curve
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from megarl.lab.scaling.fit import Fit, curve_at, widened
+from megarl.core.base.errors import MegarlError
+from megarl.core.evaluation.forecast import FURTHER_HOURS, PASS_RATE, Row
+from megarl.lab.scaling.fit import FEW_POINTS, WIDE_INTERVAL, Fit, curve_at, widened
+from megarl.lab.scaling.fit import fit as fit_curves
 from megarl.lab.scaling.least_squares import descend, jacobian, predicted
-from megarl.lab.scaling.points import Curve
+from megarl.lab.scaling.points import Curve, PointColumns, curve_of_run
 
 STEPS = np.array([0.4, 0.7, 0.9, 1.0, 1.15, 1.4, 2.0, 4.0, 12.0])
 """Scores tried on each side, in half widths of the linear approximation of the interval."""
@@ -82,6 +85,48 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
     inside = int(((errors >= -low) & (errors <= high)).sum())
     worst = float(errors[np.abs(errors).argmax()])
     return Later(len(hours), float(hours.max()), float(errors.mean()), worst, inside)
+
+
+NEXT = 0.1
+"""Part of the budget that is weighed against the noise."""
+
+
+def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, score: str = PASS_RATE) -> Row:
+    """Forecast the rest of a live run of `steps` steps after the last of these evaluations: columns of eval.jsonl.
+
+    Compute at the last step is the present one times steps / step. The next tenth of that budget is worth its price while it is
+    predicted to gain more than an evaluation's noise, sqrt(p (1 − p) / answers): a smaller gain would be indistinguishable from
+    none. Empty if there are too few, or no curve fits. score: `pass_rate`, or that of a task or a suite, `pass_rate/math`.
+    """
+    last = evaluations[-1]
+    if not last["step"]:
+        return {}
+    try:
+        fitted = fit_curves([curve_of_run("run", evaluations, metrics, "the run", PointColumns(score=score))])
+    except MegarlError:
+        return {}
+    now = last["compute_hours"]
+    budget = now * max(1.0, steps / last["step"])
+    final = predict(fitted, np.array([budget]))
+    here, after, soon = fitted(np.array([now, now + FURTHER_HOURS[fitted.unit], now + NEXT * budget])).tolist()
+    suffix = score.removeprefix(PASS_RATE)
+    answers = last[f"n_prompts{suffix}"] * last.get(f"samples{suffix}", last["samples"])
+    rate = min(max(last[score], 1 / answers), 1 - 1 / answers)  # a perfect score is not without noise
+    noise = math.sqrt(rate * (1 - rate) / answers)
+    # Training is never judged to be enough before there are enough points, some beyond the midpoint, and a known ceiling.
+    settled = fitted.n >= FEW_POINTS and fitted.window[1] > fitted.C_mid and np.ptp(fitted.A_interval) <= WIDE_INTERVAL
+    return {
+        "predicted_score": score,
+        "predicted_hours": budget,
+        "predicted_asymptote": fitted.A,
+        "predicted_final": float(final.pass_rate[0]),
+        "predicted_final_low": float(final.low[0]),
+        "predicted_final_high": float(final.high[0]),
+        "predicted_gain": after - here,
+        "predicted_next_gain": soon - here,
+        "evaluation_noise": noise,
+        "enough": float(settled and soon - here < noise),
+    }
 
 
 def _edge(fit: Fit, hours: np.ndarray, values: np.ndarray, side: int) -> np.ndarray:

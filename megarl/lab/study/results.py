@@ -115,9 +115,9 @@ def cells(row: VariantResult) -> list[str]:
     found = row.fit
     fitted = ["-"] * 3
     if found is not None:
-        values = ((found.A, found.A_interval, ".3f"), (found.B, found.B_interval, ".2f"))
-        values = (*values, (found.C_mid, found.C_mid_interval, ".3g"))
-        fitted = [f"{value:{form}} [{low:{form}}, {high:{form}}]" for value, (low, high), form in values]
+        values = (found.A, *found.A_interval), (found.B, *found.B_interval), (found.C_mid, *found.C_mid_interval)
+        forms = ("{:.3f} [{:.3f}, {:.3f}]", "{:.2f} [{:.2f}, {:.2f}]", "{:.3g} [{:.3g}, {:.3g}]")
+        fitted = [form.format(*three) for form, three in zip(forms, values, strict=True)]
     rates = [f"{before:.3f}", _spread(row.final), _spread(row.common)]
     return [row.variant, str(len(row.runs)), *rates, *fitted, f"{hours:.3g}", f"{tokens:,.0f}"]
 

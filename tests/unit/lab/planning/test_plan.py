@@ -14,7 +14,7 @@ from megarl.core.algorithm.packing import cost_of
 from megarl.core.base import architecture
 from megarl.core.recipe import load
 from megarl.core.recipe.rules import impossible, impossible_for
-from megarl.lab.planning import scenario, show, speed
+from megarl.lab.planning import show, simulate, speed
 from megarl.lab.planning.hardware import Assumed, assumed, gpu_named
 from megarl.lab.planning.layouts import Plan, PlanningProblem, as_written, search
 from megarl.lab.planning.speed import Decoder
@@ -268,7 +268,7 @@ def test_estimate_and_simulation_agree() -> None:
     small = ("batch.prompts=16", "resources.servers=6", "resources.learner_ranks=8", "pipeline.k=4")
     asked = problem("scalerl-8b", "llama-3.1-8b", "h100", 14, 3000, *small)
     plan = written(asked)
-    result = scenario.run(asked, plan, 20).summary
+    result = simulate.simulated(asked, plan, 20).summary
     assert result.tokens_per_second == pytest.approx(plan.tokens_per_second, rel=0.15)
 
 

@@ -21,7 +21,7 @@ from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted, Finished
 from megarl.core.recipe import Recipe, from_tree
 from megarl.lab.report import charts, report
-from megarl.lab.scaling.outlook import forecast
+from megarl.lab.scaling.extrapolate import forecast
 from megarl.run import summary, view
 from megarl.run.observe import Observer
 from tests.summaries import WORDS, recomputed

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megarl.core.evaluation.forecast import enough, words
-from megarl.lab.scaling.outlook import forecast
+from megarl.lab.scaling.extrapolate import forecast
 
 A, B, C_MID, R_0 = 0.61, 1.92, 2542.0, 0.3
 
