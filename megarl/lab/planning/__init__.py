@@ -4,8 +4,8 @@
                                                               └─► simulate.py: the pipeline in virtual time ─► figures.py
 
 command.py      the command                                hardware.py     hardware.yaml: datasheets, assumed efficiencies
-formulas.py     bytes and FLOP, with their sources         workload.py     lengths, and the work of a step
 memory.py       bytes of a learner rank and a server       speed.py        seconds of training, decoding, publishing
+workload.py     lengths, and the work of a step            show.py         tables, JSON
 layouts.py      enumerates layouts and splits              server_model.py a server's requests, token by token
 simulate.py     the real admission, places and decisions, on an event loop whose waits take no time
 """

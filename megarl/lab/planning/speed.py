@@ -1,4 +1,10 @@
-"""Seconds of a training step, of a server's decode step, and of a publication. Sources: formulas.py."""
+"""Seconds of a training step, of a server's decode step, and of a publication.
+
+[PaLM] Chowdhery et al., PaLM, arXiv 2204.02311, appendix B
+[Roof] Williams et al., Roofline, Communications of the ACM 52(4), 2009
+[Ring] Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, 2005
+[AR], [PP], [ZeRO]: memory.py
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,9 +12,8 @@ from typing import NamedTuple
 from megarl.core.algorithm.packing import HEAD_PASSES, LAYER_PASSES, Cost, pack
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
-from megarl.lab.planning import formulas
-from megarl.lab.planning.formulas import FP32, WIDTH
 from megarl.lab.planning.hardware import GB, Assumed, Gpu
+from megarl.lab.planning.memory import FP32, HALF, WIDTH
 
 CONTROL_CALLS = 5
 """HTTP calls of a publication to one server: pause, begin, end, checksums, continue (megarl/core/weights/publisher.py)."""
@@ -47,12 +52,14 @@ def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu
     model, stages, microbatches = recipe.model, recipe.model.pipeline_parallel, packed.microbatches
     # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
     tokens = (packed.rank_tokens if stages == 1 else packed.largest * microbatches) / model.context_parallel
-    attention, recompute = formulas.attention_flop(shape, packed.positions), recipe.learner.recompute
+    attention, recompute = attention_flop(shape, packed.positions), recipe.learner.recompute
     bf16 = gpu.bf16 * assumed.training_efficiency
-    linear = LAYER_PASSES * formulas.layer_flop(shape) + formulas.forward_again(recompute, shape)
+    # The backward pass computes again the matrices of all layers, or of MLPs and experts (models/build.py): [AR] section 5
+    again = {"none": 0.0, "selective": shape.body_parameters - shape.layers * shape.attention_parameters}
+    linear = LAYER_PASSES * layer_flop(shape) + 2 * again.get(recompute, shape.body_parameters)
     linear_seconds = linear / (bf16 if model.fp8 == "none" else gpu.fp8 * assumed.fp8_efficiency)
     attention_seconds = (LAYER_PASSES + (recompute == "full")) * attention / bf16
-    head_seconds = HEAD_PASSES * formulas.head_flop(shape) / bf16
+    head_seconds = HEAD_PASSES * head_flop(shape) / bf16
     per_token = ((linear_seconds + attention_seconds) / stages + head_seconds) / model.tensor_parallel
     links = _layer_link_seconds(recipe, shape, tokens, gpu, assumed) / stages
     slowest = tokens * per_token + links
@@ -62,15 +69,18 @@ def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu
 
 def _layer_link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, assumed: Assumed) -> float:
     """Return seconds of tensor and expert parallelism's communication in all layers, as if none of it were hidden."""
-    model, again = recipe.model, recipe.learner.recompute
-    seconds = 0.0
-    if model.tensor_parallel > 1:
-        size = formulas.tensor_parallel_bytes(tokens, shape, model.tensor_parallel, model.sequence_parallel, again)
+    model, again, row = recipe.model, recipe.learner.recompute, HALF * shape.hidden
+    tensor, experts, seconds = model.tensor_parallel, model.expert_parallel, 0.0
+    if tensor > 1:
+        # [AR] 4.2.2. Sequence parallelism: four gathers and four scatters of [tokens, hidden], and two more gathers for weight
+        # gradients. Without it: four all-reduces, each a gather and a scatter. Recomputation repeats two exchanges or one.
+        passes = (10 if model.sequence_parallel else 8) + {"none": 0, "selective": 2, "full": 4}[again]
+        size = passes * tokens * row * (tensor - 1) / tensor
         seconds += shape.layers * size / (gpu.nvlink * assumed.network_efficiency)
-    if model.expert_parallel > 1:
-        local = tokens / (model.tensor_parallel if model.sequence_parallel else 1)
-        size = formulas.expert_parallel_bytes(local, shape, model.expert_parallel, again)
-        rate = gpu.nvlink if model.expert_parallel <= gpu.nvlink_gpus else gpu.network
+    if experts > 1:  # each pass there and back: GShard, arXiv 2006.16668
+        local = tokens / (tensor if model.sequence_parallel else 1)
+        size = (4 if again == "none" else 6) * local * shape.experts_per_token * row * (experts - 1) / experts
+        rate = gpu.nvlink if experts <= gpu.nvlink_gpus else gpu.network
         seconds += shape.moe_layers * size / (rate * assumed.network_efficiency)
     return seconds
 
@@ -88,10 +98,10 @@ def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assu
         # FP32 gradients scattered, weights gathered: [ZeRO] 7.2.1
         seconds += (FP32 + WIDTH[model.dtype]) * local * (copies - 1) / copies / rate
         mine = local / copies
-        here = (1 - offload) * formulas.optimizer_bytes(mine) / (gpu.memory_rate * assumed.bandwidth_efficiency)
+        here = (1 - offload) * optimizer_bytes(mine) / (gpu.memory_rate * assumed.bandwidth_efficiency)
         # In the host's memory: FP32 gradients to it, FP32 weights back.
         moved = 2 * FP32 * offload * mine / (gpu.host * assumed.network_efficiency)
-        seconds += max(here, moved + formulas.optimizer_bytes(offload * mine) / (assumed.host_gb_s * GB))
+        seconds += max(here, moved + optimizer_bytes(offload * mine) / (assumed.host_gb_s * GB))
     return seconds
 
 
@@ -104,7 +114,7 @@ class Decoder:
         # On each GPU: bytes that any step reads, and for each expert reached in all layers; FLOP of a token; seconds of a step.
         self.read = width * (shape.dense_parameters + shape.embedding_parameters) / self.ranks
         self.read_expert = width * shape.moe_layers * shape.expert_parameters / self.ranks
-        self.flop = (formulas.layer_flop(shape) + formulas.head_flop(shape)) / self.ranks
+        self.flop = (layer_flop(shape) + head_flop(shape)) / self.ranks
         allreduces = 2 * shape.layers * assumed.allreduce_latency_s if self.ranks > 1 else 0.0
         self.fixed_seconds = allreduces + assumed.decode_overhead_s
         self.memory_rate = gpu.memory_rate * assumed.bandwidth_efficiency
@@ -121,7 +131,7 @@ class Decoder:
         moved = self.read + positions * self.kv_token
         if shape.experts:  # those that requests reach, each choosing uniformly
             moved += shape.experts * (1 - (1 - shape.experts_per_token / shape.experts) ** running) * self.read_expert
-        attention = formulas.attention_flop(shape, context_tokens / max(running, 1)) / self.ranks
+        attention = attention_flop(shape, context_tokens / max(running, 1)) / self.ranks
         # Whichever limits: [Roof]
         return max(moved / self.memory_rate, running * (self.flop + attention) / self.flop_rate) + self.fixed_seconds
 
@@ -144,3 +154,25 @@ def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed,
     wire, calls = size / buckets / rate + servers * ranks * assumed.hop_latency_s, servers * assumed.call_seconds
     transfer = buckets * max(wire, calls) + CONTROL_CALLS * calls + assumed.control_seconds
     return Publication(transfer, assumed.parity_seconds)
+
+
+def layer_flop(shape: Architecture) -> float:
+    """Return FLOP per token forward: 2 for each parameter it is multiplied with, without embedding and head. [PaLM]"""
+    return 2 * shape.body_parameters
+
+
+def attention_flop(shape: Architecture, positions: float) -> float:
+    """Return FLOP forward of a token that attends to so many positions: scores and their sum over values. [PaLM], causal."""
+    chunk = shape.attention_chunk or positions
+    local = shape.local_layers * min(positions, chunk)
+    return 4 * shape.query * (local + (shape.layers - shape.local_layers) * positions)
+
+
+def head_flop(shape: Architecture) -> float:
+    """Return FLOP per token forward, at the rate of bf16: FP32 logits are sums of bf16 products on both sides. [PaLM]"""
+    return 2 * shape.embedding_parameters
+
+
+def optimizer_bytes(parameters: float) -> float:
+    """Return bytes read and written by AdamW for these parameters: gradient; three values read and written; the weight."""
+    return (FP32 + 6 * FP32 + HALF) * parameters
