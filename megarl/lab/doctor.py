@@ -63,7 +63,6 @@ def main() -> int:
 
 
 def examine() -> list[Finding]:
-    """Answer every question about this machine."""
     return [python(), *map(package, PINS), cuda(), transformer_engine(), apex(), bytecode(), *machine(), sandbox()]
 
 

@@ -71,7 +71,6 @@ def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
 
 
 def ppo_for(count: int) -> Preset:
-    """Return the row for a model with this many parameters."""
     return next(p for p in PPO if count <= p.parameters)
 
 

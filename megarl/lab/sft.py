@@ -56,7 +56,6 @@ def main(recipe: Recipe) -> int:
 
 
 def run(recipe: Recipe, unfinished: Path) -> int:
-    """Run what is left of the warm start."""
     outlive_screen()
     # Nothing else of the run is alive yet: the learner can use all cores.
     torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))

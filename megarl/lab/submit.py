@@ -67,7 +67,6 @@ def main(job: SlurmJob, out: Path | None, submitted: bool) -> int:
 
 
 def submit(file: Path) -> int:
-    """Submit with sbatch, and print its output."""
     try:
         done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, timeout=SUBMIT_LIMIT_S)
     except FileNotFoundError:
@@ -114,7 +113,6 @@ def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
 
 
 def _figures(plan: Plan) -> tuple[str, ...]:
-    """Return the figures that `megarl plan` expects."""
     return (
         f"a step takes {plan.step_seconds:.1f} s (training {plan.train_seconds:.1f}, generating {plan.generate_seconds:.1f}), "
         f"{plan.tokens_per_second:,.0f} tokens/s",
@@ -124,7 +122,6 @@ def _figures(plan: Plan) -> tuple[str, ...]:
 
 
 def script(chosen: ChosenLayout, job: SlurmJob) -> str:
-    """Return the batch script."""
     recipe = chosen.recipe
     settings = {
         "job-name": recipe.run.name,

@@ -96,7 +96,6 @@ def common_suites(out_a: Path, out_b: Path, suite: str | None) -> list[str]:
 
 
 def read_side(out: Path, suite: str) -> Side:
-    """Read the answers to a suite."""
     folder = SuiteDir(out, suite)
     result = folder.read_result() if folder.result.exists() else None
     answers: dict[str, list[Answer]] = {}
@@ -147,7 +146,6 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
 
 
 def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:
-    """List what differs between the sides."""
     messages = []
     for side in (a, b):
         if alone := len(side.answers) - len(prompts):
@@ -171,7 +169,6 @@ def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:
 
 
 def show(comparison: SideBySide, console: Console) -> None:
-    """Print the table, and the notes that go with it."""
     a, b = comparison.a.name, comparison.b.name
     console.print(f"{comparison.suite}: {len(comparison.prompts)} prompts. A is {a}, B is {b}.", highlight=False)
     scores = [Column(heading, justify="right", no_wrap=True) for heading in ("A", "B", "B − A")]
@@ -184,7 +181,6 @@ def show(comparison: SideBySide, console: Console) -> None:
 
 
 def cells(one: Quantity) -> tuple[str, str, str]:
-    """Format A, B and B − A as text."""
     d = one.difference
     if one.share:
         a, b = (f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]" for score in (one.a, one.b))

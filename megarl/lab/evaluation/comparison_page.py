@@ -96,7 +96,6 @@ def _answer(answer: Answer, limit: int | None) -> dict[str, object]:
 
 
 def _marks(answer: Answer) -> list[str]:
-    """Return further remarks on an answer."""
     remarks = {
         "truncated": answer.truncated,
         "interrupted": answer.interrupted,

@@ -42,7 +42,6 @@ class ScoreCurve(NamedTuple):
 
 
 def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
-    """Return one curve for each way to choose."""
     prompts, count = metrics.by_prompt(outcomes), len(outcomes)
     mean_tokens, ns = sum(o.tokens for o in outcomes) / count, metrics.powers_up_to(min(map(len, prompts)))
     drawn = []
@@ -90,7 +89,6 @@ def _read(place: Path, suite: str) -> list[ScoreCurve]:
 
 
 def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:
-    """Make a table with a row for each model and n."""
     kinds = [kind for kind in WORDS if any(curve.kind == kind for curve in drawn)]
     headings = ("n", "tokens a\nprompt", *(WORDS[kind].replace(" (", "\n(") for kind in kinds))
     columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]

@@ -97,7 +97,6 @@ def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[
 def _ask(
     subject: Subject, recipe: Recipe, tokenizer: Tokenizer, questions: Sequence[SuiteQuestions], out: Path, console: Console
 ) -> None:  # fmt: skip
-    """Ask all that is open, keeping each answer as it comes."""
     with ExitStack() as stack:
         if subject.run is not None:
             exported = stack.enter_context(_exported(subject.source, RunDir(recipe.run.path).path / "model"))
@@ -179,7 +178,6 @@ def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[C
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Make a table with one column per suite."""
     columns = [Column("", style="dim", no_wrap=True)]
     columns += [Column(result.suite, justify="right", no_wrap=True) for result in results]
     shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=results[0].model, title_justify="left")
@@ -217,7 +215,6 @@ def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
 
 
 def _rate(result: Result, name: str) -> str:
-    """Format a rate with its 95 % interval."""
     if name not in result.metrics:
         return "–"
     low, high = result.metrics[f"{name}_low"], result.metrics[f"{name}_high"]

@@ -191,7 +191,6 @@ def _framed(title: str, shown: RenderableType, console: Console) -> None:
 
 
 def _lengths_view(name: str, lengths: np.ndarray, unit: str) -> RenderableType:
-    """Show quantiles, and a histogram with equal steps."""
     at = {"shortest": 0, "median": 50, "90 %": 90, "99 %": 99, "longest": 100}
     quantiles = " · ".join(f"{q} {int(np.percentile(lengths, p, method='lower')):,}" for q, p in at.items())
     bars = _in_steps(Counter(lengths.tolist()), min(BARS, max(1, len(np.unique(lengths)))))

@@ -113,7 +113,6 @@ def _notes(group: Group) -> str:
 
 
 def _one(group: Group, due: int | None, limit: int, tokenizer: Tokenizer | None, name: str) -> Lines:
-    """Show the prompt and its rollouts."""
     head = Text.assemble(
         (f"ticket {group.ticket}", "bold"),
         f" · step {'?' if due is None else due} · prompt {name} · epoch {group.epoch}"
@@ -187,7 +186,6 @@ def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
 
 
 def _versions(rollouts: tuple[Rollout, ...]) -> np.ndarray:
-    """Return weight versions of the sampled segments."""
     return np.array([s.weight_version for r in rollouts for s in r.segments if s.trained and len(s.tokens)], dtype=int)
 
 

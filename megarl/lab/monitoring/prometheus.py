@@ -98,7 +98,6 @@ class LearnerMetrics:
         self._seconds = dict.fromkeys((*PARTS, "other"), 0.0)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add the row of a finished step."""
         self._steps += 1
         self._skipped += bool(row.get("skipped"))
         self._tokens += row.get("generated_tokens", 0.0)
@@ -133,7 +132,6 @@ def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[M
 
 
 def controller_families(status: Status, totals: Totals) -> Iterator[Metric]:
-    """Yield the controller's metrics."""
     if not status:
         return
     seconds, tickets = 3600 * status["compute_hours"], status["tickets"]

@@ -46,7 +46,6 @@ class ServerMemory:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that fit."""
         return max(0, int(self.kv / self.kv_token))
 
 

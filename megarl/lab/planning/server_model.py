@@ -61,7 +61,6 @@ class SimulatedServer:
         self._plan()
 
     def resume(self, version: int) -> None:
-        """Continue with these weights."""
         self._advance()
         self._paused = False
         self._versions.append((self._steps, version))

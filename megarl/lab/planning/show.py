@@ -111,7 +111,6 @@ def cost(plan: Plan) -> str:
 
 
 def _figures(plan: Plan) -> dict[str, str]:
-    """Return the rows of the table."""
     m, r = plan.recipe.model, plan.recipe.resources
     layout = (m.tensor_parallel, m.pipeline_parallel, m.context_parallel, m.expert_parallel, plan.recipe.data_parallel)
     return {
@@ -133,7 +132,6 @@ def _figures(plan: Plan) -> dict[str, str]:
 
 
 def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
-    """Yield what a user should know about this plan."""
     recipe, evaluation = plan.recipe, plan.recipe.evaluation
     if plan.gpus != problem.gpus:
         yield f"note: the recipe's resources use {plan.gpus} GPUs, not {problem.gpus}"

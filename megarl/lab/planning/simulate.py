@@ -169,7 +169,6 @@ class _Simulation:
     # The learner.
 
     async def _learn(self, tasks: asyncio.TaskGroup) -> None:
-        """Run all steps of the learner."""
         now, schedule = asyncio.get_running_loop().time, self.pipeline.evaluations
         step, spent = 0, {"wait": 0.0, "train": 0.0, "publish": 0.0}
         while True:
@@ -320,7 +319,6 @@ class Simulation(NamedTuple):
 
 
 def costs(problem: PlanningProblem, plan: Plan) -> Costs:
-    """Return the simulator's costs for this plan."""
     recipe = plan.recipe
     microbatch_tokens = recipe.learner.microbatch_tokens
     assert microbatch_tokens != "auto"  # a plan says how many

@@ -102,7 +102,6 @@ PROMPT_SHARE = 0.125
 
 
 def workload(recipe: Recipe, lengths: Lengths, trained_share: float, seed: int) -> Workload:
-    """Return the workload of the recipe's batch with these lengths."""
     if not 0 < trained_share <= 1:
         raise MegarlError(f"--trained-share: {trained_share} is not a share; give more than 0, at most 1")
     prompts, generations = recipe.batch.prompts, recipe.sampling.generations

@@ -23,7 +23,6 @@ MOST_CHARACTERS = 6000
 
 
 def main(run: Path) -> int:
-    """Write the report of a run directory and print where it is."""
     rundir = RunDir.opened(run)
     write_report(rundir)
     print(f"{rundir.report}\n{rundir.picture}")

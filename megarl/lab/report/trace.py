@@ -178,7 +178,6 @@ class ChromeTrace:
         return {"displayTimeUnit": "ms", "otherData": shown, "traceEvents": [*metadata, *events]}
 
     def add(self, phase: str, on: str, name: str, at: float, duration: int = 0, **more: object) -> None:
-        """Add an event of this phase."""
         process, _, thread = on.partition("/")
         pid = self._processes.setdefault(process, len(self._processes) + 1)
         tid = self._threads.setdefault((process, thread), len(self._threads) + 1) if thread else 0
@@ -195,7 +194,6 @@ MARGIN_S = 1e-6
 
 
 def main(run: Path, steps: int, output: Path | None) -> int:
-    """Write the trace, and print where it is."""
     rundir = RunDir.opened(run)
     trace = trace_of(rundir, steps)
     path = output or rundir.path / "trace.json.gz"

@@ -143,7 +143,6 @@ def _series(
 
 
 def _rows(*columns: np.ndarray) -> list[list[float]]:
-    """Return the columns' rows for JSON."""
     rows: list[list[float]] = np.stack(columns, axis=1).tolist()
     return rows
 

@@ -37,7 +37,6 @@ def loo(recipe: str, beside: Sequence[str], options: StudyOptions) -> int:
 
 
 def compare(names: Sequence[str], options: StudyOptions) -> int:
-    """Study these recipes side by side."""
     recipes = side_by_side(names, options.overrides)
     return _study("-".join(["compare", *recipes]), recipes, options)
 

@@ -33,7 +33,6 @@ class StudyTask:
 
     @property
     def recipe(self) -> Path:
-        """The resolved recipe."""
         return self.study / "recipes" / f"{self.name}.yaml"
 
     @property
@@ -88,7 +87,6 @@ def prepare(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> 
 
 
 def opened(path: Path) -> Study:
-    """Open the study that is there."""
     try:
         record = json.loads((path / "study.json").read_text())
     except FileNotFoundError:

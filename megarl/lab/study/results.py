@@ -74,7 +74,6 @@ def write(study: Study, console: Console) -> int:
 
 
 def collect(study: Study) -> list[VariantResult]:
-    """Return one result per variant with a finished run."""
     done = [task for task in study.tasks if task.state() == "done"]
     if not done:
         raise MegarlError(f"{study.path}: no run has finished yet; wait, or look at its logs/")
@@ -108,7 +107,6 @@ HEADINGS = ("variant", "seeds", "before", "after", "at equal compute", "A", "B",
 
 
 def cells(row: VariantResult) -> list[str]:
-    """Return the cells in the order of HEADINGS."""
     before = np.mean([run[0].pass_rate for run in row.runs])
     hours = np.mean([run[-1].compute_hours for run in row.runs])
     tokens = np.mean([run[-1].tokens for run in row.runs])
