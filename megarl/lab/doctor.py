@@ -129,10 +129,10 @@ def apex() -> Finding:
     if importlib.util.find_spec("apex") is None:
         advice = f"optional, with GPUs: {source} from source (PyPI's `apex` is another project)"
         return noted("NVIDIA Apex", "not installed", advice)
-    if importlib.util.find_spec("amp_C") is None:
-        advice = f"pip uninstall apex, then {source} with its CUDA extensions"
-        return noted("NVIDIA Apex", "another `apex`, or one without CUDA extensions", advice)
-    return noted("NVIDIA Apex", "with CUDA extensions")
+    if importlib.util.find_spec("amp_C") is not None:
+        return noted("NVIDIA Apex", "with CUDA extensions")
+    advice = f"pip uninstall apex, then {source} with its CUDA extensions"
+    return noted("NVIDIA Apex", "another `apex`, or one without CUDA extensions", advice)
 
 
 def bytecode() -> Finding:

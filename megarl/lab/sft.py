@@ -147,10 +147,10 @@ def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[l
 
 def _sequences(traces: Sequence[Trace]) -> list[TrainSequence]:
     weight = np.float32(1 / sum(int(t.learnt.sum()) for t in traces))
-    sequences = []
-    for i, t in enumerate(traces):
-        zeros, weights = np.zeros(len(t.tokens), np.float32), t.learnt * weight
-        sequences.append(TrainSequence(
-            ticket=i, sample=0, tokens=t.tokens, behaviour_logprobs=zeros, loss_weight=weights, advantage=0.0
-        ))  # fmt: skip
-    return sequences
+    return [
+        TrainSequence(
+            ticket=i, sample=0, tokens=t.tokens, behaviour_logprobs=np.zeros(len(t.tokens), np.float32),
+            loss_weight=t.learnt * weight, advantage=0.0,
+        )
+        for i, t in enumerate(traces)
+    ]  # fmt: skip

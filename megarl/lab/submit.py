@@ -97,8 +97,7 @@ def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
         return ChosenLayout(recipe, (), (*described(placed, nodes), *spare))
     problem = command.problem(recipe, len(nodes) * per_node, job.gpu, job.model_config, command.work(recipe))
     if not misfit:
-        written = as_written(problem)
-        if not isinstance(written, str):
+        if not isinstance(written := as_written(problem), str):
             return ChosenLayout(recipe, (), (*described(placed, nodes), *spare, *_figures(written)))
         misfit = written
     for plan in search(problem).plans:
@@ -124,20 +123,10 @@ def _figures(plan: Plan) -> tuple[str, ...]:
 def script(chosen: ChosenLayout, job: SlurmJob) -> str:
     recipe = chosen.recipe
     settings = {
-        "job-name": recipe.run.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": 1,
-        "gpus-per-node": job.gpus_per_node or None,
-        "exclusive": "",
-        "time": job.time,
-        "partition": job.partition,
-        "account": job.account,
-        "output": "%x-%j.out",
-        "open-mode": "append",
-        "requeue": "",
-        "no-kill": "",
-        "signal": "B:USR1@600",
-    }
+        "job-name": recipe.run.name, "nodes": job.nodes, "ntasks-per-node": 1, "gpus-per-node": job.gpus_per_node or None,
+        "exclusive": "", "time": job.time, "partition": job.partition, "account": job.account, "output": "%x-%j.out",
+        "open-mode": "append", "requeue": "", "no-kill": "", "signal": "B:USR1@600",
+    }  # fmt: skip
     lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in settings.items() if value is not None]
     words = ["train", str(Path(job.recipe).resolve()) if job.recipe.endswith((".yaml", ".yml")) else job.recipe]
     words += ["run.resume=auto", *([] if recipe.run.interface else [f"run.interface={OF_SLURM}"])]

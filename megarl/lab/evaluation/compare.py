@@ -8,7 +8,7 @@ the difference varies from prompt to prompt, which is less than the two scores' 
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -120,7 +120,7 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
             f"{a.folder} and {b.folder}: {len(other)} prompts of {suite} expect another answer: {other[0]!r} expects "
             f"{wants[0]!r} in one and {wants[1]!r} in the other; they are not of the same set"
         )
-    return SideBySide(suite, a, b, both, quantities(a, b, both), notes(a, b, both))
+    return SideBySide(suite, a, b, both, quantities(a, b, both), list(notes(a, b, both)))
 
 
 def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
@@ -145,27 +145,25 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
     return [*rows, Quantity("tokens", a_mean, b_mean, paired_difference(x, y, 0.0), share=False)]
 
 
-def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:
-    messages = []
+def notes(a: Side, b: Side, prompts: Sequence[str]) -> Iterator[str]:
     for side in (a, b):
         if alone := len(side.answers) - len(prompts):
-            messages.append(f"Left out: {alone} prompt{'s' * (alone > 1)} that only {side.name} has answers to.")
+            yield f"Left out: {alone} prompt{'s' * (alone > 1)} that only {side.name} has answers to."
         if side.result is None:
-            messages.append(f"{side.name}: the evaluation has not ended; these are its answers so far.")
+            yield f"{side.name}: the evaluation has not ended; these are its answers so far."
         if void := sum(bool(answer.void) for name in prompts for answer in side.answers[name]):
-            messages.append(f"{side.name}: void answers, which could not be generated and count as wrong: {void}.")
+            yield f"{side.name}: void answers, which could not be generated and count as wrong: {void}."
     counts = [sorted({len(side.answers[name]) for name in prompts}) for side in (a, b)]
     if counts[0] != counts[1] or len(counts[0]) > 1:
         a_has, b_has = (" to ".join(map(str, sorted({each[0], each[-1]}))) for each in counts)
-        messages.append(f"Answers a prompt: {a_has} of {a.name}, {b_has} of {b.name}.")
+        yield f"Answers a prompt: {a_has} of {a.name}, {b_has} of {b.name}."
     if reworded := sum(a.answers[name][0].prompt != b.answers[name][0].prompt for name in prompts):
-        messages.append(f"In other words, or another template, on the two sides: {reworded} of {len(prompts)} prompts.")
+        yield f"In other words, or another template, on the two sides: {reworded} of {len(prompts)} prompts."
     if a.result and b.result:
         ours, theirs = (flat({**result.settings, "model": None}) for result in (a.result, b.result))
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
-                messages.append(f"{key}: {ours.get(key)} of {a.name}, {theirs.get(key)} of {b.name}.")
-    return messages
+                yield f"{key}: {ours.get(key)} of {a.name}, {theirs.get(key)} of {b.name}."
 
 
 def show(comparison: SideBySide, console: Console) -> None:

@@ -64,7 +64,13 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
         raise MegarlError(f"--picture: is of one suite; say which with --suite ({', '.join(common)})")
     console = Console()
     for name in [suite] if suite else common:
-        drawn = [curve for place in places for curve in _read(place, name)]
+        drawn: list[ScoreCurve] = []
+        for place in places:
+            answers = SuiteDir(place, name).answers
+            if not (outcomes := metrics.read_outcomes(answers)):
+                raise MegarlError(f"{answers}: has no answers")
+            model = f"step {step_of(place)}" if CHECKPOINT.fullmatch(place.name) else place.name
+            drawn += curves(model, outcomes)
         console.print(table(name, drawn))
         path = picture or outs[0] / f"curve-{name}.png"
         draw(name, drawn, path)
@@ -79,13 +85,6 @@ def _places(out: Path) -> list[Path]:
     if not suites_in(out):
         raise MegarlError(f"{out}: no answers there; give a directory of `megarl eval`, RUN, or RUN/evaluations/step-N")
     return [out]
-
-
-def _read(place: Path, suite: str) -> list[ScoreCurve]:
-    outcomes = metrics.read_outcomes(SuiteDir(place, suite).answers)
-    if not outcomes:
-        raise MegarlError(f"{SuiteDir(place, suite).answers}: has no answers")
-    return curves(f"step {step_of(place)}" if CHECKPOINT.fullmatch(place.name) else place.name, outcomes)
 
 
 def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:

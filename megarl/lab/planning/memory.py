@@ -61,8 +61,7 @@ def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, micro
     width = WIDTH[model.dtype]
     tokens = microbatch_tokens / model.context_parallel
     held = in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
-    layers = _stage_activations(recipe, shape, width) * tokens
-    again = _recomputed_activations(recipe, shape, width) * tokens
+    layers, again = (each * tokens for each in _activations(recipe, shape))
     head = head_bytes(tokens, shape.vocabulary, shape.hidden, model.tensor_parallel, width)
     ends = shape.embedding_parameters / model.tensor_parallel
     publication = 2.0 * recipe.weights.bucket_mb * 2**20
@@ -97,39 +96,24 @@ def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
     return fp8 + sum(states)
 
 
-def _stage_activations(recipe: Recipe, shape: Architecture, width: int) -> float:
-    """Return the bytes that each token keeps on a rank for the layers of one stage, until its backward pass."""
-    model = recipe.model
-    if recipe.learner.recompute == "full":  # each layer's input, divided as the norms are: [AR] section 5
-        shards = model.tensor_parallel if model.sequence_parallel else 1
-        return shape.layers * shape.hidden * width / shards / model.pipeline_parallel
-    attention, dense, sparse = _layer_activations(recipe, shape, width)
-    if recipe.learner.recompute == "selective":
-        dense = sparse = 0.0
-    whole = shape.layers * attention + (shape.layers - shape.moe_layers) * dense + shape.moe_layers * sparse
-    return whole / model.pipeline_parallel
-
-
-def _recomputed_activations(recipe: Recipe, shape: Architecture, width: int) -> float:
-    """Return the bytes that each token takes in the one layer that is being computed again."""
-    if recipe.learner.recompute == "none":
-        return 0.0
-    attention, dense, sparse = _layer_activations(recipe, shape, width)
-    largest = max(dense if shape.moe_layers < shape.layers else 0.0, sparse if shape.moe_layers else 0.0)
-    return largest + (attention if recipe.learner.recompute == "full" else 0.0)
-
-
-def _layer_activations(recipe: Recipe, shape: Architecture, width: int) -> tuple[float, float, float]:
-    """Return bytes per token of one layer on one rank: norms and attention, a dense MLP, experts."""
-    model = recipe.model
-    shards = model.tensor_parallel if model.sequence_parallel else 1
+def _activations(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
+    """Return bytes of each token on a rank: of a stage's layers until its backward pass; in a layer that is computed again."""
+    model, recompute, width = recipe.model, recipe.learner.recompute, WIDTH[recipe.model.dtype]
+    tensor, shards = model.tensor_parallel, model.tensor_parallel if model.sequence_parallel else 1
     kept = width if model.fp8 == "none" else FP8
     attention = replicated_activation_bytes(shape, width, kept) / shards
-    attention += attention_activation_bytes(shape, width, kept) / model.tensor_parallel
-    dense = mlp_activation_bytes(shape.feed_forward, width, kept) / model.tensor_parallel
-    shared = mlp_activation_bytes(shape.shared_feed_forward, width, kept) / model.tensor_parallel
+    attention += attention_activation_bytes(shape, width, kept) / tensor
+    dense = mlp_activation_bytes(shape.feed_forward, width, kept) / tensor
     routed = routed_activation_bytes(shape, model.expert_tensor_parallel, width, kept) / shards
-    return attention, dense, shared + routed
+    sparse = mlp_activation_bytes(shape.shared_feed_forward, width, kept) / tensor + routed
+    layers, moe, stages = shape.layers, shape.moe_layers, model.pipeline_parallel
+    if recompute == "none":
+        return (layers * attention + (layers - moe) * dense + moe * sparse) / stages, 0.0
+    largest = max(dense if moe < layers else 0.0, sparse if moe else 0.0)
+    if recompute == "selective":
+        return layers * attention / stages, largest
+    # Each layer's input, divided as the norms are: [AR] section 5
+    return layers * shape.hidden * width / shards / stages, attention + largest
 
 
 def server(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed) -> ServerMemory:

@@ -102,7 +102,6 @@ class SimulatedServer:
         """Compute the rate from now on, and schedule the next update."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         count = len(self._running)
         if not count or self._paused:
             self._rate = 0.0
@@ -114,6 +113,5 @@ class SimulatedServer:
         self._timer = asyncio.get_running_loop().call_later(stride * seconds, self._wake)
 
     def _wake(self) -> None:
-        self._timer = None
         self._advance()
         self._plan()

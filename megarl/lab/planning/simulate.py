@@ -151,26 +151,25 @@ class _Simulation:
         return record
 
     async def _rollout(self, ticket: _Ticket, places: GroupPlaces, sample: int, length: int) -> None:
-        context = self.work.prompt_tokens
-        for tokens in self._legs(length):
+        context, legs = self.work.prompt_tokens, [length]
+        if (
+            self.recipe.length.control == "interruption"
+        ):  # thinking and answer are requests of their own, if it interrupts
+            low, high = self.recipe.length.thinking_tokens
+            budget = int(self.random.integers(low, high + 1))
+            legs = [budget, length - budget] if length > budget else legs
+        for tokens in legs:
             server, _ = await places.take(sample)
             ticket.versions.update(await self.servers[server].generate(context, tokens))
             context += tokens
             self.places.give_back(server)
-
-    def _legs(self, length: int) -> list[int]:
-        """Return the lengths of a rollout's requests: thinking and answer apart, if thinking is interrupted."""
-        if self.recipe.length.control != "interruption":
-            return [length]
-        low, high = self.recipe.length.thinking_tokens
-        budget = int(self.random.integers(low, high + 1))
-        return [budget, length - budget] if length > budget else [length]
 
     # The learner.
 
     async def _learn(self, tasks: asyncio.TaskGroup) -> None:
         now, schedule = asyncio.get_running_loop().time, self.pipeline.evaluations
         step, spent = 0, {"wait": 0.0, "train": 0.0, "publish": 0.0}
+        kept = self.recipe.batch.zero_variance == "keep"
         while True:
             self.changed.clear()
             if schedule.is_due(step, self.count) and (servers := schedule.begin(step)):
@@ -178,8 +177,11 @@ class _Simulation:
             decision, start = decide(Next(LEARNER, step, step), self.pipeline.view(step)), now()
             match decision:
                 case TrainStep():
-                    tickets, seconds = self._batch(step)
-                    await asyncio.sleep(seconds)
+                    tickets = self.pipeline.admission.batch(step)
+                    assert tickets is not None
+                    chosen = [self.tickets[t] for t in tickets]
+                    lengths = [n + self.work.prompt_tokens for t in chosen if kept or t.varied for n in t.lengths]
+                    await asyncio.sleep(self.costs.train_seconds(lengths) if lengths else 0.0)
                     spent["train"] += now() - start
                     self._close_step(step, tickets, spent)
                     step, spent = step + 1, dict.fromkeys(spent, 0.0)
@@ -191,14 +193,6 @@ class _Simulation:
                 case _:
                     await self.changed.wait()
                     spent["wait"] += now() - start
-
-    def _batch(self, step: int) -> tuple[tuple[int, ...], float]:
-        tickets = self.pipeline.admission.batch(step)
-        assert tickets is not None
-        kept = self.recipe.batch.zero_variance == "keep"
-        chosen = [self.tickets[t] for t in tickets]
-        lengths = [n + self.work.prompt_tokens for t in chosen if kept or t.varied for n in t.lengths]
-        return tickets, self.costs.train_seconds(lengths) if lengths else 0.0
 
     def _close_step(self, step: int, tickets: tuple[int, ...], spent: dict[str, float]) -> None:
         lags: Counter[int] = Counter()

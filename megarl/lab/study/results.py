@@ -78,8 +78,18 @@ def collect(study: Study) -> list[VariantResult]:
     if not done:
         raise MegarlError(f"{study.path}: no run has finished yet; wait, or look at its logs/")
     hours = min(read(task)[-1].compute_hours for task in done)
-    each = {variant: [task for task in done if task.variant == variant] for variant in study.variants}
-    return [_result(variant, tasks, hours) for variant, tasks in each.items() if tasks]
+    results = []
+    for variant in study.variants:
+        if tasks := [task for task in done if task.variant == variant]:
+            runs = tuple(read(task) for task in tasks)
+            at_hours = [np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run]) for run in runs]
+            result = VariantResult(variant, runs, np.array(at_hours), None)
+            try:
+                pooled = fit([curve for task in tasks for curve in read_points(task.rundir.path)])
+                results.append(result._replace(fit=pooled))
+            except MegarlError as error:
+                results.append(result._replace(why_no_fit=str(error)))
+    return results
 
 
 def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
@@ -92,15 +102,6 @@ def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
         values = row["compute_hours"], row[score], row["step"], tokens, task.seed, row["compute_unit"]
         points.append(EvaluationPoint(*values))
     return tuple(points)
-
-
-def _result(variant: str, tasks: Sequence[StudyTask], hours: float) -> VariantResult:
-    runs = tuple(read(task) for task in tasks)
-    common = np.array([np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run]) for run in runs])
-    try:
-        return VariantResult(variant, runs, common, fit([c for task in tasks for c in read_points(task.rundir.path)]))
-    except MegarlError as error:
-        return VariantResult(variant, runs, common, None, str(error))
 
 
 HEADINGS = ("variant", "seeds", "before", "after", "at equal compute", "A", "B", "C_mid", "hours a run", "tokens a run")
