@@ -1,6 +1,6 @@
 """ScaleRL's fit of a learning curve, and how certain its parameters are (arXiv 2510.13786, section 2 and appendix A).
 
-    Curves ──► `windowed`: without early points ──► profile.py: A, B, C_mid and their intervals ──► `doubts` ──► Fit
+    Curves ──► `windowed`: without early points ──► FitProfile: A, B, C_mid and their intervals ──► `doubts` ──► Fit
 
 The paper tries A = 0.450, 0.455 … 0.800 and C_mid, and fits B for each pair; the smallest sum of squares wins. Here C_mid is
 continuous and so, unless `grid="paper"`, is A between 0 and 1. R_0 is the score before training and is not fitted if known.
@@ -29,9 +29,8 @@ import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.forms import FORMS, Form
-from megarl.lab.scaling.least_squares import R0, A, FitProblem, U, W, descend, predicted
+from megarl.lab.scaling.least_squares import R0, A, FitProblem, FitProfile, U, W, descend, predicted, student_t
 from megarl.lab.scaling.points import Curve, Unit, amount
-from megarl.lab.scaling.profile import FitProfile, student_t
 
 Grid = Literal["paper", "free"]
 Interval = tuple[float, float]
