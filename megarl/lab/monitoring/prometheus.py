@@ -24,10 +24,8 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.telemetry.names import NAMES
 
 Families = Callable[[], Iterable[Metric]]
-Status = Mapping[str, Any]
-"""As in RUN/status.json, empty before the first."""
-Totals = Mapping[int, Mapping[str, float]]
-"""Totals by server: tokens, busy_seconds."""
+Status = Mapping[str, Any]  # as in RUN/status.json, empty before the first
+Totals = Mapping[int, Mapping[str, float]]  # totals by server: tokens, busy_seconds
 
 
 def serve(address: str, key: str, families: Families) -> Callable[[], None]:

@@ -25,8 +25,7 @@ from megarl.lab.planning.workload import Workload
 
 TENSOR = PIPELINE = (1, 2, 4, 8)
 CONTEXT, EXPERT = (1, 2, 4), (1, 2, 4, 8, 16)
-SPLITS = 40
-"""Approximate number of generator : trainer splits tried: multiples of a power of two, as layouts are."""
+SPLITS = 40  # approximate number of generator : trainer splits tried: multiples of a power of two, as layouts are
 MOST_PACKED = 1024
 """Most sequences packed to see how a step's fall into micro-batches; beyond that, a share of them on a share of the ranks."""
 

@@ -17,8 +17,7 @@ from megarl.core.recipe import Recipe
 from megarl.lab.planning.hardware import Assumed, Gpu
 
 HALF, FP32, FP8 = 2, 4, 1
-WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}
-"""Bytes of a number, by `model.dtype`."""
+WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}  # bytes of a number, by `model.dtype`
 
 
 @dataclass(frozen=True)
@@ -184,8 +183,7 @@ def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
     return pipeline_parallel * (1 + (pipeline_parallel - 1) / (pipeline_parallel * virtual))
 
 
-HEAD_CHUNK = 4096 * 8192
-"""Logits that the learner's head holds at a time (megarl/core/learner/head/function.py)."""
+HEAD_CHUNK = 4096 * 8192  # logits that the learner's head holds at a time (megarl/core/learner/head/function.py)
 
 
 def head_bytes(tokens: float, vocabulary: int, hidden: int, tensor_parallel: int, width: int) -> float:

@@ -95,10 +95,8 @@ class Workload:
         return self.sample[:count] + self.prompt_tokens
 
 
-MEAN_SHARE = 0.5
-"""Mean as a share of the longest completion, unless given."""
-PROMPT_SHARE = 0.125
-"""Typical prompt as a share of the longest: 256 tokens of 2,048."""
+MEAN_SHARE = 0.5  # mean as a share of the longest completion, unless given
+PROMPT_SHARE = 0.125  # typical prompt as a share of the longest: 256 tokens of 2,048
 
 
 def workload(recipe: Recipe, lengths: Lengths, trained_share: float, seed: int) -> Workload:

@@ -17,8 +17,7 @@ from megarl.lab.report import charts, pictures
 from megarl.run import summary
 
 TEMPLATE = Path(__file__).with_name("report.html")
-SAMPLES = 4
-"""Rollouts shown, of the newest groups."""
+SAMPLES = 4  # rollouts shown, of the newest groups
 MOST_CHARACTERS = 6000
 
 

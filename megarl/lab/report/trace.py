@@ -31,8 +31,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.telemetry.spans import TICKETS, Life, Open, Row, Span, SpanEvent, Value
 
-Unit = Sequence[Span]
-"""Spans that stay on one lane: the first contains the others."""
+Unit = Sequence[Span]  # spans that stay on one lane: the first contains the others
 
 
 def nested(spans: Iterable[Span]) -> list[Unit]:
@@ -189,8 +188,7 @@ class ChromeTrace:
 
 
 LEARNER, REQUESTS, BUSY = "learner/rank 0", "/requests", "/busy"
-MARGIN_S = 1e-6
-"""How far within their spans arrows begin and end."""
+MARGIN_S = 1e-6  # how far within their spans arrows begin and end
 
 
 def main(run: Path, steps: int, output: Path | None) -> int:

@@ -20,8 +20,7 @@ from megarl.lab.scaling.points import Curve, PointColumns, curve_of_run
 
 STEPS = np.array([0.4, 0.7, 0.9, 1.0, 1.15, 1.4, 2.0, 4.0, 12.0])
 """Scores tried on each side, in half widths of the linear approximation of the interval."""
-BETWEEN = np.linspace(0, 1, 7)[1:-1]
-"""Then between the last score inside and the first one outside."""
+BETWEEN = np.linspace(0, 1, 7)[1:-1]  # then between the last score inside and the first one outside
 
 
 class Prediction(NamedTuple):
@@ -48,8 +47,7 @@ class Later:
     until: float
     mean_error: float
     largest_error: float
-    inside: int
-    """Points inside the interval widened by the fit's residual noise."""
+    inside: int  # points inside the interval widened by the fit's residual noise
 
 
 def predict(fit: Fit, hours: np.ndarray) -> Prediction:
@@ -87,8 +85,7 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
     return Later(len(hours), float(hours.max()), float(errors.mean()), worst, inside)
 
 
-NEXT = 0.1
-"""Part of the budget that is weighed against the noise."""
+NEXT = 0.1  # part of the budget that is weighed against the noise
 
 
 def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, score: str = PASS_RATE) -> Row:

@@ -64,24 +64,19 @@ class Fit:
     rmse: float
     r2: float
     n: int
-    window: Interval
-    """Hours of the first and the last point that were used."""
+    window: Interval  # hours of the first and the last point that were used
     A_interval: Interval
     B_interval: Interval
     C_mid_interval: Interval
     warnings: tuple[str, ...]
     unit: Unit
     r0_from: Literal["evaluation", "given", "estimate"]
-    problem: FitProblem
-    """The problem that was solved; x is in units of `scale`."""
-    allowed_sse: float
-    """Largest error of a curve in the 95 % region of one parameter or prediction, with R_0 certain."""
+    problem: FitProblem  # the problem that was solved; x is in units of `scale`
+    allowed_sse: float  # largest error of a curve in the 95 % region of one parameter or prediction, with R_0 certain
     region: tuple[np.ndarray, np.ndarray]
     """The profiles' parameters [rows, 4], of curves inside the region and somewhat outside, and their errors [rows]."""
-    if_r0: np.ndarray
-    """[2, 4] parameters refitted at the ends of R_0's interval; those of the fit if R_0 has none."""
-    hours: np.ndarray
-    """[n] hours of the points used, ascending."""
+    if_r0: np.ndarray  # [2, 4] parameters refitted at the ends of R_0's interval; those of the fit if R_0 has none
+    hours: np.ndarray  # [n] hours of the points used, ascending
 
     def __call__(self, hours: np.ndarray) -> np.ndarray:
         """Return the fitted pass rate [points] at compute above 0."""
@@ -223,10 +218,8 @@ def _refuse(
         raise MegarlError(f"{name}: the power law cannot estimate R_0 (it only moves C_mid); give --r0")
 
 
-EARLY_HOURS = 1500.0
-"""GPU-hours that the paper leaves out."""
-ENOUGH = 8
-"""Points that must remain for the default window to leave any out."""
+EARLY_HOURS = 1500.0  # GPU-hours that the paper leaves out
+ENOUGH = 8  # points that must remain for the default window to leave any out
 
 
 def windowed(
@@ -265,8 +258,7 @@ def _default(curve: Curve, end: float | None, remarks: list[str]) -> float:
 
 FEW_POINTS = 8
 WIDE_INTERVAL = 0.05
-STREAKS = 2.6
-"""Deviations of the residuals' autocorrelation that noise alone exceeds once in a hundred fits."""
+STREAKS = 2.6  # deviations of the residuals' autocorrelation that noise alone exceeds once in a hundred fits
 
 
 def doubts(fit: Fit) -> Iterator[str]:

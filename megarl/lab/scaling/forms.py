@@ -24,14 +24,10 @@ class Form:
 
     name: str
     log: bool
-    share: Callable[[Array], Array]
-    """s as a function of z."""
-    slope: Callable[[Array], Array]
-    """ds/dz as a function of z."""
-    inverse: Callable[[float], float]
-    """z as a function of s."""
-    below: float
-    """How far u may lie below the smallest x, and above the largest."""
+    share: Callable[[Array], Array]  # s as a function of z
+    slope: Callable[[Array], Array]  # ds/dz as a function of z
+    inverse: Callable[[float], float]  # z as a function of s
+    below: float  # how far u may lie below the smallest x, and above the largest
     above: float
     w_bounds: tuple[float, float]
 

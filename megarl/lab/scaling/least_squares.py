@@ -18,13 +18,10 @@ import numpy as np
 from megarl.lab.scaling.forms import Form
 
 A, U, W, R0 = range(4)
-GRID = (101, 32, 32)
-"""Numbers of values of A, u and w."""
-INSIDE = 48
-"""More values of u among the points, where a steep curve may have a minimum in each gap."""
+GRID = (101, 32, 32)  # numbers of values of A, u and w
+INSIDE = 48  # more values of u among the points, where a steep curve may have a minimum in each gap
 ITERATIONS = 200
-PATIENCE = 5
-"""Steps without a gain of one in 10⁹ after which a row is done."""
+PATIENCE = 5  # steps without a gain of one in 10⁹ after which a row is done
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +32,7 @@ class FitProblem:
     x: np.ndarray
     y: np.ndarray
     a_bounds: tuple[float, float]
-    r0_bounds: tuple[float, float]
-    """Equal if R_0 is known."""
+    r0_bounds: tuple[float, float]  # equal if R_0 is known
 
     @property
     def low(self) -> np.ndarray:
@@ -140,8 +136,7 @@ def jacobian(form: Form, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.stack([share, -by_z * np.exp(w), by_z * z, 1 - share], axis=-1)
 
 
-REFINED = 16
-"""Values between an inside and an outside value of a profile, in each of two rounds."""
+REFINED = 16  # values between an inside and an outside value of a profile, in each of two rounds
 
 
 class FitProfile:

@@ -22,8 +22,7 @@ from megarl.lab.scaling.published import Law
 Series = Mapping[str, tuple[Sequence[Curve], Fit | None]]
 TEMPLATE = Path(__file__).with_name("page.html")
 BAND_POINTS = 48
-BEYOND = 3.0
-"""How far curves are drawn by default: this many times the compute of the last point."""
+BEYOND = 3.0  # how far curves are drawn by default: this many times the compute of the last point
 
 
 def plot_fits(

@@ -20,8 +20,7 @@ import numpy as np
 from megarl.core.base.errors import MegarlError
 
 Unit = Literal["gpu", "core"]
-HOURS: dict[str, str] = {"gpu": "GPU-hours", "core": "core-hours"}
-"""Names of the units of compute, for people."""
+HOURS: dict[str, str] = {"gpu": "GPU-hours", "core": "core-hours"}  # names of the units of compute, for people
 Row = dict[str, Any]
 
 
@@ -30,12 +29,9 @@ class Curve:
     """One run with one seed. Example: Curve("mine", np.array([10., 20.]), np.array([.3, .4]), r0=.2)."""
 
     name: str
-    hours: np.ndarray
-    """Cumulative compute of all roles together, [points] float64, above 0, ascending."""
-    pass_rate: np.ndarray
-    """[points] float64, from 0 to 1."""
-    r0: float | None = None
-    """Pass rate before training, if it was measured."""
+    hours: np.ndarray  # cumulative compute of all roles together, [points] float64, above 0, ascending
+    pass_rate: np.ndarray  # [points] float64, from 0 to 1
+    r0: float | None = None  # pass rate before training, if it was measured
     unit: Unit = "gpu"
     seed: int | None = None
     first_epoch: float | None = None

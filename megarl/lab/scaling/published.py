@@ -11,8 +11,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.points import Curve
 
 FILE = Path(__file__).with_name("published.yaml")
-SAMPLES = 16_000
-"""Samples of an evaluation in the paper: 1,000 prompts x 16."""
+SAMPLES = 16_000  # samples of an evaluation in the paper: 1,000 prompts x 16
 
 
 class Law(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,8 +25,7 @@ class Law(msgspec.Struct, frozen=True, kw_only=True):
     C_mid: float | None = None
     hours: float | None = None
     mark: str = ""
-    r0: float = 0.0
-    """Read off the paper's figure 1 and used for all rows; the paper does not print it."""
+    r0: float = 0.0  # read off the paper's figure 1 and used for all rows; the paper does not print it
 
     def __call__(self, hours: np.ndarray) -> np.ndarray:
         """Return pass rates [points] at GPU-hours."""
