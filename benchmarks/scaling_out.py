@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.core.base import architecture
 from megarl.core.recipe import load
-from megarl.lab.planning.hardware import assumed, gpu_named
+from megarl.lab.planning.hardware import gpu_named
 from megarl.lab.planning.layouts import PlanningProblem, as_written
 from megarl.lab.planning.simulate import costs, simulate, summary
 from megarl.lab.planning.workload import lognormal, workload
@@ -65,7 +65,7 @@ def simulated(gpus: int, part: int, keys: tuple[str, ...]) -> dict[str, Any]:
     recipe = load("scalerl-8b", [*BASE, *keys])
     lengths = lognormal(recipe, MEAN, SPREAD)
     work = workload(recipe, lengths, 1.0, 0)
-    problem = PlanningProblem(recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), assumed(), gpus, work)
+    problem = PlanningProblem(recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), gpus, work)
     plan = as_written(problem)
     assert not isinstance(plan, str), plan
     resources = recipe.resources.model_copy(update={"servers": recipe.resources.servers // part})

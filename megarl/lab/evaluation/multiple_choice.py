@@ -115,17 +115,10 @@ SETS: Mapping[str, Callable[[Raw], Question]] = {"arc": arc, "hellaswag": hellas
 """By a suite's `choices`; both parts of ARC have the same schema."""
 
 
-class LoadedQuestions(NamedTuple):
-    """Questions of a source. left_out: number of rows by reason."""
-
-    questions: list[Question]
-    left_out: Counter[str]
-
-
-def load_questions(source: str, choices: str) -> LoadedQuestions:
+def load_questions(source: str, choices: str) -> tuple[list[Question], Counter[str]]:
     """Load the questions of a source, in order; choices: a key of SETS. MegarlError if there is none.
 
-    Rows that do not fit the schema, or repeat an id, are left out, counted and reported: every published set has some.
+    Rows that do not fit the schema, or repeat an id, are left out, counted by reason, reported: every published set has some.
     """
     questions: dict[str, Question] = {}
     left_out, faults = Counter[str](), []
@@ -146,7 +139,7 @@ def load_questions(source: str, choices: str) -> LoadedQuestions:
         raise MegarlError(listed(f"{source}: no question of the schema {choices!r} in it", faults))
     if faults:
         log.warning("%s", listed(f"{source}: {len(faults)} rows left out:", faults))
-    return LoadedQuestions(list(questions.values()), left_out)
+    return list(questions.values()), left_out
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import show
-from megarl.lab.planning.hardware import assumed, gpu_named
+from megarl.lab.planning.hardware import gpu_named
 from megarl.lab.planning.layouts import Found, Plan, PlanningProblem, as_written, search
 from megarl.lab.planning.workload import Lengths, Workload, lengths_of, lognormal, workload
 from megarl.run.devices import gpus
@@ -44,7 +44,7 @@ def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool) 
 def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work: Workload) -> PlanningProblem:
     """Pose the planning problem. gpu: a name in hardware.yaml; model_config: see architecture.read, else the recipe's model."""
     shape = architecture.read(model_config or recipe.model.path)
-    return PlanningProblem(recipe, shape, gpu_named(gpu), assumed(), gpus, work)
+    return PlanningProblem(recipe, shape, gpu_named(gpu), gpus, work)
 
 
 def work(

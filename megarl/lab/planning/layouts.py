@@ -18,7 +18,7 @@ from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import impossible, impossible_for
 from megarl.lab.planning import memory, speed
-from megarl.lab.planning.hardware import GB, Assumed, Gpu
+from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import LearnerMemory, ServerMemory
 from megarl.lab.planning.speed import Decoder, Packing, Publication
 from megarl.lab.planning.workload import Workload
@@ -37,7 +37,6 @@ class PlanningProblem:
     recipe: Recipe
     shape: Architecture
     gpu: Gpu
-    assumed: Assumed
     gpus: int
     work: Workload
 
@@ -149,7 +148,7 @@ def as_written(problem: PlanningProblem) -> Plan | str:
         return memory_of
     if recipe.resources.colocate:
         # Two processes share a GPU, so what each reserves counts twice.
-        room = problem.assumed.usable(problem.gpu) - problem.assumed.reserved_gb * GB
+        room = problem.gpu.usable - ASSUMED.reserved_gb * GB
         need = memory.colocated(recipe, learner.memory, memory_of)
         if need > room:
             return (
@@ -187,7 +186,7 @@ def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
         return f"model.fp8: {problem.gpu.name} has no FP8 products"
     if model.tensor_parallel * model.context_parallel > problem.gpu.nvlink_gpus:
         return f"TP x CP is beyond the {problem.gpu.nvlink_gpus} GPUs of one NVLink domain"
-    recipe, shape, room = _with_microbatch_tokens(problem, recipe), problem.shape, problem.assumed.usable(problem.gpu)
+    recipe, shape, room = _with_microbatch_tokens(problem, recipe), problem.shape, problem.gpu.usable
     tokens, one_size = recipe.learner.microbatch_tokens, model.pipeline_parallel > 1
     packed = _packed(problem.work, shape, tokens, recipe.data_parallel, one_size)
     need = memory.learner(recipe, shape, packed.largest, packed.microbatches)
@@ -196,7 +195,7 @@ def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
         parts["the head's logits are"] = need.head
         largest = max(parts, key=parts.__getitem__)
         return f"learner: does not fit {room / GB:.0f} GB a GPU; {largest} the largest part"
-    return LearnerChoice(recipe, need, speed.train_seconds(recipe, shape, packed, problem.gpu, problem.assumed))
+    return LearnerChoice(recipe, need, speed.train_seconds(recipe, shape, packed, problem.gpu))
 
 
 def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
@@ -205,7 +204,7 @@ def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
         return recipe
     longest, stages = recipe.length.context_tokens, recipe.model.pipeline_parallel
     share = recipe.data_parallel * (4 * stages if stages > 1 else 1)
-    sizes, room = sizes_to_try(longest, longest * problem.work.rollouts // share), problem.assumed.usable(problem.gpu)
+    sizes, room = sizes_to_try(longest, longest * problem.work.rollouts // share), problem.gpu.usable
     # A size below the longest sequence is useless.
     fitting = (n for n in sizes if n >= longest and memory.learner(recipe, problem.shape, n, 2 * stages).total <= room)
     learner = recipe.learner.model_copy(update={"microbatch_tokens": max(fitting, default=longest)})
@@ -241,10 +240,10 @@ def _server(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
         return f"server TP {ranks}: does not divide the heads"
     if ranks > gpu.nvlink_gpus:
         return f"server TP {ranks}: beyond one NVLink domain"
-    found = memory.server(_with_servers(problem.recipe, 1, ranks), shape, gpu, problem.assumed)
+    found = memory.server(_with_servers(problem.recipe, 1, ranks), shape, gpu)
     if found.kv_tokens < longest:
         return f"server TP {ranks}: weights leave no room for the KV of one longest sequence"
-    room = problem.assumed.usable(gpu) - found.weights - found.transient
+    room = gpu.usable - found.weights - found.transient
     found = replace(found, kv=min(found.kv, max(room, 0.0)))
     if found.kv_tokens < longest:
         return f"server TP {ranks}: weights and logits leave no room for the KV of one longest sequence"
@@ -266,8 +265,8 @@ def evaluate(
     recipe = _with_servers(learner.recipe, count, ranks)
     shared = recipe.resources.colocate
     gpus = learner_gpus if shared else count * ranks + learner_gpus
-    published = speed.publication(recipe, problem.shape, problem.gpu, problem.assumed, gpus)
-    decoder = Decoder(recipe, problem.shape, problem.gpu, problem.assumed, memory_of.kv_token)
+    published = speed.publication(recipe, problem.shape, problem.gpu, gpus)
+    decoder = Decoder(recipe, problem.shape, problem.gpu, memory_of.kv_token)
     most_tokens = float(work.sample.max())
     # A batch is complete when its longest rollout is, and only the window's batches are in progress: mean / longest of these.
     window = pipeline.window_steps * work.rollouts / count * work.mean_tokens / most_tokens

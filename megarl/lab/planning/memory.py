@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
-from megarl.lab.planning.hardware import Assumed, Gpu
+from megarl.lab.planning.hardware import ASSUMED, Gpu
 
 HALF, FP32, FP8 = 2, 4, 1
 WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}  # bytes of a number, by `model.dtype`
@@ -115,7 +115,7 @@ def _activations(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
     return layers * shape.hidden * width / shards / stages, attention + largest
 
 
-def server(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed) -> ServerMemory:
+def server(recipe: Recipe, shape: Architecture, gpu: Gpu) -> ServerMemory:
     """Return the memory of a server with resources.server_tensor_parallel GPUs."""
     ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
     width = WIDTH[recipe.model.dtype]
@@ -123,7 +123,7 @@ def server(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed) -> S
     logits = FP32 * running * shape.vocabulary / ranks
     return ServerMemory(
         weights=weights,
-        kv=max(0.0, (recipe.serving.memory_fraction or assumed.static_share) * gpu.memory - weights),
+        kv=max(0.0, (recipe.serving.memory_fraction or ASSUMED.static_share) * gpu.memory - weights),
         kv_token=kv_bytes(shape, ranks, width),
         transient=logits + recipe.weights.bucket_mb * 2**20,
     )

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megarl.lab.planning import memory
-from megarl.lab.planning.hardware import GB
+from megarl.lab.planning.hardware import ASSUMED, GB
 from megarl.lab.planning.layouts import Found, Plan, PlanningProblem
 from megarl.lab.planning.simulate import Summary
 
@@ -176,7 +176,7 @@ def as_json(
         "active_parameters": problem.shape.active_parameters,
         "rollouts": problem.work.rollouts,
         "mean_tokens": problem.work.mean_tokens,
-        "assumed": asdict(problem.assumed),
+        "assumed": asdict(ASSUMED),
         "as_written": written if isinstance(written, str) else _plan(written),
         "plans": [_plan(plan) for plan in found.plans[:best]],
         "saving": found.saving,

@@ -320,7 +320,7 @@ def costs(problem: PlanningProblem, plan: Plan) -> Costs:
 
     def train_seconds(lengths: Sequence[int]) -> float:
         packed = speed.packing(lengths, microbatch_tokens, recipe.data_parallel, cost, one_size)
-        return speed.train_seconds(recipe, problem.shape, packed, problem.gpu, problem.assumed)
+        return speed.train_seconds(recipe, problem.shape, packed, problem.gpu)
 
     limit = min(recipe.serving.max_running_requests, plan.server.kv_tokens / problem.work.live_context)
     return Costs(plan.decoder.step_seconds, train_seconds, *plan.publication, limit=max(1, int(limit)))

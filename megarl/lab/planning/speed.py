@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megarl.core.algorithm.packing import HEAD_PASSES, LAYER_PASSES, Cost, pack
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
-from megarl.lab.planning.hardware import GB, Assumed, Gpu
+from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import FP32, HALF, WIDTH
 
 CONTROL_CALLS = 5
@@ -47,27 +47,27 @@ def packing(
     )
 
 
-def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu, assumed: Assumed) -> float:
+def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu) -> float:
     """Return seconds of forward, backward, gradients and optimiser of a step on the slowest rank."""
     model, stages, microbatches = recipe.model, recipe.model.pipeline_parallel, packed.microbatches
     # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
     tokens = (packed.rank_tokens if stages == 1 else packed.largest * microbatches) / model.context_parallel
     attention, recompute = attention_flop(shape, packed.positions), recipe.learner.recompute
-    bf16 = gpu.bf16 * assumed.training_efficiency
+    bf16 = gpu.bf16 * ASSUMED.training_efficiency
     # The backward pass computes again the matrices of all layers, or of MLPs and experts (models/build.py): [AR] section 5
     again = {"none": 0.0, "selective": shape.body_parameters - shape.layers * shape.attention_parameters}
     linear = LAYER_PASSES * layer_flop(shape) + 2 * again.get(recompute, shape.body_parameters)
-    linear_seconds = linear / (bf16 if model.fp8 == "none" else gpu.fp8 * assumed.fp8_efficiency)
+    linear_seconds = linear / (bf16 if model.fp8 == "none" else gpu.fp8 * ASSUMED.fp8_efficiency)
     attention_seconds = (LAYER_PASSES + (recompute == "full")) * attention / bf16
     head_seconds = HEAD_PASSES * head_flop(shape) / bf16
     per_token = ((linear_seconds + attention_seconds) / stages + head_seconds) / model.tensor_parallel
-    links = _layer_link_seconds(recipe, shape, tokens, gpu, assumed) / stages
+    links = _layer_link_seconds(recipe, shape, tokens, gpu) / stages
     slowest = tokens * per_token + links
     bubble = (stages - 1) / (microbatches * model.virtual_pipeline_parallel)  # [PP] 2.2
-    return slowest * (1 + bubble) + _update_seconds(recipe, shape, gpu, assumed)
+    return slowest * (1 + bubble) + _update_seconds(recipe, shape, gpu)
 
 
-def _layer_link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, assumed: Assumed) -> float:
+def _layer_link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu) -> float:
     """Return seconds of tensor and expert parallelism's communication in all layers, as if none of it were hidden."""
     model, again, row = recipe.model, recipe.learner.recompute, HALF * shape.hidden
     tensor, experts, seconds = model.tensor_parallel, model.expert_parallel, 0.0
@@ -76,21 +76,21 @@ def _layer_link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu:
         # gradients. Without it: four all-reduces, each a gather and a scatter. Recomputation repeats two exchanges or one.
         passes = (10 if model.sequence_parallel else 8) + {"none": 0, "selective": 2, "full": 4}[again]
         size = passes * tokens * row * (tensor - 1) / tensor
-        seconds += shape.layers * size / (gpu.nvlink * assumed.network_efficiency)
+        seconds += shape.layers * size / (gpu.nvlink * ASSUMED.network_efficiency)
     if experts > 1:  # each pass there and back: GShard, arXiv 2006.16668
         local = tokens / (tensor if model.sequence_parallel else 1)
         size = (4 if again == "none" else 6) * local * shape.experts_per_token * row * (experts - 1) / experts
         rate = gpu.nvlink if experts <= gpu.nvlink_gpus else gpu.network
-        seconds += shape.moe_layers * size / (rate * assumed.network_efficiency)
+        seconds += shape.moe_layers * size / (rate * ASSUMED.network_efficiency)
     return seconds
 
 
-def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed) -> float:
+def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu) -> float:
     """Return seconds to reduce gradients, run AdamW on this rank's share and gather weights, as if none of it were hidden."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     dense_shards = model.tensor_parallel * model.pipeline_parallel
     expert_shards = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
-    rate = (gpu.nvlink if ranks <= gpu.nvlink_gpus else gpu.network) * assumed.network_efficiency
+    rate = (gpu.nvlink if ranks <= gpu.nvlink_gpus else gpu.network) * ASSUMED.network_efficiency
     seconds, offload = 0.0, recipe.learner.optimizer_offload
     dense = shape.parameters - shape.routed_parameters
     for parameters, shards in ((dense, dense_shards), (shape.routed_parameters, expert_shards)):
@@ -98,27 +98,27 @@ def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assu
         # FP32 gradients scattered, weights gathered: [ZeRO] 7.2.1
         seconds += (FP32 + WIDTH[model.dtype]) * local * (copies - 1) / copies / rate
         mine = local / copies
-        here = (1 - offload) * optimizer_bytes(mine) / (gpu.memory_rate * assumed.bandwidth_efficiency)
+        here = (1 - offload) * optimizer_bytes(mine) / (gpu.memory_rate * ASSUMED.bandwidth_efficiency)
         # In the host's memory: FP32 gradients to it, FP32 weights back.
-        moved = 2 * FP32 * offload * mine / (gpu.host * assumed.network_efficiency)
-        seconds += max(here, moved + optimizer_bytes(offload * mine) / (assumed.host_gb_s * GB))
+        moved = 2 * FP32 * offload * mine / (gpu.host * ASSUMED.network_efficiency)
+        seconds += max(here, moved + optimizer_bytes(offload * mine) / (ASSUMED.host_gb_s * GB))
     return seconds
 
 
 class Decoder:
     """Computes seconds of a server's decode steps. kv_token: bytes of a token's k and v on each of its GPUs."""
 
-    def __init__(self, recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed, kv_token: float) -> None:
+    def __init__(self, recipe: Recipe, shape: Architecture, gpu: Gpu, kv_token: float) -> None:
         self.shape, self.kv_token, self.ranks = shape, kv_token, recipe.resources.server_tensor_parallel
         width = WIDTH[recipe.model.dtype]
         # On each GPU: bytes that any step reads, and for each expert reached in all layers; FLOP of a token; seconds of a step.
         self.read = width * (shape.dense_parameters + shape.embedding_parameters) / self.ranks
         self.read_expert = width * shape.moe_layers * shape.expert_parameters / self.ranks
         self.flop = (layer_flop(shape) + head_flop(shape)) / self.ranks
-        allreduces = 2 * shape.layers * assumed.allreduce_latency_s if self.ranks > 1 else 0.0
-        self.fixed_seconds = allreduces + assumed.decode_overhead_s
-        self.memory_rate = gpu.memory_rate * assumed.bandwidth_efficiency
-        self.flop_rate = gpu.bf16 * assumed.decode_efficiency
+        allreduces = 2 * shape.layers * ASSUMED.allreduce_latency_s if self.ranks > 1 else 0.0
+        self.fixed_seconds = allreduces + ASSUMED.decode_overhead_s
+        self.memory_rate = gpu.memory_rate * ASSUMED.bandwidth_efficiency
+        self.flop_rate = gpu.bf16 * ASSUMED.decode_efficiency
 
     def step_seconds(self, running: float, context_tokens: float) -> float:
         """Return seconds to decode one token for each of `running` requests that hold `context_tokens` in total."""
@@ -143,17 +143,17 @@ class Publication(NamedTuple):
     parity: float
 
 
-def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed, devices: int) -> Publication:
+def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> Publication:
     """Return the cost of sending the whole model to all servers, bucket by bucket; stages send one after the other."""
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
     size = shape.parameters * WIDTH[recipe.model.dtype]
     bucket = recipe.weights.bucket_mb * 2**20
     buckets = max(recipe.model.pipeline_parallel, -(-int(size) // bucket))
-    rate = (gpu.nvlink if devices <= gpu.nvlink_gpus else gpu.network) * assumed.network_efficiency
+    rate = (gpu.nvlink if devices <= gpu.nvlink_gpus else gpu.network) * ASSUMED.network_efficiency
     # A pipelined ring: bytes pass each link once, and the last rank is as many hops away as there are receivers: [Ring]
-    wire, calls = size / buckets / rate + servers * ranks * assumed.hop_latency_s, servers * assumed.call_seconds
-    transfer = buckets * max(wire, calls) + CONTROL_CALLS * calls + assumed.control_seconds
-    return Publication(transfer, assumed.parity_seconds)
+    wire, calls = size / buckets / rate + servers * ranks * ASSUMED.hop_latency_s, servers * ASSUMED.call_seconds
+    transfer = buckets * max(wire, calls) + CONTROL_CALLS * calls + ASSUMED.control_seconds
+    return Publication(transfer, ASSUMED.parity_seconds)
 
 
 def layer_flop(shape: Architecture) -> float:

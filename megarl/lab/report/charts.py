@@ -120,15 +120,6 @@ def where_time_goes(axes: Axes, rows: list[Row]) -> bool:
     return True
 
 
-def lag_limit(axes: Axes, recipe: Recipe) -> None:
-    """Draw the line that no trained token may be above."""
-    limit = recipe.pipeline.lag_limit
-    axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
-    axes.axhline(limit, color=RED, linestyle="--", linewidth=1)
-    text = f"k = {limit}" if recipe.pipeline.kind == "pipeline-rl" else f"limit {limit}"
-    axes.annotate(text, (0.01, limit), xycoords=("axes fraction", "data"), va="bottom", color=RED, fontsize=8)
-
-
 def series(rows: list[Row], name: str, x: str) -> tuple[np.ndarray, np.ndarray]:
     """Return a metric's positions and finite values, two [points] float64."""
     points = [(row[x], row[name]) for row in rows if row.get(name) is not None and math.isfinite(row[name])]
@@ -199,8 +190,14 @@ def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: lis
     """Return all SVGs of the report, in reading order, without empty ones. `timed`: rows whose times are meaningful."""
 
     def lag(axes: Axes) -> bool:
-        drawn = lines(axes, rows, {"lag_max": "largest", "lag_mean": "mean"})
-        lag_limit(axes, recipe)
+        drawn, limit = lines(axes, rows, {"lag_max": "largest", "lag_mean": "mean"}), recipe.pipeline.lag_limit
+        axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
+        axes.axhline(limit, color=RED, linestyle="--", linewidth=1)  # no trained token may be above it
+        text, at = (
+            f"k = {limit}" if recipe.pipeline.kind == "pipeline-rl" else f"limit {limit}",
+            ("axes fraction", "data"),
+        )
+        axes.annotate(text, (0.01, limit), xycoords=at, va="bottom", color=RED, fontsize=8)
         return drawn
 
     def plain(title: str, names: dict[str, str], *, log: bool = False) -> str:

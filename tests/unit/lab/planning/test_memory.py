@@ -10,7 +10,7 @@ from megarl.core.base import architecture
 from megarl.core.learner.head import function
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import memory
-from megarl.lab.planning.hardware import GB, assumed, gpu_named
+from megarl.lab.planning.hardware import GB, gpu_named
 
 EIGHT, SCOUT = architecture.read("llama-3.1-8b"), architecture.read("llama-4-scout")
 
@@ -30,10 +30,10 @@ def test_mixed_precision_adam_is_16_bytes_a_parameter_and_one_more_for_fp32_grad
 def test_weights_of_servers_are_the_published_footprints() -> None:
     """Llama 3.1 8B: 16 GB of bf16. Scout: 218 GB with its vision tower; not on two of 80 GB."""
     h100 = gpu_named("h100")
-    assert memory.server(recipe(), EIGHT, h100, assumed()).weights == pytest.approx(16.06 * GB, rel=1e-3)
-    on_four = memory.server(recipe("scalerl-17bx16"), SCOUT, h100, assumed())
+    assert memory.server(recipe(), EIGHT, h100).weights == pytest.approx(16.06 * GB, rel=1e-3)
+    on_four = memory.server(recipe("scalerl-17bx16"), SCOUT, h100)
     assert on_four.weights == pytest.approx(218 * GB / 4, rel=0.02)
-    on_two = memory.server(recipe("scalerl-17bx16", resources__server_tensor_parallel=2), SCOUT, h100, assumed())
+    on_two = memory.server(recipe("scalerl-17bx16", resources__server_tensor_parallel=2), SCOUT, h100)
     assert on_two.kv_tokens == 0
 
 
@@ -106,7 +106,7 @@ def test_experts_are_divided_by_expert_parallelism_and_their_optimiser_by_what_i
 
 def test_the_shipped_recipes_fit_their_papers_gpus() -> None:
     """gb200: 186 GB (arXiv 2510.13786 ran on 80 of them)."""
-    room = assumed().usable(gpu_named("gb200"))
+    room = gpu_named("gb200").usable
     assert memory.learner(recipe(), EIGHT, 16384, 8).total < room
     assert memory.learner(recipe("scalerl-17bx16"), SCOUT, 16384, 8).total < room
 
