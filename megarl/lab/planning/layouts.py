@@ -286,17 +286,7 @@ def evaluate(
     scoring = min(recipe.evaluation.servers, count) * running / seconds
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(
-        recipe=recipe,
-        gpus=gpus,
-        learner=learner.memory,
-        server=memory_of,
-        decoder=decoder,
-        publication=published,
-        running=running,
-        train_seconds=learner.train_seconds,
-        generate_seconds=generate,
-        step_seconds=step,
-        tokens_per_second=tokens / step,
-        lag=lag,
-        evaluation_seconds=evaluated,
-    )
+        recipe=recipe, gpus=gpus, learner=learner.memory, server=memory_of, decoder=decoder, publication=published,
+        running=running, train_seconds=learner.train_seconds, generate_seconds=generate, step_seconds=step,
+        tokens_per_second=tokens / step, lag=lag, evaluation_seconds=evaluated,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 StepSeconds = Callable[[float, float], float]
 """(requests running, tokens of context they hold in total) -> seconds of one decode step."""
@@ -19,13 +19,12 @@ STRIDE = 256
 TINY = 1e-9
 
 
-@dataclass(order=True)
-class _Request:
+class _Request(NamedTuple):
     ends: float  # in decode steps of this server since the start
-    order: int
-    began: float = field(compare=False)
-    context: int = field(compare=False)  # tokens before the first decoded one
-    done: "asyncio.Future[None]" = field(compare=False)
+    order: int  # unique, so that nothing behind it is compared
+    began: float
+    context: int  # tokens before the first decoded one
+    done: "asyncio.Future[None]"
 
 
 class SimulatedServer:

@@ -202,18 +202,13 @@ class _Simulation:
         self.pipeline.admission.forget(step + 1)
         for server in self.servers:
             server.forget()
-        self.steps.append(
-            SimulatedStep(
-                step=step,
-                ended=asyncio.get_running_loop().time(),
-                tokens=lags.total(),
-                tickets=tickets,
-                lags=lags,
-                busy_seconds=sum(s.busy_seconds for s in self.servers),
-                running_seconds=sum(s.running_seconds for s in self.servers),
-                **spent,
-            )
-        )
+        busy, running = sum(s.busy_seconds for s in self.servers), sum(s.running_seconds for s in self.servers)
+        now = asyncio.get_running_loop().time()
+        done = SimulatedStep(
+            step=step, ended=now, tokens=lags.total(), tickets=tickets, lags=lags, busy_seconds=busy, running_seconds=running,
+            **spent,
+        )  # fmt: skip
+        self.steps.append(done)
         self.places.refresh()
 
     async def _publish(self, command: Publish) -> None:
