@@ -95,12 +95,8 @@ def check_settings(unfinished: Path, recipe: Recipe) -> None:
 
 
 def train(
-    trainer: Trainer,
-    source: Iterator[list[TrainSequence]],
-    checkpoints: Checkpoints,
-    recipe: Recipe,
-    stop_request: StopRequest,
-) -> int:
+    trainer: Trainer, source: Iterator[list[TrainSequence]], checkpoints: Checkpoints, recipe: Recipe, stop_request: StopRequest
+) -> int:  # fmt: skip
     """Run the remaining steps, with a progress bar on rank 0; return 0, or the signal on which all saved and ended early."""
     now = TextColumn("{task.fields[now]}")
     columns = (TextColumn("warm start"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now)

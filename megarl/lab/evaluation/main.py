@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import batched
 from pathlib import Path
 
 import uvloop
@@ -177,41 +178,35 @@ def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[C
         yield count
 
 
+RATES = {
+    "truncated": "truncation_rate", "interrupted": "interruption_rate", "no answer": "format_error_rate",
+    "grader ran out of time": "grader_timeout_rate", "grader failed": "grader_error_rate",
+    "could not be generated": "void_rate",
+}  # fmt: skip
+
+
 def table(results: Sequence[Result]) -> Table:
+    """Make a table with one column per suite; rows that no result has are left out."""
     columns = [Column("", style="dim", no_wrap=True)]
     columns += [Column(result.suite, justify="right", no_wrap=True) for result in results]
     shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=results[0].model, title_justify="left")
-    for label, cells in rows(results):
-        shown.add_row(label, *cells)
-    return shown
-
-
-def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
-    """Return label and one cell per result; rows that no result has are left out."""
-    table_rows = [("prompts × answers", [f"{r.metrics['n_prompts']:.0f} × {r.samples}" for r in results])]
-    table_rows.append(("mean@k", [_rate(r, "pass_rate") for r in results]))
-    if any("pass_rate_by_length" in r.metrics for r in results):
-        table_rows.append(("choice by length", [_rate(r, "pass_rate_by_length") for r in results]))
+    shown.add_row("prompts × answers", *(f"{r.metrics['n_prompts']:.0f} × {r.samples}" for r in results))
+    kinds = {"mean@k": "pass_rate", "choice by length": "pass_rate_by_length"}
     for kind in ("pass", "maj", "best"):
-        ks = sorted({int(m[1]) for r in results for name in r.metrics if (m := re.fullmatch(rf"{kind}@(\d+)", name))})
-        table_rows += [(f"{kind}@{k}", [_rate(r, f"{kind}@{k}") for r in results]) for k in ks if k > 1]
-    for label, name in (
-        ("truncated", "truncation_rate"),
-        ("interrupted", "interruption_rate"),
-        ("no answer", "format_error_rate"),
-        ("grader ran out of time", "grader_timeout_rate"),
-        ("grader failed", "grader_error_rate"),
-        ("could not be generated", "void_rate"),
-    ):
+        ks = {int(m[1]) for r in results for name in r.metrics if (m := re.fullmatch(rf"{kind}@(\d+)", name))}
+        kinds |= {f"{kind}@{k}": f"{kind}@{k}" for k in sorted(ks) if k > 1}
+    for label, name in kinds.items():
+        if any(name in r.metrics for r in results):
+            shown.add_row(label, *(_rate(r, name) for r in results))
+    for label, name in RATES.items():
         if any(r.metrics.get(name) for r in results):
-            table_rows.append((label, [f"{r.metrics.get(name, 0.0):.1%}" for r in results]))
-    lengths = ("completion_tokens_mean", "completion_tokens_p50", "completion_tokens_p95")
-    entropies = [f"{r.metrics['entropy']:.3f}" if "entropy" in r.metrics else "–" for r in results]
-    return [
-        *table_rows,
-        ("tokens: mean, median, 95 %", [" · ".join(f"{r.metrics[n]:,.0f}" for n in lengths) for r in results]),
-        ("entropy, nats a token", entropies),
-    ]
+            shown.add_row(label, *(f"{r.metrics.get(name, 0.0):.1%}" for r in results))
+    lengths = [r.metrics[f"completion_tokens_{part}"] for r in results for part in ("mean", "p50", "p95")]
+    texts = (" · ".join(f"{length:,.0f}" for length in three) for three in batched(lengths, 3))
+    shown.add_row("tokens: mean, median, 95 %", *texts)
+    entropies = (f"{r.metrics['entropy']:.3f}" if "entropy" in r.metrics else "–" for r in results)
+    shown.add_row("entropy, nats a token", *entropies)
+    return shown
 
 
 def _rate(result: Result, name: str) -> str:

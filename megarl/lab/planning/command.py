@@ -48,12 +48,8 @@ def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work:
 
 
 def work(
-    recipe: Recipe,
-    mean_tokens: float | None = None,
-    spread: float = 0.5,
-    run: Path | None = None,
-    trained_share: float = 1.0,
-) -> Workload:
+    recipe: Recipe, mean_tokens: float | None = None, spread: float = 0.5, run: Path | None = None, trained_share: float = 1.0
+) -> Workload:  # fmt: skip
     """Lengths that the recipe's limits suggest, or with this mean, or those in the journal of `run`."""
     lengths: Lengths = lognormal(recipe, mean_tokens, spread) if run is None else lengths_of(run)
     return workload(recipe, lengths, trained_share, recipe.run.seed)

@@ -14,13 +14,9 @@ PALE, LIGHT = "#b9c7da", "#d9dce1"
 
 
 def draw(
-    results: Mapping[str, Simulation],
-    plans: Sequence[Plan],
-    swept: str,
-    by_lag: Mapping[int, Summary],
-    by_spread: Mapping[float, Summary],
-    path: Path,
-) -> None:
+    results: Mapping[str, Simulation], plans: Sequence[Plan], swept: str, by_lag: Mapping[int, Summary],
+    by_spread: Mapping[float, Summary], path: Path,
+) -> None:  # fmt: skip
     """Draw these simulations by name, all plans, and the one called `swept` with other k and other tails, as PNG."""
     with drawing((13, 10), 3, 2) as (figure, axes):
         _lags(axes[0], results)

@@ -104,15 +104,9 @@ class Fit:
 
 
 def fit(
-    curves: Sequence[Curve],
-    *,
-    r0: float | None = None,
-    start: float | None = None,
-    end: float | None = None,
-    form: str = "sigmoid",
-    grid: Grid = "free",
-    ceiling: float | None = None,
-) -> Fit:
+    curves: Sequence[Curve], *, r0: float | None = None, start: float | None = None, end: float | None = None,
+    form: str = "sigmoid", grid: Grid = "free", ceiling: float | None = None,
+) -> Fit:  # fmt: skip
     """Fit all curves together (the seeds of one recipe). start, end: hours of the window; ceiling: holds A there."""
     if not curves:
         raise MegarlError("nothing to fit: no curve was given")

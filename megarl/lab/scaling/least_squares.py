@@ -81,11 +81,8 @@ def grid(problem: FitProblem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def descend(
-    problem: FitProblem,
-    theta: np.ndarray,
-    held: np.ndarray | None = None,
-    target: tuple[np.ndarray, np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+    problem: FitProblem, theta: np.ndarray, held: np.ndarray | None = None, target: tuple[np.ndarray, np.ndarray] | None = None
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Return minima [rows, 4] from starts `theta`, and their errors [rows]. held [rows]: a parameter that each row keeps.
 
     target, (x [rows], score [rows]): pulls the curve through it, by one more point of heavy weight that the errors
