@@ -45,13 +45,21 @@ def main(recipe: Recipe) -> int:
     if output.exists():
         raise MegarlError(f"sft.output: {output} exists already; remove it, or name another directory")
     unfinished = output.with_name(f"{output.name}.unfinished")
-    check_settings(unfinished, recipe)
+    settings = {  # what a warm start must keep until its end
+        "sft": recipe.sft.model_dump(mode="json"),
+        "run.seed": recipe.run.seed,
+        "data.decontaminate": recipe.data.model_dump(mode="json")["decontaminate"],
+    }
+    begun_with = json.loads(file.read_text()) if (file := unfinished / SETTINGS).exists() else None
+    if complete(unfinished) and begun_with != settings:
+        advice = "remove it to begin anew, or name another sft.output"
+        raise MegarlError(f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}")
     if recipe.resources.learner_ranks > 1 and not is_rank():
         become_torchrun(recipe.resources.learner_ranks, free_ports(1)[0])
     leader = os.environ.get("RANK", "0") == "0"
     with lock(unfinished, "megarl sft", "sft.output") if leader else nullcontext():
         if leader:
-            write_atomically(unfinished / SETTINGS, json.dumps(settings_of(recipe), indent=1).encode())
+            write_atomically(file, json.dumps(settings, indent=1).encode())
         return run(recipe, unfinished)
 
 
@@ -74,24 +82,6 @@ def run(recipe: Recipe, unfinished: Path) -> int:
                 shutil.rmtree(unfinished)
     parallel.stop()
     return 128 + asked if asked else 0
-
-
-def settings_of(recipe: Recipe) -> dict[str, object]:
-    """Return the settings that a warm start must keep until its end."""
-    return {
-        "sft": recipe.sft.model_dump(mode="json"),
-        "run.seed": recipe.run.seed,
-        "data.decontaminate": recipe.data.model_dump(mode="json")["decontaminate"],
-    }
-
-
-def check_settings(unfinished: Path, recipe: Recipe) -> None:
-    """Raise MegarlError if what was saved there was made with other settings."""
-    file = unfinished / SETTINGS
-    begun_with = json.loads(file.read_text()) if file.exists() else None
-    if complete(unfinished) and begun_with != settings_of(recipe):
-        advice = "remove it to begin anew, or name another sft.output"
-        raise MegarlError(f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}")
 
 
 def train(

@@ -22,7 +22,6 @@ A run whose first epoch is shorter, or on CPU cores, has the epoch left out inst
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal, TypedDict
 
 import numpy as np
@@ -71,6 +70,7 @@ class Fit:
     warnings: tuple[str, ...]
     unit: Unit
     r0_from: Literal["evaluation", "given", "estimate"]
+    theta: np.ndarray  # [4] parameters as least_squares has them
     problem: FitProblem  # the problem that was solved; x is in units of `scale`
     allowed_sse: float  # largest error of a curve in the 95 % region of one parameter or prediction, with R_0 certain
     region: tuple[np.ndarray, np.ndarray]
@@ -95,12 +95,6 @@ class Fit:
     @property
     def scale(self) -> float:
         return self.window[1]
-
-    @cached_property
-    def theta(self) -> np.ndarray:
-        """[4] parameters as least_squares has them."""
-        u, w = self.problem.form.u_w(self.C_mid, self.B, self.scale)
-        return np.array([self.A, u, w, self.R_0])
 
 
 def fit(
@@ -141,6 +135,7 @@ def fit(
         warnings=(),
         unit=curves[0].unit,
         r0_from=r0_from,
+        theta=profile.theta,
         problem=problem,
         allowed_sse=allowed,
         region=profile.region(allowed),

@@ -41,10 +41,6 @@ class Form:
     def b(self, w: float, scale: float) -> float:
         return math.exp(w) if self.log else math.exp(w) / scale
 
-    def u_w(self, c_mid: float, b: float, scale: float) -> tuple[float, float]:
-        """Return the inverse of `hours` and `b`."""
-        return (math.log(c_mid / scale), math.log(b)) if self.log else (c_mid / scale, math.log(b * scale))
-
 
 def _logistic(z: Array) -> Array:
     return 0.5 * (1 + np.tanh(0.5 * z))  # no overflow at either end
