@@ -63,13 +63,10 @@ class SimulatedServer:
         self._advance()
         self._paused = False
         self._versions.append((self._steps, version))
-        self._plan()
-
-    def forget(self) -> None:
-        """Forget versions older than the oldest running request."""
-        oldest = min((r.began for r in self._running), default=self._steps)
+        oldest = min((request.began for request in self._running), default=self._steps)
         while len(self._versions) > 1 and self._versions[1][0] <= oldest:
-            del self._versions[0]
+            del self._versions[0]  # older than the oldest running request
+        self._plan()
 
     def _sampled(self, began: float, ends: float) -> dict[int, int]:
         counts: dict[int, int] = {}

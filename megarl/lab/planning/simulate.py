@@ -200,8 +200,6 @@ class _Simulation:
             for version, count in self.tickets.pop(number).versions.items():
                 lags[step - version] += count
         self.pipeline.admission.forget(step + 1)
-        for server in self.servers:
-            server.forget()
         busy, running = sum(s.busy_seconds for s in self.servers), sum(s.running_seconds for s in self.servers)
         now = asyncio.get_running_loop().time()
         done = SimulatedStep(

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import batched, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -119,7 +119,7 @@ def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[Grou
     parts: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         if span.on == TICKETS:
-            parts[_int(span.args["ticket"])].append(span)
+            parts[cast(int, span.args["ticket"])].append(span)
     batches: dict[int, SpanEvent] = {}
     for event in events:
         tickets = event.args.get("tickets")
@@ -129,14 +129,9 @@ def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[Grou
     for ticket, own in sorted(parts.items()):
         last, batch = max(own, key=lambda span: span.end), batches.get(ticket)
         begin, removed = min(span.begin for span in own), bool(last.args.get("removed"))
-        taken, step = (None, -1) if batch is None else (max(batch.at, last.end), _int(batch.args["step"]))
+        taken, step = (None, -1) if batch is None else (max(batch.at, last.end), cast(int, batch.args["step"]))
         lives.append(GroupLife(ticket, begin, now, None if last.cut else last.end, taken, step, removed, last.args))
     return lives
-
-
-def _int(value: Value) -> int:
-    assert isinstance(value, int)
-    return value
 
 
 class ChromeTrace:
@@ -226,13 +221,13 @@ def trace_of(rundir: RunDir, steps: int) -> dict[str, Any]:
     metrics = {row["step"]: row for row in latest_rows(rundir.metrics)}
     for span in done:  # at its end, how old its tokens were
         for name in ("lag_mean", "lag_max"):
-            lag = metrics.get(_int(span.args["step"]), {}).get(name, math.nan)
+            lag = metrics.get(cast(int, span.args["step"]), {}).get(name, math.nan)
             if math.isfinite(lag):
                 trace.counter("learner", name, span.end, {"steps": lag})
     for event in events:
         if event.at > since:
             trace.add("i", event.on, event.name, event.at, s="t", args=event.args)
-    return trace.tree({"run": str(rundir.path), "steps": [_int(s.args["step"]) for s in done], "begin": first})
+    return trace.tree({"run": str(rundir.path), "steps": [cast(int, s.args["step"]) for s in done], "begin": first})
 
 
 def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:

@@ -32,6 +32,7 @@ from megarl.lab.scaling.least_squares import R0, A, FitProblem, FitProfile, U, W
 from megarl.lab.scaling.points import Curve, Unit, amount
 
 Grid = Literal["paper", "free"]
+R0From = Literal["evaluation", "given", "estimate"]
 Interval = tuple[float, float]
 GRIDS: dict[str, tuple[Interval, float | None]] = {"paper": ((0.45, 0.8), 0.005), "free": ((0.0, 1.0), None)}
 """Bounds of A, and its step."""
@@ -69,7 +70,7 @@ class Fit:
     C_mid_interval: Interval
     warnings: tuple[str, ...]
     unit: Unit
-    r0_from: Literal["evaluation", "given", "estimate"]
+    r0_from: R0From
     theta: np.ndarray  # [4] parameters as least_squares has them
     problem: FitProblem  # the problem that was solved; x is in units of `scale`
     allowed_sse: float  # largest error of a curve in the 95 % region of one parameter or prediction, with R_0 certain
@@ -175,9 +176,7 @@ def _threshold(problem: FitProblem) -> float:
     return 1 + student_t(left) ** 2 / left
 
 
-def _before_training(
-    curves: Sequence[Curve], given: float | None
-) -> tuple[float | None, Literal["evaluation", "given", "estimate"]]:
+def _before_training(curves: Sequence[Curve], given: float | None) -> tuple[float | None, R0From]:
     """Return R_0 and its origin; None: to be estimated. Seeds start from the same weights, so their scores are averaged."""
     if given is not None:
         if not 0 <= given < 1:
