@@ -51,10 +51,7 @@ class LearnerChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One division of the GPUs, with its expected performance.
-
-    running: requests a server works on at once; tokens_per_second: completion tokens.
-    """
+    """One division of the GPUs, with its expected performance."""
 
     recipe: Recipe
     gpus: int
@@ -62,11 +59,11 @@ class Plan:
     server: ServerMemory
     decoder: Decoder
     publication: Publication
-    running: float
+    running: float  # requests that a server works on at once
     train_seconds: float
     generate_seconds: float
     step_seconds: float
-    tokens_per_second: float
+    tokens_per_second: float  # of completions
     lag: float
     evaluation_seconds: float
 

@@ -44,15 +44,12 @@ PROMPT = Prompt(id="", tokens=int32(()), answer="")
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a server's decode step (step_seconds), of training sequences of these lengths (train_seconds), of a
-    publication in which servers stand still (transfer), and of parity beyond that, while new requests wait. limit: concurrent
-    requests a server.
-    """
+    """Seconds that things take, and the requests that a server works on at once at most (limit)."""
 
     step_seconds: StepSeconds
-    train_seconds: Callable[[Sequence[int]], float]
-    transfer: float
-    parity: float
+    train_seconds: Callable[[Sequence[int]], float]  # of sequences of these lengths
+    transfer: float  # of a publication, in which servers stand still
+    parity: float  # beyond that, while new requests wait
     limit: int
 
 

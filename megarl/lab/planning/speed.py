@@ -20,16 +20,12 @@ CONTROL_CALLS = 5
 
 
 class Packing(NamedTuple):
-    """How a step's sequences fall into micro-batches.
+    """How a step's sequences fall into micro-batches."""
 
-    microbatches: per data-parallel rank; largest: tokens of the fullest one; rank_tokens, positions: tokens of the busiest
-    rank, and mean number of positions that one of them attends to.
-    """
-
-    microbatches: int
-    largest: int
-    rank_tokens: int
-    positions: float
+    microbatches: int  # per data-parallel rank
+    largest: int  # tokens of the fullest one
+    rank_tokens: int  # of the busiest rank
+    positions: float  # mean number of positions that one of these tokens attends to
 
 
 def packing(

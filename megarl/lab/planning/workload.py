@@ -61,18 +61,14 @@ class LogNormal:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A step of a recipe.
-
-    trained_share: share of the groups that have variance and so are trained (1: all). sample: lengths of one step's rollouts,
-    [prompts x generations], fixed by the seed.
-    """
+    """A step of a recipe."""
 
     prompts: int
     generations: int
     prompt_tokens: int
     lengths: Lengths
-    trained_share: float
-    sample: np.ndarray
+    trained_share: float  # of the groups, those that have variance and so are trained (1: all)
+    sample: np.ndarray  # lengths of one step's rollouts, [prompts x generations], fixed by the seed
 
     @property
     def rollouts(self) -> int:

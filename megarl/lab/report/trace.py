@@ -80,19 +80,15 @@ def union(spans: Iterable[Span]) -> list[tuple[float, ...]]:
 
 
 class GroupLife(NamedTuple):
-    """A group from its ticket (`begin`) to the batch of `step`; what is unfinished ends at `now`.
-
-    generated: when all its rollouts were graded; taken: when the batch was sent; None: not yet.
-    removed: it lost its slot (zero variance under `refill`) and is never taken.
-    """
+    """A group from its ticket to the batch that trains it; what is unfinished ends at `now`."""
 
     ticket: int
     begin: float
     now: float
-    generated: float | None
-    taken: float | None
-    step: int
-    removed: bool
+    generated: float | None  # when all its rollouts were graded; None: not yet
+    taken: float | None  # when the batch was sent; None: not yet
+    step: int  # of that batch
+    removed: bool  # it lost its slot (zero variance under `refill`) and is never taken
     args: dict[str, Value]
 
     @property

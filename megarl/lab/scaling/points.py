@@ -40,13 +40,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class PointColumns:
-    """Column names in a file or in eval.jsonl.
+    """Column names in a file or in eval.jsonl."""
 
-    hours, None: `gpu_hours`, else `compute_hours`; score, None: `pass_rate` or, for a run directory, what its recipe forecasts.
-    """
-
-    hours: str | None = None
-    score: str | None = None
+    hours: str | None = None  # None: `gpu_hours`, else `compute_hours`
+    score: str | None = None  # None: `pass_rate` or, for a run directory, what its recipe forecasts
 
 
 def amount(hours: float, unit: str | None = None) -> str:
