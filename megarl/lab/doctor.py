@@ -1,6 +1,6 @@
 """`megarl doctor`: what this machine can run, and what to do about what it cannot.
 
-    one function per question ──► Finding (good, note, bad) ──► table; exit 0 if a CPU or a GPU run is possible
+    questions ──► Finding (good, note, bad) ──► table; exit 0 if a CPU or a GPU run is possible
 
 A `note` costs something or limits runs to the CPU; a `bad` stops every run.
 """

@@ -41,12 +41,8 @@ NOTE = """# The layout (model.tensor_parallel, resources) is that of the base: f
 # Give data.tasks (train, heldout), and start from a model that follows the prompt format (`megarl sft`).
 """
 ROWS = {
-    "learning rate": "lr",
-    "rollouts a step": "batch",
-    "epochs": "epochs",
-    "warm-up steps": "warmup_steps",
-    "KL": "kl",
-}
+    "learning rate": "lr", "rollouts a step": "batch", "epochs": "epochs", "warm-up steps": "warmup_steps", "KL": "kl",
+}  # fmt: skip
 
 
 def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:

@@ -301,10 +301,7 @@ def _marks(answer: Answer) -> list[str]:
 
 
 def shortened(text: str, limit: int | None) -> list[str | int]:
-    """Return [text] or, above the limit, [start, characters left out, end].
-
-    The start gets a quarter of the limit; the answer is near the end.
-    """
+    """Return [text] or, above the limit, [start, characters left out, end]; most is of the end, where the answer is."""
     if limit is None or len(text) <= limit:
         return [text]
     begin = limit // 4

@@ -33,7 +33,7 @@ from megarl.core.evaluation.metrics import read_outcomes, result_of, settings_of
 from megarl.core.evaluation.score import score
 from megarl.core.recipe import Recipe
 from megarl.lab.evaluation import suites
-from megarl.lab.evaluation.servers import OwnServers, own_servers
+from megarl.lab.evaluation.servers import own_servers
 from megarl.lab.evaluation.subject import Subject, recipe_of, subject_of
 from megarl.lab.evaluation.suites import SuiteQuestions
 from megarl.run.process import lock, outlive_screen
@@ -111,8 +111,14 @@ def _ask(
             SuiteDir(out, answer.suite).add(answer)
             count(answer)
 
+        async def ask() -> None:
+            async with servers.asker(tokenizer) as asker, asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(servers.watch())
+                await score(questions, asker, keep)
+                watching.cancel()
+
         try:
-            uvloop.run(_score(tokenizer, questions, servers, keep))
+            uvloop.run(ask())
         except ExceptionGroup as errors:
             first: Exception = errors
             while isinstance(first, ExceptionGroup):
@@ -133,16 +139,6 @@ def _exported(checkpoint: Path, where: Path) -> Iterator[Path]:
         yield where
     finally:
         shutil.rmtree(where, ignore_errors=True)
-
-
-async def _score(
-    tokenizer: Tokenizer, questions: Sequence[SuiteQuestions], servers: OwnServers, keep: Callable[[Answer], object]
-) -> None:
-    """Ask all that is open, as long as no server ends."""
-    async with servers.asker(tokenizer) as asker, asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(servers.watch())
-        await score(questions, asker, keep)
-        watching.cancel()
 
 
 LINE_S = 30.0  # seconds between lines of non-interactive output

@@ -128,10 +128,7 @@ POLL_S = 0.1
 
 
 def wait_ready(url: str, limit_s: float, exit_code: Callable[[], int | None] = lambda: None) -> float:
-    """Wait for the server at `url` and return the seconds. exit_code: status of its process, None while it runs.
-
-    MegarlError if it ended, or after `limit_s` (serving.start_timeout_s).
-    """
+    """Wait for the server at `url`; return the seconds. MegarlError if it ended (exit_code: its status), or after `limit_s`."""
 
     async def wait() -> float:
         start = time.monotonic()

@@ -71,10 +71,7 @@ def subject_of(model: str) -> Subject:
 def recipe_of(
     subject: Subject, suites: Sequence[str], options: Sequence[str], overrides: Sequence[str], out: Path
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe to ask with, and the names of the suites asked for.
-
-    options: overrides for each suite, without the start of the key: `samples=4`.
-    """
+    """Return the recipe to ask with, and names of the suites asked for. options: overrides of each suite, as `samples=4`."""
     widths = [m[1] for o in overrides if (m := re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", o))]
     servers = max(1, len(devices.gpus()) // int(widths[0] if widths else 1))  # as many as the GPUs allow
     fixed = [

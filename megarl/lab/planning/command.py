@@ -18,7 +18,6 @@ from megarl.lab.planning.layouts import Found, Plan, PlanningProblem, as_written
 from megarl.lab.planning.workload import Lengths, Workload, lengths_of, lognormal, workload
 from megarl.run.devices import gpus
 
-BEST = 5
 SIMULATED = 3
 
 
@@ -33,9 +32,9 @@ def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool) 
     chosen = show.named(posed, written, found, SIMULATED)
     simulated = _simulated(posed, chosen, found, *drawn) if drawn and chosen else show.Simulated()
     if as_json:
-        print(json.dumps(show.as_json(posed, written, found, BEST, simulated), indent=2))
+        print(json.dumps(show.as_json(posed, written, found, simulated), indent=2))
     else:
-        show.tables(posed, written, found, BEST, simulated)
+        show.tables(posed, written, found, simulated)
         if drawn and simulated.plans:
             print(f"\n{drawn[1]}")
     return 0 if found.plans or not isinstance(written, str) else 1
@@ -75,10 +74,7 @@ ALONE = (
 
 
 def planned(name: str, overrides: Sequence[str], gpu: str) -> Recipe:
-    """Return the recipe with counts and layout of the best plan. gpu: a name of `megarl plan --gpu`.
-
-    MegarlError if there is nothing to divide, or nothing fits.
-    """
+    """Return the recipe with counts and layout of the best plan. MegarlError if there is nothing to divide, or nothing fits."""
     recipe, count = load(name, overrides), len(gpus())
     if recipe.resources.colocate:
         raise MegarlError(f"--plan: resources.colocate shares GPUs instead of dividing them; to divide them: {ALONE}")

@@ -99,10 +99,7 @@ SAVING: tuple[dict[str, str | float], ...] = (
 
 
 def search(problem: PlanningProblem) -> Found:
-    """Search all splits and layouts, with a learner that saves memory if nothing fits otherwise.
-
-    Finds none if nothing is split (resources.colocate).
-    """
+    """Search all splits and layouts, with a learner that saves memory if nothing fits otherwise; none if colocated."""
     refused: Counter[str] = Counter()
     if problem.recipe.resources.colocate:
         return Found([], refused, {})
@@ -146,7 +143,9 @@ def as_written(problem: PlanningProblem) -> Plan | str:
     if recipe.resources.colocate:
         # Two processes share a GPU, so what each reserves counts twice.
         room = problem.gpu.usable - ASSUMED.reserved_gb * GB
-        need = memory.colocated(recipe, learner.memory, memory_of)
+        step = learner.memory.total - learner.memory.state  # takes turns with KV where memory is released
+        turns = max(step, memory_of.kv) if recipe.serving.release_memory else step + memory_of.kv
+        need = learner.memory.state + memory_of.weights + memory_of.transient + turns
         if need > room:
             return (
                 f"learner and server together need {need / GB:.0f} GB, and {room / GB:.0f} GB of a GPU can be used; lower "

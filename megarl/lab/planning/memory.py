@@ -48,12 +48,6 @@ class ServerMemory:
         return max(0, int(self.kv / self.kv_token))
 
 
-def colocated(recipe: Recipe, learner: LearnerMemory, server: ServerMemory) -> float:
-    """Return bytes on a GPU that both share. With serving.release_memory, KV and what a step needs take turns."""
-    always, step = learner.state + server.weights + server.transient, learner.total - learner.state
-    return always + (max(step, server.kv) if recipe.serving.release_memory else step + server.kv)
-
-
 def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
     """Return the memory of the recipe's layout. microbatch_tokens: the largest packed micro-batch's, over all of CP."""
     model, last = recipe.model, recipe.model.pipeline_parallel == 1

@@ -23,12 +23,12 @@ class Simulated:
     by_spread: Mapping[float, Summary] = field(default_factory=dict)
 
 
-MOST_REASONS = 12
+BEST, MOST_REASONS = 5, 12
 TAKEN_OVER_PLANNED = (1.3, 14)
 """GPU-hours that the ScaleRL paper's two runs took, relative to those planned for them: the table of docs/plan.md."""
 
 
-def tables(problem: PlanningProblem, written: Plan | str, found: Found, best: int, simulated: Simulated) -> None:
+def tables(problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated) -> None:
     """Print the recipe as written, the best plans, why others are refused, and what the simulator says."""
     console, work, shape = Console(highlight=False), problem.work, problem.shape
     console.print(
@@ -36,7 +36,7 @@ def tables(problem: PlanningProblem, written: Plan | str, found: Found, best: in
         f"parameters, {shape.active_parameters / 1e9:.2f}B active; {work.prompts} x {work.generations} rollouts a step of "
         f"{work.mean_tokens:,.0f} tokens in the mean, {work.trained_share:.0%} trained"
     )
-    plans = named(problem, written, found, best)
+    plans = named(problem, written, found, BEST)
     if not found.plans and not problem.recipe.resources.colocate:
         console.print("nothing fits, not even with learner.recompute=full learner.optimizer_offload=1")
     if found.saving:
@@ -82,8 +82,6 @@ LAYOUT = (
     "model.sequence_parallel", "model.pipeline_parallel", "model.context_parallel", "model.expert_parallel",
     "model.expert_tensor_parallel",
 )  # fmt: skip
-
-
 FIGURES = (
     "running", "step_seconds", "tokens_per_second", "train_seconds", "generate_seconds", "lag", "learner_idle", "server_idle",
     "gpu_hours_per_1000_steps",
@@ -165,9 +163,7 @@ def _simulated(simulated: Simulated) -> Table:
     return table
 
 
-def as_json(
-    problem: PlanningProblem, written: Plan | str, found: Found, best: int, simulated: Simulated
-) -> dict[str, object]:
+def as_json(problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated) -> dict[str, object]:
     """Return the same as JSON, all figures unrounded."""
     return {
         "gpus": problem.gpus,
@@ -178,7 +174,7 @@ def as_json(
         "mean_tokens": problem.work.mean_tokens,
         "assumed": asdict(ASSUMED),
         "as_written": written if isinstance(written, str) else _plan(written),
-        "plans": [_plan(plan) for plan in found.plans[:best]],
+        "plans": [_plan(plan) for plan in found.plans[:BEST]],
         "saving": found.saving,
         "refused": dict(found.refused.most_common()),
         "simulated": asdict(simulated),

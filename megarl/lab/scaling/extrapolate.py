@@ -143,10 +143,7 @@ def _edge(fit: Fit, hours: np.ndarray, values: np.ndarray, side: int) -> np.ndar
 
 
 def _through(fit: Fit, hours: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return scores and distances of the best curves through `targets` [points, tried].
-
-    The distance is from the best curve of all; the interval ends at 1.
-    """
+    """Return scores of the best curves through `targets` [points, tried], and distances from the best of all: 1 at the end."""
     at = fit.problem.form.x(hours, fit.scale)
     x, asked = np.repeat(at, targets.shape[1]), np.clip(targets, 0, 1)
     rows, row_errors = fit.region

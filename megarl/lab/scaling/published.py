@@ -54,10 +54,7 @@ def law_named(name: str) -> Law:
 
 
 def synthetic(law: Law, hours: np.ndarray, seed: int, samples: int = SAMPLES) -> Curve:
-    """Draw points, and R_0, from the law as an evaluation of `samples` completions would.
-
-    Binomial noise, sqrt(p(1 − p)/samples): real evaluations repeat prompts, so theirs differs.
-    """
+    """Draw points, and R_0, from the law with the binomial noise of `samples` completions; real ones repeat prompts."""
     rng = np.random.default_rng(seed)
     scores = rng.binomial(samples, law(hours)) / samples
     return Curve(law.name, hours, scores, float(rng.binomial(samples, law.r0) / samples))
