@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def examine() -> list[Finding]:
-    return [python(), *map(package, PINS), cuda(), transformer_engine(), apex(), bytecode(), *machine(), sandbox()]
+    return [python(), *map(package, PINS), cuda(), *fused(), bytecode(), *machine(), sandbox()]
 
 
 def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
@@ -115,24 +115,22 @@ def cuda() -> Finding:
     return noted("CUDA", "no GPU", "tiny models run on the CPU; for others use a machine with NVIDIA GPUs")
 
 
-def transformer_engine() -> Finding:
-    """Check for the learner's layers on GPUs; the CPU does not use them."""
+def fused() -> Iterator[Finding]:
+    """Check for the learner's fused kernels on GPUs: Transformer Engine, and NVIDIA Apex, which PyPI's `apex` is not."""
     if importlib.util.find_spec("transformer_engine") is not None:
-        return noted("Transformer Engine", importlib.metadata.version("transformer-engine"))
-    advice = "only needed with GPUs: pip install --no-build-isolation 'transformer-engine[pytorch]'"
-    return noted("Transformer Engine", "not installed", advice)
-
-
-def apex() -> Finding:
-    """Check for NVIDIA Apex: fused optimiser kernels. PyPI's package of that name is another project."""
+        yield noted("Transformer Engine", importlib.metadata.version("transformer-engine"))
+    else:
+        advice = "only needed with GPUs: pip install --no-build-isolation 'transformer-engine[pytorch]'"
+        yield noted("Transformer Engine", "not installed", advice)
     source = "build https://github.com/NVIDIA/apex"
     if importlib.util.find_spec("apex") is None:
         advice = f"optional, with GPUs: {source} from source (PyPI's `apex` is another project)"
-        return noted("NVIDIA Apex", "not installed", advice)
-    if importlib.util.find_spec("amp_C") is not None:
-        return noted("NVIDIA Apex", "with CUDA extensions")
-    advice = f"pip uninstall apex, then {source} with its CUDA extensions"
-    return noted("NVIDIA Apex", "another `apex`, or one without CUDA extensions", advice)
+        yield noted("NVIDIA Apex", "not installed", advice)
+    elif importlib.util.find_spec("amp_C") is None:
+        advice = f"pip uninstall apex, then {source} with its CUDA extensions"
+        yield noted("NVIDIA Apex", "another `apex`, or one without CUDA extensions", advice)
+    else:
+        yield noted("NVIDIA Apex", "with CUDA extensions")
 
 
 def bytecode() -> Finding:

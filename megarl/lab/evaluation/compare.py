@@ -275,21 +275,7 @@ def _prompt(comparison: SideBySide, name: str, limit: int | None) -> dict[str, o
 
 
 def _answer(answer: Answer, limit: int | None) -> dict[str, object]:
-    result: dict[str, object] = {
-        "text": shortened(answer.completion, limit),
-        "answer": shortened(answer.answer, limit),
-        "right": answer.correct,
-        "tokens": answer.tokens,
-        "marks": _marks(answer),
-    }
-    if answer.choices is not UNSET:
-        scored = ("choices", "loglikelihoods", "chosen", "chosen_normalised")
-        result |= {key: getattr(answer, key) for key in scored} | {"right_normalised": Outcome.of(answer).by_length}
-    return result
-
-
-def _marks(answer: Answer) -> list[str]:
-    remarks = {
+    marks = {
         "truncated": answer.truncated,
         "interrupted": answer.interrupted,
         "no answer found": not answer.format_ok and not answer.void,
@@ -297,7 +283,17 @@ def _marks(answer: Answer) -> list[str]:
         "grader failed": answer.grader_error,
         f"void: {answer.void}": answer.void,
     }
-    return [text for text, holds in remarks.items() if holds]
+    result: dict[str, object] = {
+        "text": shortened(answer.completion, limit),
+        "answer": shortened(answer.answer, limit),
+        "right": answer.correct,
+        "tokens": answer.tokens,
+        "marks": [text for text, holds in marks.items() if holds],
+    }
+    if answer.choices is not UNSET:
+        scored = ("choices", "loglikelihoods", "chosen", "chosen_normalised")
+        result |= {key: getattr(answer, key) for key in scored} | {"right_normalised": Outcome.of(answer).by_length}
+    return result
 
 
 def shortened(text: str, limit: int | None) -> list[str | int]:

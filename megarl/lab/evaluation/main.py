@@ -147,12 +147,11 @@ LINE_S = 30.0  # seconds between lines of non-interactive output
 @contextmanager
 def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[Callable[[Answer], None]]:
     """Show for each suite the answers so far, and how many are right; give what counts one more answer."""
-    counts = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[right]}"))
+    name, share = progress.TextColumn("{task.description}"), progress.TextColumn("{task.fields[right]}")
+    counts = (name, progress.BarColumn(), progress.MofNCompleteColumn(), share)
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
     live, last = console.is_terminal, time.monotonic()
-    shown = progress.Progress(
-        progress.TextColumn("{task.description}"), *counts, *times, console=console, disable=not live
-    )
+    shown = progress.Progress(*counts, *times, console=console, disable=not live)
     right = {q.name: sum(a.correct for a in q.answered) for q in questions}
     bars = {}
     for q in questions:

@@ -54,15 +54,13 @@ def work(
     return workload(recipe, lengths, trained_share, recipe.run.seed)
 
 
-def _simulated(
-    problem: PlanningProblem, chosen: dict[str, Plan], found: Found, steps: int, out: Path
-) -> show.Simulated:
+def _simulated(problem: PlanningProblem, plans: dict[str, Plan], found: Found, steps: int, out: Path) -> show.Simulated:
     from megarl.lab.planning import figures, simulate
 
-    results = {name: simulate.simulated(problem, plan, steps) for name, plan in chosen.items()}
+    results = {name: simulate.simulated(problem, plan, steps) for name, plan in plans.items()}
     # The best plan's window and tails are varied: a learner that limits would hide their effect.
-    swept = "plan 1" if "plan 1" in chosen else next(iter(chosen))
-    best = chosen[swept]
+    swept = "plan 1" if "plan 1" in plans else next(iter(plans))
+    best = plans[swept]
     by_lag, by_spread = simulate.by_lag(problem, best, steps), simulate.by_spread(problem, best, steps)
     figures.draw(results, found.plans, swept, by_lag, by_spread, out)
     return show.Simulated({name: result.summary for name, result in results.items()}, swept, by_lag, by_spread)

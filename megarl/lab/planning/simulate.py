@@ -149,9 +149,7 @@ class _Simulation:
 
     async def _rollout(self, ticket: _Ticket, places: GroupPlaces, sample: int, length: int) -> None:
         context, legs = self.work.prompt_tokens, [length]
-        if (
-            self.recipe.length.control == "interruption"
-        ):  # thinking and answer are requests of their own, if it interrupts
+        if self.recipe.length.control == "interruption":  # of thinking; the answer is then a request of its own
             low, high = self.recipe.length.thinking_tokens
             budget = int(self.random.integers(low, high + 1))
             legs = [budget, length - budget] if length > budget else legs
@@ -268,9 +266,7 @@ class Summary:
 def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summary:
     """Summarise the steps after number `warm_up`, whose end starts the clock."""
     if len(steps) < warm_up + 2:
-        raise MegarlError(
-            f"--steps: {len(steps)} steps leave nothing behind the first {warm_up}, which fill the pipeline"
-        )
+        raise MegarlError(f"--steps: {len(steps)} leave nothing behind the first {warm_up}, which fill the pipeline")
     before, counted = steps[warm_up], steps[warm_up + 1 :]
     last, lags = counted[-1], sum((step.lags for step in counted), Counter[int]())
     seconds, total = last.ended - before.ended, lags.total()

@@ -121,9 +121,7 @@ class Decoder:
         shape, positions = self.shape, context_tokens  # tokens whose k and v are read, averaged over layers
         if shape.attention_chunk is not None:
             local = min(context_tokens, running * shape.attention_chunk)
-            positions = (
-                shape.local_layers * local + (shape.layers - shape.local_layers) * context_tokens
-            ) / shape.layers
+            positions -= shape.local_layers / shape.layers * (context_tokens - local)
         moved = self.read + positions * self.kv_token
         if shape.experts:  # those that requests reach, each choosing uniformly
             moved += shape.experts * (1 - (1 - shape.experts_per_token / shape.experts) ** running) * self.read_expert

@@ -27,7 +27,7 @@ from typing import Literal, TypedDict
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
-from megarl.lab.scaling.forms import FORMS, Form
+from megarl.lab.scaling.forms import FORMS, Array, Form
 from megarl.lab.scaling.least_squares import R0, A, FitProblem, FitProfile, U, W, descend, predicted, student_t
 from megarl.lab.scaling.points import Curve, Unit, amount
 
@@ -210,9 +210,7 @@ EARLY_HOURS = 1500.0  # GPU-hours that the paper leaves out
 ENOUGH = 8  # points that must remain for the default window to leave any out
 
 
-def windowed(
-    curves: Sequence[Curve], start: float | None, end: float | None
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def windowed(curves: Sequence[Curve], start: float | None, end: float | None) -> tuple[Array, Array, list[str]]:
     """Return hours and scores of all curves inside the window, [points] by ascending hours, and remarks about it."""
     if len({curve.unit for curve in curves}) > 1:
         raise MegarlError("core-hours and GPU-hours cannot be fitted together")

@@ -63,12 +63,9 @@ def read_points(source: str | Path, columns: PointColumns | None = None) -> list
     return curves_of_rows(path.stem, rows, columns, str(path))
 
 
-def curve_of_run(
-    name: str, evaluations: Sequence[Row], steps: Iterable[Row], where: str, columns: PointColumns | None = None
-) -> Curve:
+def curve_of_run(name: str, scores: Sequence[Row], steps: Iterable[Row], where: str, columns: PointColumns) -> Curve:
     """Build a curve from rows of eval.jsonl and metrics.jsonl, the latest of each step; works while the run is live."""
-    rows = [(f"{where}, step {row['step']}", row) for row in evaluations]
-    columns = columns or PointColumns()
+    rows = [(f"{where}, step {row['step']}", row) for row in scores]
     (curve,) = curves_of_rows(name, rows, columns, where)
     return replace(curve, first_epoch=_first_epoch(steps, columns.hours or "compute_hours"))
 

@@ -75,7 +75,13 @@ def prepare(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> 
         recipe = recipes[task.variant]
         wanted[task] = recipe.model_copy(update={"run": recipe.run.model_copy(update=run)})
     if (path / "study.json").exists():
-        _check_same(opened(path), study, wanted)
+        if (there := opened(path)) != study:
+            holds = f"holds a study of {', '.join(there.variants)} with seeds {', '.join(map(str, there.seeds))}"
+            raise MegarlError(f"{path}: {holds}; go on with the same, or give another --dir")
+        for task, recipe in wanted.items():
+            if changed := differences(load(str(task.recipe)), recipe):
+                began = "this study began with {}: {!r}, not {!r}".format(*changed[0])
+                raise MegarlError(f"{task.recipe}: {began}; undo the change, or give another --dir")
         return study
     for folder in ("recipes", "runs", "logs"):
         (path / folder).mkdir(parents=True, exist_ok=True)
@@ -92,14 +98,3 @@ def opened(path: Path) -> Study:
     except FileNotFoundError:
         raise MegarlError(f"{path}: no study (no study.json); `megarl study loo` or `compare` makes one") from None
     return Study(path, tuple(record["variants"]), tuple(record["seeds"]))
-
-
-def _check_same(there: Study, study: Study, wanted: Mapping[StudyTask, Recipe]) -> None:
-    if there != study:
-        seeds = ", ".join(map(str, there.seeds))
-        holds = f"holds a study of {', '.join(there.variants)} with seeds {seeds}"
-        raise MegarlError(f"{study.path}: {holds}; go on with the same, or give another --dir")
-    for task, recipe in wanted.items():
-        if changed := differences(load(str(task.recipe)), recipe):
-            began = "this study began with {}: {!r}, not {!r}".format(*changed[0])
-            raise MegarlError(f"{task.recipe}: {began}; undo the change, or give another --dir")

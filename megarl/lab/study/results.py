@@ -57,9 +57,7 @@ def write(study: Study, console: Console) -> int:
     for task in study.tasks:
         if task not in missing:
             # For `megarl scaling`; no value has a comma.
-            lines = [
-                f"{h:.6f},{rate:.6f},{step},{tokens},{seed},{unit}" for h, rate, step, tokens, seed, unit in read(task)
-            ]
+            lines = [f"{h:.6f},{rate:.6f},{step},{tokens},{s},{unit}" for h, rate, step, tokens, s, unit in read(task)]
             text = "\n".join([",".join(EvaluationPoint._fields), *lines, ""])
             write_atomically(study.path / "points" / f"{task.name}.csv", text.encode())
     write_atomically(study.path / "table.md", markdown(rows, [task.name for task in missing]).encode())
