@@ -56,9 +56,8 @@ def subject_of(model: str) -> Subject:
         return Subject(str(path), path, path)
     rundir = RunDir(path)
     if not rundir.recipe.is_file():
-        raise MegarlError(
-            f"--model: {model!r} is neither a Hugging Face directory (config.json) nor a run (recipe.yaml) nor RUN@STEP"
-        )
+        neither = "neither a Hugging Face directory (config.json) nor a run (recipe.yaml) nor RUN@STEP"
+        raise MegarlError(f"--model: {model!r} is {neither}")
     if not (there := complete(rundir.checkpoints)):
         raise MegarlError(f"--model: {path} has no complete checkpoint yet; there is one every checkpoint.every steps")
     chosen = step_folder(rundir.checkpoints, int(step)) if asks_step else there[-1]

@@ -63,8 +63,7 @@ def _shares(axes: Axes, results: Mapping[str, Simulation]) -> None:
 def _steps(axes: Axes, results: Mapping[str, Simulation]) -> None:
     """Draw the seconds of each step, with those that fill the window shaded."""
     for (name, result), colour in zip(results.items(), COLORS, strict=False):
-        ended = np.array([0.0, *(s.ended for s in result.steps)])
-        axes.plot(np.diff(ended), color=colour, label=name)
+        axes.plot(np.diff([0.0, *(s.ended for s in result.steps)]), color=colour, label=name)
     axes.axvspan(0, max(r.warm_up for r in results.values()), color=GREY, alpha=0.12, linewidth=0)
     usual = max(r.summary.step_seconds for r in results.values())
     axes.set_ylim(0, 2 * usual)  # the first step waits for the first rollouts and would flatten the rest

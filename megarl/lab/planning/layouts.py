@@ -122,13 +122,14 @@ def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
     for learner_gpus in range(step, problem.gpus, step):
         if (learner := _quickest(problem, learner_gpus, refused)) is None:
             continue
+        left = problem.gpus - learner_gpus
         for ranks, memory_of in tried.items():
             if isinstance(memory_of, str):
                 continue
-            if (problem.gpus - learner_gpus) % ranks:
+            if left % ranks:
                 refused[f"{ranks} GPUs a server do not divide the generators"] += 1
             else:
-                plans.append(evaluate(problem, learner, memory_of, ranks))
+                plans.append(evaluate(problem, learner, memory_of, ranks, left // ranks))
     return sorted(plans, key=lambda p: p.step_seconds)
 
 
@@ -252,25 +253,24 @@ def _with_servers(recipe: Recipe, servers: int, ranks: int) -> Recipe:
 
 
 def evaluate(
-    problem: PlanningProblem, learner: LearnerChoice, memory_of: ServerMemory, ranks: int, servers: int | None = None
+    problem: PlanningProblem, learner: LearnerChoice, memory_of: ServerMemory, ranks: int, servers: int
 ) -> Plan:
-    """Estimate this learner with servers of `ranks` GPUs: as many as fit the rest, or `servers`."""
+    """Estimate this learner with so many servers of `ranks` GPUs each."""
     work, pipeline = problem.work, problem.recipe.pipeline
     learner_gpus = learner.recipe.resources.learner_ranks
-    count = servers or (problem.gpus - learner_gpus) // ranks
-    recipe = _with_servers(learner.recipe, count, ranks)
+    recipe = _with_servers(learner.recipe, servers, ranks)
     shared = recipe.resources.colocate
-    gpus = learner_gpus if shared else count * ranks + learner_gpus
+    gpus = learner_gpus if shared else servers * ranks + learner_gpus
     published = speed.publication(recipe, problem.shape, problem.gpu, gpus)
     decoder = Decoder(recipe, problem.shape, problem.gpu, memory_of.kv_token)
     most_tokens = float(work.sample.max())
     # A batch is complete when its longest rollout is, and only the window's batches are in progress: mean / longest of these.
-    window = pipeline.window_steps * work.rollouts / count * work.mean_tokens / most_tokens
+    window = pipeline.window_steps * work.rollouts / servers * work.mean_tokens / most_tokens
     running = min(recipe.serving.max_running_requests, memory_of.kv_tokens / work.live_context, window)
     seconds = decoder.step_seconds(running, running * work.live_context)
     tokens, longest = work.rollouts * work.mean_tokens, most_tokens * seconds
     transfers = published.transfer / pipeline.phase_steps
-    generate = tokens / (count * running / seconds) + transfers
+    generate = tokens / (servers * running / seconds) + transfers
     busy = learner.train_seconds + transfers + published.parity / pipeline.phase_steps
     if k := float(pipeline.max_lag):
         step = generate + busy if shared else max(generate, busy)  # who shares a GPU has it for part of the time
@@ -279,7 +279,7 @@ def evaluate(
         lag = k if busy > generate else min(k, 0.5 + longest / 2 / step)
     else:  # nothing is made ahead: the halves take turns, each phase waits for its last rollout, and lag is half of one
         step, lag = generate + busy + longest / pipeline.phase_steps, (pipeline.phase_steps - 1) / 2
-    scoring = min(recipe.evaluation.servers, count) * running / seconds
+    scoring = min(recipe.evaluation.servers, servers) * running / seconds
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(
         recipe=recipe, gpus=gpus, learner=learner.memory, server=memory_of, decoder=decoder, publication=published,

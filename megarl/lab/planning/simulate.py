@@ -89,11 +89,11 @@ class _End(Exception):
     """Leaves the task group when the last step is done, and cancels tickets of later ones."""
 
 
+@dataclass
 class _Unwritten:
     """Puts records only into the state."""
 
-    def __init__(self, state: State) -> None:
-        self.state = state
+    state: State
 
     def write(self, record: JournalRecord) -> Awaitable[None]:
         self.state.apply(record)

@@ -186,9 +186,7 @@ def _before_training(curves: Sequence[Curve], given: float | None) -> tuple[floa
     return (sum(measured) / len(measured), "evaluation") if measured else (None, "estimate")
 
 
-def _refuse(
-    name: str, form: Form, hours: np.ndarray, scores: np.ndarray, r0: float | None, ceiling: float | None
-) -> None:
+def _refuse(name: str, form: Form, hours: Array, scores: Array, r0: float | None, ceiling: float | None) -> None:
     """Raise MegarlError for points to which no curve can be fitted."""
     parameters = 2 + (r0 is None) + (ceiling is None)
     if len(hours) <= parameters:

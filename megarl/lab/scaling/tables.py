@@ -57,7 +57,7 @@ def between_seeds(each: Sequence[Fit]) -> str:
 
 def fits(rows: Sequence[tuple[str, Fit]]) -> Table:
     """Make a table with one fit per row, each parameter above its 95 % interval."""
-    table = _table("", *_headings(rows[0][1]), "R²", "rmse", "points")
+    table = _table("", "A", "B", f"C_mid, {HOURS[rows[0][1].unit]}", "R²", "rmse", "points")
     for name, found in rows:
         table.add_row(name, *_parameters(found), f"{found.r2:.4f}", f"{found.rmse:.4f}", str(found.n))
     return table
@@ -77,8 +77,8 @@ def forms(curves: Sequence[Curve], how: FitOptions) -> Table:
 
 
 def compared(comparison: RunComparison) -> Table:
-    first = next((entry.fit for entry in comparison.entries if entry.fit), None)
-    table = _table("", *(_headings(first) if first else ("A", "B", "C_mid")), "B at the mean A")
+    unit = next((f", {HOURS[entry.fit.unit]}" for entry in comparison.entries if entry.fit), "")
+    table = _table("", "A", "B", f"C_mid{unit}", "B at the mean A")
     for entry in comparison.entries:
         refitted = comparison.at_mean.get(entry.name)
         mean = f"{refitted.B:.2f}\n[dim]A = {refitted.A:.3f}[/]" if refitted else ""
@@ -118,10 +118,6 @@ def later(found: Fit, after: Later) -> str:
         f"{after.mean_error:+.4f} on average, {after.largest_error:+.4f} at most; {after.inside} of {after.n} lie in the "
         "interval widened by the noise of an evaluation."
     )
-
-
-def _headings(found: Fit) -> tuple[str, str, str]:
-    return "A", "B", f"C_mid, {HOURS[found.unit]}"
 
 
 def _parameters(found: Fit) -> tuple[str, str, str]:

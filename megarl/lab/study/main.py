@@ -76,7 +76,14 @@ def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions) -> i
     except ValueError:
         raise MegarlError(f"--seeds: {options.seeds!r} is not a list of numbers such as 0,1,2") from None
     if options.dry_run:
-        console.print(_planned(path, recipes, seeds))
+        title = f"{path}: {len(recipes) * len(seeds)} runs, seeds {', '.join(map(str, seeds))}"
+        columns = Column("variant", style="bold", no_wrap=True), Column("differs from the first in", overflow="fold")
+        planned = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
+        for name, recipe in recipes.items():
+            changed = [(key, new) for key, _, new in differences(next(iter(recipes.values())), recipe)]
+            words = [f"{key}={new}" for key, new in changed if key not in ("description", "run.name")]
+            planned.add_row(name, " ".join(words))
+        console.print(planned)
         return 0
     study = plan.prepare(path, recipes, seeds)
     tasks = study.tasks
@@ -85,18 +92,6 @@ def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions) -> i
     if not 0 <= options.task < len(tasks):
         raise MegarlError(f"--task: the study has tasks 0 to {len(tasks) - 1}, no {options.task}")
     return run(study, [tasks[options.task]], console)
-
-
-def _planned(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> Table:
-    """Show the variants and how each differs from the first."""
-    first = next(iter(recipes.values()))
-    title = f"{path}: {len(recipes) * len(seeds)} runs, seeds {', '.join(map(str, seeds))}"
-    columns = Column("variant", style="bold", no_wrap=True), Column("differs from the first in", overflow="fold")
-    shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
-    for name, recipe in recipes.items():
-        changed = {key: new for key, _, new in differences(first, recipe) if key not in ("description", "run.name")}
-        shown.add_row(name, " ".join(f"{key}={new}" for key, new in changed.items()))
-    return shown
 
 
 PENALTY_SHARE = 2 / 14  # the length penalty falls on the last 2k of 14k tokens
