@@ -128,10 +128,11 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
         raise MegarlError(f"{a.folder} and {b.folder} have no prompt of {suite} in common: their sets are different")
     if other := [name for name in both if a.answers[name][0].expected != b.answers[name][0].expected]:
         wants = [side.answers[other[0]][0].expected[:60] for side in (a, b)]
-        raise MegarlError(
-            f"{a.folder} and {b.folder}: {len(other)} prompts of {suite} expect another answer: {other[0]!r} expects "
-            f"{wants[0]!r} in one and {wants[1]!r} in the other; they are not of the same set"
+        expects = (
+            f"{other[0]!r} expects {wants[0]!r} in one and {wants[1]!r} in the other; they are not of the same set"
         )
+        another = f"{len(other)} prompts of {suite} expect another answer"
+        raise MegarlError(f"{a.folder} and {b.folder}: {another}: {expects}")
     return SideBySide(suite, a, b, both, quantities(a, b, both), list(notes(a, b, both)))
 
 

@@ -86,10 +86,10 @@ def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[
     if place.settings.is_file():
         before = json.loads(place.settings.read_bytes())
         if changed := [key for key in settings if before.get(key) != settings[key]]:
-            raise MegarlError(
-                f"{place.path}: has answers that were made otherwise: {', '.join(changed)} changed "
-                f"(see {place.settings.name}); give another --out, or remove it"
+            otherwise = (
+                f"has answers that were made otherwise: {', '.join(changed)} changed (see {place.settings.name})"
             )
+            raise MegarlError(f"{place.path}: {otherwise}; give another --out, or remove it")
     else:
         write_atomically(place.settings, json.dumps(settings, indent=2).encode() + b"\n")
     return replace(questions, answered=[one for one in read_outcomes(place.answers) if not one.void])

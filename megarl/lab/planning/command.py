@@ -24,10 +24,8 @@ SIMULATED = 3
 def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool) -> int:
     """Search and show. drawn: steps to simulate, and where their picture goes."""
     if posed.gpus < 2 and not posed.recipe.resources.colocate:
-        raise MegarlError(
-            f"--gpus: {posed.gpus} is too few: at least one generates and one trains, unless they share it "
-            "(resources.colocate, as in scalerl-1gpu)"
-        )
+        unless = "unless they share it (resources.colocate, as in scalerl-1gpu)"
+        raise MegarlError(f"--gpus: {posed.gpus} is too few: at least one generates and one trains, {unless}")
     written, found = as_written(posed), search(posed)
     chosen = show.named(posed, written, found, SIMULATED)
     simulated = _simulated(posed, chosen, found, *drawn) if drawn and chosen else show.Simulated()

@@ -148,10 +148,9 @@ def as_written(problem: PlanningProblem) -> Plan | str:
         turns = max(step, memory_of.kv) if recipe.serving.release_memory else step + memory_of.kv
         need = learner.memory.state + memory_of.weights + memory_of.transient + turns
         if need > room:
-            return (
-                f"learner and server together need {need / GB:.0f} GB, and {room / GB:.0f} GB of a GPU can be used; lower "
-                "serving.memory_fraction or learner.microbatch_tokens"
-            )
+            advice = "lower serving.memory_fraction or learner.microbatch_tokens"
+            needs = f"{need / GB:.0f} GB, and {room / GB:.0f} GB of a GPU can be used"
+            return f"learner and server together need {needs}; {advice}"
     return evaluate(problem, learner, memory_of, recipe.resources.server_tensor_parallel, recipe.resources.servers)
 
 
@@ -225,9 +224,9 @@ def _packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_pa
     count = len(work.trained)
     ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
     taken = min(count * ranks // data_parallel, MOST_PACKED)
-    packed = speed.packing(work.trained[:taken].tolist(), microbatch_tokens, ranks, cost_of(shape), one_size)
+    some = speed.packing(work.trained[:taken].tolist(), microbatch_tokens, ranks, cost_of(shape), one_size)
     more = (count / data_parallel) / (taken / ranks)
-    return packed._replace(microbatches=round(packed.microbatches * more), rank_tokens=round(packed.rank_tokens * more))
+    return some._replace(microbatches=round(some.microbatches * more), rank_tokens=round(some.rank_tokens * more))
 
 
 def _server(problem: PlanningProblem, ranks: int) -> ServerMemory | str:

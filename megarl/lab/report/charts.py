@@ -40,9 +40,8 @@ def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: st
         axes.annotate(f"{rates[-1]:.3f}", below, (0, -5), textcoords="offset points", **style)
     if x == "compute_hours":
         _predicted(axes, rows, evaluations)
-    axes.set_ylim(0, 1.04)
     unit = next((r["compute_unit"] for r in [*rows, *evaluations]), "device")
-    axes.set_xlabel("step" if x == "step" else f"compute, {unit} hours")
+    axes.set(xlabel="step" if x == "step" else f"compute, {unit} hours", ylim=(0, 1.04))
     if rows or evaluations:
         axes.legend(loc="lower right")
 
@@ -76,8 +75,7 @@ def by_task(axes: Axes, rows: list[Row], evaluations: list[Row], tasks: Sequence
         xs, ys = series(evaluations, f"pass_rate/{task}", "step")
         axes.plot(xs, ys, "o-", markersize=4, color=color, label=task)
         drawn = drawn or bool(len(xs))
-    axes.set_ylim(0, 1.04)
-    axes.set_xlabel("step")
+    axes.set(xlabel="step", ylim=(0, 1.04))
     if drawn:
         axes.legend(loc="lower right", title="held out; thin: training", title_fontsize=8)
     return drawn
@@ -112,8 +110,7 @@ def where_time_goes(axes: Axes, rows: list[Row]) -> bool:
     steps, seconds = next(iter(full.values()))[0], [ys for _, ys in full.values()]
     style: Row = {"labels": [parts[name] for name in full], "colors": [colors[name] for name in full]}
     axes.stackplot(steps, *seconds, **style, alpha=0.85, linewidth=0)
-    axes.set_xlabel("step")
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.25)  # room for the legend
+    axes.set(xlabel="step", ylim=(0, axes.get_ylim()[1] * 1.25))  # room for the legend
     axes.set_axisbelow(True)
     axes.margins(x=0)
     axes.legend(loc="upper right", ncols=2)

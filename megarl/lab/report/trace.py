@@ -21,7 +21,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import batched, pairwise
+from itertools import accumulate, batched, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -47,16 +47,13 @@ def nested(spans: Iterable[Span]) -> list[Unit]:
 
 def packed(units: Iterable[Unit]) -> list[list[Span]]:
     """Distribute units over as few lanes as run concurrently; those on one lane do not overlap."""
-    lanes: list[list[Span]] = []
-    free_from: list[float] = []
+    lanes: list[list[Unit]] = []
     for unit in sorted(units, key=lambda u: (u[0].begin, -u[0].end)):
-        lane = next((n for n, free in enumerate(free_from) if free <= unit[0].begin), len(lanes))
-        if lane == len(lanes):
-            lanes.append([])
-            free_from.append(0.0)
-        lanes[lane] += unit
-        free_from[lane] = unit[0].end
-    return lanes
+        if lane := next((lane for lane in lanes if lane[-1][0].end <= unit[0].begin), None):
+            lane.append(unit)
+        else:
+            lanes.append([unit])
+    return [[span for unit in lane for span in unit] for lane in lanes]
 
 
 def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
@@ -65,12 +62,8 @@ def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
     for begin, end in spans:
         steps[begin] += 1
         steps[end] -= 1
-    count, counts = 0, []
-    for at, by in sorted(steps.items()):
-        count += by
-        if by:
-            counts.append((at, count))
-    return counts
+    turns = sorted((at, by) for at, by in steps.items() if by)
+    return list(zip((at for at, _ in turns), accumulate(by for _, by in turns), strict=True))
 
 
 def union(spans: Iterable[Span]) -> list[tuple[float, ...]]:

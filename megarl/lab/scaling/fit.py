@@ -233,9 +233,9 @@ def _default(curve: Curve, end: float | None, remarks: list[str]) -> float:
     if (rest >= early).sum() >= ENOUGH or not (rest < early).any():
         return early if math.isfinite(early) else 0.0
     what = "the first epoch" if early == epoch else f"the first {EARLY_HOURS:,.0f} GPU-hours"
+    later = f"{(rest >= early).sum()} of {len(rest)} points are later"
     remarks.append(
-        f"{what} could not be left out ({(rest >= early).sum()} of {len(rest)} points are later): early points, where the law "
-        "does not hold yet, are in the fit"
+        f"{what} could not be left out ({later}): early points, where the law does not hold yet, are in the fit"
     )
     return 0.0
 

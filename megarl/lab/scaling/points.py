@@ -89,11 +89,9 @@ def _forecast_column(path: Path) -> str:
     recipe = load(str(path))
     if not recipe.forecast_column:
         tasks = list(recipe.data.tasks)
-        raise MegarlError(
-            f"{path}: several tasks ({', '.join(tasks)}), whose laws are different ones; say which is fitted: "
-            f"--score-column pass_rate/{tasks[0]}, or evaluation.forecast={tasks[0]} in the recipe "
-            "(--score-column pass_rate: all prompts together)"
-        )
+        several = f"several tasks ({', '.join(tasks)}), whose laws are different ones; say which is fitted"
+        which = f"--score-column pass_rate/{tasks[0]}, or evaluation.forecast={tasks[0]} in the recipe"
+        raise MegarlError(f"{path}: {several}: {which} (--score-column pass_rate: all prompts together)")
     return recipe.forecast_column
 
 
@@ -166,10 +164,8 @@ def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> 
         raise MegarlError(f"{where}: {hours} is {compute:g}; compute is cumulative and cannot be negative")
     before = step == 0 or (step is None and compute == 0)
     if compute == 0 and not before:
-        raise MegarlError(
-            f"{where}: no compute at step {step:g}; only the score before training (step 0) has none. "
-            f"Is {hours} cumulative hours of all devices?"
-        )
+        why = f"no compute at step {step:g}; only the score before training (step 0) has none"
+        raise MegarlError(f"{where}: {why}. Is {hours} cumulative hours of all devices?")
     return compute, rate, before
 
 

@@ -40,10 +40,8 @@ def say_verdict(comparison: RunComparison) -> None:
 
 
 def window(found: Fit) -> str:
-    return (
-        f"R_0 = {found.R_0:.3f} ({R0_FROM[found.r0_from]}). "
-        f"Fitted from {amount(found.window[0])} to {amount(found.window[1], found.unit)}."
-    )
+    begin, end = amount(found.window[0]), amount(found.window[1], found.unit)
+    return f"R_0 = {found.R_0:.3f} ({R0_FROM[found.r0_from]}). Fitted from {begin} to {end}."
 
 
 def between_seeds(each: Sequence[Fit]) -> str:
