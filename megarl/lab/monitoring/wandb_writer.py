@@ -86,6 +86,7 @@ def _begun(recipe: Recipe, rundir: RunDir) -> Any:
     known.parent.mkdir(exist_ok=True)
     if not known.exists():
         write_atomically(known, secrets.token_hex(4).encode())
+    quiet = wandb.Settings(init_timeout=INIT_LIMIT_S, console="off", silent=True, disable_git=True, save_code=False)
     begin = partial(
         wandb.init,
         project=recipe.monitor.wandb.project,
@@ -94,9 +95,7 @@ def _begun(recipe: Recipe, rundir: RunDir) -> Any:
         resume="allow",
         dir=str(rundir.path),
         config=recipe.model_dump(mode="json", exclude={"data": {"services"}}),  # a URL may contain a key
-        settings=wandb.Settings(
-            init_timeout=INIT_LIMIT_S, console="off", silent=True, disable_git=True, save_code=False
-        ),
+        settings=quiet,
     )
     try:
         run = begin()

@@ -19,9 +19,7 @@ from megarl.lab.scaling.fit import fit
 from megarl.lab.scaling.points import PointColumns, curve_of_run
 
 Row = dict[str, Any]
-MOST_POINTS = 400
-CURVE_POINTS = 60
-TIME_POINTS = 120
+MOST_POINTS, CURVE_POINTS, TIME_POINTS = 400, 60, 120
 
 
 def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: str) -> None:

@@ -146,8 +146,7 @@ def _spread(values: np.ndarray) -> str:
     return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else "")
 
 
-PANELS_A_LINE = 4
-CURVE_POINTS = 200
+PANELS_A_LINE, CURVE_POINTS = 4, 200
 
 
 def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
