@@ -251,9 +251,7 @@ def _with_servers(recipe: Recipe, servers: int, ranks: int) -> Recipe:
     return recipe.model_copy(update={"resources": resources})
 
 
-def evaluate(
-    problem: PlanningProblem, learner: LearnerChoice, memory_of: ServerMemory, ranks: int, servers: int
-) -> Plan:
+def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMemory, ranks: int, servers: int) -> Plan:
     """Estimate this learner with so many servers of `ranks` GPUs each."""
     work, pipeline = problem.work, problem.recipe.pipeline
     learner_gpus = learner.recipe.resources.learner_ranks
@@ -261,11 +259,11 @@ def evaluate(
     shared = recipe.resources.colocate
     gpus = learner_gpus if shared else servers * ranks + learner_gpus
     published = speed.publication(recipe, problem.shape, problem.gpu, gpus)
-    decoder = Decoder(recipe, problem.shape, problem.gpu, memory_of.kv_token)
+    decoder = Decoder(recipe, problem.shape, problem.gpu, server.kv_token)
     most_tokens = float(work.sample.max())
     # A batch is complete when its longest rollout is, and only the window's batches are in progress: mean / longest of these.
     window = pipeline.window_steps * work.rollouts / servers * work.mean_tokens / most_tokens
-    running = min(recipe.serving.max_running_requests, memory_of.kv_tokens / work.live_context, window)
+    running = min(recipe.serving.max_running_requests, server.kv_tokens / work.live_context, window)
     seconds = decoder.step_seconds(running, running * work.live_context)
     tokens, longest = work.rollouts * work.mean_tokens, most_tokens * seconds
     transfers = published.transfer / pipeline.phase_steps
@@ -276,12 +274,12 @@ def evaluate(
         # A learner that limits finds the window full: k steps' tickets are ahead of it. Otherwise tokens wait for the last of
         # their group, and half of them are sampled in the first half of that time.
         lag = k if busy > generate else min(k, 0.5 + longest / 2 / step)
-    else:  # nothing is made ahead: the halves take turns, each phase waits for its last rollout, and lag is half of one
+    else:  # nothing is made ahead: the halves take turns, each phase waits for its last rollout; lag is half a phase
         step, lag = generate + busy + longest / pipeline.phase_steps, (pipeline.phase_steps - 1) / 2
     scoring = min(recipe.evaluation.servers, servers) * running / seconds
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(
-        recipe=recipe, gpus=gpus, learner=learner.memory, server=memory_of, decoder=decoder, publication=published,
+        recipe=recipe, gpus=gpus, learner=learner.memory, server=server, decoder=decoder, publication=published,
         running=running, train_seconds=learner.train_seconds, generate_seconds=generate, step_seconds=step,
         tokens_per_second=tokens / step, lag=lag, evaluation_seconds=evaluated,
     )  # fmt: skip

@@ -51,8 +51,9 @@ def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu
     attention, recompute = attention_flop(shape, packed.positions), recipe.learner.recompute
     bf16 = gpu.bf16 * ASSUMED.training_efficiency
     # The backward pass computes again the matrices of all layers, or of MLPs and experts (models/build.py): [AR] section 5
-    again = {"none": 0.0, "selective": shape.body_parameters - shape.layers * shape.attention_parameters}
-    linear = LAYER_PASSES * layer_flop(shape) + 2 * again.get(recompute, shape.body_parameters)
+    body = shape.body_parameters
+    again = {"none": 0.0, "selective": body - shape.layers * shape.attention_parameters, "full": body}[recompute]
+    linear = LAYER_PASSES * layer_flop(shape) + 2 * again
     linear_seconds = linear / (bf16 if model.fp8 == "none" else gpu.fp8 * ASSUMED.fp8_efficiency)
     attention_seconds = (LAYER_PASSES + (recompute == "full")) * attention / bf16
     head_seconds = HEAD_PASSES * head_flop(shape) / bf16
