@@ -21,9 +21,7 @@ from megarl.core.recipe import Recipe, from_tree, load, load_suite, shipped_suit
 from megarl.run import devices
 from megarl.tasks.data.chat import load_chat
 
-CONTEXT = (
-    16_384  # tokens of prompt and completion for a directory that does not say: ScaleRL's 14k, and room for the prompt
-)
+CONTEXT = 16_384  # tokens of prompt and completion where a directory does not say: ScaleRL's 14k, and the prompt
 THINKING = "</think>"
 KV_TOKENS = 65_536  # KV tokens of a server without a GPU, which must be given a number; at least the longest sequence
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
