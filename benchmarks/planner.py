@@ -34,7 +34,7 @@ from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient
 from megarl.lab.evaluation.servers import wait_ready
-from megarl.lab.planning.simulate import Costs, Scenario, simulate, summary
+from megarl.lab.planning.simulate import Costs, simulate, summary
 from megarl.lab.planning.workload import Lengths, Workload, lengths_of
 
 FIXED = [
@@ -242,7 +242,7 @@ def prediction(recipe: Recipe, known: Calibration, lengths: Lengths) -> Figures:
         limit=recipe.serving.max_running_requests,
     )
     window = recipe.pipeline.window_steps
-    steps = simulate(Scenario(recipe, work, costs, recipe.run.steps - window))
+    steps = simulate(recipe, work, costs, recipe.run.steps - window)
     found = summary(steps, recipe.resources.servers, window)
     return Figures(found.tokens_per_second, found.learner_idle, 1 - found.server_busy, found.server_running)
 

@@ -14,10 +14,9 @@ from typing import Any
 
 from megarl.core.base import architecture
 from megarl.core.recipe import load
-from megarl.lab.planning.hardware import assumed, gpu_named
+from megarl.lab.planning.hardware import gpu_named
 from megarl.lab.planning.layouts import PlanningProblem, as_written
-from megarl.lab.planning.scenario import costs
-from megarl.lab.planning.simulate import Scenario, simulate, summary
+from megarl.lab.planning.simulate import costs, simulate, summary
 from megarl.lab.planning.workload import lognormal, workload
 
 MEAN, SPREAD, STEPS = 8000, 0.5, 12
@@ -66,7 +65,7 @@ def simulated(gpus: int, part: int, keys: tuple[str, ...]) -> dict[str, Any]:
     recipe = load("scalerl-8b", [*BASE, *keys])
     lengths = lognormal(recipe, MEAN, SPREAD)
     work = workload(recipe, lengths, 1.0, 0)
-    problem = PlanningProblem(recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), assumed(), gpus, work)
+    problem = PlanningProblem(recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), gpus, work)
     plan = as_written(problem)
     assert not isinstance(plan, str), plan
     resources = recipe.resources.model_copy(update={"servers": recipe.resources.servers // part})
@@ -74,7 +73,7 @@ def simulated(gpus: int, part: int, keys: tuple[str, ...]) -> dict[str, Any]:
     small = recipe.model_copy(update={"resources": resources, "batch": batch})
     whole = replace(costs(problem, plan), train_seconds=lambda sequences: plan.train_seconds)
     warm_up = 2 * recipe.pipeline.window_steps
-    steps = simulate(Scenario(small, workload(small, lengths, 1.0, 0), whole, STEPS + warm_up))
+    steps = simulate(small, workload(small, lengths, 1.0, 0), whole, STEPS + warm_up)
     result = summary(steps, resources.servers, warm_up)
     return asdict(result) | {
         "transfer": plan.publication.transfer,

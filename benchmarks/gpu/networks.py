@@ -26,7 +26,7 @@ from megarl.core.base.architecture import CONFIGS, Architecture
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import Family, hf, parallel
 from megarl.core.recipe import Recipe
-from megarl.lab.planning import formulas
+from megarl.lab.planning import speed
 
 LIMIT_S = 60.0
 """Of forming the group of one rank, and of its collectives."""
@@ -121,9 +121,9 @@ def _prompt(length: int) -> int:
 def flop(shape: Architecture, lengths: Sequence[int]) -> float:
     """Forward and backward of a step: what the model costs; the head's logits, which megarl makes twice, count once."""
     tokens, trained = sum(lengths), sum(n - _prompt(n) for n in lengths)
-    attention = sum(n * formulas.attention_flop(shape, n / 2) for n in lengths)
-    layers = tokens * formulas.layer_flop(shape) + attention
-    return LAYER_PASSES * (layers + trained * formulas.head_flop(shape))
+    attention = sum(n * speed.attention_flop(shape, n / 2) for n in lengths)
+    layers = tokens * speed.layer_flop(shape) + attention
+    return LAYER_PASSES * (layers + trained * speed.head_flop(shape))
 
 
 def shape_of(recipe: Recipe) -> Architecture:

@@ -295,7 +295,7 @@ def rollout(recipe: p.Recipe, overrides: p.Overrides) -> int:
     from megarl.core.controller.controller import main
     from megarl.lab.evaluation.suites import questions_of
     from megarl.lab.monitoring.prometheus import serve_controller
-    from megarl.lab.scaling.outlook import forecast
+    from megarl.lab.scaling.extrapolate import forecast
     from megarl.tasks.data.prompts import load_tasks
     from megarl.tasks.environments.registry import TaskEnvironments
     from megarl.tasks.graders.grader import TaskGraders

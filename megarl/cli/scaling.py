@@ -196,13 +196,13 @@ def _draw(
     efficiency: dict[str, "Fit"],
 ) -> None:  # fmt: skip
     """Draw all pictures; the efficiency plot shows the fits that are given for it."""
-    from megarl.lab.scaling.plot import plot_efficiency, plot_fits, write_page
+    from megarl.lab.scaling.plot import plot_efficiency, plot_fits
     from megarl.lab.scaling.published import law_named
 
     base.parent.mkdir(parents=True, exist_ok=True)
     laws = [law_named(name) for name in published]
     series = {entry.name: (runs[entry.name], entry.fit) for entry in comparison.entries}
-    written = [*plot_fits(series, base, until=to, laws=laws), write_page(series, base, until=to, laws=laws)]
+    written = plot_fits(series, base, until=to, laws=laws)
     if efficiency:
         written += plot_efficiency(efficiency, base.with_name(f"{base.name}-efficiency"))
     print(*written, sep="\n", file=sys.stderr)

@@ -1,6 +1,6 @@
 """`megarl doctor`: what this machine can run, and what to do about what it cannot.
 
-    one function per question ──► Finding (good, note, bad) ──► table; exit 0 if a CPU or a GPU run is possible
+    questions ──► Finding (good, note, bad) ──► table; exit 0 if a CPU or a GPU run is possible
 
 A `note` costs something or limits runs to the CPU; a `bad` stops every run.
 """
@@ -10,7 +10,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -50,7 +50,7 @@ def noted(what: str, found: str, advice: str = "") -> Finding:
 def main() -> int:
     """Print all findings and the verdict; return 0 if something can be run here."""
     findings = examine()
-    columns = [Column(no_wrap=True), Column(no_wrap=True), Column(no_wrap=True), Column(ratio=1)]
+    columns = [*(Column(no_wrap=True) for _ in range(3)), Column(ratio=1)]
     table = Table(*columns, box=None, padding=(0, 2), pad_edge=False, show_header=False)
     marks = {"good": "[green]✓", "note": "[yellow]•", "bad": "[red]✗"}
     for f in findings:
@@ -63,9 +63,7 @@ def main() -> int:
 
 
 def examine() -> list[Finding]:
-    """Answer every question about this machine."""
-    others = (cuda, transformer_engine, apex, bytecode, cores, memory, shared_memory, disk, ports, sandbox)
-    return [python(), *map(package, PINS), *(check() for check in others)]
+    return [python(), *map(package, PINS), cuda(), *fused(), bytecode(), *machine(), sandbox()]
 
 
 def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
@@ -74,8 +72,7 @@ def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
         return f"Nothing can be run here yet: {', '.join(bad)}.", 1
     good = {f.what for f in findings if f.grade == "good"}
     if gpu_count == 0:
-        text = "Runs on the CPU are possible (tiny models: `make quickstart`). GPU runs need a machine with GPUs."
-        return text, 0
+        return "Runs on the CPU are possible (tiny models: `make quickstart`). GPU runs need a machine with GPUs.", 0
     if "CUDA" not in good:
         return "CPU runs are possible (CUDA_VISIBLE_DEVICES=); GPU runs are not yet: CUDA.", 0
     slower = "" if "Transformer Engine" in good else ", without Transformer Engine's fused layers and FP8"
@@ -84,10 +81,9 @@ def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
 
 def python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info[:2] == (3, 12):
-        return noted("Python", version)
     advice = "the stack has wheels for Python 3.12 alone; `make setup` finds or fetches one"
-    return Finding("Python", "bad", version, advice)
+    good = sys.version_info[:2] == (3, 12)
+    return noted("Python", version) if good else Finding("Python", "bad", version, advice)
 
 
 def package(name: str) -> Finding:
@@ -99,9 +95,8 @@ def package(name: str) -> Finding:
         return Finding(name, "bad", "not installed", SETUP)
     if not importable:
         return Finding(name, "bad", f"{version}, but it cannot be imported", SETUP)
-    if version.partition("+")[0] != PINS[name]:
-        return noted(name, version, f"made and tested with {PINS[name]}; {SETUP}")
-    return noted(name, version)
+    same = version.partition("+")[0] == PINS[name]
+    return noted(name, version, "" if same else f"made and tested with {PINS[name]}; {SETUP}")
 
 
 def cuda() -> Finding:
@@ -120,24 +115,22 @@ def cuda() -> Finding:
     return noted("CUDA", "no GPU", "tiny models run on the CPU; for others use a machine with NVIDIA GPUs")
 
 
-def transformer_engine() -> Finding:
-    """Check for the learner's layers on GPUs; the CPU does not use them."""
+def fused() -> Iterator[Finding]:
+    """Check for the learner's fused kernels on GPUs: Transformer Engine, and NVIDIA Apex, which PyPI's `apex` is not."""
     if importlib.util.find_spec("transformer_engine") is not None:
-        return noted("Transformer Engine", importlib.metadata.version("transformer-engine"))
-    advice = "only needed with GPUs: pip install --no-build-isolation 'transformer-engine[pytorch]'"
-    return noted("Transformer Engine", "not installed", advice)
-
-
-def apex() -> Finding:
-    """Check for NVIDIA Apex: fused optimiser kernels. PyPI's package of that name is another project."""
+        yield noted("Transformer Engine", importlib.metadata.version("transformer-engine"))
+    else:
+        advice = "only needed with GPUs: pip install --no-build-isolation 'transformer-engine[pytorch]'"
+        yield noted("Transformer Engine", "not installed", advice)
     source = "build https://github.com/NVIDIA/apex"
     if importlib.util.find_spec("apex") is None:
         advice = f"optional, with GPUs: {source} from source (PyPI's `apex` is another project)"
-        return noted("NVIDIA Apex", "not installed", advice)
-    if importlib.util.find_spec("amp_C") is None:
+        yield noted("NVIDIA Apex", "not installed", advice)
+    elif importlib.util.find_spec("amp_C") is None:
         advice = f"pip uninstall apex, then {source} with its CUDA extensions"
-        return noted("NVIDIA Apex", "another `apex`, or one without CUDA extensions", advice)
-    return noted("NVIDIA Apex", "with CUDA extensions")
+        yield noted("NVIDIA Apex", "another `apex`, or one without CUDA extensions", advice)
+    else:
+        yield noted("NVIDIA Apex", "with CUDA extensions")
 
 
 def bytecode() -> Finding:
@@ -151,47 +144,35 @@ def bytecode() -> Finding:
     return noted("bytecode", "not compiled", advice)
 
 
-def cores() -> Finding:
-    count = len(os.sched_getaffinity(0))
-    return noted("cores", str(count), "server and learner share one core: expect half the speed" if count == 1 else "")
-
-
-def memory() -> Finding:
+def machine() -> Iterator[Finding]:
+    """Check cores, memory, /dev/shm, through which a server's processes, NCCL and PyTorch pass tensors, disk and ports."""
+    count, has_gpus = len(os.sched_getaffinity(0)), bool(gpus())
+    yield noted("cores", str(count), "server and learner share one core: expect half the speed" if count == 1 else "")
     free = psutil.virtual_memory().available / GIB
     advice = "the quickstart's roles take about 6 GiB together; end other programs" if free < 6 else ""
-    return noted("memory", f"{free:.0f} GiB available", advice)
-
-
-def shared_memory() -> Finding:
-    """Check /dev/shm, through which a server's processes, NCCL and PyTorch pass tensors."""
-    if not os.access("/dev/shm", os.W_OK):
-        return Finding("/dev/shm", "bad", "not writable", "mount a tmpfs there")
-    size, needed = shutil.disk_usage("/dev/shm").total / GIB, 8 if gpus() else 1
-    advice = f"in a container: --shm-size={needed}g or --ipc=host" if size < needed * 0.95 else ""
-    return noted("/dev/shm", f"{size:.1f} GiB" if size >= 1 else f"{size * 1024:.0f} MiB", advice)
-
-
-def disk() -> Finding:
-    """Check the disk where runs are written."""
+    yield noted("memory", f"{free:.0f} GiB available", advice)
+    if os.access("/dev/shm", os.W_OK):
+        size, needed = shutil.disk_usage("/dev/shm").total / GIB, 8 if has_gpus else 1
+        advice = f"in a container: --shm-size={needed}g or --ipc=host" if size < needed * 0.95 else ""
+        yield noted("/dev/shm", f"{size:.1f} GiB" if size >= 1 else f"{size * 1024:.0f} MiB", advice)
+    else:
+        yield Finding("/dev/shm", "bad", "not writable", "mount a tmpfs there")
     free = shutil.disk_usage(".").free / GIB
     advice = "checkpoints take about 16 bytes a parameter; free some, or set run.dir to another disk"
-    return noted("disk", f"{free:.0f} GiB free here", advice if free < 10 else "")
-
-
-def ports() -> Finding:
+    yield noted("disk", f"{free:.0f} GiB free here", advice if free < 10 else "")
     try:
         free_ports(8)
+        yield noted("ports", "free on 127.0.0.1")
     except OSError as error:
-        advice = "the roles talk over it; allow it"
-        return Finding("ports", "bad", f"cannot listen on 127.0.0.1: {error.strerror}", advice)
-    return noted("ports", "free on 127.0.0.1")
+        why = f"cannot listen on 127.0.0.1: {error.strerror}"
+        yield Finding("ports", "bad", why, "the roles talk over it; allow it")
 
 
 def sandbox() -> Finding:
     """Check the sandbox in which programs are graded, for recipes with `grader: code`."""
     try:
         Sandbox("bubblewrap", 1).check()
+        return noted("bubblewrap", "runs programs apart")
     except MegarlError as error:
         advice = f"only needed to grade code: {str(error).partition('; ')[2]}"
         return noted("bubblewrap", "no program can be run in it", advice)
-    return noted("bubblewrap", "runs programs apart")

@@ -92,9 +92,9 @@ def _check_model(key: str, path: str, advice: str = "", tokenizer: bool = True) 
 
 def _check_sources(recipe: Recipe) -> None:
     """Check that files of prompts exist, and the model has the template that tasks require."""
-    named = [(f"data.tasks.{name}.train", task.train) for name, task in recipe.data.tasks.items()]
-    heldout = {f"data.tasks.{name}.heldout": task.heldout for name, task in recipe.data.tasks.items()}
-    named += [(key, source) for key, source in heldout.items() if isinstance(source, str)]
+    tasks = recipe.data.tasks.items()
+    named = [(f"data.tasks.{name}.train", task.train) for name, task in tasks]
+    named += [(f"data.tasks.{name}.heldout", task.heldout) for name, task in tasks if isinstance(task.heldout, str)]
     named += [(f"evaluation.suites.{name}.data", suite.data) for name, suite in recipe.evaluation.suites.items()]
     named += [("data.decontaminate", source) for source in recipe.data.decontaminate]
     for key, source in named:
@@ -141,9 +141,8 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
 
 def _other_models(recipe: Recipe) -> dict[str, str]:
     """Return reference and critic by their keys, if the recipe uses them and they are not the policy's."""
-    reference = recipe.reference.path if recipe.reference.coefficient > 0 else ""
-    critic = recipe.critic.path if recipe.has_critic else ""
-    return {key: path for key, path in (("reference.path", reference), ("critic.path", critic)) if path}
+    used = {"reference": recipe.reference.coefficient > 0, "critic": recipe.has_critic}
+    return {f"{name}.path": getattr(recipe, name).path for name in used if used[name] and getattr(recipe, name).path}
 
 
 def _hash_files(paths: Iterable[Path]) -> str:

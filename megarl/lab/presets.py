@@ -12,7 +12,7 @@ from typing import Literal
 
 import yaml
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import parameters
@@ -41,12 +41,8 @@ NOTE = """# The layout (model.tensor_parallel, resources) is that of the base: f
 # Give data.tasks (train, heldout), and start from a model that follows the prompt format (`megarl sft`).
 """
 ROWS = {
-    "learning rate": "lr",
-    "rollouts a step": "batch",
-    "epochs": "epochs",
-    "warm-up steps": "warmup_steps",
-    "KL": "kl",
-}
+    "learning rate": "lr", "rollouts a step": "batch", "epochs": "epochs", "warm-up steps": "warmup_steps", "KL": "kl",
+}  # fmt: skip
 
 
 def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
@@ -55,12 +51,12 @@ def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
         raise MegarlError(f"--model: {model} is not a Hugging Face directory (no config.json in it)")
     count = parameters(model)
     chosen = ppo_for(count)
-    shown = Table(box=None, padding=(0, 2), pad_edge=False)
-    for heading in ("", "scalerl", "ppo"):
-        shown.add_column(heading, no_wrap=True, style="bold" if heading == preset else "")
+    columns = [Column(name, no_wrap=True, style="bold" if name == preset else "") for name in ("", "scalerl", "ppo")]
+    shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False)
     shown.add_row("models", SCALERL.size, chosen.size)
     for name, attribute in ROWS.items():
-        shown.add_row(name, *(_range(*getattr(one, attribute)) for one in (SCALERL, chosen)))
+        ranges = (dict.fromkeys(getattr(one, attribute)) for one in (SCALERL, chosen))
+        shown.add_row(name, *(" - ".join(f"{end:g}" for end in ends) for ends in ranges))
     console = Console(file=sys.stderr)
     console.print(f"{model}: {count / 1e9:.2f}B parameters", soft_wrap=True, highlight=False)
     console.print(shown)
@@ -71,7 +67,6 @@ def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
 
 
 def ppo_for(count: int) -> Preset:
-    """Return the row for a model with this many parameters."""
     return next(p for p in PPO if count <= p.parameters)
 
 
@@ -80,16 +75,10 @@ def text(model: Path, preset: Literal["scalerl", "ppo"], chosen: Preset) -> str:
     base = "scalerl-8b" if preset == "scalerl" else "ppo-critic-8b"
     tree: dict[str, object] = {"base": base, "run": {"name": f"{model.name}-rl"}, "model": {"path": str(model)}}
     if preset == "ppo":
+        optimizer = {"lr": chosen.lr[0], "warmup_steps": chosen.warmup_steps[0]}
+        tree["batch"] = {"prompts": chosen.batch[0] // load(base).sampling.generations}
         tree |= {
-            "batch": {"prompts": chosen.batch[0] // load(base).sampling.generations},
-            "learner": {
-                "epochs": chosen.epochs[0],
-                "optimizer": {"lr": chosen.lr[0], "warmup_steps": chosen.warmup_steps[0]},
-            },
+            "learner": {"epochs": chosen.epochs[0], "optimizer": optimizer},
             "reference": {"coefficient": chosen.kl[0]},
         }
     return NOTE + yaml.safe_dump(tree, sort_keys=False)
-
-
-def _range(low: float, high: float) -> str:
-    return f"{low:g}" if low == high else f"{low:g} - {high:g}"

@@ -45,18 +45,25 @@ def main(recipe: Recipe) -> int:
     if output.exists():
         raise MegarlError(f"sft.output: {output} exists already; remove it, or name another directory")
     unfinished = output.with_name(f"{output.name}.unfinished")
-    check_settings(unfinished, recipe)
+    settings = {  # what a warm start must keep until its end
+        "sft": recipe.sft.model_dump(mode="json"),
+        "run.seed": recipe.run.seed,
+        "data.decontaminate": recipe.data.model_dump(mode="json")["decontaminate"],
+    }
+    begun_with = json.loads(file.read_text()) if (file := unfinished / SETTINGS).exists() else None
+    if complete(unfinished) and begun_with != settings:
+        advice = "remove it to begin anew, or name another sft.output"
+        raise MegarlError(f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}")
     if recipe.resources.learner_ranks > 1 and not is_rank():
         become_torchrun(recipe.resources.learner_ranks, free_ports(1)[0])
     leader = os.environ.get("RANK", "0") == "0"
     with lock(unfinished, "megarl sft", "sft.output") if leader else nullcontext():
         if leader:
-            write_atomically(unfinished / SETTINGS, json.dumps(settings_of(recipe), indent=1).encode())
+            write_atomically(file, json.dumps(settings, indent=1).encode())
         return run(recipe, unfinished)
 
 
 def run(recipe: Recipe, unfinished: Path) -> int:
-    """Run what is left of the warm start."""
     outlive_screen()
     # Nothing else of the run is alive yet: the learner can use all cores.
     torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))
@@ -77,31 +84,9 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     return 128 + asked if asked else 0
 
 
-def settings_of(recipe: Recipe) -> dict[str, object]:
-    """Return the settings that a warm start must keep until its end."""
-    return {
-        "sft": recipe.sft.model_dump(mode="json"),
-        "run.seed": recipe.run.seed,
-        "data.decontaminate": recipe.data.model_dump(mode="json")["decontaminate"],
-    }
-
-
-def check_settings(unfinished: Path, recipe: Recipe) -> None:
-    """Raise MegarlError if what was saved there was made with other settings."""
-    file = unfinished / SETTINGS
-    begun_with = json.loads(file.read_text()) if file.exists() else None
-    if complete(unfinished) and begun_with != settings_of(recipe):
-        advice = "remove it to begin anew, or name another sft.output"
-        raise MegarlError(f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}")
-
-
 def train(
-    trainer: Trainer,
-    source: Iterator[list[TrainSequence]],
-    checkpoints: Checkpoints,
-    recipe: Recipe,
-    stop_request: StopRequest,
-) -> int:
+    trainer: Trainer, source: Iterator[list[TrainSequence]], checkpoints: Checkpoints, recipe: Recipe, stop_request: StopRequest
+) -> int:  # fmt: skip
     """Run the remaining steps, with a progress bar on rank 0; return 0, or the signal on which all saved and ended early."""
     now = TextColumn("{task.fields[now]}")
     columns = (TextColumn("warm start"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now)
@@ -148,10 +133,10 @@ def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[l
 
 def _sequences(traces: Sequence[Trace]) -> list[TrainSequence]:
     weight = np.float32(1 / sum(int(t.learnt.sum()) for t in traces))
-    sequences = []
-    for i, t in enumerate(traces):
-        zeros, weights = np.zeros(len(t.tokens), np.float32), t.learnt * weight
-        sequences.append(TrainSequence(
-            ticket=i, sample=0, tokens=t.tokens, behaviour_logprobs=zeros, loss_weight=weights, advantage=0.0
-        ))  # fmt: skip
-    return sequences
+    return [
+        TrainSequence(
+            ticket=i, sample=0, tokens=t.tokens, behaviour_logprobs=np.zeros(len(t.tokens), np.float32),
+            loss_weight=t.learnt * weight, advantage=0.0,
+        )
+        for i, t in enumerate(traces)
+    ]  # fmt: skip

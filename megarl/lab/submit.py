@@ -67,7 +67,6 @@ def main(job: SlurmJob, out: Path | None, submitted: bool) -> int:
 
 
 def submit(file: Path) -> int:
-    """Submit with sbatch, and print its output."""
     try:
         done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, timeout=SUBMIT_LIMIT_S)
     except FileNotFoundError:
@@ -98,8 +97,7 @@ def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
         return ChosenLayout(recipe, (), (*described(placed, nodes), *spare))
     problem = command.problem(recipe, len(nodes) * per_node, job.gpu, job.model_config, command.work(recipe))
     if not misfit:
-        written = as_written(problem)
-        if not isinstance(written, str):
+        if not isinstance(written := as_written(problem), str):
             return ChosenLayout(recipe, (), (*described(placed, nodes), *spare, *_figures(written)))
         misfit = written
     for plan in search(problem).plans:
@@ -114,7 +112,6 @@ def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
 
 
 def _figures(plan: Plan) -> tuple[str, ...]:
-    """Return the figures that `megarl plan` expects."""
     return (
         f"a step takes {plan.step_seconds:.1f} s (training {plan.train_seconds:.1f}, generating {plan.generate_seconds:.1f}), "
         f"{plan.tokens_per_second:,.0f} tokens/s",
@@ -124,23 +121,12 @@ def _figures(plan: Plan) -> tuple[str, ...]:
 
 
 def script(chosen: ChosenLayout, job: SlurmJob) -> str:
-    """Return the batch script."""
     recipe = chosen.recipe
     settings = {
-        "job-name": recipe.run.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": 1,
-        "gpus-per-node": job.gpus_per_node or None,
-        "exclusive": "",
-        "time": job.time,
-        "partition": job.partition,
-        "account": job.account,
-        "output": "%x-%j.out",
-        "open-mode": "append",
-        "requeue": "",
-        "no-kill": "",
-        "signal": "B:USR1@600",
-    }
+        "job-name": recipe.run.name, "nodes": job.nodes, "ntasks-per-node": 1, "gpus-per-node": job.gpus_per_node or None,
+        "exclusive": "", "time": job.time, "partition": job.partition, "account": job.account, "output": "%x-%j.out",
+        "open-mode": "append", "requeue": "", "no-kill": "", "signal": "B:USR1@600",
+    }  # fmt: skip
     lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in settings.items() if value is not None]
     words = ["train", str(Path(job.recipe).resolve()) if job.recipe.endswith((".yaml", ".yml")) else job.recipe]
     words += ["run.resume=auto", *([] if recipe.run.interface else [f"run.interface={OF_SLURM}"])]

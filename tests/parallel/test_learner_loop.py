@@ -24,7 +24,7 @@ from megarl.core.base.messages import Ack, Next, Reply, Request, Stop, Stopped, 
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, complete, latest_rows, read_jsonl, step_of
 from megarl.core.base.types import Batch
-from megarl.lab.report.spans import read
+from megarl.lab.report.trace import read
 from megarl.run.process import free_ports
 from tests.damage import cut_in_half, flip_a_bit
 from tests.parallel.test_learner_layouts import make_batch

@@ -149,7 +149,7 @@ async def answers(stack: Stack, folder: Path, name: str, salt: str) -> list[Answ
     async with stack.client() as client:
         return [
             await ask(client, tokenizer, question, name, POSITIONS, salt)
-            for question in load_questions(str(folder / f"{name}.jsonl"), name).questions
+            for question in load_questions(str(folder / f"{name}.jsonl"), name)[0]
         ]
 
 

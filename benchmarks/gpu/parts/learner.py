@@ -8,7 +8,7 @@ from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Absent, Row, Said
 from megarl.core.base import architecture
 from megarl.core.learner.trainer import Trainer
-from megarl.lab.planning import formulas, memory
+from megarl.lab.planning import memory
 
 MICROBATCHES = 4
 REPEATS = 3
@@ -60,7 +60,7 @@ def layers() -> int:
     """As many as leave room for activations."""
     for count in (8, 4, 2, 1):
         shape = architecture.of(networks.llama_8b(num_hidden_layers=count), "8B")
-        state = formulas.state_bytes(shape.parameters, width=formulas.HALF, shards=1)
+        state = memory.state_bytes(shape.parameters, width=memory.HALF, shards=1)
         if state <= STATE_SHARE * networks.memory():
             return count
     raise Absent(

@@ -1,32 +1,47 @@
 """`megarl answers compare OUT_A OUT_B`: how much better B is than A on the prompts of both, and where to read why.
 
-OUT_A/SUITE, OUT_B/SUITE ─[read_side]─► answers by prompt ─[compare]─► SideBySide ─► table on the screen, comparison_page.py
+OUT_A/SUITE, OUT_B/SUITE ─[read_side]─► answers by prompt ─[compare]─► SideBySide ─► table on the screen, page
 
 The prompts are the random sample, and a prompt that is hard for one model is hard for the other. So the uncertainty is how
 the difference varies from prompt to prompt, which is less than the two scores' own intervals suggest.
+
+The page is one HTML file that opens offline (comparison.html), to read failures side by side. 500 prompts with twice 16 answers
+of 8,000 tokens are half a gigabyte of text. So if all completions together exceed a limit, each shows only its beginning and
+end. Each prompt is a script of its own, read when the prompt is opened.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import UNSET
 from rich.console import Console
 from rich.table import Column, Table
 from scipy.special import stdtrit
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir, suites_in
-from megarl.core.evaluation.metrics import Choice, Interval, Outcome, choices, over_prompts
+from megarl.core.evaluation.metrics import Interval, Outcome, choices, over_prompts
 from megarl.core.recipe import flat
+from megarl.lab.report import pictures
 
 METHOD = (
     "Intervals are of 95 %, over prompts. The difference is paired, prompt by prompt: Student's t, with Bonett and Price's two "
     "added prompts."
 )
+
+
+TEMPLATE = Path(__file__).with_name("comparison.html")
+LARGEST = 64_000_000  # characters of all completions in a page
+SHORTEST = 1000  # characters that a completion keeps at least, however many there are
+LONGEST_ASKED = 20_000  # characters of a prompt or an expected answer; the tests of a program can be megabytes
+LINE = 160  # characters of a prompt in the list
 
 
 class Side(NamedTuple):
@@ -61,8 +76,6 @@ class SideBySide(NamedTuple):
 
 def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
     """Make a table and a page for each suite to which both have answers."""
-    from megarl.lab.evaluation.comparison_page import write_comparison
-
     suites = common_suites(out_a, out_b, suite)
     if page is not None and len(suites) > 1:
         raise MegarlError(f"-o: {page} is one page, both have answers to {', '.join(suites)}; choose one with --suite")
@@ -82,21 +95,19 @@ def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
 
 def common_suites(out_a: Path, out_b: Path, suite: str | None) -> list[str]:
     """Return the suites to which both have answers, or the one asked for; MegarlError if there is none."""
-    there = {out: suites_in(out) for out in (out_a, out_b)}
-    for out, names in there.items():
+    a_has, b_has = suites_in(out_a), suites_in(out_b)
+    for out, names in ((out_a, a_has), (out_b, b_has)):
         if suite not in names if suite else not names:
             wanted = f"to {suite} " if suite else ""
-            missing = "it is no directory of an evaluation (OUT of `megarl eval`)"
-            has = f"it has {', '.join(names)}" if names else missing
-            raise MegarlError(f"{out}: no answers {wanted}in it; {has}")
-    if not (both := [name for name in there[out_a] if name in there[out_b] and suite in (None, name)]):
-        a_has, b_has = (", ".join(names) for names in there.values())
-        raise MegarlError(f"{out_a} has answers to {a_has}, {out_b} to {b_has}: nothing to compare")
+            has = f"has {', '.join(names)}" if names else "is no directory of an evaluation (OUT of `megarl eval`)"
+            raise MegarlError(f"{out}: no answers {wanted}in it; it {has}")
+    if not (both := [name for name in a_has if name in b_has and suite in (None, name)]):
+        only = f"{out_a} has answers to {', '.join(a_has)}, {out_b} to {', '.join(b_has)}"
+        raise MegarlError(f"{only}: nothing to compare")
     return both
 
 
 def read_side(out: Path, suite: str) -> Side:
-    """Read the answers to a suite."""
     folder = SuiteDir(out, suite)
     result = folder.read_result() if folder.result.exists() else None
     answers: dict[str, list[Answer]] = {}
@@ -109,31 +120,27 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
     """Compare over the prompts that both have; MegarlError if they are not from the same set."""
     if a.name == b.name:
         a, b = (side._replace(name=str(side.folder)) for side in (a, b))
-    both = sorted(a.answers.keys() & b.answers.keys(), key=_numbers_in_order)
+    both = sorted(
+        a.answers.keys() & b.answers.keys(),  # by their numbers, test/2 before test/10
+        key=lambda name: [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)],
+    )
     if not both:
         raise MegarlError(f"{a.folder} and {b.folder} have no prompt of {suite} in common: their sets are different")
     if other := [name for name in both if a.answers[name][0].expected != b.answers[name][0].expected]:
         wants = [side.answers[other[0]][0].expected[:60] for side in (a, b)]
-        raise MegarlError(
-            f"{a.folder} and {b.folder}: {len(other)} prompts of {suite} expect another answer: {other[0]!r} expects "
-            f"{wants[0]!r} in one and {wants[1]!r} in the other; they are not of the same set"
+        expects = (
+            f"{other[0]!r} expects {wants[0]!r} in one and {wants[1]!r} in the other; they are not of the same set"
         )
-    return SideBySide(suite, a, b, both, quantities(a, b, both), notes(a, b, both))
-
-
-def _numbers_in_order(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts test/2 before test/10."""
-    return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+        another = f"{len(other)} prompts of {suite} expect another answer"
+        raise MegarlError(f"{a.folder} and {b.folder}: {another}: {expects}")
+    return SideBySide(suite, a, b, both, quantities(a, b, both), list(notes(a, b, both)))
 
 
 def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
     """Return what the sides are compared by. k: the number of answers that every prompt has on both sides."""
     ours, theirs = ([[Outcome.of(answer) for answer in side.answers[name]] for name in prompts] for side in (a, b))
-    every = [outcome for answers in (*ours, *theirs) for outcome in answers]
-    k = min(len(answers) for answers in (*ours, *theirs))
-
-    def of_k(chosen: Choice) -> Callable[[Sequence[Outcome]], float]:
-        return lambda answers: chosen(answers, k)
+    every = list(chain.from_iterable(ours + theirs))
+    k = min(map(len, ours + theirs))
 
     def share(name: str, value_of: Callable[[Sequence[Outcome]], float], step: float) -> Quantity:
         x, y = [value_of(each) for each in ours], [value_of(each) for each in theirs]
@@ -141,43 +148,38 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
         return Quantity(name, a_score, b_score, paired_difference(x, y, step), share=True)
 
     rows = [share(f"mean@{k}" if k > 1 else "right", lambda answers: fmean(o.correct for o in answers), 1 / k)]
-    if k > 1:
-        rows += [share(f"{name}@{k}", of_k(chosen), 1.0) for name, chosen in choices(every).items()]
+    for name, chosen in choices(every).items() if k > 1 else ():
+        rows.append(share(f"{name}@{k}", lambda answers, chosen=chosen: chosen(answers, k), 1.0))  # type: ignore[misc]
     if any(o.by_length is not None for o in every):
         rows.append(share("by length", lambda answers: fmean(bool(o.by_length) for o in answers), 1 / k))
     rows.append(share("truncated", lambda answers: fmean(o.truncated for o in answers), 1 / k))
     x, y = ([fmean(o.tokens for o in answers) for answers in side] for side in (ours, theirs))
-    alone = [Interval(fmean(side), math.nan, math.nan) for side in (x, y)]
-    rows.append(Quantity("tokens", alone[0], alone[1], paired_difference(x, y, 0.0), share=False))
-    return rows
+    a_mean, b_mean = (Interval(fmean(side), math.nan, math.nan) for side in (x, y))
+    return [*rows, Quantity("tokens", a_mean, b_mean, paired_difference(x, y, 0.0), share=False)]
 
 
-def notes(a: Side, b: Side, prompts: Sequence[str]) -> list[str]:
-    """List what differs between the sides."""
-    messages = []
+def notes(a: Side, b: Side, prompts: Sequence[str]) -> Iterator[str]:
     for side in (a, b):
         if alone := len(side.answers) - len(prompts):
-            messages.append(f"Left out: {alone} prompt{'s' * (alone > 1)} that only {side.name} has answers to.")
+            yield f"Left out: {alone} prompt{'s' * (alone > 1)} that only {side.name} has answers to."
         if side.result is None:
-            messages.append(f"{side.name}: the evaluation has not ended; these are its answers so far.")
+            yield f"{side.name}: the evaluation has not ended; these are its answers so far."
         if void := sum(bool(answer.void) for name in prompts for answer in side.answers[name]):
-            messages.append(f"{side.name}: void answers, which could not be generated and count as wrong: {void}.")
+            yield f"{side.name}: void answers, which could not be generated and count as wrong: {void}."
     counts = [sorted({len(side.answers[name]) for name in prompts}) for side in (a, b)]
     if counts[0] != counts[1] or len(counts[0]) > 1:
         a_has, b_has = (" to ".join(map(str, sorted({each[0], each[-1]}))) for each in counts)
-        messages.append(f"Answers a prompt: {a_has} of {a.name}, {b_has} of {b.name}.")
+        yield f"Answers a prompt: {a_has} of {a.name}, {b_has} of {b.name}."
     if reworded := sum(a.answers[name][0].prompt != b.answers[name][0].prompt for name in prompts):
-        messages.append(f"In other words, or another template, on the two sides: {reworded} of {len(prompts)} prompts.")
+        yield f"In other words, or another template, on the two sides: {reworded} of {len(prompts)} prompts."
     if a.result and b.result:
         ours, theirs = (flat({**result.settings, "model": None}) for result in (a.result, b.result))
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
-                messages.append(f"{key}: {ours.get(key)} of {a.name}, {theirs.get(key)} of {b.name}.")
-    return messages
+                yield f"{key}: {ours.get(key)} of {a.name}, {theirs.get(key)} of {b.name}."
 
 
 def show(comparison: SideBySide, console: Console) -> None:
-    """Print the table, and the notes that go with it."""
     a, b = comparison.a.name, comparison.b.name
     console.print(f"{comparison.suite}: {len(comparison.prompts)} prompts. A is {a}, B is {b}.", highlight=False)
     scores = [Column(heading, justify="right", no_wrap=True) for heading in ("A", "B", "B − A")]
@@ -190,7 +192,6 @@ def show(comparison: SideBySide, console: Console) -> None:
 
 
 def cells(one: Quantity) -> tuple[str, str, str]:
-    """Format A, B and B − A as text."""
     d = one.difference
     if one.share:
         a, b = (f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}]" for score in (one.a, one.b))
@@ -212,3 +213,93 @@ def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> In
     half = stdtrit(max(len(differences) - 1, 1), 0.975) * math.sqrt(float(spread.var()) / len(spread))
     centre = float(spread.mean())
     return Interval(mean, min(mean, centre - half), max(mean, centre + half))
+
+
+def write_comparison(comparison: SideBySide, target: Path) -> int | None:
+    """Write the page; return how many characters of a completion it keeps, or None if all."""
+    sides = (comparison.a, comparison.b)
+    sizes = [len(answer.completion) for name in comparison.prompts for side in sides for answer in side.answers[name]]
+    longest = max(SHORTEST, LARGEST // len(sizes))
+    limit = None if sum(sizes) <= LARGEST or max(sizes) <= longest else longest
+    prompts = "\n".join(
+        f'<script type="application/json" class="prompt">{pictures.embedded(_prompt(comparison, name, limit))}</script>'
+        for name in comparison.prompts
+    )
+    pictures.write_page(
+        TEMPLATE,
+        target,
+        title=escape(f"{comparison.suite}: {comparison.a.name} and {comparison.b.name}"),
+        data=pictures.embedded(_overview(comparison, limit)),
+        prompts=prompts,
+    )
+    return limit
+
+
+def _overview(comparison: SideBySide, limit: int | None) -> dict[str, object]:
+    """Return the page's data. prompts: [id, start of text, A right, A answers, B right, B answers, truncated of both]."""
+    said, both = list(comparison.notes), (comparison.a.answers, comparison.b.answers)
+    if any(len(answers[name]) > 1 for answers in both for name in comparison.prompts):
+        said.append("In the list a side is right where at least half of its answers are.")
+    if limit is not None:
+        text = "are shown by begin and end; all is in answers.jsonl."
+        said.append(f"Completions of more than {limit:,} characters {text}")
+    return {
+        "suite": comparison.suite,
+        "a": {"name": comparison.a.name, "folder": str(comparison.a.folder)},
+        "b": {"name": comparison.b.name, "folder": str(comparison.b.folder)},
+        "table": [[one.name, *cells(one)] for one in comparison.quantities],
+        "notes": [*said, METHOD],
+        "prompts": _lines(comparison),
+    }
+
+
+def _lines(comparison: SideBySide) -> list[list[str | int]]:
+    """Return the list of prompts, without the words that all begin with, which belong to a template."""
+    sides = [(comparison.a.answers[name], comparison.b.answers[name]) for name in comparison.prompts]
+    texts = [a[0].prompt.split() for a, _ in sides]
+    begin = next((n for n, words in enumerate(zip(*texts, strict=False)) if len(set(words)) > 1), 0)
+    lines: list[list[str | int]] = []
+    for name, (a, b), words in zip(comparison.prompts, sides, texts, strict=True):
+        counts = [n for answers in (a, b) for n in (sum(x.correct for x in answers), len(answers))]
+        lines.append([name, " ".join(words[begin:])[:LINE], *counts, sum(x.truncated for x in (*a, *b))])
+    return lines
+
+
+def _prompt(comparison: SideBySide, name: str, limit: int | None) -> dict[str, object]:
+    a, b = comparison.a.answers[name], comparison.b.answers[name]
+    return {
+        "prompts": [shortened(x[0].prompt, LONGEST_ASKED) for x in (a, b)],
+        "expected": shortened(a[0].expected, LONGEST_ASKED),
+        "a": [_answer(answer, limit) for answer in a],
+        "b": [_answer(answer, limit) for answer in b],
+    }
+
+
+def _answer(answer: Answer, limit: int | None) -> dict[str, object]:
+    marks = {
+        "truncated": answer.truncated,
+        "interrupted": answer.interrupted,
+        "no answer found": not answer.format_ok and not answer.void,
+        "grader timed out": answer.grader_timeout,
+        "grader failed": answer.grader_error,
+        f"void: {answer.void}": answer.void,
+    }
+    result: dict[str, object] = {
+        "text": shortened(answer.completion, limit),
+        "answer": shortened(answer.answer, limit),
+        "right": answer.correct,
+        "tokens": answer.tokens,
+        "marks": [text for text, holds in marks.items() if holds],
+    }
+    if answer.choices is not UNSET:
+        scored = ("choices", "loglikelihoods", "chosen", "chosen_normalised")
+        result |= {key: getattr(answer, key) for key in scored} | {"right_normalised": Outcome.of(answer).by_length}
+    return result
+
+
+def shortened(text: str, limit: int | None) -> list[str | int]:
+    """Return [text] or, above the limit, [start, characters left out, end]; most is of the end, where the answer is."""
+    if limit is None or len(text) <= limit:
+        return [text]
+    begin = limit // 4
+    return [text[:begin], len(text) - limit, text[begin - limit :]]

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import CHECKPOINT, RunDir, step_of
 from megarl.core.evaluation import metrics
 from megarl.core.evaluation.answers import SuiteDir, suites_in
 from megarl.core.evaluation.metrics import Interval, Outcome
+from megarl.lab.report.pictures import GREY, drawing, rendered
 
 WORDS = {"pass": "oracle (pass@n)", "maj": "majority (maj@n)", "best": "by reward (best@n)"}
 STYLES = {"pass": ":", "maj": "-", "best": "--"}
@@ -41,15 +42,12 @@ class ScoreCurve(NamedTuple):
 
 
 def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
-    """Return one curve for each way to choose."""
-    prompts = metrics.by_prompt(outcomes)
-    mean_tokens = sum(o.tokens for o in outcomes) / len(outcomes)
+    prompts, count = metrics.by_prompt(outcomes), len(outcomes)
+    mean_tokens, ns = sum(o.tokens for o in outcomes) / count, metrics.powers_up_to(min(map(len, prompts)))
     drawn = []
     for kind, chosen in metrics.choices(outcomes).items():
-        points = []
-        for n in metrics.powers_up_to(min(map(len, prompts))):
-            score = metrics.over_prompts([chosen(answers, n) for answers in prompts], len(outcomes))
-            points.append(CurvePoint(n, n * mean_tokens, score))
+        scores = (metrics.over_prompts([chosen(answers, n) for answers in prompts], count) for n in ns)
+        points = [CurvePoint(n, n * mean_tokens, score) for n, score in zip(ns, scores, strict=True)]
         drawn.append(ScoreCurve(name, kind, points))
     return drawn
 
@@ -66,7 +64,13 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
         raise MegarlError(f"--picture: is of one suite; say which with --suite ({', '.join(common)})")
     console = Console()
     for name in [suite] if suite else common:
-        drawn = [curve for place in places for curve in _read(place, name)]
+        drawn: list[ScoreCurve] = []
+        for place in places:
+            answers = SuiteDir(place, name).answers
+            if not (outcomes := metrics.read_outcomes(answers)):
+                raise MegarlError(f"{answers}: has no answers")
+            model = f"step {step_of(place)}" if CHECKPOINT.fullmatch(place.name) else place.name
+            drawn += curves(model, outcomes)
         console.print(table(name, drawn))
         path = picture or outs[0] / f"curve-{name}.png"
         draw(name, drawn, path)
@@ -83,20 +87,12 @@ def _places(out: Path) -> list[Path]:
     return [out]
 
 
-def _read(place: Path, suite: str) -> list[ScoreCurve]:
-    outcomes = metrics.read_outcomes(SuiteDir(place, suite).answers)
-    if not outcomes:
-        raise MegarlError(f"{SuiteDir(place, suite).answers}: has no answers")
-    return curves(f"step {step_of(place)}" if CHECKPOINT.fullmatch(place.name) else place.name, outcomes)
-
-
 def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:
-    """Make a table with a row for each model and n."""
     kinds = [kind for kind in WORDS if any(curve.kind == kind for curve in drawn)]
-    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=suite, title_justify="left")
-    shown.add_column("model", overflow="fold")  # shrinks on a narrow terminal, where figures cannot
-    for header in ("n", "tokens a\nprompt", *(WORDS[kind].replace(" (", "\n(") for kind in kinds)):
-        shown.add_column(header, justify="right", no_wrap=True)
+    headings = ("n", "tokens a\nprompt", *(WORDS[kind].replace(" (", "\n(") for kind in kinds))
+    columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
+    columns.insert(0, Column("model", overflow="fold"))  # shrinks on a narrow terminal, where figures cannot
+    shown = Table(*columns, box=None, padding=(0, 1, 0, 0), pad_edge=False, title=suite, title_justify="left")
     for model in dict.fromkeys(curve.model for curve in drawn):
         points = {curve.kind: curve.points for curve in drawn if curve.model == model}
         for at, point in enumerate(points["pass"]):
@@ -109,26 +105,23 @@ def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:
 def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
     """Draw scores against tokens as PNG: a colour per model, a line style per way to choose, intervals shaded."""
     from matplotlib import colormaps  # slow to import
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(8, 5), dpi=150, layout="tight")
-    axes = figure.add_subplot()
     models = list(dict.fromkeys(curve.model for curve in drawn))
     shades = [0.85 * n / max(len(models) - 1, 1) for n in range(len(models))]
     colours = dict(zip(models, colormaps["viridis"](shades), strict=True))
-    for curve in drawn:
-        tokens, scores = [p.tokens for p in curve.points], [p.score for p in curve.points]
-        colour = colours[curve.model]
-        axes.plot(tokens, [s.mean for s in scores], STYLES[curve.kind], color=colour, marker=".", lw=1.6)
-        axes.fill_between(tokens, [s.low for s in scores], [s.high for s in scores], color=colour, alpha=0.1, lw=0)
-    for n, tokens_of_n, score in drawn[-1].points:
-        axes.annotate(f"n={n}", (tokens_of_n, score.mean), (0, 6), textcoords="offset points", fontsize=7, ha="center")
-    kinds = [kind for kind in WORDS if any(curve.kind == kind for curve in drawn)]
-    handles = [Line2D([], [], color=colours[model], lw=3, label=model) for model in models]
-    handles += [Line2D([], [], color="grey", ls=STYLES[kind], label=WORDS[kind]) for kind in kinds]
-    axes.legend(handles=handles, fontsize=8, frameon=False)
-    axes.set_xscale("log")
-    axes.set(xlabel="tokens generated for a prompt (n × mean)", ylabel="score", title=suite)
-    axes.grid(alpha=0.25)
-    figure.savefig(path)
+    with drawing((8, 5)) as (figure, (axes,)):
+        for model, kind, points in drawn:
+            _, tokens, scores = zip(*points, strict=True)
+            means, lows, highs = zip(*scores, strict=True)
+            axes.plot(tokens, means, STYLES[kind], color=colours[model], marker=".")
+            axes.fill_between(tokens, lows, highs, color=colours[model], alpha=0.1, lw=0)
+        for n, tokens_of_n, score in drawn[-1].points:
+            at = (tokens_of_n, score.mean)
+            axes.annotate(f"n={n}", at, (0, 6), textcoords="offset points", fontsize=7, ha="center")
+        for model in models:
+            axes.plot([], [], color=colours[model], lw=3, label=model)
+        for kind in [kind for kind in WORDS if any(curve.kind == kind for curve in drawn)]:
+            axes.plot([], [], STYLES[kind], color=GREY, label=WORDS[kind])
+        axes.legend()
+        axes.set(xscale="log", xlabel="tokens generated for a prompt (n × mean)", ylabel="score", title=suite)
+        path.write_bytes(rendered(figure, path.suffix[1:] or "png"))

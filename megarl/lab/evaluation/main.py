@@ -12,25 +12,28 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import batched
 from pathlib import Path
 
 import uvloop
+from rich import progress
 from rich.console import Console
+from rich.table import Column, Table
 
 from megarl.core.base.contracts import GraderDown
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
-from megarl.core.evaluation.answers import Answer, SuiteDir
+from megarl.core.evaluation.answers import Answer, Result, SuiteDir
 from megarl.core.evaluation.metrics import read_outcomes, result_of, settings_of
 from megarl.core.evaluation.score import score
 from megarl.core.recipe import Recipe
 from megarl.lab.evaluation import suites
-from megarl.lab.evaluation.servers import OwnServers, own_servers
-from megarl.lab.evaluation.show import counted, table
+from megarl.lab.evaluation.servers import own_servers
 from megarl.lab.evaluation.subject import Subject, recipe_of, subject_of
 from megarl.lab.evaluation.suites import SuiteQuestions
 from megarl.run.process import lock, outlive_screen
@@ -83,10 +86,10 @@ def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[
     if place.settings.is_file():
         before = json.loads(place.settings.read_bytes())
         if changed := [key for key in settings if before.get(key) != settings[key]]:
-            raise MegarlError(
-                f"{place.path}: has answers that were made otherwise: {', '.join(changed)} changed "
-                f"(see {place.settings.name}); give another --out, or remove it"
+            otherwise = (
+                f"has answers that were made otherwise: {', '.join(changed)} changed (see {place.settings.name})"
             )
+            raise MegarlError(f"{place.path}: {otherwise}; give another --out, or remove it")
     else:
         write_atomically(place.settings, json.dumps(settings, indent=2).encode() + b"\n")
     return replace(questions, answered=[one for one in read_outcomes(place.answers) if not one.void])
@@ -95,7 +98,6 @@ def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[
 def _ask(
     subject: Subject, recipe: Recipe, tokenizer: Tokenizer, questions: Sequence[SuiteQuestions], out: Path, console: Console
 ) -> None:  # fmt: skip
-    """Ask all that is open, keeping each answer as it comes."""
     with ExitStack() as stack:
         if subject.run is not None:
             exported = stack.enter_context(_exported(subject.source, RunDir(recipe.run.path).path / "model"))
@@ -109,8 +111,14 @@ def _ask(
             SuiteDir(out, answer.suite).add(answer)
             count(answer)
 
+        async def ask() -> None:
+            async with servers.asker(tokenizer) as asker, asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(servers.watch())
+                await score(questions, asker, keep)
+                watching.cancel()
+
         try:
-            uvloop.run(_score(tokenizer, questions, servers, keep))
+            uvloop.run(ask())
         except ExceptionGroup as errors:
             first: Exception = errors
             while isinstance(first, ExceptionGroup):
@@ -133,11 +141,71 @@ def _exported(checkpoint: Path, where: Path) -> Iterator[Path]:
         shutil.rmtree(where, ignore_errors=True)
 
 
-async def _score(
-    tokenizer: Tokenizer, questions: Sequence[SuiteQuestions], servers: OwnServers, keep: Callable[[Answer], object]
-) -> None:
-    """Ask all that is open, as long as no server ends."""
-    async with servers.asker(tokenizer) as asker, asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(servers.watch())
-        await score(questions, asker, keep)
-        watching.cancel()
+LINE_S = 30.0  # seconds between lines of non-interactive output
+
+
+@contextmanager
+def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[Callable[[Answer], None]]:
+    """Show for each suite the answers so far, and how many are right; give what counts one more answer."""
+    name, share = progress.TextColumn("{task.description}"), progress.TextColumn("{task.fields[right]}")
+    counts = (name, progress.BarColumn(), progress.MofNCompleteColumn(), share)
+    times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+    live, last = console.is_terminal, time.monotonic()
+    shown = progress.Progress(*counts, *times, console=console, disable=not live)
+    right = {q.name: sum(a.correct for a in q.answered) for q in questions}
+    bars = {}
+    for q in questions:
+        total = len(q.prompts) * q.samples
+        shown.add_task(q.name, total=total, completed=total - len(q.open), right="")
+        bars[q.name] = shown.tasks[-1]
+
+    def count(answer: Answer) -> None:
+        nonlocal last
+        bar = bars[answer.suite]
+        right[answer.suite] += answer.correct
+        shown.update(bar.id, advance=1, right=f"{right[answer.suite] / (bar.completed + 1):.1%} right")
+        if not live and time.monotonic() - last >= LINE_S:
+            last = time.monotonic()
+            parts = [f"{name}: {bar.completed} of {bar.total} answers" for name, bar in bars.items()]
+            console.print(" · ".join(parts), highlight=False, soft_wrap=True)
+
+    with shown:
+        yield count
+
+
+RATES = {
+    "truncated": "truncation_rate", "interrupted": "interruption_rate", "no answer": "format_error_rate",
+    "grader ran out of time": "grader_timeout_rate", "grader failed": "grader_error_rate",
+    "could not be generated": "void_rate",
+}  # fmt: skip
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Make a table with one column per suite; rows that no result has are left out."""
+    columns = [Column("", style="dim", no_wrap=True)]
+    columns += [Column(result.suite, justify="right", no_wrap=True) for result in results]
+    shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=results[0].model, title_justify="left")
+    shown.add_row("prompts × answers", *(f"{r.metrics['n_prompts']:.0f} × {r.samples}" for r in results))
+    kinds = {"mean@k": "pass_rate", "choice by length": "pass_rate_by_length"}
+    for kind in ("pass", "maj", "best"):
+        ks = {int(m[1]) for r in results for name in r.metrics if (m := re.fullmatch(rf"{kind}@(\d+)", name))}
+        kinds |= {f"{kind}@{k}": f"{kind}@{k}" for k in sorted(ks) if k > 1}
+    for label, name in kinds.items():
+        if any(name in r.metrics for r in results):
+            shown.add_row(label, *(_rate(r, name) for r in results))
+    for label, name in RATES.items():
+        if any(r.metrics.get(name) for r in results):
+            shown.add_row(label, *(f"{r.metrics.get(name, 0.0):.1%}" for r in results))
+    lengths = [r.metrics[f"completion_tokens_{part}"] for r in results for part in ("mean", "p50", "p95")]
+    texts = (" · ".join(f"{length:,.0f}" for length in three) for three in batched(lengths, 3))
+    shown.add_row("tokens: mean, median, 95 %", *texts)
+    entropies = (f"{r.metrics['entropy']:.3f}" if "entropy" in r.metrics else "–" for r in results)
+    shown.add_row("entropy, nats a token", *entropies)
+    return shown
+
+
+def _rate(result: Result, name: str) -> str:
+    if name not in result.metrics:
+        return "–"
+    low, high = result.metrics[f"{name}_low"], result.metrics[f"{name}_high"]
+    return f"{result.metrics[name]:.3f} [{low:.3f}, {high:.3f}]"

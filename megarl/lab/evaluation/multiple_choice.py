@@ -35,6 +35,9 @@ from megarl.core.server.launch import KEPT_FROM_INPUT
 from megarl.tasks.data.rows import Raw, UnfitError, column, fingerprint
 from megarl.tasks.data.sources import Unreadable, stream
 
+log = logging.getLogger(__name__)
+DELIMITER = " "  # separates context and choice
+
 
 class Continuation(NamedTuple):
     """A tokenized choice. tokens [n] int32, scored from `first` on; cut: the start of the context was left out."""
@@ -65,11 +68,6 @@ def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], lon
             raise MegarlError(f"{text!r} cannot be scored behind {context[-60:]!r}: {fits}")
         continued.append(Continuation(whole[over:], first, over > 0))
     return continued
-
-
-log = logging.getLogger(__name__)
-
-DELIMITER = " "  # separates context and choice
 
 
 class Question(NamedTuple):
@@ -117,17 +115,10 @@ SETS: Mapping[str, Callable[[Raw], Question]] = {"arc": arc, "hellaswag": hellas
 """By a suite's `choices`; both parts of ARC have the same schema."""
 
 
-class LoadedQuestions(NamedTuple):
-    """Questions of a source. left_out: number of rows by reason."""
-
-    questions: list[Question]
-    left_out: Counter[str]
-
-
-def load_questions(source: str, choices: str) -> LoadedQuestions:
+def load_questions(source: str, choices: str) -> tuple[list[Question], Counter[str]]:
     """Load the questions of a source, in order; choices: a key of SETS. MegarlError if there is none.
 
-    Rows that do not fit the schema, or repeat an id, are left out, counted and reported: every published set has some.
+    Rows that do not fit the schema, or repeat an id, are left out, counted by reason, reported: every published set has some.
     """
     questions: dict[str, Question] = {}
     left_out, faults = Counter[str](), []
@@ -148,7 +139,7 @@ def load_questions(source: str, choices: str) -> LoadedQuestions:
         raise MegarlError(listed(f"{source}: no question of the schema {choices!r} in it", faults))
     if faults:
         log.warning("%s", listed(f"{source}: {len(faults)} rows left out:", faults))
-    return LoadedQuestions(list(questions.values()), left_out)
+    return list(questions.values()), left_out
 
 
 @dataclass(frozen=True)
@@ -161,14 +152,14 @@ class Choices(Questions[Question]):
     async def _answer(self, asker: Asker, asked: Question, sample: int, order: Order) -> Answer:
         """Return the answer; void if its requests are lost more than MAX_RETRIES times, or it cannot be asked."""
         longest = asker.recipe.length.context_tokens - KEPT_FROM_INPUT
-        tries, why = MAX_RETRIES + 1, ""
-        for _ in range(tries):
-            server, _version = await asker.places.take(order, asker.may_use)
-            life = asker.sampler.watcher.life(server)
+        watcher, why = asker.sampler.watcher, ""
+        for tries in range(1, MAX_RETRIES + 2):
+            server, _ = await asker.places.take(order, asker.may_use)
+            life = watcher.life(server)
             try:
                 return await ask(asker.clients[server], asker.tokenizer, asked, self.name, longest, asker.salt)
             except ServerLost as lost:
-                asker.sampler.watcher.server_lost(server, life, str(lost))
+                watcher.server_lost(server, life, str(lost))
                 why = f"{tries} requests were lost, the last: {lost}"
             except MegarlError as error:
                 return _void(asked, self.name, str(error))
@@ -186,20 +177,20 @@ async def ask(
     ServerRefused; MegarlError if the tokenizer leaves nothing of a choice.
     """
     continuations = joined(tokenizer, question.context, [DELIMITER + choice for choice in question.choices], longest)
-    tokens, first = [c.tokens for c in continuations], [c.first for c in continuations]
+    tokens, first, _ = zip(*continuations, strict=True)
     scores = await client.score(tokens, first, f"{salt}/{question.id}")
-    sums = [float(np.sum(each.logprobs, dtype=np.float64)) for each in scores]
-    return answered(question, suite, sums, continuations)
+    return answered(question, suite, [float(np.sum(s.logprobs, dtype=np.float64)) for s in scores], continuations)
 
 
 def answered(question: Question, suite: str, scores: Sequence[float], continuations: Sequence[Continuation]) -> Answer:
     """Make the answer from these log-likelihoods, in nats."""
     chosen = int(np.argmax(scores))
+    text = question.choices[chosen]
     return msgspec.structs.replace(
         _void(question, suite, ""),
-        completion=DELIMITER + question.choices[chosen],
-        answer=question.choices[chosen],
-        vote=question.choices[chosen],
+        completion=DELIMITER + text,
+        answer=text,
+        vote=text,
         correct=chosen == question.gold,
         truncated=any(continuation.cut for continuation in continuations),
         format_ok=True,
@@ -213,22 +204,7 @@ def answered(question: Question, suite: str, scores: Sequence[float], continuati
 def _void(question: Question, suite: str, why: str) -> Answer:
     """Return an answer for which nothing was scored."""
     return Answer(
-        suite=suite,
-        id=question.id,
-        sample=0,
-        prompt=question.context,
-        expected=question.choices[question.gold],
-        completion="",
-        answer="",
-        vote="",
-        correct=False,
-        truncated=False,
-        interrupted=False,
-        format_ok=False,
-        grader_timeout=False,
-        grader_error=False,
-        tokens=0,
-        entropy=None,
-        void=why,
-        choices=question.choices,
-    )
+        suite=suite, id=question.id, sample=0, prompt=question.context, expected=question.choices[question.gold],
+        completion="", answer="", vote="", correct=False, truncated=False, interrupted=False, format_ok=False,
+        grader_timeout=False, grader_error=False, tokens=0, entropy=None, void=why, choices=question.choices,
+    )  # fmt: skip

@@ -44,23 +44,21 @@ class OwnServers:
     @asynccontextmanager
     async def asker(self, tokenizer: Tokenizer) -> AsyncIterator[Asker]:
         """Give what asks these servers and grades their answers; their weights do not change."""
-        recipe, ids = self.recipe, range(len(self.processes))
-        width, timeout_s = recipe.resources.server_tensor_parallel, recipe.serving.request_timeout_s
-        addresses = [ServerAddress(id=n, url=self.endpoints.servers[n], tensor_parallel=width) for n in ids]
+        recipe, endpoints, width = self.recipe, self.endpoints, self.recipe.resources.server_tensor_parallel
+        addresses = [ServerAddress(id=n, url=url, tensor_parallel=width) for n, url in enumerate(endpoints.servers)]
         members = Membership(addresses)
-        for n in ids:
+        for n in (ids := {address.id for address in addresses}):
             members.seen(n)
             members.publish([n], UNCHANGED, "")
             members.published(n, UNCHANGED, "", "")
-        keys = self.endpoints.api_key, self.endpoints.admin_key
-        clients = {a.id: ServerClient(a, *keys, timeout_s) for a in addresses}
-        at_once = recipe.serving.max_running_requests
-        places = Places(members, at_once)
+        with_keys = endpoints.api_key, endpoints.admin_key, recipe.serving.request_timeout_s
+        clients = {address.id: ServerClient(address, *with_keys) for address in addresses}
+        places = Places(members, recipe.serving.max_running_requests)
         graders, environments = TaskGraders(recipe, tokenizer.decode), TaskEnvironments(recipe, tokenizer)
         sampler = Sampler(recipe, tokenizer, clients, places, self, environments)
-        salt = secrets.token_hex(8)
+        at_once, salt = places.limit * len(ids), secrets.token_hex(8)
         try:
-            yield Asker(recipe, tokenizer, clients, places, sampler, graders, set(ids), salt, at_once * len(ids))
+            yield Asker(recipe, tokenizer, clients, places, sampler, graders, ids, salt, at_once)
         finally:
             graders.close()
             environments.close()
@@ -86,16 +84,6 @@ class OwnServers:
                 said = "\n  ".join(last_lines(log)) if log is not None else ""
                 raise MegarlError(f"server {n} has ended with status {status}; the end of {log}:\n  {said}")
 
-    def wait_ready(self) -> None:
-        """Wait until all answer. MegarlError if one has ended, or serving.start_timeout_s is over."""
-        until = time.monotonic() + self.recipe.serving.start_timeout_s
-        for url, process in zip(self.endpoints.servers, self.processes, strict=True):
-            try:
-                wait_ready(url, max(0.0, until - time.monotonic()), process.status)
-            except MegarlError:
-                self.check_alive()
-                raise
-
 
 @contextmanager
 def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
@@ -110,9 +98,9 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
     rundir.logs.mkdir(parents=True, exist_ok=True)
     write_atomically(rundir.recipe, dump(recipe).encode())
     urls = tuple(f"http://{node.address}:{port}" for port in node.ports)
-    api_key, admin_key, link = secrets.token_hex(16), secrets.token_hex(16), LinkKeys.new()
     endpoints = Endpoints(
-        session="evaluation", controller="", servers=urls, api_key=api_key, admin_key=admin_key, link=link, rendezvous_port=0
+        session="evaluation", controller="", servers=urls, api_key=secrets.token_hex(16), admin_key=secrets.token_hex(16),
+        link=LinkKeys.new(), rendezvous_port=0,
     )  # fmt: skip
     rundir.write_endpoints(endpoints)
     processes: list[LocalProcess] = []
@@ -120,8 +108,13 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
         for n, port in enumerate(node.ports):
             role = Role("server", n)
             processes.append(launcher.start(task(recipe, rundir, role, port, placed[role])))
-        servers = OwnServers(recipe, endpoints, processes)
-        servers.wait_ready()
+        servers, until = OwnServers(recipe, endpoints, processes), time.monotonic() + recipe.serving.start_timeout_s
+        for url, process in zip(urls, processes, strict=True):
+            try:
+                wait_ready(url, max(0.0, until - time.monotonic()), process.status)
+            except MegarlError:
+                servers.check_alive()  # says more, with the end of the log
+                raise
         yield servers
     finally:
         for process in processes:
@@ -135,24 +128,18 @@ POLL_S = 0.1
 
 
 def wait_ready(url: str, limit_s: float, exit_code: Callable[[], int | None] = lambda: None) -> float:
-    """Wait for the server at `url` and return the seconds. exit_code: status of its process, None while it runs.
-
-    MegarlError if it ended, or after `limit_s` (serving.start_timeout_s).
-    """
+    """Wait for the server at `url`; return the seconds. MegarlError if it ended (exit_code: its status), or after `limit_s`."""
 
     async def wait() -> float:
         start = time.monotonic()
         async with ServerClient(ServerAddress(id=0, url=url), "", "", limit_s) as client:
             while not await client.health():
-                code = exit_code()
-                if code is not None:
-                    raise MegarlError(
-                        f"the server for {url} ended with status {code} before it was ready; its log says why"
-                    )
+                if (code := exit_code()) is not None:
+                    why = f"ended with status {code} before it was ready; its log says why"
+                    raise MegarlError(f"the server for {url} {why}")
                 if time.monotonic() - start > limit_s:
-                    raise MegarlError(
-                        f"the server at {url} was not ready within {limit_s:g} s (serving.start_timeout_s)"
-                    )
+                    why = f"was not ready within {limit_s:g} s (serving.start_timeout_s)"
+                    raise MegarlError(f"the server at {url} {why}")
                 await asyncio.sleep(POLL_S)
         return time.monotonic() - start
 

@@ -21,8 +21,7 @@ from megarl.core.recipe import Recipe, from_tree, load, load_suite, shipped_suit
 from megarl.run import devices
 from megarl.tasks.data.chat import load_chat
 
-CONTEXT = 16_384
-"""Tokens of prompt and completion for a directory that does not say: ScaleRL's 14k, and room for the prompt."""
+CONTEXT = 16_384  # tokens of prompt and completion where a directory does not say: ScaleRL's 14k, and the prompt
 THINKING = "</think>"
 KV_TOKENS = 65_536  # KV tokens of a server without a GPU, which must be given a number; at least the longest sequence
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -55,9 +54,8 @@ def subject_of(model: str) -> Subject:
         return Subject(str(path), path, path)
     rundir = RunDir(path)
     if not rundir.recipe.is_file():
-        raise MegarlError(
-            f"--model: {model!r} is neither a Hugging Face directory (config.json) nor a run (recipe.yaml) nor RUN@STEP"
-        )
+        neither = "neither a Hugging Face directory (config.json) nor a run (recipe.yaml) nor RUN@STEP"
+        raise MegarlError(f"--model: {model!r} is {neither}")
     if not (there := complete(rundir.checkpoints)):
         raise MegarlError(f"--model: {path} has no complete checkpoint yet; there is one every checkpoint.every steps")
     chosen = step_folder(rundir.checkpoints, int(step)) if asks_step else there[-1]
@@ -70,10 +68,9 @@ def subject_of(model: str) -> Subject:
 def recipe_of(
     subject: Subject, suites: Sequence[str], options: Sequence[str], overrides: Sequence[str], out: Path
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe to ask with, and the names of the suites asked for.
-
-    options: overrides for each suite, without the start of the key: `samples=4`.
-    """
+    """Return the recipe to ask with, and names of the suites asked for. options: overrides of each suite, as `samples=4`."""
+    widths = [m[1] for o in overrides if (m := re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", o))]
+    servers = max(1, len(devices.gpus()) // int(widths[0] if widths else 1))  # as many as the GPUs allow
     fixed = [
         f"run.dir={json.dumps(str(out))}",
         "run.name=.servers",
@@ -81,7 +78,7 @@ def recipe_of(
         f"model.path={json.dumps(str(subject.hf))}",
         "model.moe.routing_replay=false",
         "weights.pause=retract",  # nothing is published, so SGLang may overlap its steps
-        f"resources.servers={_servers(overrides)}",
+        f"resources.servers={servers}",
     ]
     run = subject.run
     base = load(str(run.recipe), fixed) if run else from_tree({}, [*fixed, *_of_directory(subject.hf)])
@@ -127,27 +124,23 @@ def _of_directory(hf: Path) -> list[str]:
     config = text_config(read_config(hf), hf / "config.json")
     dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
     if dtype not in DTYPES:
-        known = ", ".join(DTYPES)
-        raise MegarlError(f"{hf / 'config.json'}: dtype {dtype!r} is not supported; convert it to one of {known}")
+        advice = f"convert it to one of {', '.join(DTYPES)}"
+        raise MegarlError(f"{hf / 'config.json'}: dtype {dtype!r} is not supported; {advice}")
     context = min(CONTEXT, config.get("max_position_embeddings") or CONTEXT)
     answer = max(1, min(2048, context // 4))  # and as long a prompt
     thinking = max(1, context - 2 * answer)
+    files = [path for name in ("chat_template.jinja", "tokenizer_config.json") if (path := hf / name).is_file()]
+    known = load_tokenizer(hf).backend.token_to_id(THINKING) is not None
+    end = THINKING if known or any(THINKING in path.read_text() for path in files) else ""
     return [
         f"model.dtype={DTYPES[dtype]}",
         "length.control=none",
         f"length.prompt_tokens={answer}",
         f"length.thinking_tokens=[{thinking}, {thinking}]",
         f"length.answer_tokens={answer}",
-        f"length.end_of_thinking={json.dumps(THINKING if _thinks(hf) else '')}",
+        f"length.end_of_thinking={json.dumps(end)}",
         f"serving.kv_tokens={'null' if devices.gpus() else max(KV_TOKENS, context)}",
     ]
-
-
-def _thinks(hf: Path) -> bool:
-    """Return whether the model's vocabulary or template has the end of a thinking trace."""
-    files = [path for name in ("chat_template.jinja", "tokenizer_config.json") if (path := hf / name).is_file()]
-    known = load_tokenizer(hf).backend.token_to_id(THINKING) is not None
-    return known or any(THINKING in path.read_text() for path in files)
 
 
 def _template(recipe: Recipe, hf: Path) -> dict[str, str]:
@@ -160,9 +153,3 @@ def _template(recipe: Recipe, hf: Path) -> dict[str, str]:
         return {"template": "chat"}
     except MegarlError:
         return {"template": "raw"}
-
-
-def _servers(overrides: Sequence[str]) -> int:
-    """Return as many servers as the GPUs allow; one without GPUs."""
-    widths = [m[1] for o in overrides if (m := re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", o))]
-    return max(1, len(devices.gpus()) // int(widths[0] if widths else 1))

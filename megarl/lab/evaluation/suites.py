@@ -23,8 +23,6 @@ from megarl.tasks.data.prompts import load_set, of_programs, renderer
 from megarl.tasks.data.survey import survey
 
 log = logging.getLogger(__name__)
-
-
 type SuiteQuestions = Sampled | Choices
 
 
@@ -38,10 +36,7 @@ class Loaded(NamedTuple):
 
 
 def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str] = ()) -> Loaded:
-    """Load a suite. MegarlError if the source cannot be read, or no row can be asked.
-
-    decontaminate: for a suite held out of training data, as in data.decontaminate.
-    """
+    """Load a suite; MegarlError if no row can be asked. decontaminate: as in data.*, for a suite held out of training data."""
     if suite.choices:
         every, unfit = load_questions(suite.data, suite.choices)
         one_each = Choices(name, choose(every, suite.prompts), 1, rows=suite)  # whatever `samples` says

@@ -91,9 +91,7 @@ def inspect(
     if not mapping and not columns and are_traces(source):
         _inspect_traces(source, counter, samples, None, [], console)
         return 0
-    found = survey(source, reader(mapping, columns))
-    show_left_out(found, console)
-    seen, _ = look(found, str, counter, samples)
+    seen, _ = look(survey(source, reader(mapping, columns)), str, counter, samples, console)
     show(source, seen, console, "tokens" if counter else "characters", None, str)
     return 0
 
@@ -116,13 +114,9 @@ def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: C
     for name, task in recipe.data.tasks.items():
         read, render = mapping_of(task.mapping, task.columns), renderer(task, tokenizer)
         split = task.heldout if isinstance(task.heldout, int) else 0
-        found = survey(task.train, read, split, evaluation)
-        show_left_out(found, console)
-        train, heldout = look(found, render, tokenizer, samples)
+        train, heldout = look(survey(task.train, read, split, evaluation), render, tokenizer, samples, console)
         if isinstance(task.heldout, str):
-            apart = survey(task.heldout, read)
-            show_left_out(apart, console)
-            heldout, _ = look(apart, render, tokenizer, samples)
+            heldout, _ = look(survey(task.heldout, read), render, tokenizer, samples, console)
         for part, seen in (("train", train), ("heldout", heldout)):
             show(f"{name}.{part}", seen, console, "tokens", recipe.length.prompt_tokens, render)
     if recipe.sft.data and problem(recipe.sft.data) is None:
@@ -134,17 +128,29 @@ def _inspect_traces(
 ) -> None:  # fmt: skip
     """Print traces as `megarl sft` would have them. limit: sft.max_length."""
     found = survey(source, spoken, evaluation=overlap_with(decontaminate), repeats=True)
-    show_left_out(found, console)
-    seen, _ = look(found if tokenizer is None else templated(found, tokenizer), None, tokenizer, samples)
+    seen, _ = look(found if tokenizer is None else templated(found, tokenizer), None, tokenizer, samples, console)
     show(source, seen, console, "tokens" if tokenizer else "characters", limit, None)
 
 
-def look(found: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int) -> tuple[Seen, Seen]:
-    """Return statistics of what is trained on and what is held out of a source. render: None for traces."""
+def look(
+    found: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int, console: Console
+) -> tuple[Seen, Seen]:
+    """Print what is left out of a source; return statistics of what is trained on and held out. render: None for traces."""
 
     def lengths(texts: list[str], counted: Tokenizer | None) -> Iterable[int]:
         return map(len, texts if counted is None else counted.encode_all(texts))
 
+    counts = found.left_out.counts
+    left_out = f"{counts.total():,}" if counts else "none"
+    again = f"; {found.again:,} repeat an earlier one" if found.again else ""
+    console.print(f"{found.source}: {len(found.kept):,} rows, {left_out} left out{again}", soft_wrap=True)
+    if counts:
+        columns = Column("left out", no_wrap=True), Column("rows", justify="right", no_wrap=True), Column("first")
+        table = Table(*columns, box=None, padding=(0, 2), pad_edge=False)
+        for reason, count in counts.most_common():
+            number, what = found.left_out.first[reason][0]
+            table.add_row(reason, f"{count:,}", Text(_shortened(f"{number}: {what}", 100)))
+        console.print(table)
     seen = Seen(samples), Seen(samples)
     for part in batched(chosen(found), BATCH):
         prompts = lengths([(render or str)(row.prompt) for row, _ in part], tokenizer)
@@ -162,54 +168,33 @@ def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, 
     prompts, answers = np.array(seen.lengths), np.array(seen.answers)
     parts = [_lengths_view("prompts", prompts, unit)]
     if render:
-        key, used = "length.prompt_tokens", prompts
+        key, used, many = "length.prompt_tokens", prompts, len(seen.difficulties) > BARS + 2
+        difficulties = [(str(value), count) for value, count in sorted(seen.difficulties.items())]
         parts.append(_lengths_view("answers", answers, "characters"))
         parts.append(_bars("answer types", seen.kinds.most_common()))
-        parts.append(_bars("difficulty", _difficulties(seen.difficulties)))
+        parts.append(_bars("difficulty", _in_steps(seen.difficulties, BARS) if many else difficulties))
     else:
         key, used = "sft.max_length", prompts + answers + 1  # and the end token
         parts.append(_lengths_view("completions", answers, unit))
     if limit is not None and unit == "tokens":
         over = int((used > limit).sum())
         parts.append(Text(f"{over:,} longer than {key}={limit}: left out", style="yellow" if over else "dim"))
-    title = Text(f"{len(prompts):,} {'rows' if render else 'traces'} · {name}")
-    console.print(Panel(Group(*parts), title=title, title_align="left", border_style="dim"))
+    _framed(f"{len(prompts):,} {'rows' if render else 'traces'} · {name}", Group(*parts), console)
     for _, _, row in seen.sampled:
         text = Text(_shortened((render or str)(row.prompt), SHOWN_TEXT))
         text.append(f"\n→ {_shortened(row.answer, SHOWN_TEXT)}", style="green")
-        title = Text(f"{row.id} · difficulty {row.difficulty}" if render else "")
-        console.print(Panel(text, title=title, title_align="left", border_style="dim"))
+        _framed(f"{row.id} · difficulty {row.difficulty}" if render else "", text, console)
 
 
-def show_left_out(found: Survey, console: Console) -> None:
-    """Print how many rows are not used, by reason, with the first of each."""
-    counts = found.left_out.counts
-    left_out = f"{counts.total():,}" if counts else "none"
-    again = f"; {found.again:,} repeat an earlier one" if found.again else ""
-    console.print(f"{found.source}: {len(found.kept):,} rows, {left_out} left out{again}", soft_wrap=True)
-    if not counts:
-        return
-    rows = Column("rows", justify="right", no_wrap=True)
-    table = Table(Column("left out", no_wrap=True), rows, "first", box=None, padding=(0, 2), pad_edge=False)
-    for reason, count in counts.most_common():
-        number, what = found.left_out.first[reason][0]
-        table.add_row(reason, f"{count:,}", Text(_shortened(f"{number}: {what}", 100)))
-    console.print(table)
+def _framed(title: str, shown: RenderableType, console: Console) -> None:
+    console.print(Panel(shown, title=Text(title), title_align="left", border_style="dim"))
 
 
 def _lengths_view(name: str, lengths: np.ndarray, unit: str) -> RenderableType:
-    """Show quantiles, and a histogram with equal steps."""
     at = {"shortest": 0, "median": 50, "90 %": 90, "99 %": 99, "longest": 100}
     quantiles = " · ".join(f"{q} {int(np.percentile(lengths, p, method='lower')):,}" for q, p in at.items())
     bars = _in_steps(Counter(lengths.tolist()), min(BARS, max(1, len(np.unique(lengths)))))
     return Group(Text(f"{name}, {unit}: {quantiles}"), _bars("", bars))
-
-
-def _difficulties(counted: Counter[int]) -> list[tuple[str, int]]:
-    """Return counts by difficulty; if there are many, in equal steps."""
-    if len(counted) > BARS + 2:
-        return _in_steps(counted, BARS)
-    return [(str(value), counted[value]) for value in sorted(counted)]
 
 
 def _in_steps(counted: Mapping[int, int], bars: int) -> list[tuple[str, int]]:

@@ -7,6 +7,7 @@ no option     a table of the latest groups: step, ticket, pass rate, weight vers
 """
 
 import json
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -60,14 +61,12 @@ def _chosen(reader: JournalReader, state: State, ticket: int | None, step: int |
         return [ticket]
     if step is None:
         return reader.finished()[-limit:]
-    size = state.admission.prompts_per_batch
+    size, batch = state.admission.prompts_per_batch, state.admission.batch
     oldest = state.admission.forgotten // size
-    if step >= oldest and (tickets := state.admission.batch(step)) is not None:
+    if step >= oldest and (tickets := batch(step)) is not None:
         return list(tickets)[:limit]
-    last = oldest
-    while state.admission.batch(last) is not None:
-        last += 1
-    complete = f"complete are {oldest} to {last - 1}" if last > oldest else "none is complete yet"
+    end = next(number for number in count(oldest) if batch(number) is None)
+    complete = f"complete are {oldest} to {end - 1}" if end > oldest else "none is complete yet"
     raise MegarlError(f"{reader.path}: no batch of step {step} ({size} tickets) here; {complete}")
 
 
@@ -83,17 +82,13 @@ def _table(groups: tuple[Group, ...], state: State) -> Table:
         table.add_column(heading, justify="left" if heading in ("prompt", "notes") else "right")
     for group in groups:
         due, versions = _due(state, group.ticket), _versions(group.rollouts)
+        scores = ("", "") if group.void else (f"{group.pass_rate:.2f}", f"{group.rewards.mean():+.2f}")
         table.add_row(
-            "?" if due is None else str(due),
-            str(group.ticket),
-            _named(group, state),
-            "" if group.void else f"{group.pass_rate:.2f}",
-            "" if group.void else f"{group.rewards.mean():+.2f}",
-            _span(versions),
+            "?" if due is None else str(due), str(group.ticket), _named(group, state), *scores, _span(versions),
             "" if due is None or not len(versions) else str(due - versions.min()),
             f"{sum(len(r.tokens) for r in group.rollouts):,}",
             Text(_notes(group), style="red" if group.void else "dim"),
-        )
+        )  # fmt: skip
     return table
 
 
@@ -113,12 +108,11 @@ def _notes(group: Group) -> str:
         "out of turns": sum(r.episode is not None and r.episode.limited for r in rollouts),
         "retried": sum(r.retries > 0 for r in rollouts),
     }
-    notes = [f"{count} {what}" for what, count in counts.items() if count]
+    notes = [f"{number} {what}" for what, number in counts.items() if number]
     return ", ".join(notes if group.has_variance else ["no variance", *notes])
 
 
 def _one(group: Group, due: int | None, limit: int, tokenizer: Tokenizer | None, name: str) -> Lines:
-    """Show the prompt and its rollouts."""
     head = Text.assemble(
         (f"ticket {group.ticket}", "bold"),
         f" · step {'?' if due is None else due} · prompt {name} · epoch {group.epoch}"
@@ -172,28 +166,18 @@ def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict
     def shown(ids: np.ndarray) -> dict[str, object]:
         return {"tokens": ids.tolist()} | ({"text": _text(ids, tokenizer)} if tokenizer else {})
 
-    record = {
-        "ticket": group.ticket,
-        "step": due,
-        "epoch": group.epoch,
-        "void": group.void,
-        "pass_rate": group.pass_rate,
-    }
-    prompt = {key: getattr(group.prompt, key) for key in PROMPT_KEYS} | shown(group.prompt.tokens)
     rollouts = []
     for rollout in group.rollouts:
         segments = [
-            {
-                "weight_version": s.weight_version,
-                "trained": s.trained,
-                **shown(s.tokens),
-                "logprobs": s.logprobs.tolist(),
-            }
+            {"weight_version": s.weight_version, "trained": s.trained, "logprobs": s.logprobs.tolist()}
+            | shown(s.tokens)
             for s in rollout.segments
         ]
         values = {key: getattr(rollout, key) for key in ROLLOUT_KEYS}
         rollouts.append(values | {"episode": msgspec.to_builtins(rollout.episode), "segments": segments})
-    return record | {"prompt": prompt, "rollouts": rollouts}
+    prompt = {key: getattr(group.prompt, key) for key in PROMPT_KEYS} | shown(group.prompt.tokens)
+    record = {key: getattr(group, key) for key in ("ticket", "epoch", "void", "pass_rate")}
+    return record | {"step": due, "prompt": prompt, "rollouts": rollouts}
 
 
 def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
@@ -202,7 +186,6 @@ def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
 
 
 def _versions(rollouts: tuple[Rollout, ...]) -> np.ndarray:
-    """Return weight versions of the sampled segments."""
     return np.array([s.weight_version for r in rollouts for s in r.segments if s.trained and len(s.tokens)], dtype=int)
 
 

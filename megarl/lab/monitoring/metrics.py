@@ -41,7 +41,6 @@ class MetricsWriter:
         self._evaluations.new()  # an earlier life has written those
 
     def row(self, row: dict[str, Any]) -> None:
-        """Write the metrics of `row["step"]`."""
         row = row | flags(row)
         append_jsonl(self._path, row)
         self._latest.add(row)

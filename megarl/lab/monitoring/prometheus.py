@@ -24,10 +24,8 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.telemetry.names import NAMES
 
 Families = Callable[[], Iterable[Metric]]
-Status = Mapping[str, Any]
-"""As in RUN/status.json, empty before the first."""
-Totals = Mapping[int, Mapping[str, float]]
-"""Totals by server: tokens, busy_seconds."""
+Status = Mapping[str, Any]  # as in RUN/status.json, empty before the first
+Totals = Mapping[int, Mapping[str, float]]  # totals by server: tokens, busy_seconds
 
 
 def serve(address: str, key: str, families: Families) -> Callable[[], None]:
@@ -36,13 +34,25 @@ def serve(address: str, key: str, families: Families) -> Callable[[], None]:
         return lambda: None
     registry = CollectorRegistry()
     registry.register(_Collected(families))
+    app, wanted = make_wsgi_app(registry), f"Bearer {key}".encode()
+
+    def guarded(environ: dict[str, Any], start_response: Any) -> Any:
+        given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
+        if (environ["REQUEST_METHOD"], environ.get("PATH_INFO")) != ("GET", "/metrics"):
+            status = "404 Not Found"
+        elif not hmac.compare_digest(given, wanted):
+            status = "401 Unauthorized"
+        else:
+            return app(environ, start_response)
+        start_response(status, [("Content-Type", "text/plain")])
+        return [status.encode()]
+
     host, _, port = address.rpartition(":")
     try:
-        server = make_server(host, int(port), _Guarded(make_wsgi_app(registry), key), ThreadingWSGIServer, _Handler)
+        server = make_server(host, int(port), guarded, ThreadingWSGIServer, _Handler)
     except OSError as error:
-        raise MegarlError(
-            f"monitor.prometheus: cannot listen on {address}: {error.strerror}; choose another monitor.prometheus_port"
-        ) from None
+        why = f"cannot listen on {address}: {error.strerror}"
+        raise MegarlError(f"monitor.prometheus: {why}; choose another monitor.prometheus_port") from None
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
     def close() -> None:
@@ -69,28 +79,8 @@ class _Collected(Collector):
     def __init__(self, families: Families) -> None:
         self._families = families
 
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families()
-
-
-class _Guarded:
-    """Allows only GET /metrics with the key."""
-
-    def __init__(self, app: Any, key: str) -> None:
-        self._app, self._wanted = app, f"Bearer {key}"
-
-    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
-        if (environ["REQUEST_METHOD"], environ.get("PATH_INFO")) != ("GET", "/metrics"):
-            return _said("404 Not Found", start_response)
-        given = environ.get("HTTP_AUTHORIZATION", "")
-        if not hmac.compare_digest(given.encode("latin-1"), self._wanted.encode()):
-            return _said("401 Unauthorized", start_response)
-        return self._app(environ, start_response)
-
-
-def _said(status: str, start_response: Any) -> list[bytes]:
-    start_response(status, [("Content-Type", "text/plain")])
-    return [status.encode()]
+    def collect(self) -> Iterable[Metric]:
+        return self._families()
 
 
 PARTS = ("wait", "train", "publish", "checkpoint")
@@ -106,7 +96,6 @@ class LearnerMetrics:
         self._seconds = dict.fromkeys((*PARTS, "other"), 0.0)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add the row of a finished step."""
         self._steps += 1
         self._skipped += bool(row.get("skipped"))
         self._tokens += row.get("generated_tokens", 0.0)
@@ -122,9 +111,7 @@ class LearnerMetrics:
         yield CounterMetricFamily("megarl_generated_tokens", "tokens the policy sampled for the steps", self._tokens)
         yield CounterMetricFamily("megarl_trained_tokens", "tokens in the loss", self._trained)
         seconds = CounterMetricFamily("megarl_step_seconds", "wall time of the steps, by part", labels=["part"])
-        for part, spent in self._seconds.items():
-            seconds.add_metric([part], spent)
-        yield seconds
+        yield _filled(seconds, (([part], spent) for part, spent in self._seconds.items()))
         yield from gauges("megarl_", self._row, {"generated_tokens", "step_seconds", "skipped_steps", "time"})
 
 
@@ -143,16 +130,28 @@ def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[M
 
 
 def controller_families(status: Status, totals: Totals) -> Iterator[Metric]:
-    """Yield the controller's metrics."""
     if not status:
         return
+    seconds, tickets = 3600 * status["compute_hours"], status["tickets"]
     yield GaugeMetricFamily("megarl_controller_step", "the next step to train", status["step"])
     yield GaugeMetricFamily("megarl_published_version", "the newest published weights", status["version"])
-    yield CounterMetricFamily(
-        "megarl_compute_seconds", "devices held x wall time of all lives", 3600 * status["compute_hours"]
-    )
-    yield from _server_families(status["servers"], totals)
-    yield from _ticket_families(status["tickets"])
+    yield CounterMetricFamily("megarl_compute_seconds", "devices held x wall time of all lives", seconds)
+    for name, about, value in (
+        ("weight_version", "of its weights, -1 before", "version"),
+        ("running_requests", "requests on it now", "running"),
+    ):
+        gauge = GaugeMetricFamily(f"megarl_server_{name}", about, labels=["server"])
+        yield _filled(gauge, (([str(server["id"])], server[value]) for server in status["servers"]))
+    for name, about in (("tokens", "tokens it has sampled"), ("busy_seconds", "time with any request running")):
+        counter = CounterMetricFamily(f"megarl_server_{name}", about, labels=["server"])
+        yield _filled(counter, (([str(server["id"])], totals[server["id"]][name]) for server in status["servers"]))
+    state = GaugeMetricFamily("megarl_server_state", "1 for the state it is in", labels=["server", "state"])
+    yield _filled(state, (([str(server["id"]), server["state"]], 1) for server in status["servers"]))
+    now = GaugeMetricFamily("megarl_tickets", "tickets now, by what they do", labels=["state"])
+    yield _filled(now, (([name], tickets[name]) for name in ("running", "waiting")))
+    done = CounterMetricFamily("megarl_tickets_done", "tickets of all lives, by what became of them", labels=["result"])
+    yield _filled(done, (([name], tickets[name]) for name in ("finished", "void", "removed")))
+    yield GaugeMetricFamily("megarl_tickets_limit", "most tickets drawn and not trained", tickets["window_limit"])
     for name, about in (
         ("malformed_requests", "messages with the right key that made no sense"),
         ("refused_connections", "connections without the learner's key"),
@@ -161,28 +160,9 @@ def controller_families(status: Status, totals: Totals) -> Iterator[Metric]:
     yield from gauges("megarl_eval_", status["eval"] or {}, {"time"})
 
 
-def _server_families(servers: list[Mapping[str, Any]], totals: Totals) -> Iterator[Metric]:
-    state = GaugeMetricFamily("megarl_server_state", "1 for the state it is in", labels=["server", "state"])
-    version = GaugeMetricFamily("megarl_server_weight_version", "of its weights, -1 before", labels=["server"])
-    running = GaugeMetricFamily("megarl_server_running_requests", "requests on it now", labels=["server"])
-    tokens = CounterMetricFamily("megarl_server_tokens", "tokens it has sampled", labels=["server"])
-    busy = CounterMetricFamily("megarl_server_busy_seconds", "time with any request running", labels=["server"])
-    for server in servers:
-        number = str(server["id"])
-        state.add_metric([number, server["state"]], 1)
-        version.add_metric([number], server["version"])
-        running.add_metric([number], server["running"])
-        tokens.add_metric([number], totals[server["id"]]["tokens"])
-        busy.add_metric([number], totals[server["id"]]["busy_seconds"])
-    yield from (state, version, running, tokens, busy)
-
-
-def _ticket_families(tickets: Mapping[str, int]) -> Iterator[Metric]:
-    now = GaugeMetricFamily("megarl_tickets", "tickets now, by what they do", labels=["state"])
-    over = CounterMetricFamily("megarl_tickets_done", "tickets of all lives, by what became of them", labels=["result"])
-    for state in ("running", "waiting"):
-        now.add_metric([state], tickets[state])
-    for result in ("finished", "void", "removed"):
-        over.add_metric([result], tickets[result])
-    yield from (now, over)
-    yield GaugeMetricFamily("megarl_tickets_limit", "most tickets drawn and not trained", tickets["window_limit"])
+def _filled[Family: (CounterMetricFamily, GaugeMetricFamily)](
+    family: Family, rows: Iterable[tuple[list[str], float]]
+) -> Family:
+    for labels, value in rows:
+        family.add_metric(labels, value)
+    return family

@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,17 +27,14 @@ INIT_LIMIT_S, FINISH_LIMIT_S = 30.0, 60.0
 
 def check(recipe: Recipe) -> None:
     """Raise MegarlError, before anything is started, if what `monitor.wandb` asks for is impossible."""
-    wanted = recipe.monitor.wandb
-    if not wanted.project:
+    if not (project := recipe.monitor.wandb.project):
         return
     if find_spec("wandb") is None:
-        raise MegarlError(
-            f"monitor.wandb.project: {wanted.project!r}, but wandb is not installed; `pip install wandb`, or leave it empty"
-        )
+        why = f"{project!r}, but wandb is not installed; `pip install wandb`, or leave it empty"
+        raise MegarlError(f"monitor.wandb.project: {why}")
     if os.environ.get("WANDB_MODE", "online") == "online" and not os.environ.get("WANDB_API_KEY"):
-        raise MegarlError(
-            "monitor.wandb.project: needs WANDB_API_KEY in the environment; export it, or export WANDB_MODE=offline"
-        )
+        why = "needs WANDB_API_KEY in the environment; export it, or export WANDB_MODE=offline"
+        raise MegarlError(f"monitor.wandb.project: {why}")
 
 
 class WandbWriter:
@@ -84,28 +82,27 @@ def _survived(what: str) -> Iterator[None]:
 def _begun(recipe: Recipe, rundir: RunDir) -> Any:
     import wandb
 
-    wanted, folder = recipe.monitor.wandb, rundir.path / "wandb"
-    folder.mkdir(exist_ok=True)
-    known = folder / "run-id"
+    known = rundir.path / "wandb" / "run-id"
+    known.parent.mkdir(exist_ok=True)
     if not known.exists():
         write_atomically(known, secrets.token_hex(4).encode())
-    asked: dict[str, Any] = {
-        "project": wanted.project,
-        "name": recipe.run.name,
-        "id": known.read_text(),
-        "resume": "allow",
-        "dir": str(rundir.path),
-        "config": recipe.model_dump(mode="json", exclude={"data": {"services"}}),  # a URL may contain a key
-        "settings": wandb.Settings(
-            init_timeout=INIT_LIMIT_S, console="off", silent=True, disable_git=True, save_code=False
-        ),
-    }
+    quiet = wandb.Settings(init_timeout=INIT_LIMIT_S, console="off", silent=True, disable_git=True, save_code=False)
+    begin = partial(
+        wandb.init,
+        project=recipe.monitor.wandb.project,
+        name=recipe.run.name,
+        id=known.read_text(),
+        resume="allow",
+        dir=str(rundir.path),
+        config=recipe.model_dump(mode="json", exclude={"data": {"services"}}),  # a URL may contain a key
+        settings=quiet,
+    )
     try:
-        run = wandb.init(**asked)
+        run = begin()
     except wandb.Error as error:
         log.warning("W&B cannot be reached, the run is written offline (`wandb sync` sends it): %s", error)
         wandb.teardown()  # its process still holds the id
-        run = wandb.init(**asked, mode="offline")
+        run = begin(mode="offline")
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run

@@ -3,12 +3,9 @@
     recipe + model configuration + GPUs ─► layouts.py ─► those that fit, with memory and step time ─► show.py: table, JSON
                                                               └─► simulate.py: the pipeline in virtual time ─► figures.py
 
-command.py        the command                              hardware.yaml   datasheet numbers, and assumed efficiencies
-formulas.py       every formula, with its source           hardware.py     hardware.yaml as records
-workload.py       lengths, and the work of a step          memory.py       bytes of a learner rank and a server
-speed.py          seconds of training, decoding, publishing
-layouts.py        enumerates layouts and splits
-server_model.py   a server's requests, token by token      scenario.py     a plan's speeds as costs of a simulation
-simulate.py       the real admission, places and decisions, on an event loop whose waits take no time
-show.py           tables and JSON
+command.py      the command                                hardware.py     hardware.yaml: datasheets, assumed efficiencies
+memory.py       bytes of a learner rank and a server       speed.py        seconds of training, decoding, publishing
+workload.py     lengths, and the work of a step            show.py         tables, JSON
+layouts.py      enumerates layouts and splits              server_model.py a server's requests, token by token
+simulate.py     the real admission, places and decisions, on an event loop whose waits take no time
 """

@@ -13,29 +13,26 @@ from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import show
-from megarl.lab.planning.hardware import assumed, gpu_named
+from megarl.lab.planning.hardware import gpu_named
 from megarl.lab.planning.layouts import Found, Plan, PlanningProblem, as_written, search
 from megarl.lab.planning.workload import Lengths, Workload, lengths_of, lognormal, workload
 from megarl.run.devices import gpus
 
-BEST = 5
 SIMULATED = 3
 
 
 def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool) -> int:
     """Search and show. drawn: steps to simulate, and where their picture goes."""
     if posed.gpus < 2 and not posed.recipe.resources.colocate:
-        raise MegarlError(
-            f"--gpus: {posed.gpus} is too few: at least one generates and one trains, unless they share it "
-            "(resources.colocate, as in scalerl-1gpu)"
-        )
+        unless = "unless they share it (resources.colocate, as in scalerl-1gpu)"
+        raise MegarlError(f"--gpus: {posed.gpus} is too few: at least one generates and one trains, {unless}")
     written, found = as_written(posed), search(posed)
-    chosen = _chosen(posed, written, found)
+    chosen = show.named(posed, written, found, SIMULATED)
     simulated = _simulated(posed, chosen, found, *drawn) if drawn and chosen else show.Simulated()
     if as_json:
-        print(json.dumps(show.as_json(posed, written, found, BEST, simulated), indent=2))
+        print(json.dumps(show.as_json(posed, written, found, simulated), indent=2))
     else:
-        show.tables(posed, written, found, BEST, simulated)
+        show.tables(posed, written, found, simulated)
         if drawn and simulated.plans:
             print(f"\n{drawn[1]}")
     return 0 if found.plans or not isinstance(written, str) else 1
@@ -43,50 +40,28 @@ def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool) 
 
 def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work: Workload) -> PlanningProblem:
     """Pose the planning problem. gpu: a name in hardware.yaml; model_config: see architecture.read, else the recipe's model."""
-    return PlanningProblem(
-        recipe=recipe,
-        shape=architecture.read(model_config or recipe.model.path),
-        gpu=gpu_named(gpu),
-        assumed=assumed(),
-        gpus=gpus,
-        work=work,
-    )
+    shape = architecture.read(model_config or recipe.model.path)
+    return PlanningProblem(recipe, shape, gpu_named(gpu), gpus, work)
 
 
 def work(
-    recipe: Recipe,
-    mean_tokens: float | None = None,
-    spread: float = 0.5,
-    run: Path | None = None,
-    trained_share: float = 1.0,
-) -> Workload:
+    recipe: Recipe, mean_tokens: float | None = None, spread: float = 0.5, run: Path | None = None, trained_share: float = 1.0
+) -> Workload:  # fmt: skip
     """Lengths that the recipe's limits suggest, or with this mean, or those in the journal of `run`."""
     lengths: Lengths = lognormal(recipe, mean_tokens, spread) if run is None else lengths_of(run)
     return workload(recipe, lengths, trained_share, recipe.run.seed)
 
 
-def _chosen(problem: PlanningProblem, written: Plan | str, found: Found) -> dict[str, Plan]:
-    """Return the plans to simulate by a short name."""
-    first = {} if isinstance(written, str) else {show.name_of_written(written, problem): written}
-    return first | {f"plan {i}": plan for i, plan in enumerate(found.plans[:SIMULATED], 1)}
+def _simulated(problem: PlanningProblem, plans: dict[str, Plan], found: Found, steps: int, out: Path) -> show.Simulated:
+    from megarl.lab.planning import figures, simulate
 
-
-def _swept(chosen: dict[str, Plan]) -> tuple[str, Plan]:
-    """Return the plan whose window and tails are varied: the best one, since a learner bottleneck hides their effect."""
-    return next(((n, p) for n, p in chosen.items() if n == "plan 1"), next(iter(chosen.items())))
-
-
-def _simulated(
-    problem: PlanningProblem, chosen: dict[str, Plan], found: Found, steps: int, out: Path
-) -> show.Simulated:
-    from megarl.lab.planning import figures, scenario
-
-    results = {name: scenario.run(problem, plan, steps) for name, plan in chosen.items()}
-    first_name, first = _swept(chosen)
-    by_lag = scenario.by_lag(problem, first, steps)
-    by_spread = scenario.by_spread(problem, first, steps)
-    figures.draw(results, found.plans, first_name, by_lag, by_spread, out)
-    return show.Simulated({name: result.summary for name, result in results.items()}, first_name, by_lag, by_spread)
+    results = {name: simulate.simulated(problem, plan, steps) for name, plan in plans.items()}
+    # The best plan's window and tails are varied: a learner that limits would hide their effect.
+    swept = "plan 1" if "plan 1" in plans else next(iter(plans))
+    best = plans[swept]
+    by_lag, by_spread = simulate.by_lag(problem, best, steps), simulate.by_spread(problem, best, steps)
+    figures.draw(results, found.plans, swept, by_lag, by_spread, out)
+    return show.Simulated({name: result.summary for name, result in results.items()}, swept, by_lag, by_spread)
 
 
 ALONE = (
@@ -95,10 +70,7 @@ ALONE = (
 
 
 def planned(name: str, overrides: Sequence[str], gpu: str) -> Recipe:
-    """Return the recipe with counts and layout of the best plan. gpu: a name of `megarl plan --gpu`.
-
-    MegarlError if there is nothing to divide, or nothing fits.
-    """
+    """Return the recipe with counts and layout of the best plan. MegarlError if there is nothing to divide, or nothing fits."""
     recipe, count = load(name, overrides), len(gpus())
     if recipe.resources.colocate:
         raise MegarlError(f"--plan: resources.colocate shares GPUs instead of dividing them; to divide them: {ALONE}")

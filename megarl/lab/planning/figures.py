@@ -7,21 +7,16 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from megarl.lab.planning.layouts import Plan
-from megarl.lab.planning.scenario import Simulation
-from megarl.lab.planning.simulate import Summary
+from megarl.lab.planning.simulate import Simulation, Summary
 from megarl.lab.report.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, drawing, rendered
 
 PALE, LIGHT = "#b9c7da", "#d9dce1"
 
 
 def draw(
-    results: Mapping[str, Simulation],
-    plans: Sequence[Plan],
-    swept: str,
-    by_lag: Mapping[int, Summary],
-    by_spread: Mapping[float, Summary],
-    path: Path,
-) -> None:
+    results: Mapping[str, Simulation], plans: Sequence[Plan], swept: str, by_lag: Mapping[int, Summary],
+    by_spread: Mapping[float, Summary], path: Path,
+) -> None:  # fmt: skip
     """Draw these simulations by name, all plans, and the one called `swept` with other k and other tails, as PNG."""
     with drawing((13, 10), 3, 2) as (figure, axes):
         _lags(axes[0], results)
@@ -50,21 +45,16 @@ def _lags(axes: Axes, results: Mapping[str, Simulation]) -> None:
 
 
 def _shares(axes: Axes, results: Mapping[str, Simulation]) -> None:
-    names = list(results)
-    left = np.zeros(len(names))
-    parts = (
-        ("training", BLUE, [r.summary.training for r in results.values()]),
-        ("publishing", ORANGE, [r.summary.publishing for r in results.values()]),
-        ("waiting", LIGHT, [r.summary.learner_idle for r in results.values()]),
-    )
-    rows = np.arange(len(names))[::-1]
-    for label, colour, shares in parts:
+    summaries, rows, left = [r.summary for r in results.values()], np.arange(len(results))[::-1], np.zeros(len(results))
+    parts = {"training": ("training", BLUE), "publishing": ("publishing", ORANGE), "waiting": ("learner_idle", LIGHT)}
+    for label, (name, colour) in parts.items():
+        shares = np.array([getattr(summary, name) for summary in summaries])
         axes.barh(rows + 0.2, shares, 0.36, left=left, color=colour, label=f"learner {label}")
-        left += np.array(shares)
-    busy = np.array([r.summary.server_busy for r in results.values()])
+        left += shares
+    busy = np.array([summary.server_busy for summary in summaries])
     axes.barh(rows - 0.2, busy, 0.36, color=GREEN, label="servers decoding")
     axes.barh(rows - 0.2, 1 - busy, 0.36, left=busy, color=LIGHT)
-    axes.set_yticks(rows, names)
+    axes.set_yticks(rows, list(results))
     axes.grid(axis="y", visible=False)
     axes.set(title="where the time goes", xlabel="share of a step", xlim=(0, 1))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)
@@ -73,8 +63,7 @@ def _shares(axes: Axes, results: Mapping[str, Simulation]) -> None:
 def _steps(axes: Axes, results: Mapping[str, Simulation]) -> None:
     """Draw the seconds of each step, with those that fill the window shaded."""
     for (name, result), colour in zip(results.items(), COLORS, strict=False):
-        ended = np.array([0.0, *(s.ended for s in result.steps)])
-        axes.plot(np.diff(ended), color=colour, label=name)
+        axes.plot(np.diff([0.0, *(s.ended for s in result.steps)]), color=colour, label=name)
     axes.axvspan(0, max(r.warm_up for r in results.values()), color=GREY, alpha=0.12, linewidth=0)
     usual = max(r.summary.step_seconds for r in results.values())
     axes.set_ylim(0, 2 * usual)  # the first step waits for the first rollouts and would flatten the rest

@@ -1,7 +1,6 @@
 """hardware.yaml as records, in bytes, seconds and FLOP/s."""
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import yaml
@@ -25,6 +24,18 @@ class Gpu:
     network: float
     host: float
 
+    @property
+    def usable(self) -> float:
+        """Bytes that tensors may take."""
+        return self.memory * (1 - ASSUMED.fragmentation) - ASSUMED.reserved_gb * GB
+
+
+UNITS = {
+    "hbm_gb": GB, "hbm_gb_s": GB, "bf16_tflops": 1e12, "fp8_tflops": 1e12, "nvlink_gb_s": GB, "nvlink_gpus": 1,
+    "network_gb_s": GB, "host_gb_s": GB,
+}  # fmt: skip
+"""Columns of hardware.yaml in the order of `Gpu`."""
+
 
 @dataclass(frozen=True)
 class Assumed:
@@ -46,40 +57,15 @@ class Assumed:
     fragmentation: float
     static_share: float
 
-    def usable(self, gpu: Gpu) -> float:
-        """Return the bytes that tensors may take."""
-        return gpu.memory * (1 - self.fragmentation) - self.reserved_gb * GB
 
-
-@cache
-def _table() -> tuple[dict[str, Gpu], Assumed]:
-    tree = yaml.safe_load((Path(__file__).parent / "hardware.yaml").read_text())
-    gpus = {
-        name: Gpu(
-            name=name,
-            memory=row["hbm_gb"] * GB,
-            memory_rate=row["hbm_gb_s"] * GB,
-            bf16=row["bf16_tflops"] * 1e12,
-            fp8=row["fp8_tflops"] * 1e12,
-            nvlink=row["nvlink_gb_s"] * GB,
-            nvlink_gpus=row["nvlink_gpus"],
-            network=row["network_gb_s"] * GB,
-            host=row["host_gb_s"] * GB,
-        )
-        for name, row in tree["gpus"].items()
-    }
-    return gpus, Assumed(**tree["assumed"])
+_TREE = yaml.safe_load((Path(__file__).parent / "hardware.yaml").read_text())
+GPUS = {name: Gpu(name, *(row[key] * unit for key, unit in UNITS.items())) for name, row in _TREE["gpus"].items()}
+ASSUMED = Assumed(**_TREE["assumed"])
 
 
 def gpu_named(name: str) -> Gpu:
     """Return a GPU's record; MegarlError if it is not in hardware.yaml."""
-    gpus = _table()[0]
-    if name not in gpus:
-        raise MegarlError(
-            f"--gpu: {name!r} is not known; known: {', '.join(gpus)}. Its numbers would go into hardware.yaml"
-        )
-    return gpus[name]
-
-
-def assumed() -> Assumed:
-    return _table()[1]
+    if name not in GPUS:
+        known = ", ".join(GPUS)
+        raise MegarlError(f"--gpu: {name!r} is not known; known: {known}. Its numbers would go into hardware.yaml")
+    return GPUS[name]

@@ -9,24 +9,23 @@ A step is estimated as the slower of its two halves; `megarl plan --simulate` ru
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from megarl.core.algorithm.packing import cost_of, sizes_to_try
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import impossible, impossible_for
 from megarl.lab.planning import memory, speed
-from megarl.lab.planning.hardware import GB, Assumed, Gpu
+from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import LearnerMemory, ServerMemory
 from megarl.lab.planning.speed import Decoder, Packing, Publication
 from megarl.lab.planning.workload import Workload
 
 TENSOR = PIPELINE = (1, 2, 4, 8)
-CONTEXT = (1, 2, 4)
-SPLITS = 40
-"""Approximate number of generator : trainer splits tried: multiples of a power of two, as layouts are."""
+CONTEXT, EXPERT = (1, 2, 4), (1, 2, 4, 8, 16)
+SPLITS = 40  # approximate number of generator : trainer splits tried: multiples of a power of two, as layouts are
 MOST_PACKED = 1024
 """Most sequences packed to see how a step's fall into micro-batches; beyond that, a share of them on a share of the ranks."""
 
@@ -38,47 +37,40 @@ class PlanningProblem:
     recipe: Recipe
     shape: Architecture
     gpu: Gpu
-    assumed: Assumed
     gpus: int
     work: Workload
 
 
-@dataclass(frozen=True)
-class LearnerChoice:
+class LearnerChoice(NamedTuple):
     """A learner that fits. recipe: with its layout filled in."""
 
     recipe: Recipe
     memory: LearnerMemory
-    packed: Packing
     train_seconds: float
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One division of the GPUs, with its expected performance.
-
-    running: requests a server works on at once; tokens_per_second: completion tokens.
-    """
+    """One division of the GPUs, with its expected performance."""
 
     recipe: Recipe
     gpus: int
     learner: LearnerMemory
     server: ServerMemory
-    packed: Packing
     decoder: Decoder
     publication: Publication
-    running: float
+    running: float  # requests that a server works on at once
     train_seconds: float
     generate_seconds: float
     step_seconds: float
-    tokens_per_second: float
+    tokens_per_second: float  # of completions
     lag: float
     evaluation_seconds: float
 
     @property
     def learner_idle(self) -> float:
-        busy = self.train_seconds + self._published_share * (self.publication.transfer + self.publication.parity)
-        return max(0.0, 1 - busy / self.step_seconds)
+        published = sum(self.publication) / self.recipe.pipeline.phase_steps
+        return max(0.0, 1 - (self.train_seconds + published) / self.step_seconds)
 
     @property
     def server_idle(self) -> float:
@@ -88,22 +80,13 @@ class Plan:
     def gpu_hours_per_1000_steps(self) -> float:
         return self.gpus * self.step_seconds * 1000 / 3600
 
-    @property
-    def _published_share(self) -> float:
-        return 1 / self.recipe.pipeline.phase_steps
 
-
-@dataclass
-class Found:
-    """The result of a search.
-
-    plans: best first. refused: number of layouts refused, by reason. saving: changes to `learner` in the plans, if nothing fits
-    without them.
-    """
+class Found(NamedTuple):
+    """Plans, best first; number of layouts refused, by reason; changes to `learner` in the plans, if nothing fits without."""
 
     plans: list[Plan]
-    refused: Counter[str] = field(default_factory=Counter)
-    saving: dict[str, str | float] = field(default_factory=dict)
+    refused: Counter[str]
+    saving: dict[str, str | float]
 
 
 SAVING: tuple[dict[str, str | float], ...] = (
@@ -116,78 +99,72 @@ SAVING: tuple[dict[str, str | float], ...] = (
 
 
 def search(problem: PlanningProblem) -> Found:
-    """Search all splits and layouts, with a learner that saves memory if nothing fits otherwise.
-
-    Finds none if nothing is split (resources.colocate).
-    """
+    """Search all splits and layouts, with a learner that saves memory if nothing fits otherwise; none if colocated."""
+    refused: Counter[str] = Counter()
     if problem.recipe.resources.colocate:
-        return Found([])
-    found, own = _search(problem), problem.recipe.learner
+        return Found([], refused, {})
+    plans, own = _search(problem, refused), problem.recipe.learner
     tried = [own.model_copy(update=saving) for saving in SAVING]
-    for learner in () if found.plans else tried[tried.index(own) + 1 :] if own in tried else tried:
+    for learner in () if plans else tried[tried.index(own) + 1 :] if own in tried else tried:
         saving = {key: getattr(learner, key) for key in SAVING[-1] if getattr(learner, key) != getattr(own, key)}
         recipe = problem.recipe.model_copy(update={"learner": learner})
-        if plans := _search(replace(problem, recipe=recipe)).plans:
-            return Found(plans, found.refused, saving)
-    return found
+        if smaller := _search(replace(problem, recipe=recipe), Counter()):
+            return Found(smaller, refused, saving)
+    return Found(plans, refused, {})
 
 
-def _search(problem: PlanningProblem) -> Found:
-    refused: Counter[str] = Counter()
-    servers = {}
-    for ranks in TENSOR:
-        reason, memory_of = _server(problem, ranks)
-        if memory_of is None:
-            refused[reason] += 1
-        else:
-            servers[ranks] = memory_of
+def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
+    """Return the plans with the recipe's own learner, best first; count what is refused."""
+    tried = {ranks: _server(problem, ranks) for ranks in TENSOR}
+    refused.update(reason for reason in tried.values() if isinstance(reason, str))
     plans = []
-    for learner_gpus in _splits(problem.gpus):
-        learner = _quickest(problem, learner_gpus, refused)
-        if learner is None:
+    step = 1 << max(0, (problem.gpus // SPLITS).bit_length() - 1)
+    for learner_gpus in range(step, problem.gpus, step):
+        if (learner := _quickest(problem, learner_gpus, refused)) is None:
             continue
-        for ranks, memory_of in servers.items():
-            if (problem.gpus - learner_gpus) % ranks:
-                refused[f"{ranks} GPUs a server do not divide the generators"] += 1
+        left = problem.gpus - learner_gpus
+        for ranks, memory_of in tried.items():
+            if isinstance(memory_of, str):
                 continue
-            plans.append(evaluate(problem, learner, memory_of, ranks))
-    return Found(sorted(plans, key=lambda p: p.step_seconds), refused)
+            if left % ranks:
+                refused[f"{ranks} GPUs a server do not divide the generators"] += 1
+            else:
+                plans.append(evaluate(problem, learner, memory_of, ranks, left // ranks))
+    return sorted(plans, key=lambda p: p.step_seconds)
 
 
 def as_written(problem: PlanningProblem) -> Plan | str:
     """Return a plan with the recipe's own layout and counts; or why it does not fit."""
     recipe = problem.recipe
-    learner = _learner(problem, recipe)
+    learner, memory_of = _learner(problem, recipe), _server(problem, recipe.resources.server_tensor_parallel)
     if isinstance(learner, str):
         return learner
-    reason, memory_of = _server(problem, recipe.resources.server_tensor_parallel)
-    if memory_of is None:
-        return reason
+    if isinstance(memory_of, str):
+        return memory_of
     if recipe.resources.colocate:
         # Two processes share a GPU, so what each reserves counts twice.
-        room = problem.assumed.usable(problem.gpu) - problem.assumed.reserved_gb * GB
-        need = memory.colocated(recipe, learner.memory, memory_of)
+        room = problem.gpu.usable - ASSUMED.reserved_gb * GB
+        step = learner.memory.total - learner.memory.state  # takes turns with KV where memory is released
+        turns = max(step, memory_of.kv) if recipe.serving.release_memory else step + memory_of.kv
+        need = learner.memory.state + memory_of.weights + memory_of.transient + turns
         if need > room:
-            return (
-                f"learner and server together need {need / GB:.0f} GB, and {room / GB:.0f} GB of a GPU can be used; lower "
-                "serving.memory_fraction or learner.microbatch_tokens"
-            )
+            advice = "lower serving.memory_fraction or learner.microbatch_tokens"
+            needs = f"{need / GB:.0f} GB, and {room / GB:.0f} GB of a GPU can be used"
+            return f"learner and server together need {needs}; {advice}"
     return evaluate(problem, learner, memory_of, recipe.resources.server_tensor_parallel, recipe.resources.servers)
 
 
-def _splits(gpus: int) -> Iterator[int]:
-    """Yield the numbers of learner GPUs to try."""
-    step = 1 << max(0, (gpus // SPLITS).bit_length() - 1)
-    return iter(range(step, gpus, step))
-
-
 def _quickest(problem: PlanningProblem, learner_gpus: int, refused: Counter[str]) -> LearnerChoice | None:
-    best: LearnerChoice | None = None
-    experts = [e for e in (1, 2, 4, 8, 16) if not problem.shape.experts or not problem.shape.experts % e]
-    for tp, pp, cp, ep in itertools.product(TENSOR, PIPELINE, CONTEXT, experts if problem.shape.experts else (1,)):
+    best, recipe = None, problem.recipe
+    resources = recipe.resources.model_copy(update={"learner_ranks": learner_gpus})
+    experts = [e for e in EXPERT if not problem.shape.experts % e] if problem.shape.experts else [1]
+    for tp, pp, cp, ep in itertools.product(TENSOR, PIPELINE, CONTEXT, experts):
         if tp * pp * cp > learner_gpus or ep * pp > learner_gpus:
             continue
-        choice = _learner(problem, _with_layout(problem.recipe, learner_gpus, tp, pp, cp, ep))
+        layout = {"tensor_parallel": tp, "pipeline_parallel": pp, "context_parallel": cp, "expert_parallel": ep}
+        layout |= {"sequence_parallel": tp > 1, "virtual_pipeline_parallel": 1, "expert_tensor_parallel": 1}
+        model = recipe.model.model_copy(update=layout)
+        choice = _learner(problem, recipe.model_copy(update={"model": model, "resources": resources}))
         if isinstance(choice, str):
             refused[choice] += 1
         elif best is None or choice.train_seconds < best.train_seconds:
@@ -195,40 +172,26 @@ def _quickest(problem: PlanningProblem, learner_gpus: int, refused: Counter[str]
     return best
 
 
-def _with_layout(recipe: Recipe, ranks: int, tp: int, pp: int, cp: int, ep: int) -> Recipe:
-    layout = {
-        "tensor_parallel": tp,
-        "sequence_parallel": tp > 1,
-        "pipeline_parallel": pp,
-        "virtual_pipeline_parallel": 1,
-        "context_parallel": cp,
-        "expert_parallel": ep,
-        "expert_tensor_parallel": 1,
-    }
-    model = recipe.model.model_copy(update=layout)
-    return recipe.model_copy(
-        update={"model": model, "resources": recipe.resources.model_copy(update={"learner_ranks": ranks})}
-    )
-
-
 def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
     """Return the learner of this recipe, or why it is impossible, in a few words so that reasons can be counted."""
     model = recipe.model
     for broken in itertools.chain(impossible(recipe), impossible_for(model, problem.shape.megatron_sizes())):
-        return f"{broken.split(':')[0]}: {_RULES.get(broken.split(':')[0], 'breaks a rule of the recipe')}"
+        key = broken.split(":")[0]
+        return f"{key}: {_RULES.get(key, 'breaks a rule of the recipe')}"
     if model.fp8 != "none" and not problem.gpu.fp8:
         return f"model.fp8: {problem.gpu.name} has no FP8 products"
     if model.tensor_parallel * model.context_parallel > problem.gpu.nvlink_gpus:
         return f"TP x CP is beyond the {problem.gpu.nvlink_gpus} GPUs of one NVLink domain"
-    recipe = _with_microbatch_tokens(problem, recipe)
-    packed = _packed(
-        problem.work, problem.shape, recipe.learner.microbatch_tokens, recipe.data_parallel, model.pipeline_parallel > 1
-    )
-    need = memory.learner(recipe, problem.shape, packed.largest, packed.microbatches)
-    if need.total > problem.assumed.usable(problem.gpu):
-        return f"learner: does not fit {problem.assumed.usable(problem.gpu) / GB:.0f} GB a GPU; {_largest_part(need)}"
-    seconds = speed.train_seconds(recipe, problem.shape, packed, problem.gpu, problem.assumed)
-    return LearnerChoice(recipe, need, packed, seconds)
+    recipe, shape, room = _with_microbatch_tokens(problem, recipe), problem.shape, problem.gpu.usable
+    tokens, one_size = recipe.learner.microbatch_tokens, model.pipeline_parallel > 1
+    packed = _packed(problem.work, shape, tokens, recipe.data_parallel, one_size)
+    need = memory.learner(recipe, shape, packed.largest, packed.microbatches)
+    if need.total > room:
+        parts = {"weights, gradients and AdamW are": need.state, "activations are": need.activations}
+        parts["the head's logits are"] = need.head
+        largest = max(parts, key=parts.__getitem__)
+        return f"learner: does not fit {room / GB:.0f} GB a GPU; {largest} the largest part"
+    return LearnerChoice(recipe, need, speed.train_seconds(recipe, shape, packed, problem.gpu))
 
 
 def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
@@ -237,11 +200,9 @@ def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
         return recipe
     longest, stages = recipe.length.context_tokens, recipe.model.pipeline_parallel
     share = recipe.data_parallel * (4 * stages if stages > 1 else 1)
-    sizes = [
-        size for size in sizes_to_try(longest, longest * problem.work.rollouts // share) if size >= longest
-    ]  # a size below the longest sequence is useless
-    room = problem.assumed.usable(problem.gpu)
-    fitting = [n for n in sizes if memory.learner(recipe, problem.shape, n, 2 * stages).total <= room]
+    sizes, room = sizes_to_try(longest, longest * problem.work.rollouts // share), problem.gpu.usable
+    # A size below the longest sequence is useless.
+    fitting = (n for n in sizes if n >= longest and memory.learner(recipe, problem.shape, n, 2 * stages).total <= room)
     learner = recipe.learner.model_copy(update={"microbatch_tokens": max(fitting, default=longest)})
     return recipe.model_copy(update={"learner": learner})
 
@@ -257,43 +218,32 @@ _RULES = {
 }
 
 
-def _largest_part(need: LearnerMemory) -> str:
-    parts = {
-        "weights, gradients and AdamW are": need.state,
-        "activations are": need.activations,
-        "the head's logits are": need.head,
-    }
-    return f"{max(parts, key=parts.__getitem__)} the largest part"
-
-
 @lru_cache(maxsize=4096)
 def _packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
     """Pack the step's sequences; if there are very many, a share of them on a share of the ranks."""
     count = len(work.trained)
     ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
     taken = min(count * ranks // data_parallel, MOST_PACKED)
-    lengths, cost = work.trained[:taken].tolist(), cost_of(shape)
-    packed = speed.packing(lengths, microbatch_tokens, ranks, cost, one_size)
+    some = speed.packing(work.trained[:taken].tolist(), microbatch_tokens, ranks, cost_of(shape), one_size)
     more = (count / data_parallel) / (taken / ranks)
-    return replace(packed, microbatches=round(packed.microbatches * more), rank_tokens=round(packed.rank_tokens * more))
+    return some._replace(microbatches=round(some.microbatches * more), rank_tokens=round(some.rank_tokens * more))
 
 
-def _server(problem: PlanningProblem, ranks: int) -> tuple[str, ServerMemory | None]:
+def _server(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
     """Return the memory of a server with this many GPUs; or why it is impossible."""
-    shape, gpu = problem.shape, problem.gpu
+    shape, gpu, longest = problem.shape, problem.gpu, problem.recipe.length.context_tokens
     if shape.heads % ranks or (shape.groups % ranks and ranks % shape.groups):
-        return f"server TP {ranks}: does not divide the heads", None
+        return f"server TP {ranks}: does not divide the heads"
     if ranks > gpu.nvlink_gpus:
-        return f"server TP {ranks}: beyond one NVLink domain", None
-    found = memory.server(_with_servers(problem.recipe, 1, ranks), shape, gpu, problem.assumed)
-    if found.kv_tokens < problem.recipe.length.context_tokens:
-        return f"server TP {ranks}: weights leave no room for the KV of one longest sequence", None
-    if found.weights + found.kv + found.transient > problem.assumed.usable(gpu):
-        kv = problem.assumed.usable(gpu) - found.weights - found.transient
-        found = memory.ServerMemory(found.weights, max(kv, 0.0), found.kv_token, found.transient)
-        if found.kv_tokens < problem.recipe.length.context_tokens:
-            return f"server TP {ranks}: weights and logits leave no room for the KV of one longest sequence", None
-    return "", found
+        return f"server TP {ranks}: beyond one NVLink domain"
+    found = memory.server(_with_servers(problem.recipe, 1, ranks), shape, gpu)
+    if found.kv_tokens < longest:
+        return f"server TP {ranks}: weights leave no room for the KV of one longest sequence"
+    room = gpu.usable - found.weights - found.transient
+    found = replace(found, kv=min(found.kv, max(room, 0.0)))
+    if found.kv_tokens < longest:
+        return f"server TP {ranks}: weights and logits leave no room for the KV of one longest sequence"
+    return found
 
 
 def _with_servers(recipe: Recipe, servers: int, ranks: int) -> Recipe:
@@ -301,59 +251,35 @@ def _with_servers(recipe: Recipe, servers: int, ranks: int) -> Recipe:
     return recipe.model_copy(update={"resources": resources})
 
 
-def evaluate(
-    problem: PlanningProblem, learner: LearnerChoice, memory_of: ServerMemory, ranks: int, servers: int | None = None
-) -> Plan:
-    """Estimate this learner with servers of `ranks` GPUs: as many as fit the rest, or `servers`."""
+def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMemory, ranks: int, servers: int) -> Plan:
+    """Estimate this learner with so many servers of `ranks` GPUs each."""
     work, pipeline = problem.work, problem.recipe.pipeline
     learner_gpus = learner.recipe.resources.learner_ranks
-    count = servers or (problem.gpus - learner_gpus) // ranks
-    recipe = _with_servers(learner.recipe, count, ranks)
+    recipe = _with_servers(learner.recipe, servers, ranks)
     shared = recipe.resources.colocate
-    gpus = learner_gpus if shared else count * ranks + learner_gpus
-    published = speed.publication(recipe, problem.shape, problem.gpu, problem.assumed, gpus)
-    decoder = Decoder(recipe, problem.shape, problem.gpu, problem.assumed, memory_of.kv_token)
+    gpus = learner_gpus if shared else servers * ranks + learner_gpus
+    published = speed.publication(recipe, problem.shape, problem.gpu, gpus)
+    decoder = Decoder(recipe, problem.shape, problem.gpu, server.kv_token)
+    most_tokens = float(work.sample.max())
     # A batch is complete when its longest rollout is, and only the window's batches are in progress: mean / longest of these.
-    window = pipeline.window_steps * work.rollouts / count * work.mean_tokens / float(work.sample.max())
-    running = min(recipe.serving.max_running_requests, memory_of.kv_tokens / work.live_context, window)
+    window = pipeline.window_steps * work.rollouts / servers * work.mean_tokens / most_tokens
+    running = min(recipe.serving.max_running_requests, server.kv_tokens / work.live_context, window)
     seconds = decoder.step_seconds(running, running * work.live_context)
-    tokens = work.rollouts * work.mean_tokens
+    tokens, longest = work.rollouts * work.mean_tokens, most_tokens * seconds
     transfers = published.transfer / pipeline.phase_steps
-    generate = tokens / (count * running / seconds) + transfers
+    generate = tokens / (servers * running / seconds) + transfers
     busy = learner.train_seconds + transfers + published.parity / pipeline.phase_steps
-    longest = float(work.sample.max()) * seconds
-    # Without a window to work ahead in, the halves take turns, and each phase waits for its last rollout.
-    overlapped = pipeline.max_lag > 0
-    if shared and overlapped:  # each has the GPU for part of the time
-        step = generate + busy
-    else:
-        step = max(generate, busy) if overlapped else generate + busy + longest / pipeline.phase_steps
-    scoring = min(recipe.evaluation.servers, count) * running / seconds
+    if k := float(pipeline.max_lag):
+        step = generate + busy if shared else max(generate, busy)  # who shares a GPU has it for part of the time
+        # A learner that limits finds the window full: k steps' tickets are ahead of it. Otherwise tokens wait for the last of
+        # their group, and half of them are sampled in the first half of that time.
+        lag = k if busy > generate else min(k, 0.5 + longest / 2 / step)
+    else:  # nothing is made ahead: the halves take turns, each phase waits for its last rollout; lag is half a phase
+        step, lag = generate + busy + longest / pipeline.phase_steps, (pipeline.phase_steps - 1) / 2
+    scoring = min(recipe.evaluation.servers, servers) * running / seconds
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(
-        recipe=recipe,
-        gpus=gpus,
-        learner=learner.memory,
-        server=memory_of,
-        packed=learner.packed,
-        decoder=decoder,
-        publication=published,
-        running=running,
-        train_seconds=learner.train_seconds,
-        generate_seconds=generate,
-        step_seconds=step,
-        tokens_per_second=tokens / step,
-        lag=_lag(pipeline.max_lag, pipeline.phase_steps, generate, busy, longest, step),
-        evaluation_seconds=evaluated,
-    )
-
-
-def _lag(k: int, phase: int, generate: float, busy: float, longest: float, step: float) -> float:
-    """Estimate the mean lag of a token, roughly.
-
-    If the learner limits, it finds the window full: k steps' tickets are ahead of it. Otherwise tokens wait for the last of
-    their group, and half of them are sampled in the first half of that time. With phases: half of one.
-    """
-    if k == 0:
-        return (phase - 1) / 2
-    return float(k) if busy > generate else min(float(k), 0.5 + longest / 2 / step)
+        recipe=recipe, gpus=gpus, learner=learner.memory, server=server, decoder=decoder, publication=published,
+        running=running, train_seconds=learner.train_seconds, generate_seconds=generate, step_seconds=step,
+        tokens_per_second=tokens / step, lag=lag, evaluation_seconds=evaluated,
+    )  # fmt: skip

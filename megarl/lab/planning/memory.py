@@ -1,5 +1,11 @@
-"""Bytes on a learner rank and on a server's GPU. formulas.py has the formulas; this module says what is where.
+"""Bytes on a learner rank and on a server's GPU.
 
+[AR]   Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198
+[ZeRO] Rajbhandari et al., ZeRO, arXiv 1910.02054; bytes per parameter as in Megatron-Core's guide to its distributed optimizer
+[PP]   Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473
+[Inf]  Pope et al., Efficiently Scaling Transformer Inference, arXiv 2211.05102
+
+Activations are those of megarl's own layers: flash attention, no dropout, gated MLPs, RMS norms, bf16.
 In a pipeline the first stage has the most activations in flight and the embedding, the last has one micro-batch in flight and
 the head: the larger of the two counts.
 """
@@ -8,9 +14,10 @@ from dataclasses import dataclass
 
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
-from megarl.lab.planning import formulas
-from megarl.lab.planning.formulas import FP8, FP32, WIDTH
-from megarl.lab.planning.hardware import Assumed, Gpu
+from megarl.lab.planning.hardware import ASSUMED, Gpu
+
+HALF, FP32, FP8 = 2, 4, 1
+WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}  # bytes of a number, by `model.dtype`
 
 
 @dataclass(frozen=True)
@@ -38,14 +45,7 @@ class ServerMemory:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that fit."""
         return max(0, int(self.kv / self.kv_token))
-
-
-def colocated(recipe: Recipe, learner: LearnerMemory, server: ServerMemory) -> float:
-    """Return bytes on a GPU that both share. With serving.release_memory, KV and what a step needs take turns."""
-    always, step = learner.state + server.weights + server.transient, learner.total - learner.state
-    return always + (max(step, server.kv) if recipe.serving.release_memory else step + server.kv)
 
 
 def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
@@ -53,22 +53,17 @@ def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, micro
     model, last = recipe.model, recipe.model.pipeline_parallel == 1
     width = WIDTH[model.dtype]
     tokens = microbatch_tokens / model.context_parallel
-    held = formulas.in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
-    layers = _stage_activations(recipe, shape, width) * tokens
-    again = _recomputed_activations(recipe, shape, width) * tokens
-    head = formulas.head_bytes(tokens, shape.vocabulary, shape.hidden, model.tensor_parallel, width)
+    held = in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
+    layers, again = (each * tokens for each in _activations(recipe, shape))
+    head = head_bytes(tokens, shape.vocabulary, shape.hidden, model.tensor_parallel, width)
     ends = shape.embedding_parameters / model.tensor_parallel
     publication = 2.0 * recipe.weights.bucket_mb * 2**20
-    first = LearnerMemory(
-        _state(recipe, shape, ends + (shape.head_parameters / model.tensor_parallel if last else 0)),
-        layers * held + again,
-        head if last else 0.0,
-        publication,
-    )
     if last:
-        return first
-    end = LearnerMemory(_state(recipe, shape, ends), layers + again, head, publication)
-    return max(first, end, key=lambda m: m.total)
+        state = _state(recipe, shape, ends + shape.head_parameters / model.tensor_parallel)
+        return LearnerMemory(state, layers * held + again, head, publication)
+    state = _state(recipe, shape, ends)
+    first = LearnerMemory(state, layers * held + again, 0.0, publication)
+    return max(first, LearnerMemory(state, layers + again, head, publication), key=lambda m: m.total)
 
 
 def critic_state(recipe: Recipe, shape: Architecture) -> float:
@@ -84,53 +79,37 @@ def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
     experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
     width, kept = WIDTH[model.dtype], 1 - recipe.learner.optimizer_offload
     routed = shape.routed_parameters / experts
-    fp8 = formulas.fp8_weight_bytes(dense - ends + routed) if model.fp8 != "none" else 0.0
     copies = ranks // (model.tensor_parallel * model.pipeline_parallel)
-    return (
-        fp8
-        + formulas.state_bytes(dense, width, copies, kept)
-        + formulas.state_bytes(routed, width, ranks // experts, kept)
+    # FP8's matrix units read both factors row by row: each weight is kept plain and transposed (Transformer Engine's guide).
+    fp8 = 2 * FP8 * (dense - ends + routed) if model.fp8 != "none" else 0.0
+    states = (
+        state_bytes(dense, width, copies, kept),
+        state_bytes(routed, width, ranks // experts, kept),
     )
+    return fp8 + sum(states)
 
 
-def _stage_activations(recipe: Recipe, shape: Architecture, width: int) -> float:
-    """Return the bytes that each token keeps on a rank for the layers of one stage, until its backward pass."""
-    model = recipe.model
-    if recipe.learner.recompute == "full":
-        shards = model.tensor_parallel if model.sequence_parallel else 1
-        return shape.layers * formulas.layer_input_bytes(shape, width) / shards / model.pipeline_parallel
-    attention, dense, sparse = _layer_activations(recipe, shape, width)
-    if recipe.learner.recompute == "selective":
-        dense = sparse = 0.0
-    whole = shape.layers * attention + (shape.layers - shape.moe_layers) * dense + shape.moe_layers * sparse
-    return whole / model.pipeline_parallel
-
-
-def _recomputed_activations(recipe: Recipe, shape: Architecture, width: int) -> float:
-    """Return the bytes that each token takes in the one layer that is being computed again."""
-    if recipe.learner.recompute == "none":
-        return 0.0
-    attention, dense, sparse = _layer_activations(recipe, shape, width)
-    largest = max(dense if shape.moe_layers < shape.layers else 0.0, sparse if shape.moe_layers else 0.0)
-    return largest + (attention if recipe.learner.recompute == "full" else 0.0)
-
-
-def _layer_activations(recipe: Recipe, shape: Architecture, width: int) -> tuple[float, float, float]:
-    """Return bytes per token of one layer on one rank: norms and attention, a dense MLP, experts."""
-    model = recipe.model
-    shards = model.tensor_parallel if model.sequence_parallel else 1
+def _activations(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
+    """Return bytes of each token on a rank: of a stage's layers until its backward pass; in a layer that is computed again."""
+    model, recompute, width = recipe.model, recipe.learner.recompute, WIDTH[recipe.model.dtype]
+    tensor, shards = model.tensor_parallel, model.tensor_parallel if model.sequence_parallel else 1
     kept = width if model.fp8 == "none" else FP8
-    attention = (
-        formulas.replicated_activation_bytes(shape, width, kept) / shards
-        + formulas.attention_activation_bytes(shape, width, kept) / model.tensor_parallel
-    )
-    dense = formulas.mlp_activation_bytes(shape.feed_forward, width, kept) / model.tensor_parallel
-    shared = formulas.mlp_activation_bytes(shape.shared_feed_forward, width, kept) / model.tensor_parallel
-    routed = formulas.routed_activation_bytes(shape, model.expert_tensor_parallel, width, kept) / shards
-    return attention, dense, shared + routed
+    attention = replicated_activation_bytes(shape, width, kept) / shards
+    attention += attention_activation_bytes(shape, width, kept) / tensor
+    dense = mlp_activation_bytes(shape.feed_forward, width, kept) / tensor
+    routed = routed_activation_bytes(shape, model.expert_tensor_parallel, width, kept) / shards
+    sparse = mlp_activation_bytes(shape.shared_feed_forward, width, kept) / tensor + routed
+    layers, moe, stages = shape.layers, shape.moe_layers, model.pipeline_parallel
+    if recompute == "none":
+        return (layers * attention + (layers - moe) * dense + moe * sparse) / stages, 0.0
+    largest = max(dense if moe < layers else 0.0, sparse if moe else 0.0)
+    if recompute == "selective":
+        return layers * attention / stages, largest
+    # Each layer's input, divided as the norms are: [AR] section 5
+    return layers * shape.hidden * width / shards / stages, attention + largest
 
 
-def server(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed) -> ServerMemory:
+def server(recipe: Recipe, shape: Architecture, gpu: Gpu) -> ServerMemory:
     """Return the memory of a server with resources.server_tensor_parallel GPUs."""
     ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
     width = WIDTH[recipe.model.dtype]
@@ -138,7 +117,79 @@ def server(recipe: Recipe, shape: Architecture, gpu: Gpu, assumed: Assumed) -> S
     logits = FP32 * running * shape.vocabulary / ranks
     return ServerMemory(
         weights=weights,
-        kv=max(0.0, (recipe.serving.memory_fraction or assumed.static_share) * gpu.memory - weights),
-        kv_token=formulas.kv_bytes(shape, ranks, width),
+        kv=max(0.0, (recipe.serving.memory_fraction or ASSUMED.static_share) * gpu.memory - weights),
+        kv_token=kv_bytes(shape, ranks, width),
         transient=logits + recipe.weights.bucket_mb * 2**20,
     )
+
+
+def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -> float:
+    """Return bytes of weights, gradients and AdamW on a rank, with the optimiser divided among `shards` ranks.
+
+    [ZeRO], stage 1. Half: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / shards. fp32: 4 + 4 + 8 / shards.
+    kept: share of the optimiser's part that is not in the host's memory.
+    """
+    return parameters * (width + FP32 + (3 if width == HALF else 2) * FP32 / shards * kept)
+
+
+def replicated_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
+    """Return bytes per token and layer that only sequence parallelism divides: input and output of both norms.
+
+    [AR] section 4.2.1 counts 10 sbh outside tensor-parallel parts: 4 for the layer norms' inputs, 4 for the inputs of the parts
+    after them (here the norms' outputs), and 2 for dropout masks, of which there are none. width: bytes of an activation; kept:
+    bytes of a value that a linear map keeps of its input, 1 if it makes FP8 products.
+    """
+    return 2 * shape.hidden * (width + kept)
+
+
+def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
+    """Return bytes per token and layer that TP divides: q, k, v, the output, and the softmax's normaliser (FP32).
+
+    [AR] equation 1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The map after it keeps the same
+    output, unless it keeps it in FP8.
+    """
+    output_again = shape.query * kept if kept != width else 0
+    return (2 * shape.query + 2 * shape.key) * width + output_again + FP32 * shape.heads
+
+
+def mlp_activation_bytes(feed_forward: int, width: int, kept: int) -> float:
+    """Return bytes per token of a gated MLP, divided by TP: gate and up, and their product. [AR] 4.1, for SwiGLU."""
+    return feed_forward * (2 * width + kept)
+
+
+def routed_activation_bytes(shape: Architecture, expert_tensor_parallel: int, width: int, kept: int) -> float:
+    """Return bytes per token of one layer's chosen experts together, if tokens fall evenly on the experts.
+
+    Each choice is a separate row: gathered input and output [hidden], and the gated MLP within. Router logits in FP32.
+    """
+    rows = shape.hidden * (width + kept) * expert_tensor_parallel
+    inner = mlp_activation_bytes(shape.expert_feed_forward, width, kept)
+    return shape.experts_per_token * (rows + inner) + FP32 * shape.experts
+
+
+def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
+    """Return how many micro-batches' activations of its own layers the first stage holds at most. [AR] 4.2.3, [PP] 2.2.
+
+    1F1B: as many as there are stages; interleaved: (1 + (p - 1) / (p v)) times as many.
+    """
+    if virtual == 1:
+        return min(pipeline_parallel, microbatches)
+    return pipeline_parallel * (1 + (pipeline_parallel - 1) / (pipeline_parallel * virtual))
+
+
+HEAD_CHUNK = 4096 * 8192  # logits that the learner's head holds at a time (megarl/core/learner/head/function.py)
+
+
+def head_bytes(tokens: float, vocabulary: int, hidden: int, tensor_parallel: int, width: int) -> float:
+    """Return peak bytes of the head for this many trained tokens of a micro-batch (megarl/core/learner/head/function.py).
+
+    A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed and as passed on; the zeros
+    that autograd gets as the weight's gradient. width: bytes of a number of the model.
+    """
+    chunk = (FP32 + width) * HEAD_CHUNK
+    return chunk + (FP32 + width) * tokens * hidden + width * vocabulary / tensor_parallel * hidden
+
+
+def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:
+    """Return bytes per token on each GPU of a server: k and v of every layer. [Inf] More GPUs than groups hold copies."""
+    return 2 * shape.layers * max(shape.groups / tensor_parallel, 1) * shape.head_dim * width

@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 StepSeconds = Callable[[float, float], float]
 """(requests running, tokens of context they hold in total) -> seconds of one decode step."""
@@ -19,17 +19,16 @@ STRIDE = 256
 TINY = 1e-9
 
 
-@dataclass(order=True)
-class _Request:
+class _Request(NamedTuple):
     ends: float  # in decode steps of this server since the start
-    order: int
-    began: float = field(compare=False)
-    context: int = field(compare=False)  # tokens before the first decoded one
-    done: "asyncio.Future[None]" = field(compare=False)
+    order: int  # unique, so that nothing behind it is compared
+    began: float
+    context: int  # tokens before the first decoded one
+    done: "asyncio.Future[None]"
 
 
 class SimulatedServer:
-    """A simulated server. `busy_seconds`: with any request and not paused; `tokens`: decoded so far."""
+    """A simulated server. busy_seconds: with any request and not paused; running_seconds: the same, of each request."""
 
     def __init__(self, step_seconds: StepSeconds) -> None:
         self._step_seconds = step_seconds
@@ -43,11 +42,6 @@ class SimulatedServer:
         self._timer: asyncio.TimerHandle | None = None
         self._versions = [(0.0, 0)]  # from this step on, these weights
         self.busy_seconds = self.running_seconds = 0.0
-        self.tokens = 0.0
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
 
     async def generate(self, context: int, tokens: int) -> dict[int, int]:
         """Return how many of the tokens were sampled with each version."""
@@ -66,17 +60,13 @@ class SimulatedServer:
         self._plan()
 
     def resume(self, version: int) -> None:
-        """Continue with these weights."""
         self._advance()
         self._paused = False
         self._versions.append((self._steps, version))
-        self._plan()
-
-    def forget(self) -> None:
-        """Forget versions older than the oldest running request."""
-        oldest = min((r.began for r in self._running), default=self._steps)
+        oldest = min((request.began for request in self._running), default=self._steps)
         while len(self._versions) > 1 and self._versions[1][0] <= oldest:
-            del self._versions[0]
+            del self._versions[0]  # older than the oldest running request
+        self._plan()
 
     def _sampled(self, began: float, ends: float) -> dict[int, int]:
         counts: dict[int, int] = {}
@@ -96,7 +86,6 @@ class SimulatedServer:
         if self._rate:
             self.busy_seconds += passed
             self.running_seconds += passed * len(self._running)
-            self.tokens += passed * self._rate * len(self._running)
             self._steps += passed * self._rate
         self._since = now
         while self._running and self._running[0].ends <= self._steps + TINY * max(1.0, self._steps):
@@ -109,7 +98,6 @@ class SimulatedServer:
         """Compute the rate from now on, and schedule the next update."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         count = len(self._running)
         if not count or self._paused:
             self._rate = 0.0
@@ -121,6 +109,5 @@ class SimulatedServer:
         self._timer = asyncio.get_running_loop().call_later(stride * seconds, self._wake)
 
     def _wake(self) -> None:
-        self._timer = None
         self._advance()
         self._plan()

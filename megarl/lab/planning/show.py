@@ -1,14 +1,14 @@
 """Shows a plan in the terminal, and as JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.lab.planning import memory
-from megarl.lab.planning.hardware import GB
+from megarl.lab.planning.hardware import ASSUMED, GB
 from megarl.lab.planning.layouts import Found, Plan, PlanningProblem
 from megarl.lab.planning.simulate import Summary
 
@@ -22,82 +22,69 @@ class Simulated:
     by_lag: Mapping[int, Summary] = field(default_factory=dict)
     by_spread: Mapping[float, Summary] = field(default_factory=dict)
 
-    def rows(self) -> dict[str, Summary]:
-        lags = {f"{self.swept}, k = {k}": s for k, s in self.by_lag.items()}
-        return dict(self.plans) | lags | {f"{self.swept}, spread {x:g}": s for x, s in self.by_spread.items()}
 
-
-MOST_REASONS = 12
+BEST, MOST_REASONS = 5, 12
 TAKEN_OVER_PLANNED = (1.3, 14)
 """GPU-hours that the ScaleRL paper's two runs took, relative to those planned for them: the table of docs/plan.md."""
 
 
-def tables(problem: PlanningProblem, written: Plan | str, found: Found, best: int, simulated: Simulated) -> None:
+def tables(problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated) -> None:
     """Print the recipe as written, the best plans, why others are refused, and what the simulator says."""
-    console, work, shape = Console(), problem.work, problem.shape
+    console, work, shape = Console(highlight=False), problem.work, problem.shape
     console.print(
         f"{problem.gpus} x {problem.gpu.name} ({problem.gpu.memory / GB:.0f} GB); model of {shape.parameters / 1e9:.2f}B "
         f"parameters, {shape.active_parameters / 1e9:.2f}B active; {work.prompts} x {work.generations} rollouts a step of "
-        f"{work.mean_tokens:,.0f} tokens in the mean, {work.trained_share:.0%} trained",
-        highlight=False,
+        f"{work.mean_tokens:,.0f} tokens in the mean, {work.trained_share:.0%} trained"
     )
-    plans = {f"plan {i}": plan for i, plan in enumerate(found.plans[:best], 1)}
-    if not isinstance(written, str):
-        plans = {name_of_written(written, problem): written} | plans
+    plans = named(problem, written, found, BEST)
     if not found.plans and not problem.recipe.resources.colocate:
-        console.print("nothing fits, not even with learner.recompute=full learner.optimizer_offload=1", highlight=False)
+        console.print("nothing fits, not even with learner.recompute=full learner.optimizer_offload=1")
     if found.saving:
-        console.print(f"nothing fits without {_saving(found)}, which the plans set", highlight=False)
-    console.print(_table(plans))
-    if plans:
-        name, plan = next(iter(plans.items()))
-        console.print(f"{name}: {cost(plan)}", highlight=False)
-    if "plan 1" in plans:
-        console.print(f"plan 1 is: {' '.join(overrides(plans['plan 1']))}", highlight=False, soft_wrap=True)
+        saving = " and ".join(f"learner.{key}={value}" for key, value in found.saving.items())
+        console.print(f"nothing fits without {saving}, which the plans set")
+    table, figures = _narrow("", *plans), [_figures(plan) for plan in plans.values()]  # a column a plan: it is narrow
+    for label in figures[0] if figures else ():
+        table.add_row(label, *(texts[label] for texts in figures))
+    console.print(table)
+    for name, plan in list(plans.items())[:1]:
+        console.print(f"{name}: {cost(plan)}")
+    if found.plans:
+        console.print(f"plan 1 is: {' '.join(overrides(found.plans[0]))}", soft_wrap=True)
     if isinstance(written, str):
-        console.print(f"as written: {written}", highlight=False)
-    shown = [written] if not isinstance(written, str) else []
-    for remark in _remarks(problem, [*shown, *found.plans[:1]]):
-        console.print(remark, highlight=False)
+        console.print(f"as written: {written}")
+    for plan in list(plans.values())[:1]:
+        for remark in _remarks(problem, plan):
+            console.print(remark)
     if found.refused:
         console.print("\nrefused", style="bold")
         for reason, count in found.refused.most_common(MOST_REASONS):
-            console.print(f"{count:>6}  {reason}", highlight=False)
+            console.print(f"{count:>6}  {reason}")
     if simulated.plans:
         console.print()
         console.print(_simulated(simulated))
 
 
-def name_of_written(written: Plan, problem: PlanningProblem) -> str:
-    """Return `as written`, with its number of GPUs if it differs from the planned one."""
-    return "as written" if written.gpus == problem.gpus else f"written ({written.gpus})"
-
-
-def _saving(found: Found) -> str:
-    return " and ".join(f"learner.{key}={value}" for key, value in found.saving.items())
-
-
-def _table(plans: Mapping[str, Plan]) -> Table:
-    """Make a table with one column per plan, to fit a narrow terminal."""
-    table = _narrow("", *plans)
-    figures = [_figures(plan) for plan in plans.values()]
-    for name in figures[0] if figures else ():
-        table.add_row(name, *(texts[name] for texts in figures))
-    return table
+def named(problem: PlanningProblem, written: Plan | str, found: Found, best: int) -> dict[str, Plan]:
+    """Return the recipe as written, with its number of GPUs if it differs from the planned one, and the best plans."""
+    plans = {f"plan {i}": plan for i, plan in enumerate(found.plans[:best], 1)}
+    if isinstance(written, str):
+        return plans
+    return {"as written" if written.gpus == problem.gpus else f"written ({written.gpus})": written} | plans
 
 
 def _narrow(first: str, *headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(first, no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+    columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
+    return Table(Column(first, no_wrap=True), *columns, box=None, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 LAYOUT = (
     "resources.servers", "resources.server_tensor_parallel", "resources.learner_ranks", "model.tensor_parallel",
     "model.sequence_parallel", "model.pipeline_parallel", "model.context_parallel", "model.expert_parallel",
     "model.expert_tensor_parallel",
+)  # fmt: skip
+FIGURES = (
+    "running", "step_seconds", "tokens_per_second", "train_seconds", "generate_seconds", "lag", "learner_idle", "server_idle",
+    "gpu_hours_per_1000_steps",
 )  # fmt: skip
 
 
@@ -122,7 +109,6 @@ def cost(plan: Plan) -> str:
 
 
 def _figures(plan: Plan) -> dict[str, str]:
-    """Return the rows of the table."""
     m, r = plan.recipe.model, plan.recipe.resources
     layout = (m.tensor_parallel, m.pipeline_parallel, m.context_parallel, m.expert_parallel, plan.recipe.data_parallel)
     return {
@@ -143,32 +129,22 @@ def _figures(plan: Plan) -> dict[str, str]:
     }
 
 
-def _remarks(problem: PlanningProblem, plans: list[Plan]) -> list[str]:
-    """Return what a user should know about the first of these plans."""
-    if not plans:
-        return []
-    plan, recipe = plans[0], plans[0].recipe
-    messages = []
+def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
+    recipe, evaluation = plan.recipe, plan.recipe.evaluation
     if plan.gpus != problem.gpus:
-        messages.append(f"note: the recipe's resources use {plan.gpus} GPUs, not {problem.gpus}")
+        yield f"note: the recipe's resources use {plan.gpus} GPUs, not {problem.gpus}"
     if recipe.has_critic or recipe.reference.coefficient:
-        messages.append(
-            "note: the recipe trains a critic or holds a reference model: neither is counted in the learner"
-        )
+        yield "note: the recipe trains a critic or holds a reference model: neither is counted in the learner"
     if recipe.has_critic:
         size = memory.critic_state(recipe, problem.shape) / 1e9
-        messages.append(
-            f"note: weights, gradients and optimiser of a critic of the policy's size in {recipe.critic.dtype} take "
-            f"{size:,.0f} GB more on a rank (critic.dtype)"
+        what = f"weights, gradients and optimiser of a critic of the policy's size in {recipe.critic.dtype}"
+        yield f"note: {what} take {size:,.0f} GB more on a rank (critic.dtype)"
+    if (late := plan.evaluation_seconds / plan.step_seconds) > evaluation.every:
+        yield (
+            f"note: an evaluation ({evaluation.prompts} x {evaluation.samples} rollouts, "
+            f"evaluation.servers={evaluation.servers}) takes as long as {late:,.0f} steps, and evaluation.every is "
+            f"{evaluation.every}; give it more servers, lower evaluation.prompts or samples, or evaluate more seldom"
         )
-    late = plan.evaluation_seconds / plan.step_seconds
-    if late > recipe.evaluation.every:
-        messages.append(
-            f"note: an evaluation ({recipe.evaluation.prompts} x {recipe.evaluation.samples} rollouts, "
-            f"evaluation.servers={recipe.evaluation.servers}) takes as long as {late:,.0f} steps, and evaluation.every is "
-            f"{recipe.evaluation.every}; give it more servers, lower evaluation.prompts or samples, or evaluate more seldom"
-        )
-    return messages
 
 
 def _simulated(simulated: Simulated) -> Table:
@@ -177,7 +153,9 @@ def _simulated(simulated: Simulated) -> Table:
         "\nsimulated", "\nstep, s", "\ntokens/s", "mean\nlag", "max\nlag", "learner\nidle", "servers\nidle",
         "rollouts\nat once", "publi-\ncation",
     )  # fmt: skip
-    for name, s in simulated.rows().items():
+    lags = {f"{simulated.swept}, k = {k}": s for k, s in simulated.by_lag.items()}
+    spreads = {f"{simulated.swept}, spread {x:g}": s for x, s in simulated.by_spread.items()}
+    for name, s in {**simulated.plans, **lags, **spreads}.items():
         table.add_row(
             name, f"{s.step_seconds:.1f}", f"{s.tokens_per_second:,.0f}", f"{s.lag_mean:.1f}", str(s.lag_max),
             f"{s.learner_idle:.0%}", f"{1 - s.server_busy:.0%}", f"{s.server_running:.0f}", f"{s.publishing:.0%}",
@@ -185,9 +163,7 @@ def _simulated(simulated: Simulated) -> Table:
     return table
 
 
-def as_json(
-    problem: PlanningProblem, written: Plan | str, found: Found, best: int, simulated: Simulated
-) -> dict[str, object]:
+def as_json(problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated) -> dict[str, object]:
     """Return the same as JSON, all figures unrounded."""
     return {
         "gpus": problem.gpus,
@@ -196,9 +172,9 @@ def as_json(
         "active_parameters": problem.shape.active_parameters,
         "rollouts": problem.work.rollouts,
         "mean_tokens": problem.work.mean_tokens,
-        "assumed": asdict(problem.assumed),
+        "assumed": asdict(ASSUMED),
         "as_written": written if isinstance(written, str) else _plan(written),
-        "plans": [_plan(plan) for plan in found.plans[:best]],
+        "plans": [_plan(plan) for plan in found.plans[:BEST]],
         "saving": found.saving,
         "refused": dict(found.refused.most_common()),
         "simulated": asdict(simulated),
@@ -206,16 +182,14 @@ def as_json(
 
 
 def _plan(plan: Plan) -> dict[str, object]:
-    recipe, own = plan.recipe, ("running", "step_seconds", "tokens_per_second", "train_seconds", "generate_seconds")
     layout = [key for key in LAYOUT if not key.endswith(("sequence_parallel", "expert_tensor_parallel"))]
     return {
-        **{key.partition(".")[2]: attrgetter(key)(recipe) for key in layout},
-        "data_parallel": recipe.data_parallel,
+        **{key.partition(".")[2]: attrgetter(key)(plan.recipe) for key in layout},
+        "data_parallel": plan.recipe.data_parallel,
         "learner_bytes": asdict(plan.learner) | {"total": plan.learner.total},
         "server_bytes": asdict(plan.server),
         "kv_tokens": plan.server.kv_tokens,
-        **{key: getattr(plan, key) for key in own},
         "sync_seconds": plan.publication.transfer,
-        **{key: getattr(plan, key) for key in ("lag", "learner_idle", "server_idle", "gpu_hours_per_1000_steps")},
         "evaluation_steps": plan.evaluation_seconds / plan.step_seconds,
+        **{key: getattr(plan, key) for key in FIGURES},
     }

@@ -16,11 +16,13 @@ import math
 import selectors
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from megarl.core.algorithm.packing import cost_of
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Next, Publish, ServerAddress, Stop
@@ -31,8 +33,10 @@ from megarl.core.journal.records import Admitted, Evaluated, Finished, JournalRe
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import GroupPlaces, Places
 from megarl.core.server.membership import Membership
+from megarl.lab.planning import speed
+from megarl.lab.planning.layouts import Plan, PlanningProblem
 from megarl.lab.planning.server_model import SimulatedServer, StepSeconds
-from megarl.lab.planning.workload import Workload
+from megarl.lab.planning.workload import LogNormal, Workload, workload
 
 LEARNER = "simulated"
 PROMPT = Prompt(id="", tokens=int32(()), answer="")
@@ -40,33 +44,18 @@ PROMPT = Prompt(id="", tokens=int32(()), answer="")
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a server's decode step (step_seconds), of training sequences of these lengths (train_seconds), of a
-    publication in which servers stand still (transfer), and of parity beyond that, while new requests wait. limit: concurrent
-    requests a server.
-    """
+    """Seconds that things take, and the requests that a server works on at once at most (limit)."""
 
     step_seconds: StepSeconds
-    train_seconds: Callable[[Sequence[int]], float]
-    transfer: float
-    parity: float
+    train_seconds: Callable[[Sequence[int]], float]  # of sequences of these lengths
+    transfer: float  # of a publication, in which servers stand still
+    parity: float  # beyond that, while new requests wait
     limit: int
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """What is simulated: the first steps of the recipe's pipeline, in a run that would go on."""
-
-    recipe: Recipe
-    work: Workload
-    costs: Costs
-    steps: int
-    seed: int = 0
-    evaluate: bool = False
-
-
-@dataclass(frozen=True)
 class SimulatedStep:
-    """One step of the learner. ended: seconds since the start; server_seconds: busy, all servers; lags: tokens by lag."""
+    """One step of the learner. ended: seconds since the start; lags: tokens by lag; the last two: so far, of all servers."""
 
     step: int
     ended: float
@@ -89,20 +78,22 @@ class _Ticket:
     versions: Counter[int] = field(default_factory=Counter)
 
 
-def simulate(scenario: Scenario) -> list[SimulatedStep]:
-    """Return every step, in order."""
-    return run(_Simulation(scenario).run())
+def simulate(
+    recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int = 0, evaluate: bool = False
+) -> list[SimulatedStep]:
+    """Return the first steps of the recipe's pipeline, in order, in a run that would go on."""
+    return run(_Simulation(recipe, work, costs, steps, seed, evaluate).run())
 
 
 class _End(Exception):
     """Leaves the task group when the last step is done, and cancels tickets of later ones."""
 
 
+@dataclass
 class _Unwritten:
     """Puts records only into the state."""
 
-    def __init__(self, state: State) -> None:
-        self.state = state
+    state: State
 
     def write(self, record: JournalRecord) -> Awaitable[None]:
         self.state.apply(record)
@@ -114,35 +105,29 @@ class _Unwritten:
 class _Simulation:
     """Modelled servers and a modelled learner around the pipeline, and the source of its groups."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        recipe = scenario.recipe
-        self.scenario, self.recipe, self.work, self.costs = scenario, recipe, scenario.work, scenario.costs
-        self.random = np.random.default_rng(scenario.seed)
+    def __init__(self, recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int, evaluate: bool) -> None:
+        self.recipe, self.work, self.costs, self.count = recipe, work, costs, steps
+        self.random = np.random.default_rng(seed)
         self.membership = Membership([ServerAddress(i, "") for i in range(recipe.resources.servers)])
-        self.servers = [SimulatedServer(self.costs.step_seconds) for _ in self.membership.members]
-        self.places = Places(self.membership, self.costs.limit)
+        self.servers = [SimulatedServer(costs.step_seconds) for _ in self.membership.members]
+        self.places = Places(self.membership, costs.limit)
         self.tickets: dict[int, _Ticket] = {}
         self.changed = asyncio.Event()
         self.exhausted = False
         self.steps: list[SimulatedStep] = []
-        pipeline = recipe.pipeline
-        state = State(Admission(recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps))
-        if not scenario.evaluate:
-            state.apply(_evaluated(scenario.steps))
-        self.records = _Unwritten(state)
-        self.pipeline = Pipeline(recipe, self.records, self.places, self, self._on_change, scenario.steps, math.inf)
+        state = State(Admission(recipe.batch.prompts, recipe.pipeline.max_lag, recipe.pipeline.phase_steps))
+        if not evaluate:
+            state.apply(_evaluated(steps))
+        self.pipeline = Pipeline(recipe, _Unwritten(state), self.places, self, self._on_change, steps, math.inf)
 
     async def run(self) -> list[SimulatedStep]:
         for server in self.membership.members:
             self.membership.seen(server)
-        try:
+        with suppress(_End):
             async with asyncio.TaskGroup() as tasks:
-                self.tasks = tasks
                 tasks.create_task(self.pipeline.run())
-                await self._learn()
+                await self._learn(tasks)
                 raise _End
-        except* _End:
-            pass
         return self.steps
 
     # The source of groups.
@@ -163,36 +148,35 @@ class _Simulation:
         return record
 
     async def _rollout(self, ticket: _Ticket, places: GroupPlaces, sample: int, length: int) -> None:
-        context = self.work.prompt_tokens
-        for tokens in self._legs(length):
+        context, legs = self.work.prompt_tokens, [length]
+        if self.recipe.length.control == "interruption":  # of thinking; the answer is then a request of its own
+            low, high = self.recipe.length.thinking_tokens
+            budget = int(self.random.integers(low, high + 1))
+            legs = [budget, length - budget] if length > budget else legs
+        for tokens in legs:
             server, _ = await places.take(sample)
             ticket.versions.update(await self.servers[server].generate(context, tokens))
             context += tokens
             self.places.give_back(server)
 
-    def _legs(self, length: int) -> list[int]:
-        """Return the lengths of a rollout's requests: thinking and answer apart, if thinking is interrupted."""
-        if self.recipe.length.control != "interruption":
-            return [length]
-        low, high = self.recipe.length.thinking_tokens
-        budget = int(self.random.integers(low, high + 1))
-        return [budget, length - budget] if length > budget else [length]
-
     # The learner.
 
-    async def _learn(self) -> None:
-        """Run all steps of the learner."""
-        now = asyncio.get_running_loop().time
+    async def _learn(self, tasks: asyncio.TaskGroup) -> None:
+        now, schedule = asyncio.get_running_loop().time, self.pipeline.evaluations
         step, spent = 0, {"wait": 0.0, "train": 0.0, "publish": 0.0}
+        kept = self.recipe.batch.zero_variance == "keep"
         while True:
             self.changed.clear()
-            self._evaluate_if_due(step)
-            decision = decide(Next(LEARNER, step, step), self.pipeline.view(step))
-            start = now()
+            if schedule.is_due(step, self.count) and (servers := schedule.begin(step)):
+                tasks.create_task(self._evaluate(step, servers))
+            decision, start = decide(Next(LEARNER, step, step), self.pipeline.view(step)), now()
             match decision:
                 case TrainStep():
-                    tickets, seconds = self._batch(step)
-                    await asyncio.sleep(seconds)
+                    tickets = self.pipeline.admission.batch(step)
+                    assert tickets is not None
+                    chosen = [self.tickets[t] for t in tickets]
+                    lengths = [n + self.work.prompt_tokens for t in chosen if kept or t.varied for n in t.lengths]
+                    await asyncio.sleep(self.costs.train_seconds(lengths) if lengths else 0.0)
                     spent["train"] += now() - start
                     self._close_step(step, tickets, spent)
                     step, spent = step + 1, dict.fromkeys(spent, 0.0)
@@ -205,34 +189,19 @@ class _Simulation:
                     await self.changed.wait()
                     spent["wait"] += now() - start
 
-    def _batch(self, step: int) -> tuple[tuple[int, ...], float]:
-        tickets = self.pipeline.admission.batch(step)
-        assert tickets is not None
-        kept = self.recipe.batch.zero_variance == "keep"
-        chosen = [self.tickets[t] for t in tickets]
-        lengths = [n + self.work.prompt_tokens for t in chosen if kept or t.varied for n in t.lengths]
-        return tickets, self.costs.train_seconds(lengths) if lengths else 0.0
-
     def _close_step(self, step: int, tickets: tuple[int, ...], spent: dict[str, float]) -> None:
         lags: Counter[int] = Counter()
         for number in tickets:
             for version, count in self.tickets.pop(number).versions.items():
                 lags[step - version] += count
         self.pipeline.admission.forget(step + 1)
-        for server in self.servers:
-            server.forget()
-        self.steps.append(
-            SimulatedStep(
-                step=step,
-                ended=asyncio.get_running_loop().time(),
-                tokens=lags.total(),
-                tickets=tickets,
-                lags=lags,
-                busy_seconds=sum(s.busy_seconds for s in self.servers),
-                running_seconds=sum(s.running_seconds for s in self.servers),
-                **spent,
-            )
-        )
+        busy, running = sum(s.busy_seconds for s in self.servers), sum(s.running_seconds for s in self.servers)
+        now = asyncio.get_running_loop().time()
+        done = SimulatedStep(
+            step=step, ended=now, tokens=lags.total(), tickets=tickets, lags=lags, busy_seconds=busy, running_seconds=running,
+            **spent,
+        )  # fmt: skip
+        self.steps.append(done)
         self.places.refresh()
 
     async def _publish(self, command: Publish) -> None:
@@ -250,11 +219,6 @@ class _Simulation:
         self._on_change()
 
     # Evaluation.
-
-    def _evaluate_if_due(self, version: int) -> None:
-        schedule = self.pipeline.evaluations
-        if schedule.is_due(version, self.scenario.steps) and (servers := schedule.begin(version)):
-            self.tasks.create_task(self._evaluate(version, servers))
 
     async def _evaluate(self, version: int, servers: set[int]) -> None:
         count = self.recipe.evaluation.prompts * self.recipe.evaluation.samples
@@ -302,15 +266,10 @@ class Summary:
 def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summary:
     """Summarise the steps after number `warm_up`, whose end starts the clock."""
     if len(steps) < warm_up + 2:
-        raise MegarlError(
-            f"--steps: {len(steps)} steps leave nothing behind the first {warm_up}, which fill the pipeline"
-        )
+        raise MegarlError(f"--steps: {len(steps)} leave nothing behind the first {warm_up}, which fill the pipeline")
     before, counted = steps[warm_up], steps[warm_up + 1 :]
-    seconds = counted[-1].ended - before.ended
-    lags: Counter[int] = Counter()
-    for step in counted:
-        lags.update(step.lags)
-    total = lags.total()
+    last, lags = counted[-1], sum((step.lags for step in counted), Counter[int]())
+    seconds, total = last.ended - before.ended, lags.total()
     return Summary(
         steps=len(counted),
         step_seconds=seconds / len(counted),
@@ -318,12 +277,63 @@ def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summa
         learner_idle=sum(s.wait for s in counted) / seconds,
         training=sum(s.train for s in counted) / seconds,
         publishing=sum(s.publish for s in counted) / seconds,
-        server_busy=(counted[-1].busy_seconds - before.busy_seconds) / seconds / servers,
-        server_running=(counted[-1].running_seconds - before.running_seconds) / seconds / servers,
+        server_busy=(last.busy_seconds - before.busy_seconds) / seconds / servers,
+        server_running=(last.running_seconds - before.running_seconds) / seconds / servers,
         lag_mean=sum(lag * count for lag, count in lags.items()) / total,
         lag_max=max(lags),
         lags={lag: lags[lag] / total for lag in sorted(lags)},
     )
+
+
+LAGS = (0, 1, 2, 4, 8, 12)
+SPREADS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+class Simulation(NamedTuple):
+    """A simulated plan. warm_up: steps that only fill the pipeline, not counted in `summary`."""
+
+    plan: Plan
+    steps: list[SimulatedStep]
+    warm_up: int
+    summary: Summary
+
+
+def costs(problem: PlanningProblem, plan: Plan) -> Costs:
+    recipe = plan.recipe
+    microbatch_tokens = recipe.learner.microbatch_tokens
+    assert microbatch_tokens != "auto"  # a plan says how many
+    cost, one_size = cost_of(problem.shape), recipe.model.pipeline_parallel > 1
+
+    def train_seconds(lengths: Sequence[int]) -> float:
+        packed = speed.packing(lengths, microbatch_tokens, recipe.data_parallel, cost, one_size)
+        return speed.train_seconds(recipe, problem.shape, packed, problem.gpu)
+
+    limit = min(recipe.serving.max_running_requests, plan.server.kv_tokens / problem.work.live_context)
+    return Costs(plan.decoder.step_seconds, train_seconds, *plan.publication, limit=max(1, int(limit)))
+
+
+def simulated(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:
+    """Simulate `steps` steps of the plan, after those that fill its window."""
+    recipe, warm_up = plan.recipe, 2 * plan.recipe.pipeline.window_steps
+    done = simulate(recipe, problem.work, costs(problem, plan), steps + warm_up + 1, recipe.run.seed)
+    return Simulation(plan, done, warm_up, summary(done, recipe.resources.servers, warm_up))
+
+
+def by_lag(problem: PlanningProblem, plan: Plan, steps: int) -> dict[int, Summary]:
+    """Simulate the same plan with other windows: pipeline.k."""
+    pipelines = {k: plan.recipe.pipeline.model_copy(update={"k": k}) for k in LAGS}
+    recipes = {k: plan.recipe.model_copy(update={"pipeline": pipeline}) for k, pipeline in pipelines.items()}
+    return {k: simulated(problem, replace(plan, recipe=recipe), steps).summary for k, recipe in recipes.items()}
+
+
+def by_spread(problem: PlanningProblem, plan: Plan, steps: int) -> dict[float, Summary]:
+    """Simulate the same plan with shorter and longer tails of the lengths, at the same mean."""
+    recipe, work, summaries = plan.recipe, problem.work, {}
+    for spread in SPREADS:
+        lengths = LogNormal(work.mean_tokens, spread, recipe.length.completion_tokens)
+        other = replace(problem, work=workload(recipe, lengths, work.trained_share, recipe.run.seed))
+        summaries[spread] = simulated(other, plan, steps).summary
+    return summaries
 
 
 class Standstill(Exception):
@@ -333,9 +343,7 @@ class Standstill(Exception):
 class _Jump(selectors.SelectSelector):
     """A selector that waits for no file and reports that `timeout` seconds have passed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
+    now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:

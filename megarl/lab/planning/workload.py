@@ -54,26 +54,21 @@ class LogNormal:
 
     def _mean(self, location: float) -> float:
         """Return E min(X, c) = exp(m + s^2/2) Phi((ln c - m - s^2) / s) + c (1 - Phi((ln c - m) / s))."""
-        cut = math.log(self.longest)
-        phi = NormalDist().cdf
-        below = math.exp(location + self.spread**2 / 2) * phi((cut - location - self.spread**2) / self.spread)
-        return below + self.longest * (1 - phi((cut - location) / self.spread))
+        above, phi = math.log(self.longest) - location, NormalDist().cdf
+        below = math.exp(location + self.spread**2 / 2) * phi((above - self.spread**2) / self.spread)
+        return below + self.longest * (1 - phi(above / self.spread))
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A step of a recipe.
-
-    trained_share: share of the groups that have variance and so are trained (1: all). sample: lengths of one step's rollouts,
-    [prompts x generations], fixed by the seed.
-    """
+    """A step of a recipe."""
 
     prompts: int
     generations: int
     prompt_tokens: int
     lengths: Lengths
-    trained_share: float
-    sample: np.ndarray
+    trained_share: float  # of the groups, those that have variance and so are trained (1: all)
+    sample: np.ndarray  # lengths of one step's rollouts, [prompts x generations], fixed by the seed
 
     @property
     def rollouts(self) -> int:
@@ -96,25 +91,17 @@ class Workload:
         return self.sample[:count] + self.prompt_tokens
 
 
-MEAN_SHARE = 0.5
-"""Mean as a share of the longest completion, unless given."""
-PROMPT_SHARE = 0.125
-"""Typical prompt as a share of the longest: 256 tokens of 2,048."""
+MEAN_SHARE = 0.5  # mean as a share of the longest completion, unless given
+PROMPT_SHARE = 0.125  # typical prompt as a share of the longest: 256 tokens of 2,048
 
 
 def workload(recipe: Recipe, lengths: Lengths, trained_share: float, seed: int) -> Workload:
-    """Return the workload of the recipe's batch with these lengths."""
     if not 0 < trained_share <= 1:
         raise MegarlError(f"--trained-share: {trained_share} is not a share; give more than 0, at most 1")
-    count = recipe.batch.prompts * recipe.sampling.generations
-    return Workload(
-        prompts=recipe.batch.prompts,
-        generations=recipe.sampling.generations,
-        prompt_tokens=max(1, round(PROMPT_SHARE * recipe.length.prompt_tokens)),
-        lengths=lengths,
-        trained_share=trained_share,
-        sample=lengths.draw(np.random.default_rng(seed), count),
-    )
+    prompts, generations = recipe.batch.prompts, recipe.sampling.generations
+    prompt_tokens = max(1, round(PROMPT_SHARE * recipe.length.prompt_tokens))
+    sample = lengths.draw(np.random.default_rng(seed), prompts * generations)
+    return Workload(prompts, generations, prompt_tokens, lengths, trained_share, sample)
 
 
 def lognormal(recipe: Recipe, mean: float | None, spread: float) -> LogNormal:

@@ -19,9 +19,7 @@ from megarl.lab.scaling.fit import fit
 from megarl.lab.scaling.points import PointColumns, curve_of_run
 
 Row = dict[str, Any]
-MOST_POINTS = 400
-CURVE_POINTS = 60
-TIME_POINTS = 120
+MOST_POINTS, CURVE_POINTS, TIME_POINTS = 400, 60, 120
 
 
 def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: str) -> None:
@@ -35,18 +33,13 @@ def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: st
         errors = [interval(e) for e in evaluations]
         rates = [e["pass_rate"] for e in evaluations]
         axes.errorbar(ex, rates, errors, color=ORANGE, fmt="o-", markersize=4, capsize=2.5, label="held out")
-        newest = evaluations[-1]
-        axes.annotate(
-            f"{newest['pass_rate']:.3f}",
-            (newest[x], newest["pass_rate"] - errors[-1]),
-            (0, -5),
-            textcoords="offset points", ha="center", va="top", color=ORANGE, fontsize=9, fontweight="bold",
-        )  # fmt: skip
+        style: Row = {"ha": "center", "va": "top", "color": ORANGE, "fontsize": 9, "fontweight": "bold"}
+        below = (ex[-1], rates[-1] - errors[-1])
+        axes.annotate(f"{rates[-1]:.3f}", below, (0, -5), textcoords="offset points", **style)
     if x == "compute_hours":
         _predicted(axes, rows, evaluations)
-    axes.set_ylim(0, 1.04)
     unit = next((r["compute_unit"] for r in [*rows, *evaluations]), "device")
-    axes.set_xlabel("step" if x == "step" else f"compute, {unit} hours")
+    axes.set(xlabel="step" if x == "step" else f"compute, {unit} hours", ylim=(0, 1.04))
     if rows or evaluations:
         axes.legend(loc="lower right")
 
@@ -80,8 +73,7 @@ def by_task(axes: Axes, rows: list[Row], evaluations: list[Row], tasks: Sequence
         xs, ys = series(evaluations, f"pass_rate/{task}", "step")
         axes.plot(xs, ys, "o-", markersize=4, color=color, label=task)
         drawn = drawn or bool(len(xs))
-    axes.set_ylim(0, 1.04)
-    axes.set_xlabel("step")
+    axes.set(xlabel="step", ylim=(0, 1.04))
     if drawn:
         axes.legend(loc="lower right", title="held out; thin: training", title_fontsize=8)
     return drawn
@@ -107,31 +99,20 @@ def lines(axes: Axes, rows: list[Row], names: dict[str, str], *, log: bool = Fal
 
 def where_time_goes(axes: Axes, rows: list[Row]) -> bool:
     """Draw the seconds of a step, stacked: training, waiting, publishing, checkpoints."""
-    parts = (("train", "trains", BLUE), ("wait", "waits for a batch", ORANGE), ("publish", "publishes", GREEN),
-             ("checkpoint", "checkpoint", GREY))  # fmt: skip
-    measured = [(*series(rows, f"{name}_seconds", "step"), label, color) for name, label, color in parts]
-    full = [part for part in measured if len(part[0]) == len(rows) > 1]
+    parts = {"train": "trains", "wait": "waits for a batch", "publish": "publishes", "checkpoint": "checkpoint"}
+    colors = dict(zip(parts, (BLUE, ORANGE, GREEN, GREY), strict=True))
+    measured = {name: series(rows, f"{name}_seconds", "step") for name in parts}
+    full = {name: binned(xs, ys, TIME_POINTS) for name, (xs, ys) in measured.items() if len(xs) == len(rows) > 1}
     if not full:
         return False
-    steps = binned(full[0][0], full[0][1], TIME_POINTS)[0]
-    seconds = [binned(xs, ys, TIME_POINTS)[1] for xs, ys, _, _ in full]
-    _, _, labels, colors = zip(*full, strict=True)
-    axes.stackplot(steps, *seconds, labels=labels, colors=colors, alpha=0.85, linewidth=0)
-    axes.set_xlabel("step")
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.25)  # room for the legend
+    steps, seconds = next(iter(full.values()))[0], [ys for _, ys in full.values()]
+    style: Row = {"labels": [parts[name] for name in full], "colors": [colors[name] for name in full]}
+    axes.stackplot(steps, *seconds, **style, alpha=0.85, linewidth=0)
+    axes.set(xlabel="step", ylim=(0, axes.get_ylim()[1] * 1.25))  # room for the legend
     axes.set_axisbelow(True)
     axes.margins(x=0)
     axes.legend(loc="upper right", ncols=2)
     return True
-
-
-def lag_limit(axes: Axes, recipe: Recipe) -> None:
-    """Draw the line that no trained token may be above."""
-    limit = recipe.pipeline.lag_limit
-    axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
-    axes.axhline(limit, color=RED, linestyle="--", linewidth=1)
-    text = f"k = {limit}" if recipe.pipeline.kind == "pipeline-rl" else f"limit {limit}"
-    axes.annotate(text, (0.01, limit), xycoords=("axes fraction", "data"), va="bottom", color=RED, fontsize=8)
 
 
 def series(rows: list[Row], name: str, x: str) -> tuple[np.ndarray, np.ndarray]:
@@ -204,8 +185,14 @@ def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: lis
     """Return all SVGs of the report, in reading order, without empty ones. `timed`: rows whose times are meaningful."""
 
     def lag(axes: Axes) -> bool:
-        drawn = lines(axes, rows, {"lag_max": "largest", "lag_mean": "mean"})
-        lag_limit(axes, recipe)
+        drawn, limit = lines(axes, rows, {"lag_max": "largest", "lag_mean": "mean"}), recipe.pipeline.lag_limit
+        axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
+        axes.axhline(limit, color=RED, linestyle="--", linewidth=1)  # no trained token may be above it
+        text, at = (
+            f"k = {limit}" if recipe.pipeline.kind == "pipeline-rl" else f"limit {limit}",
+            ("axes fraction", "data"),
+        )
+        axes.annotate(text, (0.01, limit), xycoords=at, va="bottom", color=RED, fontsize=8)
         return drawn
 
     def plain(title: str, names: dict[str, str], *, log: bool = False) -> str:

@@ -57,14 +57,8 @@ STYLE = {
 
 @contextmanager
 def drawing(
-    size: tuple[float, float],
-    rows: int = 1,
-    columns: int = 1,
-    *,
-    title: str = "",
-    sharex: bool = False,
-    sharey: bool = False,
-) -> Iterator[tuple["Figure", list["Axes"]]]:
+    size: tuple[float, float], rows: int = 1, columns: int = 1, *, title: str = "", sharex: bool = False, sharey: bool = False
+) -> Iterator[tuple["Figure", list["Axes"]]]:  # fmt: skip
     """Yield a new figure of `size` inches and its axes in reading order. Only what is drawn inside gets the style."""
     import matplotlib
     from matplotlib.figure import Figure

@@ -17,13 +17,11 @@ from megarl.lab.report import charts, pictures
 from megarl.run import summary
 
 TEMPLATE = Path(__file__).with_name("report.html")
-SAMPLES = 4
-"""Rollouts shown, of the newest groups."""
+SAMPLES = 4  # rollouts shown, of the newest groups
 MOST_CHARACTERS = 6000
 
 
 def main(run: Path) -> int:
-    """Write the report of a run directory and print where it is."""
     rundir = RunDir.opened(run)
     write_report(rundir)
     print(f"{rundir.report}\n{rundir.picture}")
@@ -35,16 +33,17 @@ def write_report(rundir: RunDir) -> None:
     recipe = load(str(rundir.recipe))
     rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
     values = summary.summarise(recipe, rundir)
+    drawn = charts.pictures(recipe, rows, summary.steady(rows, rundir), evaluations)
     pictures.write_page(
         TEMPLATE,
         rundir.report,
         name=html.escape(recipe.run.name),
         subtitle=html.escape(f"{recipe.description} · {values['steps']} of {values['steps_planned']} steps"),
-        tiles="".join(_tile(name, text) for name, text in _tiles(values)),
-        charts="".join(
-            f"<div>{picture}</div>"
-            for picture in charts.pictures(recipe, rows, summary.steady(rows, rundir), evaluations)
+        tiles="".join(
+            f'<div class="tile"><b>{html.escape(text)}</b><span>{html.escape(name)}</span></div>'
+            for name, text in _tiles(values)
         ),
+        charts="".join(f"<div>{picture}</div>" for picture in drawn),
         table="".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(t)}</td></tr>" for n, t in summary.lines(values)),
         rollouts=_rollouts(recipe, rundir),
         recipe=html.escape(dump(recipe)),
@@ -53,20 +52,14 @@ def write_report(rundir: RunDir) -> None:
 
 
 def _tiles(v: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    yield (
-        "pass rate, held out",
-        f"{summary.show(v['pass_rate_before'], '.2f')} → {summary.show(v['pass_rate_after'], '.2f')}",
-    )
+    before, after = (summary.show(v[f"pass_rate_{when}"], ".2f") for when in ("before", "after"))
+    yield "pass rate, held out", f"{before} → {after}"
     yield "steps", f"{v['steps']} / {v['steps_planned']}"
     yield f"{v['compute_unit'] or 'device'} hours", summary.show(v["compute_hours"], ".3g")
     yield "tokens a second", summary.show(v["tokens_per_second"], ",.0f")
     yield "largest lag", f"{summary.show(v['lag_max'], '.0f')} of {v['lag_limit']}"
     same = v["parity_mean_max"] == 0
     yield "server − learner log-prob", "same bits" if same else summary.show(v["parity_mean"], ".1e")
-
-
-def _tile(name: str, text: str) -> str:
-    return f'<div class="tile"><b>{html.escape(text)}</b><span>{html.escape(name)}</span></div>'
 
 
 def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
@@ -76,20 +69,19 @@ def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
     if not newest or not (Path(recipe.model.path) / "tokenizer.json").exists():
         return ""
     tokenizer = load_tokenizer(recipe.model.path)
-    chosen = [(group, r) for group in reversed(reader.groups(newest)) for r in _one_of_each(group)][:SAMPLES]
+    chosen = [
+        (group, rollout)
+        for group in reversed(reader.groups(newest))
+        for right in (True, False)
+        for rollout in [r for r in group.rollouts if r.correct is right][:1]
+    ]
     several = len(recipe.data.tasks) > 1
-    shown = "".join(_rollout(tokenizer, group, rollout, several) for group, rollout in chosen)
+    shown = "".join(_rollout(tokenizer, group, rollout, several) for group, rollout in chosen[:SAMPLES])
     legend = (
         'Newest groups. <span class="v0">Backgrounds</span> <span class="v1">change</span> with the version of the weights; '
         '<span class="phrase">this one</span> was put in and is not trained.'
     )
     return f'<h2>Rollouts</h2><p class="sub">{legend}</p>{shown}'
-
-
-def _one_of_each(group: Group) -> list[Rollout]:
-    right = [r for r in group.rollouts if r.correct]
-    wrong = [r for r in group.rollouts if not r.correct]
-    return right[:1] + wrong[:1]
 
 
 def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks: bool) -> str:

@@ -20,17 +20,18 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from itertools import accumulate, batched, pairwise
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, NamedTuple, cast
+
+import msgspec
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows
-from megarl.core.telemetry.spans import TICKETS, Span, SpanEvent, Value
-from megarl.lab.report.spans import read
+from megarl.core.telemetry.spans import TICKETS, Life, Open, Row, Span, SpanEvent, Value
 
-Unit = Sequence[Span]
-"""Spans that stay on one lane: the first contains the others."""
+Unit = Sequence[Span]  # spans that stay on one lane: the first contains the others
 
 
 def nested(spans: Iterable[Span]) -> list[Unit]:
@@ -46,27 +47,13 @@ def nested(spans: Iterable[Span]) -> list[Unit]:
 
 def packed(units: Iterable[Unit]) -> list[list[Span]]:
     """Distribute units over as few lanes as run concurrently; those on one lane do not overlap."""
-    lanes: list[list[Span]] = []
-    free_from: list[float] = []
+    lanes: list[list[Unit]] = []
     for unit in sorted(units, key=lambda u: (u[0].begin, -u[0].end)):
-        lane = next((n for n, free in enumerate(free_from) if free <= unit[0].begin), len(lanes))
-        if lane == len(lanes):
-            lanes.append([])
-            free_from.append(0.0)
-        lanes[lane] += unit
-        free_from[lane] = unit[0].end
-    return lanes
-
-
-def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Return the disjoint intervals, in order, covered by any of the spans."""
-    times: list[tuple[float, float]] = []
-    for span in sorted(spans, key=lambda s: s.begin):
-        if times and span.begin <= times[-1][1]:
-            times[-1] = (times[-1][0], max(times[-1][1], span.end))
+        if lane := next((lane for lane in lanes if lane[-1][0].end <= unit[0].begin), None):
+            lane.append(unit)
         else:
-            times.append((span.begin, span.end))
-    return times
+            lanes.append([unit])
+    return [[span for unit in lane for span in unit] for lane in lanes]
 
 
 def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
@@ -75,29 +62,26 @@ def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
     for begin, end in spans:
         steps[begin] += 1
         steps[end] -= 1
-    count, counts = 0, []
-    for at, by in sorted(steps.items()):
-        count += by
-        if by:
-            counts.append((at, count))
-    return counts
+    turns = sorted((at, by) for at, by in steps.items() if by)
+    return list(zip((at for at, _ in turns), accumulate(by for _, by in turns), strict=True))
 
 
-@dataclass(frozen=True)
-class GroupLife:
-    """A group from its ticket (`begin`) to the batch of `step`; what is unfinished ends at `now`.
+def union(spans: Iterable[Span]) -> list[tuple[float, ...]]:
+    """Return the disjoint intervals, in order, covered by any of the spans."""
+    counts = changes((span.begin, span.end) for span in spans)
+    return list(batched([at for (_, before), (at, now) in pairwise([(0.0, 0), *counts]) if not (before and now)], 2))
 
-    generated: when all its rollouts were graded; taken: when the batch was sent; None: not yet.
-    removed: it lost its slot (zero variance under `refill`) and is never taken.
-    """
+
+class GroupLife(NamedTuple):
+    """A group from its ticket to the batch that trains it; what is unfinished ends at `now`."""
 
     ticket: int
     begin: float
     now: float
-    generated: float | None
-    taken: float | None
-    step: int
-    removed: bool
+    generated: float | None  # when all its rollouts were graded; None: not yet
+    taken: float | None  # when the batch was sent; None: not yet
+    step: int  # of that batch
+    removed: bool  # it lost its slot (zero variance under `refill`) and is never taken
     args: dict[str, Value]
 
     @property
@@ -124,7 +108,7 @@ def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[Grou
     parts: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         if span.on == TICKETS:
-            parts[_int(span.args["ticket"])].append(span)
+            parts[cast(int, span.args["ticket"])].append(span)
     batches: dict[int, SpanEvent] = {}
     for event in events:
         tickets = event.args.get("tickets")
@@ -133,43 +117,10 @@ def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[Grou
     now, lives = max((span.end for span in spans), default=0.0), []
     for ticket, own in sorted(parts.items()):
         last, batch = max(own, key=lambda span: span.end), batches.get(ticket)
-        lives.append(
-            GroupLife(
-                ticket=ticket,
-                begin=min(span.begin for span in own),
-                now=now,
-                generated=None if last.cut else last.end,
-                taken=None if batch is None else max(batch.at, last.end),
-                step=-1 if batch is None else _int(batch.args["step"]),
-                removed=bool(last.args.get("removed")),
-                args=last.args,
-            )
-        )
+        begin, removed = min(span.begin for span in own), bool(last.args.get("removed"))
+        taken, step = (None, -1) if batch is None else (max(batch.at, last.end), cast(int, batch.args["step"]))
+        lives.append(GroupLife(ticket, begin, now, None if last.cut else last.end, taken, step, removed, last.args))
     return lives
-
-
-def _int(value: Value) -> int:
-    assert isinstance(value, int)
-    return value
-
-
-TraceEvent = dict[str, object]
-
-
-class Shown(TypedDict):
-    """What a trace shows: the run's path, steps, and the time that is 0 in the trace."""
-
-    run: str
-    steps: list[int]
-    begin: float
-
-
-class TraceFile(TypedDict):
-    """The file's content."""
-
-    displayTimeUnit: str
-    otherData: Shown
-    traceEvents: list[TraceEvent]
 
 
 class ChromeTrace:
@@ -179,41 +130,37 @@ class ChromeTrace:
         self._base = base
         self._processes: dict[str, int] = {}
         self._threads: dict[tuple[str, str], int] = {}
-        self._events: list[tuple[int, int, TraceEvent]] = []  # begin, minus duration
+        self._events: list[tuple[int, int, dict[str, object]]] = []  # begin, minus duration
         self._flows = 0
 
     def complete(self, on: str, name: str, begin: float, end: float, args: dict[str, Value]) -> None:
         """Add a span on `process/thread`. Spans of one thread must be nested or disjoint."""
         duration = self._us(end) - self._us(begin)
-        self._add("X", on, name, begin, duration, dur=duration, args=args)
-
-    def instant(self, on: str, name: str, at: float, args: dict[str, Value]) -> None:
-        self._add("i", on, name, at, s="t", args=args)
+        self.add("X", on, name, begin, duration, dur=duration, args=args)
 
     def counter(self, process: str, name: str, at: float, values: dict[str, float]) -> None:
         """Set a counter from this time on; several values are drawn stacked."""
-        self._add("C", process, name, at, args=values)
+        self.add("C", process, name, at, args=values)
 
     def arrow(self, name: str, start: tuple[str, float], end: tuple[str, float]) -> None:
         """Draw an arrow between spans (process/thread, time): each time must lie within its span."""
         self._flows += 1
-        self._add("s", start[0], name, start[1], cat="group", id=self._flows)
-        self._add("f", end[0], name, end[1], cat="group", id=self._flows, bp="e")
+        self.add("s", start[0], name, start[1], cat="group", id=self._flows)
+        self.add("f", end[0], name, end[1], cat="group", id=self._flows, bp="e")
 
-    def tree(self, shown: Shown) -> TraceFile:
-        """Return the whole trace, metadata first, then by time."""
-        events = [event for _, _, event in sorted(self._events, key=lambda e: e[:2])]
-        return {"displayTimeUnit": "ms", "otherData": shown, "traceEvents": [*self._metadata(), *events]}
-
-    def _metadata(self) -> Iterator[TraceEvent]:
+    def tree(self, shown: dict[str, Any]) -> dict[str, Any]:
+        """Return the file's content: metadata first, then by time. shown: the run's path, steps, the time that is 0."""
         named = [("process", process, pid, 0) for process, pid in self._processes.items()]
         named += [("thread", thread, self._processes[process], tid) for (process, thread), tid in self._threads.items()]
-        for kind, name, pid, tid in named:
-            where = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
-            yield {"name": f"{kind}_name", **where, "args": {"name": name}}
-            yield {"name": f"{kind}_sort_index", **where, "args": {"sort_index": tid or pid}}
+        metadata = [
+            {"name": f"{kind}_{key}", "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": {key: value}}
+            for kind, name, pid, tid in named
+            for key, value in (("name", name), ("sort_index", tid or pid))
+        ]
+        events = [event for _, _, event in sorted(self._events, key=lambda e: e[:2])]
+        return {"displayTimeUnit": "ms", "otherData": shown, "traceEvents": [*metadata, *events]}
 
-    def _add(self, phase: str, on: str, name: str, at: float, duration: int = 0, **more: object) -> None:
+    def add(self, phase: str, on: str, name: str, at: float, duration: int = 0, **more: object) -> None:
         process, _, thread = on.partition("/")
         pid = self._processes.setdefault(process, len(self._processes) + 1)
         tid = self._threads.setdefault((process, thread), len(self._threads) + 1) if thread else 0
@@ -225,12 +172,10 @@ class ChromeTrace:
 
 
 LEARNER, REQUESTS, BUSY = "learner/rank 0", "/requests", "/busy"
-MARGIN_S = 1e-6
-"""How far within their spans arrows begin and end."""
+MARGIN_S = 1e-6  # how far within their spans arrows begin and end
 
 
 def main(run: Path, steps: int, output: Path | None) -> int:
-    """Write the trace, and print where it is."""
     rundir = RunDir.opened(run)
     trace = trace_of(rundir, steps)
     path = output or rundir.path / "trace.json.gz"
@@ -245,14 +190,14 @@ def main(run: Path, steps: int, output: Path | None) -> int:
     return 0
 
 
-def trace_of(rundir: RunDir, steps: int) -> TraceFile:
+def trace_of(rundir: RunDir, steps: int) -> dict[str, Any]:
     """Build the trace from the start of the last `steps` complete steps."""
     spans, events = read(rundir.trace)
     if not spans:
         raise MegarlError(f"{rundir.trace}: nothing is recorded there yet; try again when the run samples")
     done = [s for s in spans if s.on == LEARNER and s.name == f"step {s.args.get('step')}"][-steps:]
     since = done[0].begin if done else spans[0].begin
-    rows = _rows(spans)
+    rows = _places(spans)
     lives = group_lives(spans, events)
     seen = [life for life in lives if life.end > since]
     first = min([*(s.begin for row in rows.values() for s in row if s.end > since), *(g.begin for g in seen)])
@@ -265,16 +210,16 @@ def trace_of(rundir: RunDir, steps: int) -> TraceFile:
     metrics = {row["step"]: row for row in latest_rows(rundir.metrics)}
     for span in done:  # at its end, how old its tokens were
         for name in ("lag_mean", "lag_max"):
-            lag = metrics.get(_int(span.args["step"]), {}).get(name, math.nan)
+            lag = metrics.get(cast(int, span.args["step"]), {}).get(name, math.nan)
             if math.isfinite(lag):
                 trace.counter("learner", name, span.end, {"steps": lag})
     for event in events:
         if event.at > since:
-            trace.instant(event.on, event.name, event.at, event.args)
-    return trace.tree({"run": str(rundir.path), "steps": [_int(s.args["step"]) for s in done], "begin": first})
+            trace.add("i", event.on, event.name, event.at, s="t", args=event.args)
+    return trace.tree({"run": str(rundir.path), "steps": [cast(int, s.args["step"]) for s in done], "begin": first})
 
 
-def _rows(spans: Iterable[Span]) -> dict[str, list[Span]]:
+def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
     """Return spans, except those of groups, by where they are drawn, and add when each server was busy."""
     rows: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
@@ -330,3 +275,58 @@ def _count(trace: ChromeTrace, rows: Mapping[str, Sequence[Span]], lives: Sequen
         before = [count for at, count in counts if at <= since]
         for at, count in [(since, before[-1] if before else 0), *(c for c in counts if c[0] > since)]:
             trace.counter(process, name, at, {what: count})
+
+
+_decode = msgspec.json.Decoder(Row).decode
+
+
+def read(folder: Path) -> tuple[list[Span], list[SpanEvent]]:
+    """Return spans and events of all roles, by begin; spans still open end at the last known time."""
+    roles = [_role(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(".1")]
+    now = max((last for *_, last in roles), default=0.0)
+    spans = [span for ended, begun, _, _ in roles for span in (*ended, *_cut(begun.values(), now))]
+    events = [event for _, _, events, _ in roles for event in events]
+    return sorted(spans, key=lambda s: (s.begin, -s.end)), sorted(events, key=lambda e: e.at)
+
+
+Begun = dict[tuple[str, str, float], Open]
+
+
+def _role(path: Path) -> tuple[list[Span], Begun, list[SpanEvent], float]:
+    """Return of one role the spans that have ended, those still open, events and the last time."""
+    ended: list[Span] = []
+    begun: Begun = {}
+    events: list[SpanEvent] = []
+    life, last = None, 0.0
+    for row in (*_rows(path.with_suffix(".1.jsonl")), *_rows(path)):
+        match row:
+            case Life():
+                if row != life:
+                    ended += _cut(begun.values(), last)
+                    begun.clear()
+                life = row
+            case Open():
+                begun[row.on, row.name, row.begin] = row
+                last = max(last, row.begin)
+            case Span():
+                begun.pop((row.on, row.name, row.begin), None)
+                ended.append(row)
+                last = max(last, row.end)
+            case SpanEvent():
+                events.append(row)
+                last = max(last, row.at)
+    return ended, begun, events, last
+
+
+def _cut(begun: Iterable[Open], at: float) -> list[Span]:
+    return [Span(o.on, o.name, o.begin, max(at, o.begin), o.args, cut=True) for o in begun]
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a part, if it exists; incomplete lines (a crash, a write under way) are skipped."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            with suppress(msgspec.DecodeError):
+                yield _decode(line)

@@ -4,8 +4,8 @@
                                                     │         ├───► compare.py         which run has the higher ceiling
     published.yaml ──► published.py                 │         └───► plot.py            pictures and a page of all this
     (the fits of ScaleRL's paper)                   │
-            forms.py, least_squares.py, profile.py  ┘  the curve, its minimum, the range of each parameter
+                        forms.py, least_squares.py  ┘  the curve, its minimum, the range of each parameter
 
-`tables.py` has what `megarl scaling` prints; `outlook.py` is a live run's forecast of its remainder. A command answers in about
-a second: only `plot.py` imports matplotlib, and nothing imports scipy, which alone would take half a second.
+`tables.py` has what `megarl scaling` prints; a live run's forecast is in `extrapolate.py`. A command answers in about a second:
+only `plot.py` imports matplotlib, and nothing imports scipy, which alone would take half a second.
 """

@@ -8,8 +8,7 @@ of one recipe differ, after refitting both at the mean A (arXiv 2510.13786, sect
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
@@ -21,8 +20,7 @@ from megarl.lab.scaling.points import Curve, amount
 SAME_CEILING = 0.02
 
 
-@dataclass(frozen=True)
-class RunFit:
+class RunFit(NamedTuple):
     """One run in the table; `fit` is None if `problem` says why there is none."""
 
     name: str
@@ -30,8 +28,7 @@ class RunFit:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """The reference and another run. at_mean: both refitted at the mean A; None if their A differ too much."""
 
     reference: str
@@ -42,8 +39,7 @@ class Pair:
     text: str
 
 
-@dataclass(frozen=True)
-class RunComparison:
+class RunComparison(NamedTuple):
     entries: tuple[RunFit, ...]
     pairs: tuple[Pair, ...]
 
@@ -91,17 +87,13 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
     pairs = []
     for other, second in list(fits.items())[1:]:
         reference, first = next(iter(fits.items()))
-        at_mean = None
+        named, at_mean = (reference, first, other, second), None
         if abs(first.A - second.A) <= SAME_CEILING:
             ceiling: FitOptions = {**options, "ceiling": (first.A + second.A) / 2}
             at_mean = (fit(runs[reference], **ceiling), fit(runs[other], **ceiling))
-        crossings = overtakes(reference, first, other, second)
-        words = (
-            _ceiling(reference, first, other, second, at_mean),
-            _speed(reference, first, other, second),
-            _lead(crossings, first, second),
-        )
-        pairs.append(Pair(reference, other, at_mean, crossings, " ".join(words)))
+        crossings = overtakes(*named)
+        text = f"{_ceiling(*named, at_mean)} {_speed(*named)} {_lead(crossings, first, second)}"
+        pairs.append(Pair(reference, other, at_mean, crossings, text))
     return RunComparison(tuple(entries), tuple(pairs))
 
 
@@ -135,16 +127,13 @@ def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.n
 def _ceiling(name_a: str, a: Fit, name_b: str, b: Fit, at_mean: tuple[Fit, Fit] | None) -> str:
     if at_mean is not None:
         x, y = at_mean
-        steeper = (
-            f"B differs: {x.B:.2f} ({name_a}) against {y.B:.2f} ({name_b})"
-            if x.B_interval[1] < y.B_interval[0] or y.B_interval[1] < x.B_interval[0]
-            else f"B does not differ measurably: {x.B:.2f} ({name_a}) and {y.B:.2f} ({name_b})"
-        )
+        apart = x.B_interval[1] < y.B_interval[0] or y.B_interval[1] < x.B_interval[0]
+        says, against = ("B differs", "against") if apart else ("B does not differ measurably", "and")
         wide = [(n, f.A_interval) for n, f in ((name_a, a), (name_b, b)) if np.ptp(f.A_interval) > WIDE_INTERVAL]
         unsure = "".join(f" But A of {n} may be anywhere in {low:.3f} … {high:.3f}." for n, (low, high) in wide)
         return (
-            f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} "
-            f"(A {a.A:.3f} and {b.A:.3f}); refitted at {x.A:.3f}, {steeper}.{unsure}"
+            f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} (A {a.A:.3f} and {b.A:.3f}); "
+            f"refitted at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f} ({name_b}).{unsure}"
         )
     (low_name, low), (high_name, high) = sorted(((name_a, a), (name_b, b)), key=lambda pair: pair[1].A)
     sure = "" if low.A_interval[1] < high.A_interval[0] else "; their 95 % intervals overlap, so this is not certain"

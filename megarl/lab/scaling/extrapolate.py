@@ -5,23 +5,25 @@ through (C, score), up to the error that the fit allows. It applies to the curve
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from megarl.lab.scaling.fit import Fit, curve_at, widened
+from megarl.core.base.errors import MegarlError
+from megarl.core.evaluation.forecast import FURTHER_HOURS, PASS_RATE, Row
+from megarl.lab.scaling.fit import FEW_POINTS, WIDE_INTERVAL, Fit, curve_at, widened
+from megarl.lab.scaling.fit import fit as fit_curves
 from megarl.lab.scaling.least_squares import descend, jacobian, predicted
-from megarl.lab.scaling.points import Curve
+from megarl.lab.scaling.points import Curve, PointColumns, curve_of_run
 
 STEPS = np.array([0.4, 0.7, 0.9, 1.0, 1.15, 1.4, 2.0, 4.0, 12.0])
 """Scores tried on each side, in half widths of the linear approximation of the interval."""
-BETWEEN = np.linspace(0, 1, 7)[1:-1]
-"""Then between the last score inside and the first one outside."""
+BETWEEN = np.linspace(0, 1, 7)[1:-1]  # then between the last score inside and the first one outside
 
 
-@dataclass(frozen=True, eq=False)
-class Prediction:
+class Prediction(NamedTuple):
     """Pass rates [points] at hours [points], and the ends of their intervals."""
 
     hours: np.ndarray
@@ -30,8 +32,7 @@ class Prediction:
     high: np.ndarray
 
 
-@dataclass(frozen=True)
-class Reached:
+class Reached(NamedTuple):
     """Hours at which the curve passes a score; infinite: never. The interval is open above if the asymptote may be lower."""
 
     hours: float
@@ -46,8 +47,7 @@ class Later:
     until: float
     mean_error: float
     largest_error: float
-    inside: int
-    """Points inside the interval widened by the fit's residual noise."""
+    inside: int  # points inside the interval widened by the fit's residual noise
 
 
 def predict(fit: Fit, hours: np.ndarray) -> Prediction:
@@ -85,24 +85,65 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
     return Later(len(hours), float(hours.max()), float(errors.mean()), worst, inside)
 
 
+NEXT = 0.1  # part of the budget that is weighed against the noise
+
+
+def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, score: str = PASS_RATE) -> Row:
+    """Forecast the rest of a live run of `steps` steps after the last of these evaluations: columns of eval.jsonl.
+
+    Compute at the last step is the present one times steps / step. The next tenth of that budget is worth its price while it is
+    predicted to gain more than an evaluation's noise, sqrt(p (1 − p) / answers): a smaller gain would be indistinguishable from
+    none. Empty if there are too few, or no curve fits. score: `pass_rate`, or that of a task or a suite, `pass_rate/math`.
+    """
+    last = evaluations[-1]
+    if not last["step"]:
+        return {}
+    try:
+        fitted = fit_curves([curve_of_run("run", evaluations, metrics, "the run", PointColumns(score=score))])
+    except MegarlError:
+        return {}
+    now = last["compute_hours"]
+    budget = now * max(1.0, steps / last["step"])
+    final = predict(fitted, np.array([budget]))
+    here, after, soon = fitted(np.array([now, now + FURTHER_HOURS[fitted.unit], now + NEXT * budget])).tolist()
+    suffix = score.removeprefix(PASS_RATE)
+    answers = last[f"n_prompts{suffix}"] * last.get(f"samples{suffix}", last["samples"])
+    rate = min(max(last[score], 1 / answers), 1 - 1 / answers)  # a perfect score is not without noise
+    noise = math.sqrt(rate * (1 - rate) / answers)
+    # Training is never judged to be enough before there are enough points, some beyond the midpoint, and a known ceiling.
+    settled = fitted.n >= FEW_POINTS and fitted.window[1] > fitted.C_mid and np.ptp(fitted.A_interval) <= WIDE_INTERVAL
+    return {
+        "predicted_score": score,
+        "predicted_hours": budget,
+        "predicted_asymptote": fitted.A,
+        "predicted_final": float(final.pass_rate[0]),
+        "predicted_final_low": float(final.low[0]),
+        "predicted_final_high": float(final.high[0]),
+        "predicted_gain": after - here,
+        "predicted_next_gain": soon - here,
+        "evaluation_noise": noise,
+        "enough": float(settled and soon - here < noise),
+    }
+
+
 def _edge(fit: Fit, hours: np.ndarray, values: np.ndarray, side: int) -> np.ndarray:
     """Return one end of the interval [points]: try scores further and further away, then more around where the error passes."""
     targets = values[:, None] + side * _linear_half_width(fit, hours)[:, None] * STEPS  # [points, tried]
     scores, distance = _through(fit, hours, targets)
-    inner, outer = _bracket(values, scores, distance)
+    # Between the last score inside the interval and the first one outside.
+    outward, rows = np.column_stack([values, scores]), np.arange(len(values))
+    first = np.where((distance >= 1).any(1), (distance >= 1).argmax(1) + 1, scores.shape[1])
+    inner, outer = outward[rows, first - 1], outward[rows, first]
     more = inner[:, None] + (outer - inner)[:, None] * BETWEEN
     refined, refined_distance = _through(fit, hours, more)
-    scores, distance = np.concatenate([scores, refined], axis=1), np.concatenate([distance, refined_distance], axis=1)
+    scores, distance = np.hstack([scores, refined]), np.hstack([distance, refined_distance])
     order = np.argsort(side * scores, axis=1, kind="stable")
     scores, distance = np.take_along_axis(scores, order, 1), np.take_along_axis(distance, order, 1)
     return np.array([_crossing(*row) for row in zip(values, scores, distance, strict=True)])
 
 
 def _through(fit: Fit, hours: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return scores and distances of the best curves through `targets` [points, tried].
-
-    The distance is from the best curve of all; the interval ends at 1.
-    """
+    """Return scores of the best curves through `targets` [points, tried], and distances from the best of all: 1 at the end."""
     at = fit.problem.form.x(hours, fit.scale)
     x, asked = np.repeat(at, targets.shape[1]), np.clip(targets, 0, 1)
     rows, row_errors = fit.region
@@ -113,15 +154,6 @@ def _through(fit: Fit, hours: np.ndarray, targets: np.ndarray) -> tuple[np.ndarr
     scores = r0 + (a - r0) * fit.problem.form.share(np.exp(w) * (x - u))
     distance = np.sqrt(np.maximum(errors - fit.sse, 0) / (fit.allowed_sse - fit.sse))
     return scores.reshape(targets.shape), distance.reshape(targets.shape)
-
-
-def _bracket(values: np.ndarray, scores: np.ndarray, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last score inside the interval and the first one outside: [points] each."""
-    scores = np.concatenate([values[:, None], scores], axis=1)
-    outside = np.concatenate([np.zeros((len(values), 1)), distance], axis=1) >= 1
-    first = np.where(outside.any(1), outside.argmax(1), scores.shape[1] - 1)
-    rows = np.arange(len(values))
-    return scores[rows, np.maximum(first - 1, 0)], scores[rows, first]
 
 
 def _linear_half_width(fit: Fit, hours: np.ndarray) -> np.ndarray:

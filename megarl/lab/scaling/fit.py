@@ -1,6 +1,6 @@
 """ScaleRL's fit of a learning curve, and how certain its parameters are (arXiv 2510.13786, section 2 and appendix A).
 
-    Curves ──► `windowed`: without early points ──► profile.py: A, B, C_mid and their intervals ──► `doubts` ──► Fit
+    Curves ──► `windowed`: without early points ──► FitProfile: A, B, C_mid and their intervals ──► `doubts` ──► Fit
 
 The paper tries A = 0.450, 0.455 … 0.800 and C_mid, and fits B for each pair; the smallest sum of squares wins. Here C_mid is
 continuous and so, unless `grid="paper"`, is A between 0 and 1. R_0 is the score before training and is not fitted if known.
@@ -20,20 +20,19 @@ A run whose first epoch is shorter, or on CPU cores, has the epoch left out inst
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal, TypedDict
 
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
-from megarl.lab.scaling.forms import Form, form_named
-from megarl.lab.scaling.least_squares import R0, A, FitProblem, U, W, descend, predicted
+from megarl.lab.scaling.forms import FORMS, Array, Form
+from megarl.lab.scaling.least_squares import R0, A, FitProblem, FitProfile, U, W, descend, predicted, student_t
 from megarl.lab.scaling.points import Curve, Unit, amount
-from megarl.lab.scaling.profile import FitProfile, student_t
 
 Grid = Literal["paper", "free"]
+R0From = Literal["evaluation", "given", "estimate"]
 Interval = tuple[float, float]
 GRIDS: dict[str, tuple[Interval, float | None]] = {"paper": ((0.45, 0.8), 0.005), "free": ((0.0, 1.0), None)}
 """Bounds of A, and its step."""
@@ -65,24 +64,20 @@ class Fit:
     rmse: float
     r2: float
     n: int
-    window: Interval
-    """Hours of the first and the last point that were used."""
+    window: Interval  # hours of the first and the last point that were used
     A_interval: Interval
     B_interval: Interval
     C_mid_interval: Interval
     warnings: tuple[str, ...]
     unit: Unit
-    r0_from: Literal["evaluation", "given", "estimate"]
-    problem: FitProblem
-    """The problem that was solved; x is in units of `scale`."""
-    allowed_sse: float
-    """Largest error of a curve in the 95 % region of one parameter or prediction, with R_0 certain."""
+    r0_from: R0From
+    theta: np.ndarray  # [4] parameters as least_squares has them
+    problem: FitProblem  # the problem that was solved; x is in units of `scale`
+    allowed_sse: float  # largest error of a curve in the 95 % region of one parameter or prediction, with R_0 certain
     region: tuple[np.ndarray, np.ndarray]
     """The profiles' parameters [rows, 4], of curves inside the region and somewhat outside, and their errors [rows]."""
-    if_r0: np.ndarray
-    """[2, 4] parameters refitted at the ends of R_0's interval; those of the fit if R_0 has none."""
-    hours: np.ndarray
-    """[n] hours of the points used, ascending."""
+    if_r0: np.ndarray  # [2, 4] parameters refitted at the ends of R_0's interval; those of the fit if R_0 has none
+    hours: np.ndarray  # [n] hours of the points used, ascending
 
     def __call__(self, hours: np.ndarray) -> np.ndarray:
         """Return the fitted pass rate [points] at compute above 0."""
@@ -102,27 +97,16 @@ class Fit:
     def scale(self) -> float:
         return self.window[1]
 
-    @cached_property
-    def theta(self) -> np.ndarray:
-        """[4] parameters as least_squares has them."""
-        u, w = self.problem.form.u_w(self.C_mid, self.B, self.scale)
-        return np.array([self.A, u, w, self.R_0])
-
 
 def fit(
-    curves: Sequence[Curve],
-    *,
-    r0: float | None = None,
-    start: float | None = None,
-    end: float | None = None,
-    form: str = "sigmoid",
-    grid: Grid = "free",
-    ceiling: float | None = None,
-) -> Fit:
+    curves: Sequence[Curve], *, r0: float | None = None, start: float | None = None, end: float | None = None,
+    form: str = "sigmoid", grid: Grid = "free", ceiling: float | None = None,
+) -> Fit:  # fmt: skip
     """Fit all curves together (the seeds of one recipe). start, end: hours of the window; ceiling: holds A there."""
     if not curves:
         raise MegarlError("nothing to fit: no curve was given")
-    chosen = form_named(form)
+    if (chosen := FORMS.get(form)) is None:
+        raise MegarlError(f"no form {form!r}; there are {', '.join(FORMS)}")
     hours, scores, remarks = windowed(curves, start, end)
     known, r0_from = _before_training(curves, r0)
     _refuse(curves[0].name, chosen, hours, scores, known, ceiling)
@@ -152,6 +136,7 @@ def fit(
         warnings=(),
         unit=curves[0].unit,
         r0_from=r0_from,
+        theta=profile.theta,
         problem=problem,
         allowed_sse=allowed,
         region=profile.region(allowed),
@@ -191,9 +176,7 @@ def _threshold(problem: FitProblem) -> float:
     return 1 + student_t(left) ** 2 / left
 
 
-def _before_training(
-    curves: Sequence[Curve], given: float | None
-) -> tuple[float | None, Literal["evaluation", "given", "estimate"]]:
+def _before_training(curves: Sequence[Curve], given: float | None) -> tuple[float | None, R0From]:
     """Return R_0 and its origin; None: to be estimated. Seeds start from the same weights, so their scores are averaged."""
     if given is not None:
         if not 0 <= given < 1:
@@ -203,9 +186,7 @@ def _before_training(
     return (sum(measured) / len(measured), "evaluation") if measured else (None, "estimate")
 
 
-def _refuse(
-    name: str, form: Form, hours: np.ndarray, scores: np.ndarray, r0: float | None, ceiling: float | None
-) -> None:
+def _refuse(name: str, form: Form, hours: Array, scores: Array, r0: float | None, ceiling: float | None) -> None:
     """Raise MegarlError for points to which no curve can be fitted."""
     parameters = 2 + (r0 is None) + (ceiling is None)
     if len(hours) <= parameters:
@@ -223,15 +204,11 @@ def _refuse(
         raise MegarlError(f"{name}: the power law cannot estimate R_0 (it only moves C_mid); give --r0")
 
 
-EARLY_HOURS = 1500.0
-"""GPU-hours that the paper leaves out."""
-ENOUGH = 8
-"""Points that must remain for the default window to leave any out."""
+EARLY_HOURS = 1500.0  # GPU-hours that the paper leaves out
+ENOUGH = 8  # points that must remain for the default window to leave any out
 
 
-def windowed(
-    curves: Sequence[Curve], start: float | None, end: float | None
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def windowed(curves: Sequence[Curve], start: float | None, end: float | None) -> tuple[Array, Array, list[str]]:
     """Return hours and scores of all curves inside the window, [points] by ascending hours, and remarks about it."""
     if len({curve.unit for curve in curves}) > 1:
         raise MegarlError("core-hours and GPU-hours cannot be fitted together")
@@ -252,48 +229,40 @@ def _default(curve: Curve, end: float | None, remarks: list[str]) -> float:
     """Return the hours before which points are left out."""
     epoch = math.inf if curve.first_epoch is None else curve.first_epoch
     early = min(epoch, EARLY_HOURS) if curve.unit == "gpu" else 0.0 if curve.first_epoch is None else epoch
-    rest = curve.hours[curve.hours <= (math.inf if end is None else end)]
+    rest = curve.hours if end is None else curve.hours[curve.hours <= end]
     if (rest >= early).sum() >= ENOUGH or not (rest < early).any():
         return early if math.isfinite(early) else 0.0
     what = "the first epoch" if early == epoch else f"the first {EARLY_HOURS:,.0f} GPU-hours"
+    later = f"{(rest >= early).sum()} of {len(rest)} points are later"
     remarks.append(
-        f"{what} could not be left out ({(rest >= early).sum()} of {len(rest)} points are later): early points, where the law "
-        "does not hold yet, are in the fit"
+        f"{what} could not be left out ({later}): early points, where the law does not hold yet, are in the fit"
     )
     return 0.0
 
 
 FEW_POINTS = 8
 WIDE_INTERVAL = 0.05
-STREAKS = 2.6
-"""Deviations of the residuals' autocorrelation that noise alone exceeds once in a hundred fits."""
+STREAKS = 2.6  # deviations of the residuals' autocorrelation that noise alone exceeds once in a hundred fits
 
 
-def doubts(fit: Fit) -> list[str]:
-    """List what the fit's points cannot support, one sentence each."""
-    low, high = fit.problem.a_bounds
-    a_low, a_high = fit.A_interval
-    messages = []
+def doubts(fit: Fit) -> Iterator[str]:
+    """Yield what the fit's points cannot support, one sentence each."""
+    (low, high), (a_low, a_high) = fit.problem.a_bounds, fit.A_interval
     if fit.r0_from == "estimate":
-        messages.append(f"R_0 = {fit.R_0:.3f} is an estimate: no score before training is known (--r0 gives one)")
+        yield f"R_0 = {fit.R_0:.3f} is an estimate: no score before training is known (--r0 gives one)"
     if fit.form != "power" and fit.window[1] < fit.C_mid:
-        messages.append(
-            f"the window ends at {amount(fit.window[1], fit.unit)}, before C_mid = {amount(fit.C_mid)}: "
-            "the half of the curve that shows the ceiling has not been seen"
-        )
+        ends = f"the window ends at {amount(fit.window[1], fit.unit)}, before C_mid = {amount(fit.C_mid)}"
+        yield f"{ends}: the half of the curve that shows the ceiling has not been seen"
     if fit.n < FEW_POINTS:
-        messages.append(f"only {fit.n} points; {FEW_POINTS} are few already")
+        yield f"only {fit.n} points; {FEW_POINTS} are few already"
     if low < high and min(fit.A - low, high - fit.A) < 1e-6:
-        edge = f"at the edge of its range {low:g} … {high:g}"
-        messages.append(f"A = {fit.A:.3f} is {edge}: the points do not determine it")
+        yield f"A = {fit.A:.3f} is at the edge of its range {low:g} … {high:g}: the points do not determine it"
     if (fall := _fall(fit.pass_rate)) > 0:
-        lower = f"the last ones are {fall:.3f} below earlier ones"
-        messages.append(f"scores are not monotone: {lower}, and the law can only rise")
+        yield f"scores are not monotone: the last ones are {fall:.3f} below earlier ones, and the law can only rise"
     if low < high and a_high - a_low > WIDE_INTERVAL:
-        messages.append(f"A is only known to lie in {a_low:.3f} … {a_high:.3f}, wider than {WIDE_INTERVAL}")
+        yield f"A is only known to lie in {a_low:.3f} … {a_high:.3f}, wider than {WIDE_INTERVAL}"
     if _in_streaks(fit):
-        messages.append("residuals come in streaks: the form does not follow the points; the intervals are too narrow")
-    return messages
+        yield "residuals come in streaks: the form does not follow the points; the intervals are too narrow"
 
 
 def _fall(scores: np.ndarray) -> float:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.core.base.errors import MegarlError
-
 Array = np.ndarray
 
 
@@ -26,14 +24,10 @@ class Form:
 
     name: str
     log: bool
-    share: Callable[[Array], Array]
-    """s as a function of z."""
-    slope: Callable[[Array], Array]
-    """ds/dz as a function of z."""
-    inverse: Callable[[float], float]
-    """z as a function of s."""
-    below: float
-    """How far u may lie below the smallest x, and above the largest."""
+    share: Callable[[Array], Array]  # s as a function of z
+    slope: Callable[[Array], Array]  # ds/dz as a function of z
+    inverse: Callable[[float], float]  # z as a function of s
+    below: float  # how far u may lie below the smallest x, and above the largest
     above: float
     w_bounds: tuple[float, float]
 
@@ -46,10 +40,6 @@ class Form:
 
     def b(self, w: float, scale: float) -> float:
         return math.exp(w) if self.log else math.exp(w) / scale
-
-    def u_w(self, c_mid: float, b: float, scale: float) -> tuple[float, float]:
-        """Return the inverse of `hours` and `b`."""
-        return (math.log(c_mid / scale), math.log(b)) if self.log else (c_mid / scale, math.log(b * scale))
 
 
 def _logistic(z: Array) -> Array:
@@ -65,6 +55,10 @@ def _decay(z: Array) -> Array:
     return np.exp(-np.maximum(z, -50.0))
 
 
+def _rise(z: Array) -> Array:
+    return 1 - _decay(z)
+
+
 def _logit(s: float) -> float:
     return math.log(s / (1 - s))
 
@@ -75,21 +69,6 @@ FORMS = {
     for form in (
         Form("sigmoid", True, _logistic, _logistic_slope, _logit, _WIDE, _WIDE, (math.log(0.05), math.log(50))),
         Form("logistic", False, _logistic, _logistic_slope, _logit, 2.0, 10.0, (math.log(0.1), math.log(500))),
-        Form(
-            "power",
-            True,
-            lambda z: 1 - _decay(z),
-            _decay,
-            lambda s: -math.log(1 - s),
-            2 * _WIDE,
-            0.0,
-            (math.log(0.02), math.log(50)),
-        ),
+        Form("power", True, _rise, _decay, lambda s: -math.log(1 - s), 2 * _WIDE, 0.0, (math.log(0.02), math.log(50))),
     )
 }
-
-
-def form_named(name: str) -> Form:
-    if name not in FORMS:
-        raise MegarlError(f"no form {name!r}; there are {', '.join(FORMS)}")
-    return FORMS[name]

@@ -2,6 +2,7 @@
 
     grid()      every (A, u, w) of a coarse grid, R_0 solved if it is free   ─► starts, the best for each value of each
     descend()   Levenberg-Marquardt within bounds, all rows in one batch     ─► minima
+    FitProfile  profiles of A, C_mid and B, coarse ─► the best of all ─► where each profile passes a threshold, refined
 
 The parameters of a row are [A, u, w, R_0] (forms.py); one that is not free in a row keeps its value. The profile of a
 parameter, the smallest error as a function of it, is a batch in which each row holds another value of it.
@@ -17,13 +18,10 @@ import numpy as np
 from megarl.lab.scaling.forms import Form
 
 A, U, W, R0 = range(4)
-GRID = (101, 32, 32)
-"""Numbers of values of A, u and w."""
-INSIDE = 48
-"""More values of u among the points, where a steep curve may have a minimum in each gap."""
+GRID = (101, 32, 32)  # numbers of values of A, u and w
+INSIDE = 48  # more values of u among the points, where a steep curve may have a minimum in each gap
 ITERATIONS = 200
-PATIENCE = 5
-"""Steps without a gain of one in 10⁹ after which a row is done."""
+PATIENCE = 5  # steps without a gain of one in 10⁹ after which a row is done
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +32,7 @@ class FitProblem:
     x: np.ndarray
     y: np.ndarray
     a_bounds: tuple[float, float]
-    r0_bounds: tuple[float, float]
-    """Equal if R_0 is known."""
+    r0_bounds: tuple[float, float]  # equal if R_0 is known
 
     @property
     def low(self) -> np.ndarray:
@@ -84,11 +81,8 @@ def grid(problem: FitProblem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def descend(
-    problem: FitProblem,
-    theta: np.ndarray,
-    held: np.ndarray | None = None,
-    target: tuple[np.ndarray, np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+    problem: FitProblem, theta: np.ndarray, held: np.ndarray | None = None, target: tuple[np.ndarray, np.ndarray] | None = None
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Return minima [rows, 4] from starts `theta`, and their errors [rows]. held [rows]: a parameter that each row keeps.
 
     target, (x [rows], score [rows]): pulls the curve through it, by one more point of heavy weight that the errors
@@ -137,3 +131,84 @@ def jacobian(form: Form, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
     z = np.exp(w) * (x - u)
     share, by_z = form.share(z), (a - r0) * form.slope(z)
     return np.stack([share, -by_z * np.exp(w), by_z * z, 1 - share], axis=-1)
+
+
+REFINED = 16  # values between an inside and an outside value of a profile, in each of two rounds
+
+
+class FitProfile:
+    """Profiles of A, u and w of a problem, and its minimum `theta` [4] with error `sse`."""
+
+    def __init__(self, problem: FitProblem, step: float | None = None) -> None:
+        """Compute the profiles. step: A may only be a multiple of this (the paper's grid); the interval ignores this."""
+        self.problem = problem
+        starts, self.held = grid(problem)
+        self.rows, self.errors = descend(problem, starts, self.held)
+        order = np.argsort(self.errors)
+        polished, errors = descend(problem, self.rows[order[:12]])
+        self.theta, self.sse = polished[errors.argmin()], float(errors.min())
+        self.smallest = self.sse
+        """Smallest error with continuous parameters, even if A is on a grid."""
+        if step is not None:
+            low, high = problem.a_bounds
+            levels = np.linspace(low, high, round((high - low) / step) + 1)
+            starts = self.rows[np.abs(self.rows[:, A, None] - levels).argmin(0)]
+            starts[:, A] = levels
+            rows, errors = descend(problem, starts, np.full(len(levels), A))
+            self.theta, self.sse = rows[errors.argmin()], float(errors.min())
+
+    def region(self, allowed: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return profile rows whose error exceeds the smallest by at most four times what `allowed` does, and their errors."""
+        near = self.errors <= self.smallest + 4 * (allowed - self.smallest)
+        return np.concatenate([self.rows[near], self.theta[None]]), np.append(self.errors[near], self.sse)
+
+    def interval(self, parameter: int, allowed: float) -> tuple[float, float]:
+        """Return the outermost values whose best curve has at most this error; infinite where C_mid or B is unbounded."""
+        if not self.problem.free[parameter]:
+            return float(self.theta[parameter]), float(self.theta[parameter])
+        mine = self.held == parameter
+        rows = np.concatenate([self.rows[mine], self.theta[None]])
+        errors = np.append(self.errors[mine], self.smallest)
+        order = np.argsort(rows[:, parameter])
+        rows, errors = rows[order], errors[order]
+        inside = np.flatnonzero(errors <= allowed)
+        low = self._end(parameter, allowed, rows, errors, int(inside[0]), -1)
+        high = self._end(parameter, allowed, rows, errors, int(inside[-1]), 1)
+        return min(low, float(self.theta[parameter])), max(high, float(self.theta[parameter]))
+
+    def _end(
+        self, parameter: int, allowed: float, rows: np.ndarray, errors: np.ndarray, inside: int, side: int
+    ) -> float:
+        """Return where the profile passes `allowed` between the row inside and its neighbour on that side."""
+        outside = inside + side
+        if not 0 <= outside < len(rows):
+            return float(rows[inside, parameter]) if parameter == A else side * float("inf")
+        near, near_error = rows[inside], float(errors[inside])
+        far, far_error = float(rows[outside, parameter]), float(errors[outside])
+        for _ in range(2):
+            values = np.linspace(near[parameter], far, REFINED + 2)[1:-1]
+            starts = np.repeat(near[None], REFINED, axis=0)
+            starts[:, parameter] = values
+            found, found_errors = descend(self.problem, starts, np.full(REFINED, parameter))
+            good = np.flatnonzero(found_errors <= allowed)
+            last = int(good[-1]) if len(good) else -1
+            if last + 1 < REFINED:
+                far, far_error = float(values[last + 1]), float(found_errors[last + 1])
+            if last >= 0:
+                near, near_error = found[last], float(found_errors[last])
+        share = (allowed - near_error) / (far_error - near_error) if far_error > near_error else 0.5
+        return float(near[parameter] + share * (far - near[parameter]))
+
+
+def student_t(df: int) -> float:
+    """Return the 97.5 % quantile of Student's t (Abramowitz and Stegun 26.7.5; exact where the series is too coarse)."""
+    if df <= 4:
+        return (12.7062, 4.3027, 3.1824, 2.7764)[df - 1]
+    z = 1.959964
+    return (
+        z
+        + (z**3 + z) / (4 * df)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * df**3)
+        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * df**4)
+    )

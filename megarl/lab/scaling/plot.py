@@ -1,8 +1,7 @@
 """Pictures of fits: points, curve, extrapolation, its interval, C_mid and A; and the efficiency plot.
 
 Left over the logarithm of compute, where ScaleRL's law is an S; right over compute itself, which shows what an hour gains.
-
-The interactive picture is one HTML file containing its data and script, which opens offline (page.html).
+The same as an interactive page, one HTML file that opens offline (page.html).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,37 +20,52 @@ from megarl.lab.scaling.points import HOURS, Curve, amount
 from megarl.lab.scaling.published import Law
 
 Series = Mapping[str, tuple[Sequence[Curve], Fit | None]]
+TEMPLATE = Path(__file__).with_name("page.html")
 BAND_POINTS = 48
-BEYOND = 3.0
-"""How far curves are drawn by default: this many times the compute of the last point."""
+BEYOND = 3.0  # how far curves are drawn by default: this many times the compute of the last point
 
 
 def plot_fits(
-    series: Series,
-    path_without_suffix: Path,
-    *,
-    title: str = "",
-    until: float | None = None,
-    laws: Sequence[Law] = (),
+    series: Series, path_without_suffix: Path, *, title: str = "", until: float | None = None, laws: Sequence[Law] = ()
 ) -> list[Path]:
-    """Write the picture as PNG and SVG. until: hours to which curves are drawn; laws: published fits drawn beneath."""
-    if not any(len(curve.hours) for curves, _ in series.values() for curve in curves):
+    """Write the picture as PNG, SVG and HTML. until: hours to which curves are drawn; laws: published fits drawn beneath."""
+    every = [curve for curves, _ in series.values() for curve in curves]
+    hours, unit = np.concatenate([curve.hours for curve in every]), every[0].unit
+    if not len(hours):
         raise MegarlError("nothing to draw: no run has a point after its training began")
-    unit = next(c.unit for curves, _ in series.values() for c in curves)
     if laws and unit == "core":
         raise MegarlError("the published fits are in GPU-hours; a run on CPU cores cannot be laid over them")
-    first, end = first_point(series), drawn_to(series, until)
-    bands = {name: band(fit, end) for name, (_, fit) in series.items() if fit is not None}
+    end = until or BEYOND * float(hours.max())
+    bands = {  # from a little before the first point
+        name: predict(fit, np.geomspace(fit.window[0] / 2, max(end, fit.window[1]), BAND_POINTS))
+        for name, (_, fit) in series.items()
+        if fit is not None
+    }
+    colors = dict(zip(series, cycle(COLORS), strict=False))
+    beneath = np.geomspace(float(hours.min()) / 2, end, 300)
     with drawing((12, 4.6), 1, 2, title=title, sharey=True) as (figure, (log, linear)):
         for axes, heading in ((log, "logarithm of compute"), (linear, "compute")):
-            _draw_laws(axes, laws, first, end)
-            _draw(axes, series, bands, end)
+            for law, dashes in zip(laws, cycle([(2, 1), (6, 2), (6, 1, 1, 1)]), strict=False):
+                axes.plot(beneath, law(beneath), color=GREY, linestyle=(0, dashes), linewidth=1.2, label=_label(law))
+            for name, (curves, fit) in series.items():
+                _draw(axes, name, colors[name], curves, fit, bands.get(name), end)
             axes.set(title=heading, xlabel=f"compute, {HOURS[unit]}")
         log.set(xscale="log", ylabel="pass rate")
         linear.set_xlim(0, end)
         linear.xaxis.set_major_formatter(lambda hours, _position: amount(hours))
         _explain(linear)
-        return pictures.save(figure, path_without_suffix)
+        written = pictures.save(figure, path_without_suffix)
+    fewer = np.geomspace(beneath[0], end, 80)
+    data = {
+        "title": title or "Pass rate against compute",
+        "unit": HOURS[unit],
+        "end": end,
+        "series": [_series(name, colors[name], curves, fit, bands.get(name)) for name, (curves, fit) in series.items()],
+        "laws": [{"name": _label(law), "curve": _rows(fewer, law(fewer))} for law in laws],
+    }
+    page = path_without_suffix.with_name(f"{path_without_suffix.name}.html")
+    pictures.write_page(TEMPLATE, page, data=pictures.embedded(data))
+    return [*written, page]
 
 
 def plot_efficiency(fits: Mapping[str, Fit], path_without_suffix: Path) -> list[Path]:
@@ -70,52 +84,27 @@ def plot_efficiency(fits: Mapping[str, Fit], path_without_suffix: Path) -> list[
         return pictures.save(figure, path_without_suffix)
 
 
-def first_point(series: Series) -> float:
-    return float(_hours(series).min())
-
-
-def drawn_to(series: Series, until: float | None) -> float:
-    """Return the hours to which curves are drawn."""
-    return until or BEYOND * float(_hours(series).max())
-
-
-def _hours(series: Series) -> np.ndarray:
-    return np.concatenate([curve.hours for curves, _ in series.values() for curve in curves])
-
-
-def band(fit: Fit, end: float) -> Prediction:
-    """Return the curve and its interval, from a little before the first point to `end`."""
-    return predict(fit, np.geomspace(fit.window[0] / 2, max(end, fit.window[1]), BAND_POINTS))
-
-
-def _draw_laws(axes: Axes, laws: Sequence[Law], first: float, end: float) -> None:
-    for law, dashes in zip(laws, cycle([(2, 1), (6, 2), (6, 1, 1, 1)]), strict=False):
-        hours = np.geomspace(first / 2, end, 300)
-        axes.plot(hours, law(hours), color=GREY, linestyle=(0, dashes), linewidth=1.2, label=_label(law))
-
-
-def _draw(axes: Axes, series: Series, bands: Mapping[str, Prediction], end: float) -> None:
-    for (name, (curves, fit)), color in zip(series.items(), cycle(COLORS), strict=False):
-        for curve in curves:
-            inside = used(curve, fit)
-            for chosen, fill in ((inside, "full"), (~inside, "none")):
-                hours, rates = curve.hours[chosen], curve.pass_rate[chosen]
-                axes.plot(hours, rates, "o", color=color, markersize=3.5, fillstyle=fill, zorder=3)
-        if fit is None:
-            axes.plot([], [], "o", color=color, markersize=3.5, fillstyle="none", label=f"{name}: no fit")
-            continue
-        shown = bands[name]
-        seen = np.linspace(fit.window[0], fit.window[1], 300)
-        beyond = np.geomspace(fit.window[1], max(end, fit.window[1]), 300)
-        axes.fill_between(shown.hours, shown.low, shown.high, color=color, alpha=0.15, linewidth=0)
-        label = f"{name}: A {fit.A:.3f}, B {fit.B:.2f}, C_mid {amount(fit.C_mid)}"
-        axes.plot(seen, fit(seen), color=color, label=label)
-        axes.plot(beyond, fit(beyond), color=color, linestyle=(0, (4, 2)))
-        axes.axhline(fit.A, color=color, linewidth=0.8, linestyle=":")
-        if shown.hours[0] <= fit.C_mid <= end:
-            middle = np.array([fit.C_mid])
-            axes.plot(middle, fit(middle), "D", color="white", markeredgecolor=color, markersize=6, zorder=4)
-            axes.axvline(fit.C_mid, color=color, linewidth=0.8, linestyle=":")
+def _draw(
+    axes: Axes, name: str, color: str, curves: Sequence[Curve], fit: Fit | None, shown: Prediction | None, end: float
+) -> None:
+    for curve in curves:
+        inside = used(curve, fit)
+        for chosen, fill in ((inside, "full"), (~inside, "none")):
+            hours, rates = curve.hours[chosen], curve.pass_rate[chosen]
+            axes.plot(hours, rates, "o", color=color, markersize=3.5, fillstyle=fill, zorder=3)
+    if fit is None or shown is None:
+        axes.plot([], [], "o", color=color, markersize=3.5, fillstyle="none", label=f"{name}: no fit")
+        return
+    seen = np.linspace(*fit.window, 300)
+    beyond = np.geomspace(fit.window[1], max(end, fit.window[1]), 300)
+    axes.fill_between(shown.hours, shown.low, shown.high, color=color, alpha=0.15, linewidth=0)
+    axes.plot(seen, fit(seen), color=color, label=f"{name}: A {fit.A:.3f}, B {fit.B:.2f}, C_mid {amount(fit.C_mid)}")
+    axes.plot(beyond, fit(beyond), color=color, linestyle=(0, (4, 2)))
+    axes.axhline(fit.A, color=color, linewidth=0.8, linestyle=":")
+    if shown.hours[0] <= fit.C_mid <= end:
+        middle = np.array([fit.C_mid])
+        axes.plot(middle, fit(middle), "D", color="white", markeredgecolor=color, markersize=6, zorder=4)
+        axes.axvline(fit.C_mid, color=color, linewidth=0.8, linestyle=":")
 
 
 def _explain(axes: Axes) -> None:
@@ -134,39 +123,15 @@ def used(curve: Curve, fit: Fit | None) -> np.ndarray:
     return (curve.hours >= fit.window[0]) & (curve.hours <= fit.window[1])
 
 
-TEMPLATE = Path(__file__).with_name("page.html")
-
-
-def write_page(
-    series: Series, path_without_suffix: Path, *, title: str = "", until: float | None = None, laws: Sequence[Law] = ()
-) -> Path:
-    """Write BASE.html; arguments as in plot_fits."""
-    end = drawn_to(series, until)
-    hours = np.geomspace(first_point(series) / 2, end, 80)
-    unit = next(curve.unit for curves, _ in series.values() for curve in curves)
-    data = {
-        "title": title or "Pass rate against compute",
-        "unit": HOURS[unit],
-        "end": end,
-        "series": [
-            _series(name, color, curves, fit, end)
-            for (name, (curves, fit)), color in zip(series.items(), cycle(COLORS), strict=False)
-        ],
-        "laws": [{"name": _label(law), "curve": _rows(hours, law(hours))} for law in laws],
-    }
-    target = path_without_suffix.with_name(f"{path_without_suffix.name}.html")
-    pictures.write_page(TEMPLATE, target, data=pictures.embedded(data))
-    return target
-
-
-def _series(name: str, color: str, curves: Sequence[Curve], fit: Fit | None, end: float) -> dict[str, object]:
+def _series(
+    name: str, color: str, curves: Sequence[Curve], fit: Fit | None, line: Prediction | None
+) -> dict[str, object]:
     """Return a series' data. points: hours, pass rate, whether in the window, name. curve: hours, pass rate, low, high."""
     points = [
         [float(hours), float(rate), bool(inside), curve.name]
         for curve in curves
         for hours, rate, inside in zip(curve.hours, curve.pass_rate, used(curve, fit), strict=True)
     ]
-    line = None if fit is None else band(fit, end)
     return {
         "name": name,
         "color": color,
@@ -177,8 +142,8 @@ def _series(name: str, color: str, curves: Sequence[Curve], fit: Fit | None, end
 
 
 def _rows(*columns: np.ndarray) -> list[list[float]]:
-    """Return the columns' rows for JSON."""
-    return [list(row) for row in np.stack(columns, axis=1).tolist()]
+    rows: list[list[float]] = np.stack(columns, axis=1).tolist()
+    return rows
 
 
 def _label(law: Law) -> str:

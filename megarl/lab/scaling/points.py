@@ -20,8 +20,7 @@ import numpy as np
 from megarl.core.base.errors import MegarlError
 
 Unit = Literal["gpu", "core"]
-HOURS: dict[str, str] = {"gpu": "GPU-hours", "core": "core-hours"}
-"""Names of the units of compute, for people."""
+HOURS: dict[str, str] = {"gpu": "GPU-hours", "core": "core-hours"}  # names of the units of compute, for people
 Row = dict[str, Any]
 
 
@@ -30,12 +29,9 @@ class Curve:
     """One run with one seed. Example: Curve("mine", np.array([10., 20.]), np.array([.3, .4]), r0=.2)."""
 
     name: str
-    hours: np.ndarray
-    """Cumulative compute of all roles together, [points] float64, above 0, ascending."""
-    pass_rate: np.ndarray
-    """[points] float64, from 0 to 1."""
-    r0: float | None = None
-    """Pass rate before training, if it was measured."""
+    hours: np.ndarray  # cumulative compute of all roles together, [points] float64, above 0, ascending
+    pass_rate: np.ndarray  # [points] float64, from 0 to 1
+    r0: float | None = None  # pass rate before training, if it was measured
     unit: Unit = "gpu"
     seed: int | None = None
     first_epoch: float | None = None
@@ -44,13 +40,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class PointColumns:
-    """Column names in a file or in eval.jsonl.
+    """Column names in a file or in eval.jsonl."""
 
-    hours, None: `gpu_hours`, else `compute_hours`; score, None: `pass_rate` or, for a run directory, what its recipe forecasts.
-    """
-
-    hours: str | None = None
-    score: str | None = None
+    hours: str | None = None  # None: `gpu_hours`, else `compute_hours`
+    score: str | None = None  # None: `pass_rate` or, for a run directory, what its recipe forecasts
 
 
 def amount(hours: float, unit: str | None = None) -> str:
@@ -70,12 +63,9 @@ def read_points(source: str | Path, columns: PointColumns | None = None) -> list
     return curves_of_rows(path.stem, rows, columns, str(path))
 
 
-def curve_of_run(
-    name: str, evaluations: Sequence[Row], steps: Iterable[Row], where: str, columns: PointColumns | None = None
-) -> Curve:
+def curve_of_run(name: str, scores: Sequence[Row], steps: Iterable[Row], where: str, columns: PointColumns) -> Curve:
     """Build a curve from rows of eval.jsonl and metrics.jsonl, the latest of each step; works while the run is live."""
-    rows = [(f"{where}, step {row['step']}", row) for row in evaluations]
-    columns = columns or PointColumns()
+    rows = [(f"{where}, step {row['step']}", row) for row in scores]
     (curve,) = curves_of_rows(name, rows, columns, where)
     return replace(curve, first_epoch=_first_epoch(steps, columns.hours or "compute_hours"))
 
@@ -86,10 +76,8 @@ def _run(path: Path, columns: PointColumns) -> Curve:
     run = RunDir(path)
     if not run.eval.exists():
         raise MegarlError(f"{path}: no eval.jsonl in it; a run directory has one after its first evaluation")
-    name, score = path.resolve().name, columns.score or _forecast_column(run.recipe)
-    return curve_of_run(
-        name, latest_rows(run.eval), latest_rows(run.metrics), str(run.eval), PointColumns(columns.hours, score)
-    )
+    chosen = PointColumns(columns.hours, columns.score or _forecast_column(run.recipe))
+    return curve_of_run(path.resolve().name, latest_rows(run.eval), latest_rows(run.metrics), str(run.eval), chosen)
 
 
 def _forecast_column(path: Path) -> str:
@@ -101,11 +89,9 @@ def _forecast_column(path: Path) -> str:
     recipe = load(str(path))
     if not recipe.forecast_column:
         tasks = list(recipe.data.tasks)
-        raise MegarlError(
-            f"{path}: several tasks ({', '.join(tasks)}), whose laws are different ones; say which is fitted: "
-            f"--score-column pass_rate/{tasks[0]}, or evaluation.forecast={tasks[0]} in the recipe "
-            "(--score-column pass_rate: all prompts together)"
-        )
+        several = f"several tasks ({', '.join(tasks)}), whose laws are different ones; say which is fitted"
+        which = f"--score-column pass_rate/{tasks[0]}, or evaluation.forecast={tasks[0]} in the recipe"
+        raise MegarlError(f"{path}: {several}: {which} (--score-column pass_rate: all prompts together)")
     return recipe.forecast_column
 
 
@@ -149,9 +135,13 @@ def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointCol
     """Build one curve per value of `seed`; the last row of a step counts."""
     if not rows:
         raise MegarlError(f"{where}: no points in it")
-    hours, score = columns.hours or _hours_column(rows[0][1], where), columns.score or "pass_rate"
+    known, score = rows[0][1], columns.score or "pass_rate"
+    hours = columns.hours or next((name for name in ("gpu_hours", "compute_hours") if name in known), None)
+    if hours is None:
+        has = f"no column gpu_hours or compute_hours (it has {', '.join(known)})"
+        raise MegarlError(f"{where}: {has}; name yours by --hours-column")
     for column in (hours, score):
-        if column not in (known := rows[0][1]):
+        if column not in known:
             has = f"no column {column!r} (it has {', '.join(known)})"
             raise MegarlError(f"{where}: {has}; name yours by --hours-column, --score-column")
     seeds: dict[int | None, dict[float, tuple[float, float, bool]]] = {}
@@ -164,15 +154,6 @@ def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointCol
     return [_curve(name, seed, list(points.values()), unit, where) for seed, points in seeds.items()]
 
 
-def _hours_column(row: Row, where: str) -> str:
-    for column in ("gpu_hours", "compute_hours"):
-        if column in row:
-            return column
-    raise MegarlError(
-        f"{where}: no column gpu_hours or compute_hours (it has {', '.join(row)}); name yours by --hours-column"
-    )
-
-
 def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> tuple[float, float, bool]:
     """Return hours, pass rate, and whether it is the score before training."""
     compute, rate = _number(where, row, hours), _number(where, row, score)
@@ -183,19 +164,16 @@ def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> 
         raise MegarlError(f"{where}: {hours} is {compute:g}; compute is cumulative and cannot be negative")
     before = step == 0 or (step is None and compute == 0)
     if compute == 0 and not before:
-        raise MegarlError(
-            f"{where}: no compute at step {step:g}; only the score before training (step 0) has none. "
-            f"Is {hours} cumulative hours of all devices?"
-        )
+        why = f"no compute at step {step:g}; only the score before training (step 0) has none"
+        raise MegarlError(f"{where}: {why}. Is {hours} cumulative hours of all devices?")
     return compute, rate, before
 
 
 def _curve(name: str, seed: int | None, points: list[tuple[float, float, bool]], unit: Unit, where: str) -> Curve:
     first = {rate for _, rate, before in points if before}
     if len(first) > 1:
-        shown = ", ".join(f"{rate:g}" for rate in sorted(first))
-        several = f"{len(first)} different scores before training ({shown})"
-        raise MegarlError(f"{where}: {several}; several runs need a column `seed`")
+        several = f"different scores before training ({', '.join(f'{rate:g}' for rate in sorted(first))})"
+        raise MegarlError(f"{where}: {len(first)} {several}; several runs need a column `seed`")
     trained = np.array(sorted((c, r) for c, r, before in points if not before), dtype=np.float64).reshape(-1, 2)
     called = name if seed is None else f"{name} seed {seed}"
     return Curve(called, trained[:, 0], trained[:, 1], next(iter(first), None), unit, seed)

@@ -11,8 +11,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.points import Curve
 
 FILE = Path(__file__).with_name("published.yaml")
-SAMPLES = 16_000
-"""Samples of an evaluation in the paper: 1,000 prompts x 16."""
+SAMPLES = 16_000  # samples of an evaluation in the paper: 1,000 prompts x 16
 
 
 class Law(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,8 +25,7 @@ class Law(msgspec.Struct, frozen=True, kw_only=True):
     C_mid: float | None = None
     hours: float | None = None
     mark: str = ""
-    r0: float = 0.0
-    """Read off the paper's figure 1 and used for all rows; the paper does not print it."""
+    r0: float = 0.0  # read off the paper's figure 1 and used for all rows; the paper does not print it
 
     def __call__(self, hours: np.ndarray) -> np.ndarray:
         """Return pass rates [points] at GPU-hours."""
@@ -49,17 +47,14 @@ def published() -> tuple[Law, ...]:
 
 
 def law_named(name: str) -> Law:
-    found = next((law for law in published() if law.name == name), None)
-    if found is None:
-        raise MegarlError(f"no published fit {name!r}; `megarl scaling published` lists them")
-    return found
+    for law in published():
+        if law.name == name:
+            return law
+    raise MegarlError(f"no published fit {name!r}; `megarl scaling published` lists them")
 
 
 def synthetic(law: Law, hours: np.ndarray, seed: int, samples: int = SAMPLES) -> Curve:
-    """Draw points, and R_0, from the law as an evaluation of `samples` completions would.
-
-    Binomial noise, sqrt(p(1 − p)/samples): real evaluations repeat prompts, so theirs differs.
-    """
+    """Draw points, and R_0, from the law with the binomial noise of `samples` completions; real ones repeat prompts."""
     rng = np.random.default_rng(seed)
     scores = rng.binomial(samples, law(hours)) / samples
     return Curve(law.name, hours, scores, float(rng.binomial(samples, law.r0) / samples))

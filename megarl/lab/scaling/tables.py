@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.compare import RunComparison
@@ -40,10 +40,8 @@ def say_verdict(comparison: RunComparison) -> None:
 
 
 def window(found: Fit) -> str:
-    return (
-        f"R_0 = {found.R_0:.3f} ({R0_FROM[found.r0_from]}). "
-        f"Fitted from {amount(found.window[0])} to {amount(found.window[1], found.unit)}."
-    )
+    begin, end = amount(found.window[0]), amount(found.window[1], found.unit)
+    return f"R_0 = {found.R_0:.3f} ({R0_FROM[found.r0_from]}). Fitted from {begin} to {end}."
 
 
 def between_seeds(each: Sequence[Fit]) -> str:
@@ -57,7 +55,7 @@ def between_seeds(each: Sequence[Fit]) -> str:
 
 def fits(rows: Sequence[tuple[str, Fit]]) -> Table:
     """Make a table with one fit per row, each parameter above its 95 % interval."""
-    table = _table("", *_headings(rows[0][1]), "R²", "rmse", "points")
+    table = _table("", "A", "B", f"C_mid, {HOURS[rows[0][1].unit]}", "R²", "rmse", "points")
     for name, found in rows:
         table.add_row(name, *_parameters(found), f"{found.r2:.4f}", f"{found.rmse:.4f}", str(found.n))
     return table
@@ -70,16 +68,15 @@ def forms(curves: Sequence[Curve], how: FitOptions) -> Table:
         options: FitOptions = {**how, "form": form}
         try:
             found = fit(curves, **options)
+            table.add_row(form, f"{found.A:.3f}", f"{found.r2:.4f}", f"{found.rmse:.4f}")
         except MegarlError:
             table.add_row(form, "–", "–", "–")
-        else:
-            table.add_row(form, f"{found.A:.3f}", f"{found.r2:.4f}", f"{found.rmse:.4f}")
     return table
 
 
 def compared(comparison: RunComparison) -> Table:
-    first = next((entry.fit for entry in comparison.entries if entry.fit), None)
-    table = _table("", *(_headings(first) if first else ("A", "B", "C_mid")), "B at the mean A")
+    unit = next((f", {HOURS[entry.fit.unit]}" for entry in comparison.entries if entry.fit), "")
+    table = _table("", "A", "B", f"C_mid{unit}", "B at the mean A")
     for entry in comparison.entries:
         refitted = comparison.at_mean.get(entry.name)
         mean = f"{refitted.B:.2f}\n[dim]A = {refitted.A:.3f}[/]" if refitted else ""
@@ -121,10 +118,6 @@ def later(found: Fit, after: Later) -> str:
     )
 
 
-def _headings(found: Fit) -> tuple[str, str, str]:
-    return "A", "B", f"C_mid, {HOURS[found.unit]}"
-
-
 def _parameters(found: Fit) -> tuple[str, str, str]:
     def over(text: Callable[[float], str], value: float, ends: tuple[float, float]) -> str:
         low, high = (text(end) if math.isfinite(end) else "∞" for end in ends)
@@ -138,8 +131,5 @@ def _parameters(found: Fit) -> tuple[str, str, str]:
 
 
 def _table(first: str, *headings: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(first, style="bold", overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+    columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
+    return Table(Column(first, style="bold", overflow="fold"), *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)

@@ -1,20 +1,40 @@
-"""`megarl study loo | compare | results`: from the command line to a finished study.
+"""`megarl study loo | compare | results`: its tasks run one after another, or only that of a job of a Slurm array.
+
+    waiting or begun ─► `megarl train STUDY/recipes/NAME.yaml` ─► done | failed        (a begun run resumes from its checkpoint)
+
+Ctrl-C and SIGTERM reach the run, which saves and exits; the same command resumes. A failed task does not stop the others.
+The run dies with this process, however that ends.
 
 Leave-one-out reverts one part of ScaleRL at a time to earlier common practice (arXiv 2510.13786, section 4 and its
 comparison of losses). A variant that equals the recipe, or makes no difference to it, is left out.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
+from rich.live import Live
+from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.process import SUPERVISOR
+from megarl.core.base.rundir import latest_rows, latest_scores
 from megarl.core.recipe import Recipe, differences, load
 from megarl.lab.study import plan
-from megarl.lab.study.run import run
+from megarl.lab.study.plan import Study, StudyTask
+from megarl.run.process import StopRequest, outlive_screen, stop_requests
+from megarl.run.view import sparkline
+
+LOOK_S = 2.0
+LINE_S = 60.0  # seconds between lines of non-interactive output
+TRAIN = (sys.executable, "-m", "megarl", "train")
 
 
 class StudyOptions(NamedTuple):
@@ -37,7 +57,6 @@ def loo(recipe: str, beside: Sequence[str], options: StudyOptions) -> int:
 
 
 def compare(names: Sequence[str], options: StudyOptions) -> int:
-    """Study these recipes side by side."""
     recipes = side_by_side(names, options.overrides)
     return _study("-".join(["compare", *recipes]), recipes, options)
 
@@ -57,28 +76,22 @@ def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions) -> i
     except ValueError:
         raise MegarlError(f"--seeds: {options.seeds!r} is not a list of numbers such as 0,1,2") from None
     if options.dry_run:
-        console.print(_planned(path, recipes, seeds))
+        title = f"{path}: {len(recipes) * len(seeds)} runs, seeds {', '.join(map(str, seeds))}"
+        columns = Column("variant", style="bold", no_wrap=True), Column("differs from the first in", overflow="fold")
+        planned = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
+        for name, recipe in recipes.items():
+            changed = [(key, new) for key, _, new in differences(next(iter(recipes.values())), recipe)]
+            words = [f"{key}={new}" for key, new in changed if key not in ("description", "run.name")]
+            planned.add_row(name, " ".join(words))
+        console.print(planned)
         return 0
     study = plan.prepare(path, recipes, seeds)
     tasks = study.tasks
-    if options.task is not None:
-        if not 0 <= options.task < len(tasks):
-            raise MegarlError(f"--task: the study has tasks 0 to {len(tasks) - 1}, no {options.task}")
-        return run(study, [tasks[options.task]], console)
-    return run(study, tasks, console) or table_and_plots(path)
-
-
-def _planned(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> Table:
-    """Show the variants and how each differs from the first."""
-    first = next(iter(recipes.values()))
-    title = f"{path}: {len(recipes) * len(seeds)} runs, seeds {', '.join(map(str, seeds))}"
-    shown = Table(box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
-    shown.add_column("variant", style="bold", no_wrap=True)
-    shown.add_column("differs from the first in", overflow="fold")
-    for name, recipe in recipes.items():
-        changed = {key: new for key, _, new in differences(first, recipe) if key not in ("description", "run.name")}
-        shown.add_row(name, " ".join(f"{key}={new}" for key, new in changed.items()))
-    return shown
+    if options.task is None:
+        return run(study, tasks, console) or table_and_plots(path)
+    if not 0 <= options.task < len(tasks):
+        raise MegarlError(f"--task: the study has tasks 0 to {len(tasks) - 1}, no {options.task}")
+    return run(study, [tasks[options.task]], console)
 
 
 PENALTY_SHARE = 2 / 14  # the length penalty falls on the last 2k of 14k tokens
@@ -110,3 +123,73 @@ def side_by_side(recipes: Sequence[str], overrides: Sequence[str]) -> dict[str, 
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise MegarlError(f"two recipes of the study are called {twice!r}; give each another name")
     return {name: load(recipe, overrides) for name, recipe in zip(names, recipes, strict=True)}
+
+
+def run(study: Study, tasks: Sequence[StudyTask], console: Console) -> int:
+    """Bring each of `tasks` to its end. Return 0: all done; 1: some failed; 128 + signal: asked to stop.
+
+    A terminal shows a table of all tasks; other output gets a line when a task ends, and one a minute.
+    """
+    outlive_screen()
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    began = last = time.monotonic()
+
+    def show(now: StudyTask, ended: bool = False) -> None:
+        nonlocal last
+        if live:
+            live.update(table(study, now, time.monotonic() - began), refresh=True)
+        elif ended or time.monotonic() - last > LINE_S:
+            last = time.monotonic()
+            done = sum(task.state() == "done" for task in study.tasks)
+            at = "step {}, pass rate {}".format(*_progress(now))
+            print(f"{done}/{len(study.tasks)} done · {now.name}: {now.state()}, {at}", flush=True)
+
+    with stop_requests() as stop_request, live or nullcontext():
+        for task in tasks:
+            if task.state() != "done":
+                _finish(task, stop_request, show)
+            if stop_request.count:
+                console.print("stopped as asked; the same command goes on from here", highlight=False)
+                return 128 + stop_request.signal
+    failed = [task for task in tasks if task.state() != "done"]
+    for task in failed:
+        console.print(f"failed: {task.name}; see {task.log}", style="red", highlight=False)
+    return 1 if failed else 0
+
+
+def _finish(task: StudyTask, stop_request: StopRequest, show: Callable[..., None]) -> None:
+    """Run `megarl train` to its end; requests to stop are passed on to it, once each."""
+    task.rundir.summary.unlink(missing_ok=True)  # left by an earlier life that was stopped
+    environment = os.environ | {SUPERVISOR: str(os.getpid())}
+    heard = 0
+    with task.log.open("ab") as log:
+        process = subprocess.Popen(
+            [*TRAIN, str(task.recipe)],
+            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        while process.poll() is None:
+            if stop_request.count > heard:
+                heard = stop_request.count
+                process.send_signal(signal.SIGINT)
+            show(task)
+            time.sleep(LOOK_S)
+    show(task, ended=True)
+
+
+def table(study: Study, now: StudyTask, elapsed_s: float) -> Table:
+    """Show the state of each task; `now` is the one that runs."""
+    shown = Table(box=None, padding=(0, 2), pad_edge=False, caption=f"{elapsed_s / 60:.0f} min", caption_justify="left")
+    for heading in ("run", "state", "step", "held-out pass rate", ""):
+        shown.add_column(heading, no_wrap=True)
+    for task in study.tasks:
+        state = "running" if task == now and task.state() == "begun" else task.state()
+        style = {"done": "green", "failed": "red", "running": "bold", "waiting": "dim"}.get(state, "")
+        shown.add_row(task.name, state, *_progress(task), style=style)
+    return shown
+
+
+def _progress(task: StudyTask) -> tuple[str, str, str]:
+    """Return the number of steps so far, the first and the last pass rate, and a curve of all."""
+    rows, rates = latest_rows(task.rundir.metrics), [row["pass_rate"] for row in latest_scores(task.rundir.eval)]
+    ends = " → ".join(f"{rate:.3f}" for rate in rates[:: max(1, len(rates) - 1)])
+    return f"{rows[-1]['step'] + 1}" if rows else "-", ends, sparkline(rates, 20)

@@ -33,7 +33,6 @@ class StudyTask:
 
     @property
     def recipe(self) -> Path:
-        """The resolved recipe."""
         return self.study / "recipes" / f"{self.name}.yaml"
 
     @property
@@ -48,8 +47,8 @@ class StudyTask:
         """Return the state, from the run's own files. `begun`: would resume if started again, whether alive or not."""
         if not self.rundir.summary.exists():
             return "begun" if self.rundir.recipe.exists() else "waiting"
-        outcome = json.loads(self.rundir.summary.read_text())["outcome"]
-        return "done" if outcome == "finished" else "failed" if outcome == "failed" else "begun"
+        states: dict[str, State] = {"finished": "done", "failed": "failed"}
+        return states.get(json.loads(self.rundir.summary.read_text())["outcome"], "begun")
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,19 @@ def prepare(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> 
     if not seeds or len(set(seeds)) != len(seeds):
         raise MegarlError(f"--seeds: give one or more different seeds, not {','.join(map(str, seeds))!r}")
     study = Study(path, tuple(recipes), tuple(seeds))
-    wanted = {task: _seeded(recipes[task.variant], task) for task in study.tasks}
+    wanted = {}
+    for task in study.tasks:
+        run = {"name": task.name, "dir": str(path / "runs"), "seed": task.seed, "resume": "auto"}
+        recipe = recipes[task.variant]
+        wanted[task] = recipe.model_copy(update={"run": recipe.run.model_copy(update=run)})
     if (path / "study.json").exists():
-        _check_same(opened(path), study, wanted)
+        if (there := opened(path)) != study:
+            holds = f"holds a study of {', '.join(there.variants)} with seeds {', '.join(map(str, there.seeds))}"
+            raise MegarlError(f"{path}: {holds}; go on with the same, or give another --dir")
+        for task, recipe in wanted.items():
+            if changed := differences(load(str(task.recipe)), recipe):
+                began = "this study began with {}: {!r}, not {!r}".format(*changed[0])
+                raise MegarlError(f"{task.recipe}: {began}; undo the change, or give another --dir")
         return study
     for folder in ("recipes", "runs", "logs"):
         (path / folder).mkdir(parents=True, exist_ok=True)
@@ -84,26 +93,8 @@ def prepare(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> 
 
 
 def opened(path: Path) -> Study:
-    """Open the study that is there."""
     try:
         record = json.loads((path / "study.json").read_text())
     except FileNotFoundError:
         raise MegarlError(f"{path}: no study (no study.json); `megarl study loo` or `compare` makes one") from None
     return Study(path, tuple(record["variants"]), tuple(record["seeds"]))
-
-
-def _seeded(recipe: Recipe, task: StudyTask) -> Recipe:
-    """Return the recipe with this task's seed and run directory."""
-    run = {"name": task.name, "dir": str(task.study / "runs"), "seed": task.seed, "resume": "auto"}
-    return recipe.model_copy(update={"run": recipe.run.model_copy(update=run)})
-
-
-def _check_same(there: Study, study: Study, wanted: Mapping[StudyTask, Recipe]) -> None:
-    if there != study:
-        seeds = ", ".join(map(str, there.seeds))
-        holds = f"holds a study of {', '.join(there.variants)} with seeds {seeds}"
-        raise MegarlError(f"{study.path}: {holds}; go on with the same, or give another --dir")
-    for task, recipe in wanted.items():
-        if changed := differences(load(str(task.recipe)), recipe):
-            began = "this study began with {}: {!r}, not {!r}".format(*changed[0])
-            raise MegarlError(f"{task.recipe}: {began}; undo the change, or give another --dir")

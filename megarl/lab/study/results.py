@@ -52,12 +52,14 @@ class VariantResult(NamedTuple):
 
 def write(study: Study, console: Console) -> int:
     """Write all files, and print the table. MegarlError while no run has finished."""
-    rows = collect(study)
+    rows, missing = collect(study), [task for task in study.tasks if task.state() != "done"]
     (study.path / "points").mkdir(exist_ok=True)
-    missing = [task for task in study.tasks if task.state() != "done"]
     for task in study.tasks:
         if task not in missing:
-            write_atomically(study.path / "points" / f"{task.name}.csv", as_csv(read(task)).encode())
+            # For `megarl scaling`; no value has a comma.
+            lines = [f"{h:.6f},{rate:.6f},{step},{tokens},{s},{unit}" for h, rate, step, tokens, s, unit in read(task)]
+            text = "\n".join([",".join(EvaluationPoint._fields), *lines, ""])
+            write_atomically(study.path / "points" / f"{task.name}.csv", text.encode())
     write_atomically(study.path / "table.md", markdown(rows, [task.name for task in missing]).encode())
     plot_scaling(rows, study.path / "scaling")
     plot_final(rows, study.path / "final")
@@ -70,13 +72,22 @@ def write(study: Study, console: Console) -> int:
 
 
 def collect(study: Study) -> list[VariantResult]:
-    """Return one result per variant with a finished run."""
     done = [task for task in study.tasks if task.state() == "done"]
     if not done:
         raise MegarlError(f"{study.path}: no run has finished yet; wait, or look at its logs/")
     hours = min(read(task)[-1].compute_hours for task in done)
-    each = {variant: [task for task in done if task.variant == variant] for variant in study.variants}
-    return [_result(variant, tasks, hours) for variant, tasks in each.items() if tasks]
+    results = []
+    for variant in study.variants:
+        if tasks := [task for task in done if task.variant == variant]:
+            runs = tuple(read(task) for task in tasks)
+            at_hours = [np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run]) for run in runs]
+            result = VariantResult(variant, runs, np.array(at_hours), None)
+            try:
+                pooled = fit([curve for task in tasks for curve in read_points(task.rundir.path)])
+                results.append(result._replace(fit=pooled))
+            except MegarlError as error:
+                results.append(result._replace(why_no_fit=str(error)))
+    return results
 
 
 def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
@@ -85,41 +96,25 @@ def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
     generated = {row["step"]: row["generated_tokens"] for row in latest_rows(task.rundir.metrics)}
     points = []
     for row in latest_scores(task.rundir.eval):
-        hours, step, unit = row["compute_hours"], row["step"], row["compute_unit"]
-        tokens = int(sum(n for earlier, n in generated.items() if earlier < step))
-        points.append(EvaluationPoint(hours, row[score], step, tokens, task.seed, unit))
+        tokens = int(sum(n for step, n in generated.items() if step < row["step"]))
+        values = row["compute_hours"], row[score], row["step"], tokens, task.seed, row["compute_unit"]
+        points.append(EvaluationPoint(*values))
     return tuple(points)
-
-
-def _result(variant: str, tasks: Sequence[StudyTask], hours: float) -> VariantResult:
-    runs = tuple(read(task) for task in tasks)
-    common = np.array([np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run]) for run in runs])
-    try:
-        fitted = fit([curve for task in tasks for curve in read_points(task.rundir.path)])
-        return VariantResult(variant, runs, common, fitted)
-    except MegarlError as error:
-        return VariantResult(variant, runs, common, None, str(error))
-
-
-def as_csv(points: Sequence[EvaluationPoint]) -> str:
-    """Write points as CSV for `megarl scaling`; no value has a comma."""
-    lines = [f"{p.compute_hours:.6f},{p.pass_rate:.6f},{p.step},{p.tokens},{p.seed},{p.compute_unit}\n" for p in points]
-    return "".join([",".join(EvaluationPoint._fields) + "\n", *lines])
 
 
 HEADINGS = ("variant", "seeds", "before", "after", "at equal compute", "A", "B", "C_mid", "hours a run", "tokens a run")
 
 
 def cells(row: VariantResult) -> list[str]:
-    """Return the cells in the order of HEADINGS."""
     before = np.mean([run[0].pass_rate for run in row.runs])
     hours = np.mean([run[-1].compute_hours for run in row.runs])
     tokens = np.mean([run[-1].tokens for run in row.runs])
     found = row.fit
     fitted = ["-"] * 3
     if found is not None:
-        a, b = _interval(found.A, found.A_interval, ".3f"), _interval(found.B, found.B_interval, ".2f")
-        fitted = [a, b, _interval(found.C_mid, found.C_mid_interval, ".3g")]
+        values = (found.A, *found.A_interval), (found.B, *found.B_interval), (found.C_mid, *found.C_mid_interval)
+        forms = ("{:.3f} [{:.3f}, {:.3f}]", "{:.2f} [{:.2f}, {:.2f}]", "{:.3g} [{:.3g}, {:.3g}]")
+        fitted = [form.format(*three) for form, three in zip(forms, values, strict=True)]
     rates = [f"{before:.3f}", _spread(row.final), _spread(row.common)]
     return [row.variant, str(len(row.runs)), *rates, *fitted, f"{hours:.3g}", f"{tokens:,.0f}"]
 
@@ -148,16 +143,10 @@ def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
 
 
 def _spread(values: np.ndarray) -> str:
-    deviation = f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else ""
-    return f"{values.mean():.3f}{deviation}"
+    return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else "")
 
 
-def _interval(value: float, interval: tuple[float, float], form: str) -> str:
-    return f"{value:{form}} [{interval[0]:{form}}, {interval[1]:{form}}]"
-
-
-PANELS_A_LINE = 4
-CURVE_POINTS = 200
+PANELS_A_LINE, CURVE_POINTS = 4, 200
 
 
 def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
@@ -166,8 +155,8 @@ def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
     with drawing((3.1 * columns, 2.6 * lines + 0.5), lines, columns, sharex=True, sharey=True) as (figure, panels):
         for axes, row in zip(panels, rows, strict=False):
             if row is not rows[0]:
-                _curve(axes, rows[0], GREY, rows[0].variant)
-            _curve(axes, row, BLUE, "fit and points of the variant")
+                _curve(axes, rows[0], GREY)
+            _curve(axes, row, BLUE)
             axes.set_title(row.variant)
         for axes in panels[len(rows) :]:
             axes.set_visible(False)
@@ -183,24 +172,23 @@ def plot_final(rows: Sequence[VariantResult], path: Path) -> None:
     """Write `path`.png and `path`.svg; the first variant on top, a dotted line at its mean."""
     with drawing((8, 1.2 + 0.42 * len(rows))) as (figure, (axes,)):
         for y, row in enumerate(rows):
-            labels = ("last pass rate of a seed", "asymptote A, 95 %") if y == 0 else (None, None)
+            labels = (None, None) if y else ("last pass rate of a seed", "asymptote A, 95 %")
             axes.plot(row.final, [y] * len(row.final), "o", color=BLUE, alpha=0.75, label=labels[0])
             if row.fit is not None:
                 axes.plot(row.fit.A_interval, [y + 0.22] * 2, color=ORANGE, linewidth=2, label=labels[1])
                 axes.plot([row.fit.A], [y + 0.22], "|", color=ORANGE, markersize=9)
         axes.axvline(rows[0].final.mean(), color=GREY, linewidth=0.8, linestyle=":")
         axes.set_yticks(range(len(rows)), [row.variant for row in rows])
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_xlabel("held-out pass rate")
+        axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel="held-out pass rate")
         axes.grid(axis="y", visible=False)
         figure.legend(loc="outside lower center", ncol=2)
         save(figure, path, dpi=140)
 
 
-def _curve(axes: Axes, row: VariantResult, color: str, label: str) -> None:
+def _curve(axes: Axes, row: VariantResult, color: str) -> None:
     for run in row.runs:
         hours, rates = [p.compute_hours for p in run], [p.pass_rate for p in run]
         axes.plot(hours, rates, "o", color=color, markersize=3, alpha=0.5, markeredgewidth=0)
     if row.fit is not None:
         line = np.linspace(*row.fit.window, CURVE_POINTS)
-        axes.plot(line, row.fit(line), color=color, label=label)
+        axes.plot(line, row.fit(line), color=color)

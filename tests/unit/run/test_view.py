@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from megarl.core.base.rundir import RunDir, append_jsonl
+from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl
 from megarl.core.recipe import Recipe
-from megarl.lab.scaling.outlook import Outlook
 from megarl.run.observe import Observer, last_lines, log_of
 from megarl.run.restart import Role
 from megarl.run.view import Frame, RoleView, clock, line, phase, render, sparkline, warnings
@@ -196,9 +195,9 @@ def test_outlook(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     """What the run will reach, and that it may as well stop, once there is a fit."""
     rundir = write_run(41)
     assert "predicted" not in text(frame(recipe, rundir))
-    found = Outlook(12.0, 0.91, 0.9, 0.88, 0.92, 0.012, 0.001, 0.004, True)
+    found = dict(zip(FORECAST, (12.0, 0.91, 0.9, 0.88, 0.92, 0.012, 0.001, 0.004, 1.0), strict=True))
     counts = {"n_prompts": 100, "samples": 4, "compute_hours": 1.0, "compute_unit": "gpu"}
-    append_jsonl(rundir.eval, {"step": 41, "pass_rate": 0.87} | counts | found.row())
+    append_jsonl(rundir.eval, {"step": 41, "pass_rate": 0.87} | counts | found)
     page = text(frame(recipe, rundir))
     assert "0.900 (0.880–0.920) at the end · ceiling 0.910 · +0.012 in 1,000 GPU h" in page
     assert "may as well stop" in " ".join(page.split())

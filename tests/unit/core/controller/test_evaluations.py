@@ -29,7 +29,7 @@ from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Completion
 from megarl.core.server.membership import Membership
 from megarl.lab.evaluation.suites import questions_of
-from megarl.lab.scaling.outlook import forecast
+from megarl.lab.scaling.extrapolate import forecast
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 
 MADE = character_tokenizer()

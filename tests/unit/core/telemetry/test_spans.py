@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.telemetry.spans import UNRECORDED, Spans
-from megarl.lab.report.spans import read
+from megarl.lab.report.trace import read
 
 
 def test_what_is_written_is_read_in_the_order_of_time(tmp_path: Path) -> None:

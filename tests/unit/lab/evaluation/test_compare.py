@@ -11,8 +11,16 @@ import pytest
 from megarl.cli import main as cli
 from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir
-from megarl.lab.evaluation.compare import Quantity, compare, main, paired_difference, read_side
-from megarl.lab.evaluation.comparison_page import SHORTEST, shortened, write_comparison
+from megarl.lab.evaluation.compare import (
+    SHORTEST,
+    Quantity,
+    compare,
+    main,
+    paired_difference,
+    read_side,
+    shortened,
+    write_comparison,
+)
 from megarl.lab.report import pictures
 from tests.pages import Resources, asks_the_network
 
@@ -205,7 +213,7 @@ def test_half_a_surrogate_pair_does_not_keep_a_page_from_being_written(tmp_path:
 
 
 def test_too_much_text_is_cut_in_the_middle_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.lab.evaluation.comparison_page.LARGEST", 10_000)
+    monkeypatch.setattr("megarl.lab.evaluation.compare.LARGEST", 10_000)
     long = "begin" + "x" * 9000 + "end"
     a, b = (write(tmp_path / side, [answer("1", True, completion=long), answer("2", True)], side) for side in "ab")
     assert write_comparison(compared(a, b), tmp_path / "page.html") == 10_000 // 4
@@ -220,7 +228,7 @@ def test_too_much_text_is_cut_in_the_middle_and_that_is_said(tmp_path: Path, mon
 def test_a_completion_keeps_some_characters_however_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.lab.evaluation.comparison_page.LARGEST", 10)
+    monkeypatch.setattr("megarl.lab.evaluation.compare.LARGEST", 10)
     a, b = (write(tmp_path / side, [answer("1", True, completion="x" * 5000)], side) for side in "ab")
     assert write_comparison(compared(a, b), tmp_path / "page.html") == SHORTEST
 

@@ -110,9 +110,9 @@ def test_rows_that_cannot_be_asked_are_left_out_and_named(tmp_path: Path, caplog
     rows = [ARC, ARC, ARC | {"id": "other"}, ARC | {"answerKey": "X"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "no JSON\n")
     with caplog.at_level(logging.WARNING):
-        found = load_questions(str(path), "arc")
-    assert [question.id for question in found.questions] == ["Mercury_7175875", "other"]
-    assert found.left_out == {"not of the schema": 2, "the id of an earlier one": 1}
+        questions, left_out = load_questions(str(path), "arc")
+    assert [question.id for question in questions] == ["Mercury_7175875", "other"]
+    assert left_out == {"not of the schema": 2, "the id of an earlier one": 1}
     for said in ("3 rows left out", ":2: the id 'Mercury_7175875' again", ":4: the answerKey 'X'", ":5: "):
         assert said in caplog.text
     with pytest.raises(MegarlError, match="no question of the schema 'hellaswag'"):

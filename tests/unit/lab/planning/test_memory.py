@@ -9,8 +9,8 @@ import pytest
 from megarl.core.base import architecture
 from megarl.core.learner.head import function
 from megarl.core.recipe import Recipe, load
-from megarl.lab.planning import formulas, memory
-from megarl.lab.planning.hardware import GB, assumed, gpu_named
+from megarl.lab.planning import memory
+from megarl.lab.planning.hardware import GB, gpu_named
 
 EIGHT, SCOUT = architecture.read("llama-3.1-8b"), architecture.read("llama-4-scout")
 
@@ -21,26 +21,26 @@ def recipe(name: str = "scalerl-8b", **keys: Any) -> Recipe:
 
 def test_mixed_precision_adam_is_16_bytes_a_parameter_and_one_more_for_fp32_gradients() -> None:
     """ZeRO's 16 bytes have bf16 gradients (2 + 2 + 12); megarl's are FP32 (2 + 4 + 12). Megatron's guide: 6 + 12 / d."""
-    assert formulas.state_bytes(1, formulas.HALF, 1) == 18
-    assert formulas.state_bytes(1, formulas.HALF, 8) == 6 + 12 / 8
-    assert formulas.state_bytes(1, formulas.FP32, 1) == 16
-    assert formulas.state_bytes(1, formulas.FP32, 4) == 8 + 8 / 4
+    assert memory.state_bytes(1, memory.HALF, 1) == 18
+    assert memory.state_bytes(1, memory.HALF, 8) == 6 + 12 / 8
+    assert memory.state_bytes(1, memory.FP32, 1) == 16
+    assert memory.state_bytes(1, memory.FP32, 4) == 8 + 8 / 4
 
 
 def test_weights_of_servers_are_the_published_footprints() -> None:
     """Llama 3.1 8B: 16 GB of bf16. Scout: 218 GB with its vision tower; not on two of 80 GB."""
     h100 = gpu_named("h100")
-    assert memory.server(recipe(), EIGHT, h100, assumed()).weights == pytest.approx(16.06 * GB, rel=1e-3)
-    on_four = memory.server(recipe("scalerl-17bx16"), SCOUT, h100, assumed())
+    assert memory.server(recipe(), EIGHT, h100).weights == pytest.approx(16.06 * GB, rel=1e-3)
+    on_four = memory.server(recipe("scalerl-17bx16"), SCOUT, h100)
     assert on_four.weights == pytest.approx(218 * GB / 4, rel=0.02)
-    on_two = memory.server(recipe("scalerl-17bx16", resources__server_tensor_parallel=2), SCOUT, h100, assumed())
+    on_two = memory.server(recipe("scalerl-17bx16", resources__server_tensor_parallel=2), SCOUT, h100)
     assert on_two.kv_tokens == 0
 
 
 def test_kv_of_llama_3_1_8b_is_128_kib_a_token() -> None:
     """2 x 32 layers x 8 groups x 128 x 2 bytes; 8 GPUs a server divide it, 16 hold copies."""
-    assert formulas.kv_bytes(EIGHT, 1, 2) == 128 * 1024
-    assert formulas.kv_bytes(EIGHT, 8, 2) == formulas.kv_bytes(EIGHT, 16, 2) == 16 * 1024
+    assert memory.kv_bytes(EIGHT, 1, 2) == 128 * 1024
+    assert memory.kv_bytes(EIGHT, 8, 2) == memory.kv_bytes(EIGHT, 16, 2) == 16 * 1024
 
 
 def test_activations_of_a_gpt_are_those_of_the_paper() -> None:
@@ -49,10 +49,10 @@ def test_activations_of_a_gpt_are_those_of_the_paper() -> None:
     (16 of the 34), and with both ends of a norm kept: what is left must agree."""
     h = 12288
     shape = replace(EIGHT, hidden=h, heads=96, groups=96, feed_forward=4 * h)
-    ours = formulas.replicated_activation_bytes(shape, 2, 2) + formulas.attention_activation_bytes(shape, 2, 2)
+    ours = memory.replicated_activation_bytes(shape, 2, 2) + memory.attention_activation_bytes(shape, 2, 2)
     paper = (4 + 2 + 2) * h + (2 + 2 + 2 + 2) * h  # norms' inputs and outputs; q, k, v and attention's output
     assert ours == paper + 4 * 96
-    assert formulas.mlp_activation_bytes(4 * h, 2, 2) == 24 * h  # gate, up, product; a GELU MLP keeps 8 h + 8 h
+    assert memory.mlp_activation_bytes(4 * h, 2, 2) == 24 * h  # gate, up, product; a GELU MLP keeps 8 h + 8 h
 
 
 def test_fp8_halves_what_linear_maps_keep_and_adds_two_copies_of_the_layers() -> None:
@@ -80,20 +80,20 @@ def test_parallelism_divides_what_it_should() -> None:
 def test_without_sequence_parallelism_norms_are_held_by_every_rank() -> None:
     with_it = memory.learner(recipe(), EIGHT, 1000, 8).activations
     without = memory.learner(recipe(model__sequence_parallel=False), EIGHT, 1000, 8).activations
-    assert without - with_it == pytest.approx(32 * 1000 * formulas.replicated_activation_bytes(EIGHT, 2, 2) * 3 / 4)
+    assert without - with_it == pytest.approx(32 * 1000 * memory.replicated_activation_bytes(EIGHT, 2, 2) * 3 / 4)
 
 
 def test_the_first_stage_of_a_pipeline_has_as_much_in_flight_as_a_single_one() -> None:
     """arXiv 2205.05198, 4.2.3: p micro-batches of L / p layers."""
-    assert formulas.in_flight(4, 1, 100) / 4 == 1
-    assert formulas.in_flight(4, 1, 2) == 2  # no more than there are
-    assert formulas.in_flight(4, 2, 100) / 4 == 1 + 3 / 8
+    assert memory.in_flight(4, 1, 100) / 4 == 1
+    assert memory.in_flight(4, 1, 2) == 2  # no more than there are
+    assert memory.in_flight(4, 2, 100) / 4 == 1 + 3 / 8
 
 
 def test_the_head_holds_a_chunk_and_no_logits() -> None:
     """0.20 GB of chunk, 0.40 of hidden states' gradients, 1.05 of zeros; all logits would be 8.4 GB, several times over."""
-    assert math.prod(function.CHUNK) == formulas.HEAD_CHUNK
-    assert formulas.head_bytes(16384, EIGHT.vocabulary, EIGHT.hidden, 1, 2) == pytest.approx(1.65 * GB, rel=0.01)
+    assert math.prod(function.CHUNK) == memory.HEAD_CHUNK
+    assert memory.head_bytes(16384, EIGHT.vocabulary, EIGHT.hidden, 1, 2) == pytest.approx(1.65 * GB, rel=0.01)
 
 
 def test_experts_are_divided_by_expert_parallelism_and_their_optimiser_by_what_is_left() -> None:
@@ -106,7 +106,7 @@ def test_experts_are_divided_by_expert_parallelism_and_their_optimiser_by_what_i
 
 def test_the_shipped_recipes_fit_their_papers_gpus() -> None:
     """gb200: 186 GB (arXiv 2510.13786 ran on 80 of them)."""
-    room = assumed().usable(gpu_named("gb200"))
+    room = gpu_named("gb200").usable
     assert memory.learner(recipe(), EIGHT, 16384, 8).total < room
     assert memory.learner(recipe("scalerl-17bx16"), SCOUT, 16384, 8).total < room
 

@@ -14,8 +14,8 @@ from megarl.core.algorithm.packing import cost_of
 from megarl.core.base import architecture
 from megarl.core.recipe import load
 from megarl.core.recipe.rules import impossible, impossible_for
-from megarl.lab.planning import scenario, show, speed
-from megarl.lab.planning.hardware import Assumed, assumed, gpu_named
+from megarl.lab.planning import show, simulate, speed
+from megarl.lab.planning.hardware import ASSUMED, gpu_named
 from megarl.lab.planning.layouts import Plan, PlanningProblem, as_written, search
 from megarl.lab.planning.speed import Decoder
 from megarl.lab.planning.workload import lognormal, workload
@@ -24,7 +24,7 @@ from megarl.lab.planning.workload import lognormal, workload
 def problem(name: str, config: str, gpu: str, gpus: int = 80, mean: float = 8000, *overrides: str) -> PlanningProblem:
     recipe = load(name, overrides)
     work = workload(recipe, lognormal(recipe, mean, 0.5), 1.0, 0)
-    return PlanningProblem(recipe, architecture.read(config), gpu_named(gpu), assumed(), gpus, work)
+    return PlanningProblem(recipe, architecture.read(config), gpu_named(gpu), gpus, work)
 
 
 def written(asked: PlanningProblem) -> Plan:
@@ -135,7 +135,7 @@ def test_every_plan_obeys_the_rules_and_fits(name: str, config: str, gpu: str) -
     asked = problem(name, config, gpu)
     found = search(asked)
     assert found.plans
-    room = asked.assumed.usable(asked.gpu)
+    room = asked.gpu.usable
     for plan in found.plans:
         r = plan.recipe.resources
         assert r.servers * r.server_tensor_parallel + r.learner_ranks == 80
@@ -163,12 +163,12 @@ def test_the_papers_runs_took_up_to_eleven_times_what_is_planned(name: str) -> N
     assert 0.8 < hours / plan.gpu_hours_per_1000_steps < 11
 
 
-def decoder(config: str, gpu: str = "h100", ranks: int = 1, given: Assumed | None = None, **model: Any) -> Decoder:
+def decoder(config: str, gpu: str = "h100", ranks: int = 1, **model: Any) -> Decoder:
     recipe = load(
         "scalerl-8b", [f"resources.server_tensor_parallel={ranks}", *(f"model.{k}={v}" for k, v in model.items())]
     )
     shape = architecture.read(config)
-    return Decoder(recipe, shape, gpu_named(gpu), given or assumed(), 131072 / ranks)
+    return Decoder(recipe, shape, gpu_named(gpu), 131072 / ranks)
 
 
 def test_one_request_is_limited_by_reading_the_weights() -> None:
@@ -194,7 +194,7 @@ def test_training_time_is_flop_over_rate_where_nothing_is_communicated() -> None
     layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
     recipe, shape, gpu = load("scalerl-8b", layout), architecture.read("llama-3.1-8b"), gpu_named("h100")
     packed = speed.packing([1000] * 160, 16384, 1, cost_of(shape))
-    found = speed.train_seconds(recipe, shape, packed, gpu, assumed())
+    found = speed.train_seconds(recipe, shape, packed, gpu)
     tokens = 160_000
     matrices = (6 * (shape.parameters - shape.embedding_parameters) + 2 * shape.embedding_parameters) * tokens
     attention = 3 * 4 * 32 * 4096 * 500 * tokens
@@ -208,7 +208,7 @@ def test_recomputation_is_a_further_forward_pass_of_the_layers() -> None:
     shape, gpu = architecture.read("llama-3.1-8b"), gpu_named("h100")
     packed = speed.packing([1000] * 160, 16384, 1, cost_of(shape))
     none, selective, full = (
-        speed.train_seconds(load("scalerl-8b", [*layout, f"learner.recompute={what}"]), shape, packed, gpu, assumed())
+        speed.train_seconds(load("scalerl-8b", [*layout, f"learner.recompute={what}"]), shape, packed, gpu)
         for what in ("none", "selective", "full")
     )
     forward = 160_000 * (2 * shape.body_parameters + 4 * 32 * 4096 * 500)
@@ -223,11 +223,11 @@ def test_fp8_quickens_the_linear_maps_and_nothing_else() -> None:
     shape, gpu = architecture.read("llama-3.1-8b"), gpu_named("h100")
     packed = speed.packing([1000] * 160, 16384, 1, cost_of(shape))
     bf16, fp8 = (
-        speed.train_seconds(load("scalerl-8b", [*layout, f"model.fp8={x}"]), shape, packed, gpu, assumed())
+        speed.train_seconds(load("scalerl-8b", [*layout, f"model.fp8={x}"]), shape, packed, gpu)
         for x in ("none", "blockwise")
     )
     flop = 160_000 * 6 * shape.body_parameters
-    rate = 1979e12 * assumed().fp8_efficiency
+    rate = 1979e12 * ASSUMED.fp8_efficiency
     assert bf16 - fp8 == pytest.approx(flop / (989e12 * 0.5) - flop / rate)
 
 
@@ -242,9 +242,7 @@ def test_an_offloaded_optimiser_is_as_slow_as_the_host() -> None:
     shape, gpu = architecture.read("llama-3.1-8b"), gpu_named("h100")
     packed = speed.packing([1000], 16384, 1, cost_of(shape))
     here, there = (
-        speed.train_seconds(
-            load("scalerl-8b", [*layout, f"learner.optimizer_offload={x}"]), shape, packed, gpu, assumed()
-        )
+        speed.train_seconds(load("scalerl-8b", [*layout, f"learner.optimizer_offload={x}"]), shape, packed, gpu)
         for x in (0.0, 1.0)
     )
     expected = shape.parameters * (8 / (64e9 * 0.8) + 30 / 40e9 - 30 / (3350e9 * 0.75))
@@ -258,7 +256,7 @@ def test_auto_plans_with_the_largest_micro_batch_that_fits() -> None:
     less = written(problem("scalerl-8b", "llama-3.1-8b", "gb200", 80, 8000, *keys))
     longest = plain.recipe.length.context_tokens
     assert longest <= plain.recipe.learner.microbatch_tokens < less.recipe.learner.microbatch_tokens
-    room = assumed().usable(gpu_named("gb200"))
+    room = gpu_named("gb200").usable
     assert plain.learner.total <= room
     assert less.learner.total <= room
 
@@ -268,7 +266,7 @@ def test_estimate_and_simulation_agree() -> None:
     small = ("batch.prompts=16", "resources.servers=6", "resources.learner_ranks=8", "pipeline.k=4")
     asked = problem("scalerl-8b", "llama-3.1-8b", "h100", 14, 3000, *small)
     plan = written(asked)
-    result = scenario.run(asked, plan, 20).summary
+    result = simulate.simulated(asked, plan, 20).summary
     assert result.tokens_per_second == pytest.approx(plan.tokens_per_second, rel=0.15)
 
 

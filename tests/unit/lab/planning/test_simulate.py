@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.recipe import Recipe, from_tree
-from megarl.lab.planning.simulate import Costs, Scenario, SimulatedStep, simulate, summary
+from megarl.lab.planning.simulate import Costs, SimulatedStep, simulate, summary
 from megarl.lab.planning.workload import Lengths, LogNormal, workload
 
 
@@ -59,7 +59,7 @@ def run(
         parity=parity,
         limit=limit,
     )
-    return simulate(Scenario(made, workload(made, lengths, share, seed), costs, steps, seed, evaluate))
+    return simulate(made, workload(made, lengths, share, seed), costs, steps, seed, evaluate)
 
 
 def seconds(steps: Sequence[SimulatedStep]) -> float:
@@ -123,7 +123,7 @@ def test_the_longest_rollout_of_a_batch_is_waited_for() -> None:
     costs = Costs(lambda running, held: 0.01, lambda sequences: 1.0, 0.0, 0.0, 1000)
     lengths = Listed(first + second + [1] * 1000)
     work = workload(recipe(k=0), Constant(1), 1.0, 0)
-    steps = simulate(Scenario(recipe(k=0), replace(work, lengths=lengths), costs, 2))
+    steps = simulate(recipe(k=0), replace(work, lengths=lengths), costs, 2)
     assert steps[0].ended == pytest.approx(7.0 + 1.0)
     assert steps[1].ended - steps[0].ended == pytest.approx(4.0 + 1.0)
 

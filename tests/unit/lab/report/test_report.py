@@ -21,7 +21,7 @@ from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted, Finished
 from megarl.core.recipe import Recipe, from_tree
 from megarl.lab.report import charts, report
-from megarl.lab.scaling.outlook import outlook
+from megarl.lab.scaling.extrapolate import forecast
 from megarl.run import summary, view
 from megarl.run.observe import Observer
 from tests.summaries import WORDS, recomputed
@@ -259,10 +259,9 @@ def test_report_with_a_fit(recipe: Recipe, write_run: Callable[[int], RunDir]) -
     rows = [{"step": 0, "compute_hours": 0.0, "pass_rate": 0.2}]
     rows += [{"step": n, "compute_hours": n / 10, "pass_rate": 0.2 + 0.6 / (1 + (5 / n) ** 2)} for n in range(1, 21)]
     rows = [row | {"compute_unit": "core", "n_prompts": 100, "samples": 4} for row in rows]
-    found = outlook(rows, [], steps=40)
-    assert found is not None
+    found = forecast(rows, [], steps=40)
     rundir.eval.unlink()
-    for row in [*rows[:-1], rows[-1] | found.row()]:
+    for row in [*rows[:-1], rows[-1] | found]:
         append_jsonl(rundir.eval, row)
     report.write_report(rundir)
     page = rundir.report.read_text()

@@ -12,8 +12,8 @@ from scipy import optimize, stats
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.fit import fit
+from megarl.lab.scaling.least_squares import student_t
 from megarl.lab.scaling.points import Curve
-from megarl.lab.scaling.profile import student_t
 from megarl.lab.scaling.published import Law, published, synthetic
 from tests.unit.lab.scaling.curves import HOURS, exact, law, noisy
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megarl.core.evaluation.forecast import enough, words
-from megarl.lab.scaling.outlook import outlook
+from megarl.lab.scaling.extrapolate import forecast
 
 A, B, C_MID, R_0 = 0.61, 1.92, 2542.0, 0.3
 
@@ -27,26 +27,22 @@ def rows(count: int, hours_each: float, steps_each: int = 100, noise: float = 0.
 
 def test_known_curve() -> None:
     """20 evaluations to 8,000 hours, of a run that is half done."""
-    found = outlook(rows(20, 400.0), [], steps=4000)
-    assert found is not None
-    assert found.hours == 16_000
-    assert found.final == pytest.approx(rate(16_000), abs=2e-3)
-    assert found.low <= rate(16_000) <= found.high
-    assert found.asymptote == pytest.approx(A, abs=2e-3)
-    assert found.gain == pytest.approx(rate(9_000) - rate(8_000), abs=1e-3)
-    assert found.next_gain == pytest.approx(rate(9_600) - rate(8_000), abs=1e-3)
-    assert found.noise == pytest.approx((rate(8_000) * (1 - rate(8_000)) / 16_000) ** 0.5)
-    assert found.settled
-    assert not found.enough  # a tenth more brings more than 0.004
+    found = forecast(rows(20, 400.0), [], steps=4000)
+    assert found["predicted_hours"] == 16_000
+    assert found["predicted_final"] == pytest.approx(rate(16_000), abs=2e-3)
+    assert found["predicted_final_low"] <= rate(16_000) <= found["predicted_final_high"]
+    assert found["predicted_asymptote"] == pytest.approx(A, abs=2e-3)
+    assert found["predicted_gain"] == pytest.approx(rate(9_000) - rate(8_000), abs=1e-3)
+    assert found["predicted_next_gain"] == pytest.approx(rate(9_600) - rate(8_000), abs=1e-3)
+    assert found["evaluation_noise"] == pytest.approx((rate(8_000) * (1 - rate(8_000)) / 16_000) ** 0.5)
+    assert not found["enough"]  # a tenth more brings more than 0.004
 
 
 def test_enough_at_the_asymptote() -> None:
-    found = outlook(rows(60, 1000.0), [], steps=6000)
-    assert found is not None
-    assert found.next_gain < found.noise
-    assert found.enough
-    row = rows(60, 1000.0)[-1] | found.row()
-    assert row["enough"] == 1.0
+    found = forecast(rows(60, 1000.0), [], steps=6000)
+    assert found["predicted_next_gain"] < found["evaluation_noise"]
+    assert found["enough"] == 1.0
+    row = rows(60, 1000.0)[-1] | found
     assert "predicted to bring 0.000" in enough(row)
     assert words(row).endswith("in 1,000 GPU h")
     assert words(rows(1, 1.0)[0]) == ""
@@ -54,13 +50,13 @@ def test_enough_at_the_asymptote() -> None:
 
 def test_never_enough_before_the_midpoint() -> None:
     """However flat the first points look."""
-    found = outlook(rows(9, 100.0, noise=0.004), [], steps=100_000)
-    assert found is None or not found.enough
+    found = forecast(rows(9, 100.0, noise=0.004), [], steps=100_000)
+    assert not found.get("enough")
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_too_few_points(count: int) -> None:
-    assert outlook(rows(count, 400.0), [], steps=4000) is None
+    assert forecast(rows(count, 400.0), [], steps=4000) == {}
 
 
 def test_of_a_task() -> None:
@@ -69,9 +65,7 @@ def test_of_a_task() -> None:
         row | {"pass_rate": 0.5, "n_prompts": 1500} | {f"{key}/code": row[key] for key in ("pass_rate", "n_prompts")}
         for row in rows(20, 400.0)
     ]
-    found, alone = outlook(of_task, [], 4000, "pass_rate/code"), outlook(rows(20, 400.0), [], 4000)
-    assert found is not None
-    assert alone is not None
-    assert found.row() == alone.row() | {"predicted_score": "pass_rate/code"}
-    assert words(of_task[-1] | found.row()).startswith("code 0.601 (")
-    assert outlook(of_task, [], 4000) is None, "a constant, which is what the others make of it, has no curve"
+    found, alone = forecast(of_task, [], 4000, "pass_rate/code"), forecast(rows(20, 400.0), [], 4000)
+    assert found == alone | {"predicted_score": "pass_rate/code"}
+    assert words(of_task[-1] | found).startswith("code 0.601 (")
+    assert forecast(of_task, [], 4000) == {}, "a constant, which is what the others make of it, has no curve"

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.fit import fit
-from megarl.lab.scaling.plot import Series, plot_efficiency, plot_fits, write_page
+from megarl.lab.scaling.plot import Series, plot_efficiency, plot_fits
 from megarl.lab.scaling.points import Curve
 from megarl.lab.scaling.published import law_named
 from tests.pages import Resources, asks_the_network
@@ -26,7 +26,7 @@ def series() -> Series:
 
 
 def test_png_and_svg(series: Series, tmp_path: Path) -> None:
-    png, svg = plot_fits(series, tmp_path / "run.v1", title="Two runs", laws=[law_named("scalerl-8b")])
+    png, svg, _ = plot_fits(series, tmp_path / "run.v1", title="Two runs", laws=[law_named("scalerl-8b")])
     assert png.name == "run.v1.png"
     assert png.read_bytes().startswith(b"\x89PNG")
     text = svg.read_text()
@@ -42,8 +42,7 @@ def test_efficiency(series: Series, tmp_path: Path) -> None:
 
 
 def test_page_opens_offline(series: Series, tmp_path: Path) -> None:
-    path = write_page(series, tmp_path / "page", laws=[law_named("scalerl-8b")])
-    text = path.read_text()
+    text = plot_fits(series, tmp_path / "page", laws=[law_named("scalerl-8b")])[2].read_text()
     page = Resources(text)
     assert (page.found, len(page.scripts)) == ([], 1)
     assert not asks_the_network(text)

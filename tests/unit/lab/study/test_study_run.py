@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megarl.lab.study import run as running
+from megarl.lab.study import main as running
 from megarl.lab.study.main import side_by_side
 from megarl.lab.study.plan import Study, prepare
 
