@@ -71,7 +71,7 @@ def start(recipe: Recipe) -> Trainer:
 
 
 def step(trainer: Trainer, sequences: list[TrainSequence]) -> tuple[float, dict[str, torch.Tensor]]:
-    metrics = trainer.forward_backward(sequences)
+    metrics = trainer.policy.forward_backward(sequences)
     return metrics["loss"], full_gradients(trainer.policy)
 
 

@@ -118,7 +118,7 @@ class Checkpoints:
         everywhere(lambda: loaded.update(checkpoint.load(path, _state(trainer, is_loading=True))))
         _restore(trainer.policy, loaded)
         if trainer.critic:
-            _restore(trainer.critic.network, loaded["critic"])
+            _restore(trainer.critic, loaded["critic"])
         trainer.moments = Moments(**loaded["moments"])
         for name in COUNTS:
             setattr(trainer, name, loaded.get(name, 0))  # early checkpoints lack the last one
@@ -128,7 +128,7 @@ def _state(trainer: Trainer, is_loading: bool) -> StateDict:
     """Return the trainer's whole state. The critic's tensors are named `critic.` and then as the policy's are."""
     state = _network_state(trainer.policy, is_loading)
     if trainer.critic:
-        state["critic"] = _network_state(trainer.critic.network, is_loading)
+        state["critic"] = _network_state(trainer.critic, is_loading)
         add_prefix_for_sharding(state["critic"], checkpoint.CRITIC)
     return state | {name: getattr(trainer, name) for name in COUNTS} | {"moments": asdict(trainer.moments)}
 

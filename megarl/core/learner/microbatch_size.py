@@ -117,7 +117,7 @@ def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
 
 
 def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) -> int:
-    networks = [trainee.network for trainee in trainer.trainees]
+    networks = trainer.trained
     layout = trainer.policy.layout
     # A pipeline of few micro-batches waits more than large ones save.
     share = layout.data_parallel * (4 * layout.pipeline_parallel if layout.pipeline_parallel > 1 else 1)
@@ -130,8 +130,8 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
         sequences = _full(trainer, tokens, longest)
 
         def trial() -> None:
-            for trainee in trainer.trainees:
-                trainee.forward_backward(sequences)
+            for network in networks:
+                network.forward_backward(sequences)
 
         try:
             used = memory(trial)

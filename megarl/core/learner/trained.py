@@ -1,4 +1,4 @@
-"""A network that learns: gradients of a loss over many sequences, and the step of AdamW that they make.
+"""A network that learns: gradients of its loss over many sequences, and the step of AdamW that they make.
 
     sequences ──► forward_backward: sum of weight * token loss ──► gradient_norm ──finite?──┬─yes─► update
                                                                                             └─no──► offenders: whose was not
@@ -7,7 +7,8 @@ All methods are collective: every rank calls them with the same sequences.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +27,17 @@ from megarl.core.learner.optimizer import with_optimizer
 from megarl.core.models import Family
 from megarl.core.recipe import Optimizer, Recipe
 
-type MicroLoss[Output] = Callable[[MicroBatch, Output], tuple[Tensor, dict[str, Tensor]]]
-"""Returns, for a micro-batch and its head's output, the loss [n] with gradient and metrics [n] without. Metrics whose names end
-in `_max` are reduced by maximum, all others by the mean over trained tokens."""
-
 
 class TrainedNetwork(Network):
-    """A network with gradients and an optimiser. `loss_scale` is None unless the model is fp16."""
+    """A network with gradients and an optimiser; subclasses say what it learns. `loss_scale` is None unless the model is fp16.
+
+    head, loss: go from hidden states to the loss [n] with gradient and metrics [n] without, called `metric_names`; those that
+    end in `_max` are reduced by maximum, all others by the mean over trained tokens. prefix: of metrics that any network has.
+    """
+
+    head: Head[Any]
+    metric_names: Sequence[str]
+    prefix, loss_name = "", "loss"
 
     def __init__(
         self, chunks: list[GPTModel], family: Family, settings: Optimizer, recipe: Recipe, offload: float = 0.0
@@ -44,23 +49,24 @@ class TrainedNetwork(Network):
         self._offload = offload
         self._nonfinite: list[tuple[Sequence[int], Tensor, Tensor]] = []
 
-    def forward_backward[Output](
-        self, sequences: Sequence[TrainSequence], head: Head[Output], loss: MicroLoss[Output], names: Sequence[str]
-    ) -> dict[str, float]:
-        """Compute the loss's gradients, reduced over ranks, into the chunks' buffers; return its metrics, called `names`."""
+    def loss(self, micro: MicroBatch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        raise NotImplementedError
+
+    def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """Compute the loss's gradients, reduced over ranks, into the chunks' buffers; return its metrics."""
         self.clear()
         steps = self.plan(sequences)
         if self.expert_load:
             self.expert_load.begin(sum(len(s) for s in sequences))
-        sums = torch.zeros(2 + len(names), device=self.device)
+        sums = torch.zeros(2 + len(self.metric_names), device=self.device)
         maxima = torch.full_like(sums, -math.inf)
         self._nonfinite = []
 
-        def summed(members: Sequence[int], micro: MicroBatch, output: Output) -> Tensor:
-            losses, metrics = loss(micro, output)
+        def summed(members: Sequence[int], micro: MicroBatch, output: Any) -> Tensor:
+            losses, metrics = self.loss(micro, output)
             total = (losses * micro.weight).sum()
             with torch.no_grad():
-                rows = torch.stack([micro.counted, *(metrics[name] for name in names)])
+                rows = torch.stack([micro.counted, *(metrics[name] for name in self.metric_names)])
                 counted = micro.counted > 0
                 self._nonfinite.append((members, micro.here, counted & ~torch.isfinite(losses)))  # no step waits for it
                 sums[0] += total
@@ -68,10 +74,19 @@ class TrainedNetwork(Network):
                 maxima[1:] = torch.maximum(maxima[1:], torch.where(counted, rows, -math.inf).amax(-1))
             return total
 
-        self.run(self.ddp, sequences, steps, head, summed, forward_only=False)
+        self.run(self.ddp, sequences, steps, self.head, summed, forward_only=False)
         sizes = {"microbatches": float(len(steps.members[0])), "sequences": float(len(sequences))}
         balance = self.expert_load.metrics() if self.expert_load else {}
-        return _reduced(sums, maxima, names) | sizes | balance
+        return _reduced(sums, maxima, self.metric_names) | sizes | balance
+
+    def broken(self, metrics: dict[str, float]) -> bool:
+        """Whether the loss is not finite, or the gradient is not and no lower loss scale could change that."""
+        lowest = self.loss_scale is None or self.loss_scale.exhausted
+        return not math.isfinite(metrics[self.loss_name]) or (lowest and not math.isfinite(metrics[self.norm_name]))
+
+    @property
+    def norm_name(self) -> str:
+        return f"{self.prefix}grad_norm"
 
     def offenders(self, sequences: Sequence[TrainSequence]) -> list[dict[str, int | str]]:
         """Return ticket and sample of the rollouts that had a token without a finite loss in the latest pass (`cause: loss`).
