@@ -17,18 +17,18 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
 from megarl.core.algorithm.advantages import Moments
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.ranks import from_rank_0
+from megarl.core.base.ranks import from_rank_0, gathered
 from megarl.core.base.rundir import step_folder
 from megarl.core.learner.network import out_of_memory_named
 from megarl.core.learner.trained import TrainedNetwork
@@ -50,8 +50,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, trainer: Trainer, hf_source: Path) -> None:
         self.folder, self.keep, self.trainer, self.hf_source = folder, keep, trainer, hf_source
-        self._calls = _ThreadCalls()
-        self._writing = folder  # the latest that was begun
+        self._writing: tuple[Path, threading.Thread, list[Callable[[], None]]] | None = None
 
     def save(self) -> None:
         """Begin to write the state as it is now, unless it is on disk already. Wait for an earlier write first."""
@@ -63,17 +62,32 @@ class Checkpoints:
         begin = time.monotonic()
         model, critic = trainer.recipe.model.model_dump(mode="json"), trainer.critic is not None
         meta = checkpoint.Meta(step=step, version=step, hf_source=str(self.hf_source), model=model, critic=critic)
-        self._writing = path
         with out_of_memory_named("learner.optimizer_offload", "gathering the optimiser for a checkpoint; set it"):
             state = _state(trainer, is_loading=False)
-        checkpoint.save(path, state, meta, self._calls)
+        request = checkpoint.begin(path, state, meta)
+        thread = threading.Thread()  # does nothing, on a rank that has nothing to write
+        if request.async_fn is not None:
+            rank, live, results = request.async_fn_args
+            arguments = (rank, _copied(live, request.preload_fn()), results)
+            thread = threading.Thread(target=request.async_fn, args=arguments, name="checkpoint")
+        thread.start()
+        self._writing = path, thread, request.finalize_fns
         log.info("checkpoint %s: the step stopped for %.2f s", path.name, time.monotonic() - begin)
 
     def poll(self, blocking: bool = False) -> None:
         """Complete a write that all ranks have finished. blocking: wait until they have."""
-        with checkpoint.whole_or_gone(self._writing):
-            completed = self._calls.maybe_finalize_async_calls(blocking=blocking)
-        if completed and dist.get_rank() == 0:
+        if self._writing is None:
+            return
+        path, thread, steps = self._writing
+        if blocking:
+            thread.join()
+        if any(gathered(thread.is_alive())):
+            return
+        self._writing = None
+        with checkpoint.whole_or_gone(path):
+            for step in steps:  # megatron's, which raise on all ranks what a thread met, then ours
+                step()
+        if dist.get_rank() == 0:
             checkpoint.prune(self.folder, self.keep)
 
     def finish(self) -> None:
@@ -163,36 +177,6 @@ def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
 
 class _WithoutCritic(MegarlError):
     """The checkpoint is complete but has no critic, and an older one would have none either."""
-
-
-class _ThreadCalls(AsyncCallsQueue):
-    """megatron's queue of unfinished writes, each in a thread of this process."""
-
-    def _get_async_caller(self) -> AsyncCaller:
-        return _ThreadCaller()
-
-
-class _ThreadCaller(AsyncCaller):
-    """One write. Errors come back through the results queue and are raised on all ranks when the write is completed."""
-
-    def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        self._thread = threading.Thread()  # does nothing, on a rank that has nothing to write
-        if async_req.async_fn is not None:
-            rank, live, results = async_req.async_fn_args
-            arguments = (rank, _copied(live, async_req.preload_fn()), results)
-            self._thread = threading.Thread(target=async_req.async_fn, args=arguments, name="checkpoint")
-        self._thread.start()
-
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        if blocking:
-            self._thread.join()
-        alive = int(self._thread.is_alive())
-        return not alive if no_dist else self.sync_all_async_calls(alive)
-
-    def close(self, abort: bool = False) -> None:
-        self._thread.join()
-
-    def __del__(self) -> None: ...
 
 
 type WriteBucket = tuple[str, str, tuple[list[object], list[tuple[object, Tensor]]]]

@@ -13,7 +13,7 @@ A layer's attention may also have what `LayerAttention` describes; Llama 4 uses 
     every fourth             no rotation ─► q times a temperature that grows with the position ─► attention to all before
 
 Queries and keys are rotated at their true positions before they meet, so attention within chunks is plain causal attention
-over shorter sequences: the packed row's boundaries are subdivided at multiples of the chunk (`within_chunks`).
+over shorter sequences: the packed row's boundaries are subdivided at multiples of the chunk.
 
 The kernels hold neither a mask nor all scores of a sequence:
 
@@ -88,12 +88,6 @@ class LayerAttention:
     chunk: int | None = None
     l2_epsilon: float | None = None
     temperature: tuple[int, float] | None = None
-
-
-def within_chunks(boundaries: Sequence[int], chunk: int) -> list[int]:
-    """Return the boundaries of sequences [boundaries[i], boundaries[i+1]) cut into parts of at most `chunk`."""
-    parts = [at for a, b in itertools.pairwise(boundaries) for at in range(a, b, chunk)]
-    return [*parts, boundaries[-1]]
 
 
 def positions_of(boundaries: Sequence[int]) -> Tensor:
@@ -221,9 +215,10 @@ class PaddedSegments:
         return output if self.pack is None else _Gather.apply(output, self.pack, self.unpack, self.padding)
 
 
-def attention_of(
-    boundaries: Sequence[int], chunk: int | None, cp_size: int, cp_rank: int, like: Tensor
-) -> Flash | PaddedSegments:
+type Kernels = Flash | PaddedSegments
+
+
+def attention_of(boundaries: Sequence[int], chunk: int | None, cp_size: int, cp_rank: int, like: Tensor) -> Kernels:
     """Return attention over sequences [boundaries[i], boundaries[i+1]) for this rank's queries, which are like `like`."""
     mine = segments(boundaries, chunk, cp_size, cp_rank)
     keys = None

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
@@ -108,12 +108,16 @@ def _named(chunks: Sequence[Module]) -> list[tuple[str, Module]]:
     return [(f"model{i}" if len(chunks) > 1 else "model", chunk) for i, chunk in enumerate(chunks)]
 
 
-def save(path: Path, state: ShardedStateDict, meta: Meta, queue: AsyncCallsQueue | None = None) -> None:
-    """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise MegarlError and nothing is left behind.
+def save(path: Path, state: ShardedStateDict, meta: Meta) -> None:
+    """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise MegarlError and nothing is left."""
+    request = begin(path, state, meta)
+    with whole_or_gone(path):
+        request.execute_sync()
+        dist.barrier()
 
-    With `queue` this returns once the state is copied; the checkpoint appears when a later queue.maybe_finalize_async_calls()
-    on all ranks finds it written.
-    """
+
+def begin(path: Path, state: ShardedStateDict, meta: Meta) -> AsyncRequest:
+    """Return megatron's request to write a checkpoint: each rank's part, then, on all ranks, what makes it appear at `path`."""
     partial = _partial(path)
 
     def start() -> None:
@@ -139,13 +143,9 @@ def save(path: Path, state: ShardedStateDict, meta: Meta, queue: AsyncCallsQueue
     filesystem_async._results_queue = queues.Queue()
     with whole_or_gone(path):
         request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
-        request = _with_checksums(request, own)
-        request.add_finalize_fn(finish)
-        if queue is None:
-            request.execute_sync()
-            dist.barrier()
-        else:
-            queue.schedule_async_request(request)
+    request = _with_checksums(request, own)
+    request.add_finalize_fn(finish)
+    return request
 
 
 def seal(path: Path, meta: Meta, files: Mapping[str, int]) -> None:
