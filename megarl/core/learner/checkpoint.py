@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import StateDict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
@@ -40,9 +40,6 @@ log = logging.getLogger(__name__)
 
 COUNTS = ("step", "skipped_steps", "skipped_in_row", "scaler_skipped_steps")
 """The trainer's attributes that a checkpoint keeps under their names."""
-
-type StateDict = dict[str, Any]
-"""A sharded state dict, nested as megatron nests it."""
 
 
 class Checkpoints:

@@ -39,7 +39,7 @@ from megarl.core.recipe import Recipe
 class CriticModel(TrainedNetwork):
     """`recipe.critic` on this rank. Every method is collective."""
 
-    prefix, loss_name = "critic_", "value_loss"
+    prefix, loss_name, norm_name = "critic_", "value_loss", "critic_grad_norm"
     metric_names = VALUE_METRICS
 
     def __init__(self, recipe: Recipe, policy: Family) -> None:
@@ -73,8 +73,7 @@ class CriticModel(TrainedNetwork):
 
 def selected_values(*, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **_: object) -> Tensor:
     """Act as GPTModel's `output_processor`: return the value [n] float32 before each trained token of a micro-batch."""
-    values: Tensor = output_layer(trained_positions(hidden_states, output_layer, context.at, in_parts=False))
-    return values
+    return output_layer(trained_positions(hidden_states, output_layer, context.at, in_parts=False))
 
 
 class ReferenceModel(Network):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megarl.core.algorithm.batch import PerToken, TrainSequence
 from megarl.core.algorithm.packing import BY_TOKENS, Cost, pack
+from megarl.core.models.attention import segments
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def assemble(
     here = trained_lengths = np.bincount(which[trained], minlength=max(len(sequences), 1))
     at = at[trained]
     if layout.context_parallel > 1:
-        mine = _zigzag(boundaries, layout)
+        mine = np.zeros(len(tokens), dtype=np.bool_)
+        mine[segments(boundaries.tolist(), None, layout.context_parallel, layout.context_rank).queries] = True
         trained, at = trained[mine[at]], (np.cumsum(mine) - 1)[at[mine[at]]]
         tokens, padding, experts = tokens[mine], padding[mine], None if experts is None else experts[mine]
         here = np.bincount(which[trained], minlength=len(trained_lengths))
@@ -203,13 +205,6 @@ def _experts(
 def _within(lengths: np.ndarray) -> np.ndarray:
     """0 … n-1 for each length n, end to end."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-
-
-def _zigzag(boundaries: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Which tokens of the row this context-parallel rank has: of each sequence's 2 CP chunks the r-th from either end."""
-    lengths = np.diff(boundaries)
-    chunk = _within(lengths) // np.repeat(lengths // (2 * layout.context_parallel), lengths)
-    return np.minimum(chunk, 2 * layout.context_parallel - 1 - chunk) == layout.context_rank
 
 
 def _packed_parameters(boundaries: np.ndarray, device: torch.device) -> PackedSeqParams:

@@ -66,7 +66,7 @@ class PartialReplay(RouterReplay):
 
 
 class Replay:
-    """Replays for one rank's routers: `step` wraps a step's passes, `replaying` a micro-batch's way through a chunk."""
+    """Replays for one rank's routers: `replaying` wraps a micro-batch's way through a chunk, `close` ends a step."""
 
     def __init__(self, chunks: Sequence[GPTModel], expert_layers: Sequence[int]) -> None:
         """Give every router of the chunks a replay. expert_layers: of the whole model, counted from 0."""
@@ -93,14 +93,6 @@ class Replay:
                 router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Forget at the end what was replayed, also when a pass breaks off."""
-        try:
-            yield
-        finally:
-            self.end()
-
-    @contextmanager
     def comparing(self, counts: Tensor) -> Iterator[None]:
         """Let routers keep to their own choices within, and count into `counts` [2] how they compare with recorded ones."""
         routers = [router for column in self._columns for _, router in column]
@@ -114,8 +106,8 @@ class Replay:
             for router in routers:
                 router.counts = None
 
-    def end(self) -> None:
-        """Forget the step's choices."""
+    def close(self) -> None:
+        """Forget what was replayed in a step."""
         for routers in self._columns:
             for _, router in routers:
                 router.clear_indices()

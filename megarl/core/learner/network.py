@@ -7,7 +7,7 @@ A `Network` is only asked; one that learns is a `TrainedNetwork` (trained.py). A
 rank calls them with the same sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,7 @@ class Network:
                 )
             return output, partial(loss, members, micro)
 
-        with self.full_memory_named(), replay.step() if replay else nullcontext():
+        with self.full_memory_named(), closing(replay) if replay else nullcontext():
             get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=[iter(mine) for _ in modules],

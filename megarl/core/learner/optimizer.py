@@ -57,11 +57,6 @@ class LossScale(DynamicGradScaler):
     def value(self) -> float:
         return float(self.scale)
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether it cannot fall any further."""
-        return self.value <= LEAST
-
     def plain_state(self) -> dict[str, float]:
         """Return its state as plain numbers, for a checkpoint."""
         return {"scale": self.value, "growth": self._growth_tracker, "hysteresis": self._hysteresis_tracker}

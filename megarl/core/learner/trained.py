@@ -23,7 +23,7 @@ from megarl.core.base.ranks import gathered
 from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.learner.moe import ExpertLoad
 from megarl.core.learner.network import Head, Network
-from megarl.core.learner.optimizer import with_optimizer
+from megarl.core.learner.optimizer import LEAST, with_optimizer
 from megarl.core.models import Family
 from megarl.core.recipe import Optimizer, Recipe
 
@@ -37,7 +37,7 @@ class TrainedNetwork(Network):
 
     head: Head[Any]
     metric_names: Sequence[str]
-    prefix, loss_name = "", "loss"
+    prefix, loss_name, norm_name = "", "loss", "grad_norm"
 
     def __init__(
         self, chunks: list[GPTModel], family: Family, settings: Optimizer, recipe: Recipe, offload: float = 0.0
@@ -81,12 +81,8 @@ class TrainedNetwork(Network):
 
     def broken(self, metrics: dict[str, float]) -> bool:
         """Whether the loss is not finite, or the gradient is not and no lower loss scale could change that."""
-        lowest = self.loss_scale is None or self.loss_scale.exhausted
+        lowest = self.loss_scale is None or self.loss_scale.value <= LEAST
         return not math.isfinite(metrics[self.loss_name]) or (lowest and not math.isfinite(metrics[self.norm_name]))
-
-    @property
-    def norm_name(self) -> str:
-        return f"{self.prefix}grad_norm"
 
     def offenders(self, sequences: Sequence[TrainSequence]) -> list[dict[str, int | str]]:
         """Return ticket and sample of the rollouts that had a token without a finite loss in the latest pass (`cause: loss`).

@@ -31,7 +31,7 @@ from megarl.core.algorithm.batch import (
     unrewarded,
     with_advantages,
 )
-from megarl.core.algorithm.losses import policy_loss, supervised_loss
+from megarl.core.algorithm.losses import policy_loss, terms
 from megarl.core.algorithm.losses.terms import Tokens
 from megarl.core.base.messages import Score, Scored
 from megarl.core.base.types import Batch
@@ -56,8 +56,8 @@ class PolicyModel(TrainedNetwork):
             self.replay = Replay(self.chunks, self.family.architecture.expert_layers)
         self.replays = recipe.model.moe.routing_replay
         self.head = self.lm_head(1.0 if supervised else recipe.sampling.temperature)
-        self._loss = supervised_loss() if supervised else policy_loss(recipe.loss, recipe.reference)
-        self.metric_names = ("entropy", *self._loss.metrics)
+        self._loss = terms.cross_entropy if supervised else policy_loss(recipe.loss, recipe.reference)
+        self.metric_names = ("entropy", *terms.metric_names(self._loss))
         shared = recipe.model.context_parallel > 1
         self._sharing_sequences = parallel_state.get_context_parallel_group() if shared else None
 
@@ -73,11 +73,11 @@ class PolicyModel(TrainedNetwork):
             micro.here,
             micro.lengths,
         )
-        losses, metrics = self._loss.function(Tokens(*given, self._sharing_sequences))
+        losses, metrics = self._loss(Tokens(*given, self._sharing_sequences))
         return losses, {"entropy": entropy} | metrics
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        return self._loss.finish(super().forward_backward(sequences))
+        return terms.with_effective_sample_size(super().forward_backward(sequences))
 
 
 class Trainer:

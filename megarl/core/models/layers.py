@@ -166,8 +166,7 @@ class CausalAttention(Module):
             boundaries, size, rank = packed.cu_seqlens_q.tolist(), self.cp.size(), self.cp.rank()
             here = positions_of(boundaries)[segments(boundaries, None, size, rank).queries].to(like.device)
             known[chunk] = here, *self.rope(here, like.dtype), attention_of(boundaries, chunk, size, rank, like)
-        layout: tuple[Tensor, Tensor, Tensor, Kernels] = known[chunk]
-        return layout
+        return known[chunk]
 
 
 class ChunkedTEAttention(Module):
@@ -236,8 +235,7 @@ class ChunkedTEAttention(Module):
             known["megarl_divided"] = dataclasses.replace(
                 packed, cu_seqlens_q=parts, cu_seqlens_kv=parts, max_seqlen_q=chunk, max_seqlen_kv=chunk
             )
-        divided: PackedSeqParams = known["megarl_divided"]
-        return divided
+        return known["megarl_divided"]
 
     def _refuse_context_parallel(self, tokens: int, what: str, limit: int) -> None:
         if self.context_parallel > 1:

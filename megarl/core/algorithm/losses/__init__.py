@@ -7,8 +7,6 @@ The trainer sums `weight * loss`; the weights (batch.py) do the aggregation, so 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
@@ -18,24 +16,11 @@ from megarl.core.algorithm.losses.clip import clip
 from megarl.core.algorithm.losses.gspo import gspo
 from megarl.core.algorithm.losses.own import own
 from megarl.core.algorithm.losses.reinforce import reinforce
-from megarl.core.algorithm.losses.terms import TokenLoss, Tokens, made_up_tokens
+from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
 from megarl.core.recipe import Loss, Reference
 
 
-@dataclass(frozen=True)
-class TrainingLoss:
-    """A loss, and the function that turns its reduced metrics into those shown."""
-
-    function: TokenLoss
-    finish: Callable[[dict[str, float]], dict[str, float]] = terms.with_effective_sample_size
-
-    @cached_property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics, which ranks that do not compute the loss reduce as well."""
-        return tuple(self.function(made_up_tokens())[1])
-
-
-def policy_loss(section: Loss, reference: Reference | None = None) -> TrainingLoss:
+def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
     """Build the loss of `recipe.loss` and `recipe.reference`."""
     bare = _LOSSES[section.kind](section) if section.kind in _LOSSES else own(section)
 
@@ -45,9 +30,8 @@ def policy_loss(section: Loss, reference: Reference | None = None) -> TrainingLo
         if section.correction != "none":
             ratio = tokens.log_ratio.exp()
             kept = terms.kept(ratio, section.correction, section.correction_cap)
-            losses = losses * (
-                kept * ratio if section.kind == "reinforce" else kept
-            )  # the others' gradients contain the ratio
+            # The others' gradients contain the ratio.
+            losses = losses * (kept * ratio if section.kind == "reinforce" else kept)
             metrics["corrected_share"] = (kept < 1).float()
         if section.entropy_bonus:
             losses = losses - section.entropy_bonus * tokens.entropy
@@ -58,12 +42,7 @@ def policy_loss(section: Loss, reference: Reference | None = None) -> TrainingLo
             metrics |= dict.fromkeys(("kl_reference", "kl_reference_max"), kl.detach())
         return losses, metrics
 
-    return TrainingLoss(loss)
-
-
-def supervised_loss() -> TrainingLoss:
-    """Return cross-entropy, which the warm start minimises."""
-    return TrainingLoss(terms.cross_entropy, finish=dict)
+    return loss
 
 
 _LOSSES: dict[str, Callable[[Loss], TokenLoss]] = {

@@ -100,6 +100,11 @@ def made_up_tokens() -> Tokens:
     )
 
 
+def metric_names(loss: TokenLoss) -> tuple[str, ...]:
+    """Return the names of a loss's metrics, which ranks that do not compute it reduce as well."""
+    return tuple(loss(made_up_tokens())[1])
+
+
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
     """Compute per-token metrics of log rho [n], given without gradient."""
     ratio, gap = log_ratio.exp(), log_ratio.abs()
@@ -114,9 +119,10 @@ def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
-    """Replace the mean square among reduced metrics by the `effective_sample_size` computed from it."""
-    others = {name: value for name, value in means.items() if name != "ratio_square"}
-    return others | {"effective_sample_size": means["ratio_mean"] ** 2 / means["ratio_square"]}
+    """Replace the mean square among reduced metrics, if a loss has ratios, by the `effective_sample_size` computed from it."""
+    if square := means.pop("ratio_square", None):
+        means["effective_sample_size"] = means["ratio_mean"] ** 2 / square
+    return means
 
 
 def kept(ratio: Tensor, kind: Literal["truncate", "mask"], cap: float) -> Tensor:
@@ -153,5 +159,5 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None)
 
 
 def cross_entropy(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -log pi(y) [n]; behaviour log-probs and advantages are not used."""
+    """Return -log pi(y) [n], which the warm start minimises."""
     return -tokens.logp, {"token_nll": -tokens.logp.detach()}

@@ -149,8 +149,7 @@ def logprobs_and_entropy(
         chunk=chunk,
         passes=passes or _passes_on(hidden.device),
     )
-    logprobs, entropy = _LogProbsAndEntropy.apply(hidden, weight, labels - first, settings)
-    return logprobs, entropy
+    return _LogProbsAndEntropy.apply(hidden, weight, labels - first, settings)
 
 
 def selected_logprobs(
