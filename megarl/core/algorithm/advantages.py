@@ -70,7 +70,7 @@ def advantages(
 
     centring: subtract the mean of the group, or of its other rollouts (n / (n - 1) times as much), or nothing.
     normalisation: batch: deviation of all centred rewards of these groups; group: of the group itself; running: of all batches
-    including this one, which `running` already contains (`centred`); none: not divided.
+    including this one, which `running` already contains ; none: not divided.
     A group with equal rewards has advantage 0 throughout, unless centring is none.
     """
     each = [centred_rewards(g, centring, penalties) for g in groups]
@@ -80,11 +80,6 @@ def advantages(
         return [c / (c.std() or 1.0) for c in each]
     deviation = running.deviation if normalisation == "running" else np.concatenate(each).std() or 1.0
     return [c / deviation for c in each]
-
-
-def centred(groups: Sequence[Group], centring: Centring, penalties: Penalties = NO_PENALTIES) -> np.ndarray:
-    """Return centred rewards of all groups, pooled: [rollouts] float64."""
-    return np.concatenate([np.zeros(0), *(centred_rewards(g, centring, penalties) for g in groups)])
 
 
 def centred_rewards(group: Group, centring: Centring, penalties: Penalties = NO_PENALTIES) -> np.ndarray:

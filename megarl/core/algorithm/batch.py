@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, advantages, centred
+from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, advantages
 from megarl.core.base.types import Batch, Group, Rollout
 from megarl.core.recipe import Recipe
 
@@ -115,7 +115,8 @@ def with_advantages(
         return list(sequences), before
     groups = groups_in_loss(batch.groups, settings.zero_variance)
     penalties = {(s.ticket, s.sample): float(np.sum(s.kl_penalty)) for s in sequences}
-    after = before.after(centred(groups, settings.centring, penalties))
+    centred = advantages(groups, "none", settings.centring, penalties=penalties)
+    after = before.after(np.concatenate([np.zeros(0), *centred]))
     gains = advantages(groups, settings.advantage, settings.centring, after, penalties)
     gain_of = {
         (group.ticket, rollout.sample): float(gain)

@@ -46,7 +46,7 @@ from torch.nn import Module
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config
 from megarl.core.base.rundir import CHECKPOINT, META, complete, write_atomically
-from megarl.core.models.hf import copy_description, everywhere
+from megarl.core.models.hf import begun, copy_description, everywhere, partial_of
 
 SCHEMA_VERSION = 4
 CRITIC = "critic."
@@ -118,17 +118,12 @@ def save(path: Path, state: ShardedStateDict, meta: Meta) -> None:
 
 def begin(path: Path, state: ShardedStateDict, meta: Meta) -> AsyncRequest:
     """Return megatron's request to write a checkpoint: each rank's part, then, on all ranks, what makes it appear at `path`."""
-    partial = _partial(path)
 
-    def start() -> None:
-        if dist.get_rank() == 0:
-            if path.exists():
-                raise MegarlError(f"{path}: exists already; remove it or name another directory")
-            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-            read_config(Path(meta.hf_source))
-            partial.mkdir(parents=True)
+    def fill(partial: Path) -> None:
+        read_config(Path(meta.hf_source))
+        partial.mkdir(parents=True)
 
-    everywhere(start)
+    partial = begun(path, fill)
     own: Future[dict[str, int]] = Future()
 
     def finish() -> None:
@@ -162,7 +157,7 @@ def whole_or_gone(path: Path) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:  # megatron, torch and the operating system each have their own
         if dist.get_rank() == 0:
-            shutil.rmtree(_partial(path), ignore_errors=True)
+            shutil.rmtree(partial_of(path), ignore_errors=True)
         raise MegarlError(
             f"{path}: the checkpoint could not be written (is the disk full?): {_last_line(error)}"
         ) from error
@@ -232,10 +227,6 @@ def find(source: Path) -> Path:
             return found[-1]
     what = "no such directory" if not source.is_dir() else "no complete checkpoint there"
     raise MegarlError(f"{source}: {what}; give RUN, RUN/checkpoints or RUN/checkpoints/step-N")
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
 
 
 def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> AsyncRequest:

@@ -1,12 +1,10 @@
-"""Policy losses, one per file. A loss is a pure function of what is known about each trained token.
+"""Policy losses, one per file. A loss is a pure function of what is known about each trained token, and of `recipe.loss`.
 
     Tokens ──► cispo.py | clip.py | gspo.py | reinforce.py | a user's (own.py)
                         └─► terms.py: ratio metrics, correction, entropy bonus, KL to a reference ──► losses [n], metrics [n]
 
 The trainer sums `weight * loss`; the weights (batch.py) do the aggregation, so no loss needs to know about it.
 """
-
-from collections.abc import Callable
 
 from torch import Tensor
 
@@ -22,10 +20,11 @@ from megarl.core.recipe import Loss, Reference
 
 def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
     """Build the loss of `recipe.loss` and `recipe.reference`."""
-    bare = _LOSSES[section.kind](section) if section.kind in _LOSSES else own(section)
+    known: dict[str, terms.PolicyLoss] = {"cispo": cispo, "clip": clip, "gspo": gspo, "reinforce": reinforce}
+    bare = known.get(section.kind) or own(section)
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        losses, metrics = bare(tokens)
+        losses, metrics = bare(tokens, section)
         metrics = terms.ratio_metrics(tokens.log_ratio) | metrics
         if section.correction != "none":
             ratio = tokens.log_ratio.exp()
@@ -43,11 +42,3 @@ def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
         return losses, metrics
 
     return loss
-
-
-_LOSSES: dict[str, Callable[[Loss], TokenLoss]] = {
-    "cispo": lambda s: cispo(s.cap),
-    "clip": lambda s: clip(s.clip_low, s.clip_high),
-    "gspo": lambda s: gspo(s.clip_low, s.clip_high),
-    "reinforce": lambda _: reinforce,
-}

@@ -42,6 +42,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.core.recipe import Loss
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -81,8 +83,9 @@ class Tokens:
         return (sums / self.lengths).repeat_interleave(self.here, output_size=len(values))
 
 
-TokenLoss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
+type TokenLoss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 """Metrics named `…_max` are reduced by maximum, all others by the mean over trained tokens."""
+type PolicyLoss = Callable[[Tokens, Loss], tuple[Tensor, dict[str, Tensor]]]
 
 
 def made_up_tokens() -> Tokens:
