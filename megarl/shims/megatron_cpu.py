@@ -142,21 +142,16 @@ def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> N
 
 
 def _to_their_parameters(hybrid: "HybridDeviceOptimizer") -> None:
-    """Replace HybridDeviceOptimizer._move_new_state_to_right_device.
-
-    megatron tells offloaded optimisers by their class, but here all are torch's. Without: where a share of AdamW is offloaded,
-    the moments of the rest are loaded into the host's memory, and its step fails.
-    """
+    """Replace HybridDeviceOptimizer._move_new_state_to_right_device, which knows offloaded optimisers by another class than
+    torch's. Without: where a share is offloaded, the rest's moments are loaded into the host's memory, and its step fails."""
     for optimizer in hybrid.sub_optimizers:
         for parameter, state in optimizer.state.items():
             state.update({k: v.to(parameter.device) for k, v in state.items() if isinstance(v, torch.Tensor)})
 
 
 def _already_on_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """Replace maybe_move_tensor_to_cpu, which converts only what it moves, so nothing here.
-
-    Without: the exchange of tokens between expert-parallel ranks gets tensors for its sizes (TypeError).
-    """
+    """Replace maybe_move_tensor_to_cpu, which converts only what it moves, so nothing here. Without: the exchange of tokens
+    between expert-parallel ranks gets tensors for its sizes (TypeError)."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

@@ -36,10 +36,8 @@ class Moments:
     squares: float = 0.0
 
     def after(self, values: np.ndarray) -> "Moments":
-        """Return the moments with one more batch [n] float64. Unchanged for an empty batch or any non-finite value.
-
-        A non-finite batch would otherwise have every later step skipped, not just its own.
-        """
+        """Return the moments with one more batch [n] float64. Unchanged for an empty batch, and for any non-finite value, which
+        would otherwise have every later step skipped."""
         if not len(values) or not np.isfinite(values).all():
             return self
         before, n = self.count, len(values)
@@ -70,7 +68,7 @@ def advantages(
 
     centring: subtract the mean of the group, or of its other rollouts (n / (n - 1) times as much), or nothing.
     normalisation: batch: deviation of all centred rewards of these groups; group: of the group itself; running: of all batches
-    including this one, which `running` already contains ; none: not divided.
+    including this one, which `running` already contains; none: not divided.
     A group with equal rewards has advantage 0 throughout, unless centring is none.
     """
     each = [centred_rewards(g, centring, penalties) for g in groups]

@@ -57,10 +57,8 @@ class TrainSequence:
 
 
 def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refill", "keep"]) -> list[Group]:
-    """Return the groups with something to train: not void, and with variance unless `keep`.
-
-    `refill` removes groups without variance before they reach a batch; any that is here all the same has no gradient.
-    """
+    """Return the groups with something to train: not void, and with variance unless `keep`. After `refill` any without variance
+    has no gradient."""
     wanted = [g for g in groups if not g.void and (zero_variance == "keep" or g.has_variance)]
     return [g for g in wanted if any(r.trained_tokens for r in g.rollouts)]
 
@@ -87,10 +85,8 @@ def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregat
 
 
 def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
-    """Return all rollouts of the batch in the loss, ordered by ticket and sample; empty if no group has a gradient.
-
-    Their advantages are still 0: what is taken off rewards may first have to be computed by a model.
-    """
+    """Return all rollouts of the batch in the loss, ordered by ticket and sample; empty if no group has a gradient. Advantages
+    are 0 yet: a model may first have to compute what is taken off rewards."""
     groups = groups_in_loss(batch.groups, recipe.batch.zero_variance)
     counts = [[r.trained_tokens for r in g.rollouts] for g in groups]
     weights = token_weights(counts, recipe.batch.aggregation, recipe.length.completion_tokens)
@@ -107,8 +103,8 @@ def with_advantages(
 ) -> tuple[list[TrainSequence], Moments]:
     """Give the batch's `sequences_in_loss` their advantages, from rewards less the sum of each rollout's `kl_penalty`.
 
-    before: statistics of the rewards of earlier batches. The second result includes this batch, and `batch.advantage: running`
-    already divides by it. With a critic all advantages stay 0 here: gae.py computes them from its values.
+    before: statistics of earlier batches' rewards. The second result has this batch's, too; `batch.advantage: running` divides
+    by it. With a critic all advantages stay 0 here: gae.py computes them from its values.
     """
     settings = recipe.batch
     if settings.centring == "critic":
@@ -149,11 +145,8 @@ def unrewarded(index: int, tokens: np.ndarray, first: int = 1, experts: np.ndarr
 
 
 def batch_statistics(batch: Batch) -> dict[str, float]:
-    """Compute the batch's entries in the metrics row of step `batch.step`, groups without variance included.
-
-    Rates are shares of rollouts, `zero_variance_share` of non-void groups; lags are in steps, over sampled tokens. A mean over
-    nothing is NaN.
-    """
+    """Compute the metrics of a step's batch, groups without variance included. A mean over nothing is NaN; rates are
+    shares of rollouts, `zero_variance_share` of non-void groups; lags are in steps, over sampled tokens."""
     groups = [g for g in batch.groups if not g.void]
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([sum(len(s.tokens) for s in r.segments) for r in rollouts])

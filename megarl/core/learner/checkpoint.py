@@ -92,10 +92,7 @@ class Checkpoints:
         self.poll(blocking=True)
 
     def load_latest(self) -> bool:
-        """Continue from the newest checkpoint that can be read; False if there is none at all.
-
-        Unreadable newer ones are put aside, so that their steps can be saved again.
-        """
+        """Continue from the newest readable checkpoint, newer ones put aside; False if there is none at all."""
         unreadable: list[Path] = []
         for path in reversed(from_rank_0(checkpoint.complete(self.folder))):
             try:

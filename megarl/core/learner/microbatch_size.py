@@ -65,10 +65,7 @@ def settle(
     within: AbstractContextManager[None] | None = None,
 ) -> None:
     """Give the trainer's networks their micro-batch size, if the recipe leaves it open. COLLECTIVE over all ranks.
-
-    longest: tokens of the longest sequence; batch_tokens: most tokens of a step; record: file that keeps the size; within:
-    entered around the trials, if there are any.
-    """
+    longest: tokens of the longest sequence; batch_tokens: most of a step; record: keeps the size; within: wraps the trials."""
     if trainer.recipe.learner.microbatch_tokens != "auto":
         return
     if memory is None and not torch.cuda.is_available():

@@ -40,11 +40,8 @@ TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 
 
 class PartialReplay(RouterReplay):
-    """Fills targets of -1 with the router's own choice, once; backward replays the filled ones.
-
-    counts [2] int64: if set, take the router's own choice throughout, and add how many tokens were compared with their target,
-    and how many of them have another set of experts.
-    """
+    """Fills targets of -1 with the router's own choice, once; backward replays the filled ones. counts [2] int64: if set, keep
+    to the router's own choice, and count compared tokens and those with another set of experts."""
 
     target_topk_idx: Tensor
     counts: Tensor | None = None

@@ -54,11 +54,7 @@ def out_of_memory_named(key: str, doing: str) -> Iterator[None]:
 
 
 class Network:
-    """This rank's chunks of a model whose weights are loaded.
-
-    replay: of the routers' choices, where there are any. replays: whether training takes the recorded choices
-    (model.moe.routing_replay).
-    """
+    """This rank's chunks of a model with its weights. replays: whether training takes the recorded choices of experts."""
 
     expert_load: ExpertLoad | None = None
     replay: Replay | None = None

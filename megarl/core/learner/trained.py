@@ -85,10 +85,8 @@ class TrainedNetwork(Network):
         return not math.isfinite(metrics[self.loss_name]) or (lowest and not math.isfinite(metrics[self.norm_name]))
 
     def offenders(self, sequences: Sequence[TrainSequence]) -> list[dict[str, int | str]]:
-        """Return ticket and sample of the rollouts that had a token without a finite loss in the latest pass (`cause: loss`).
-
-        If there are none, the sum of the step or its gradient broke it, and each rollout may be the reason (`cause: step`).
-        """
+        """Return ticket and sample of the rollouts that had a token without a finite loss in the latest pass (`cause: loss`);
+        if there are none, of all: the step's sum or its gradient broke (`cause: step`)."""
         mine: set[int] = set()
         for members, here, broken in self._nonfinite:
             if members:

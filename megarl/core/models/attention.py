@@ -78,11 +78,8 @@ def ranges(starts: Tensor, ends: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How a layer attends.
-
-    rotary: rotate q and k. chunk: attend only within chunks of this length; None: to all before. l2_epsilon: normalise q
-    and k after rotation; None: do not. temperature: (floor, scale), see `temperatures`; None: 1.
-    """
+    """How a layer attends. rotary: rotate q and k. chunk: only within chunks of this length; None: to all before. l2_epsilon:
+    normalise q and k after rotation; None: do not. temperature: (floor, scale), see `temperatures`; None: 1."""
 
     rotary: bool = True
     chunk: int | None = None
@@ -136,21 +133,15 @@ def flash(q: Tensor, k: Tensor, v: Tensor, **where: object) -> Tensor:
 
 @cache
 def _varlen_attn() -> tuple[Callable[..., Tensor], bool]:
-    """Return varlen_attn, and whether it has `enable_gqa`.
-
-    Imported late: it imports torch's compiler, which takes seconds that a CPU process need not spend.
-    """
+    """Return varlen_attn, and whether it has `enable_gqa`. Imported late: it takes seconds, for torch's compiler."""
     from torch.nn.attention import varlen
 
     return varlen.varlen_attn, "enable_gqa" in signature(varlen.varlen_attn).parameters
 
 
 class Flash:
-    """Attention by torch's flash kernel, varlen_attn.
-
-    Unlike FlexAttention or jagged tensors it needs no block mask, no compiler and no conversion of megatron's tensors. If a
-    segment has more keys than queries, the causal window is aligned to the last of both.
-    """
+    """Attention by torch's flash kernel, varlen_attn: without the block mask, compiler and conversions of FlexAttention and
+    jagged tensors. If a segment has more keys than queries, the causal window is aligned to the last of both."""
 
     def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device) -> None:
         """Prepare for these segments. keys: for each, positions among the gathered keys; None: the same as the queries."""

@@ -44,10 +44,7 @@ from megarl.core.models.attention import (
 
 
 def inverse_frequencies(model: Architecture) -> Tensor:
-    """Return [head_dim / 2] float32, bit for bit transformers' `default` and `llama3` (modeling_rope_utils.py).
-
-    Llama 4 has low and high 1: no wavelength is between.
-    """
+    """Return [head_dim / 2] float32, bit for bit transformers' `default` and `llama3` (modeling_rope_utils.py)."""
     steps = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float()
     frequencies = 1.0 / (model.rope_theta ** (steps / model.head_dim))
     scaling = model.rope_scaling
@@ -56,7 +53,7 @@ def inverse_frequencies(model: Architecture) -> Tensor:
     factor, low, high, original = scaling.factor, scaling.low, scaling.high, scaling.original
     wavelengths = 2 * math.pi / frequencies
     stretched = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
-    if low == high:
+    if low == high:  # Llama 4: no wavelength is between
         return stretched
     smooth = (original / wavelengths - low) / (high - low)
     between = (1 - smooth) * stretched / factor + smooth * stretched
@@ -157,9 +154,7 @@ class CausalAttention(Module):
 
     def _layout(self, packed: PackedSeqParams, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Kernels]:
         """Return where this rank's tokens are: positions [tokens] in their sequences, cos, sin [tokens, 1, head_dim], kernels.
-
-        The first layer that needs it makes it for all, and keeps it with the parameters that all get.
-        """
+        The first layer that needs it makes it for all, and keeps it with the parameters that all get."""
         known = vars(packed).setdefault("megarl_layouts", {})
         chunk = self.layer.chunk if self.layer.chunk and packed.max_seqlen_q > self.layer.chunk else None
         if chunk not in known:
@@ -246,11 +241,9 @@ class ChunkedTEAttention(Module):
 
 
 class ValueHead(Module):
-    """A critic's head, in place of GPTModel's output layer: one float32 number per hidden state instead of logits.
-
-    The weight starts at zero, so that a new critic expects exactly 0 and the first advantages are the rewards themselves.
-    Every tensor-parallel rank holds it whole and computes the same values, so no gradients need a reduction.
-    """
+    """A critic's head, in place of GPTModel's output layer: one float32 number per hidden state instead of logits. The weight
+    starts at zero, so that the first advantages are the rewards themselves. Every tensor-parallel rank holds it whole and
+    computes the same values, so no gradients need a reduction."""
 
     def __init__(self, config: TransformerConfig, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()

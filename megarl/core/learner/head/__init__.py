@@ -100,10 +100,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
 def _over_ranks(sums: Tensor, here: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the highest logit of all ranks' columns, log of the sum of exponentials, entropy and the label's logit, all [n].
-
-    The last three have the highest logit as origin and are divided by the temperature. here [n]: whether the label is among
-    this rank's columns.
-    """
+    The last three are relative to the first, divided by the temperature. here [n]: whether the label is among our columns."""
     mine, total, spread, label = sums
     top = mine.clone()
     if settings.group is not None:
@@ -164,9 +161,7 @@ def selected_logprobs(
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     """Act as GPTModel's `output_processor`: return log-probs and entropies [n] of a micro-batch's trained tokens.
-
-    hidden_states [s/tp or s, b, h]; output_weight: the embedding, where it is the head.
-    """
+    hidden_states [s/tp or s, b, h]; output_weight: the embedding, where it is the head."""
     return logprobs_and_entropy(
         trained_positions(hidden_states, output_layer, context.at, in_parts=True),
         output_layer.weight if output_weight is None else output_weight,
