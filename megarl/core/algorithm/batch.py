@@ -146,7 +146,8 @@ def unrewarded(index: int, tokens: np.ndarray, first: int = 1, experts: np.ndarr
 
 def batch_statistics(batch: Batch) -> dict[str, float]:
     """Compute the metrics of a step's batch, groups without variance included. A mean over nothing is NaN; rates are
-    shares of rollouts, `zero_variance_share` of non-void groups; lags are in steps, over sampled tokens."""
+    shares of rollouts, `zero_variance_share` of non-void groups; lags are in steps, over sampled tokens; `reward/NAME` is the
+    mean score before its weight, over the rollouts whose task has this reward."""
     groups = [g for g in batch.groups if not g.void]
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([sum(len(s.tokens) for s in r.segments) for r in rollouts])
@@ -156,6 +157,7 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
     lags = batch.step - np.array([s.weight_version for segments in sampled for s in segments], dtype=np.int64)
     versions = np.array([len({s.weight_version for s in segments}) for segments in sampled], dtype=np.int64)
     varied = [g.has_variance for g in groups]
+    names = dict.fromkeys(name for r in rollouts for name in r.rewards)
     return {
         "pass_rate_train": _mean(correct),
         "reward_mean": _mean([r.reward for r in rollouts]),
@@ -176,14 +178,7 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
         "versions_per_rollout": _mean(versions),
         "versions_per_rollout_max": float(versions.max(initial=0)),
         "retries": float(sum(r.retries for r in rollouts)),
-        **reward_means(rollouts),
-    }
-
-
-def reward_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return `reward/NAME`: the mean score, before its weight, over the rollouts whose task has this reward."""
-    names = dict.fromkeys(name for r in rollouts for name in r.rewards)
-    return {f"reward/{name}": _mean([r.rewards[name] for r in rollouts if name in r.rewards]) for name in names}
+    } | {f"reward/{name}": _mean([r.rewards[name] for r in rollouts if name in r.rewards]) for name in names}
 
 
 def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:

@@ -144,11 +144,14 @@ def assemble(
         whole = [np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)]
         return on_device(_joined(whole, np.float32)[chosen])
 
+    ends, longest = on_device(boundaries.astype(np.int32)), int(np.diff(boundaries).max())
     return MicroBatch(
         tokens=on_device(tokens).view(rows, -1),
         padding=on_device(padding).view(rows, -1),
         sequence_tokens=int(lengths.sum()),
-        packed=_packed_parameters(boundaries, device) if layout.packing else None,
+        packed=PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+        if layout.packing
+        else None,
         at=on_device(at),
         labels=on_device(ids[chosen]),
         behaviour=joined([s.behaviour_logprobs for s in sequences]),
@@ -205,14 +208,6 @@ def _experts(
 def _within(lengths: np.ndarray) -> np.ndarray:
     """0 … n-1 for each length n, end to end."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-
-
-def _packed_parameters(boundaries: np.ndarray, device: torch.device) -> PackedSeqParams:
-    cu_seqlens = torch.from_numpy(boundaries.astype(np.int32)).to(device)
-    longest = int(np.diff(boundaries).max())
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:

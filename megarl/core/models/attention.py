@@ -51,11 +51,6 @@ class Segments(NamedTuple):
         """Position of each query in the row, [queries]."""
         return ranges(self.at, self.to)
 
-    @property
-    def keys(self) -> Tensor:
-        """Position of each key in the row, [keys]; under context parallelism some occur twice, and not all occur."""
-        return ranges(self.start, self.to)
-
 
 def segments(boundaries: Sequence[int], chunk: int | None = None, cp_size: int = 1, cp_rank: int = 0) -> Segments:
     """Return one rank's segments of sequences [boundaries[i], boundaries[i+1]), with attention within multiples of `chunk`."""
@@ -215,7 +210,7 @@ def attention_of(boundaries: Sequence[int], chunk: int | None, cp_size: int, cp_
     keys = None
     if cp_size > 1:
         gathered = torch.cat([segments(boundaries, None, cp_size, rank).queries for rank in range(cp_size)])
-        keys = torch.argsort(gathered)[mine.keys]
+        keys = torch.argsort(gathered)[ranges(mine.start, mine.to)]  # some occur twice, and not all occur
     return (Flash if flash_takes(like) else PaddedSegments)(mine, keys, like.device)
 
 

@@ -6,6 +6,7 @@
 The trainer sums `weight * loss`; the weights (batch.py) do the aggregation, so no loss needs to know about it.
 """
 
+import torch
 from torch import Tensor
 
 from megarl.core.algorithm.losses import terms
@@ -35,7 +36,9 @@ def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
         if section.entropy_bonus:
             losses = losses - section.entropy_bonus * tokens.entropy
         if reference is not None and reference.coefficient:
-            kl = terms.reference_kl(tokens, reference.estimator)
+            # Not for filler, whose log-prob may be infinite, which no weight of 0 removes.
+            known_logp = torch.where(tokens.counted > 0, tokens.reference, tokens.logp.detach())
+            kl = terms.estimate(tokens.logp, known_logp, reference.estimator)
             if reference.where == "loss":
                 losses = losses + reference.coefficient * kl
             metrics |= dict.fromkeys(("kl_reference", "kl_reference_max"), kl.detach())

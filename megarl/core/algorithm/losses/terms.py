@@ -144,11 +144,6 @@ def estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     return d.square() / 2 if estimator == "k2" else torch.expm1(-d) + d
 
 
-def reference_kl(tokens: Tokens, estimator: Estimator) -> Tensor:
-    """Estimate the KL to the reference [n]; 0 for filler, whose log-prob may be infinite, which no weight of 0 removes."""
-    return estimate(tokens.logp, torch.where(tokens.counted > 0, tokens.reference, tokens.logp.detach()), estimator)
-
-
 VALUE_METRICS = ("value_clipped_share",)
 
 

@@ -18,6 +18,7 @@ has been multiplied by the loss scale: small gradients survive the rounding, and
 norm of the gradients shows (megarl/core/learner/optimizer.py).
 """
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -32,7 +33,6 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from megarl.core.learner.head import passes
 from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.models.layers import ValueHead
 
@@ -136,6 +136,9 @@ def logprobs_and_entropy(
     Backward, each rank gets its columns' part of the gradient of `hidden`. The weight's is added to `weight.main_grad`
     (float32, as megatron's DDP has it), and the gradient that autograd sees is zero.
     """
+    if passes is None:
+        # Late: Triton looks for a GPU's driver, and takes a second.
+        passes = importlib.import_module(f"{__name__}.{'passes' if hidden.device.type == 'cpu' else 'kernels'}")
     rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
     first = rank * len(weight)
     settings = _Settings(
@@ -144,7 +147,7 @@ def logprobs_and_entropy(
         precision=precision,
         group=group if size > 1 else None,
         chunk=chunk,
-        passes=passes or _passes_on(hidden.device),
+        passes=passes,
     )
     return _LogProbsAndEntropy.apply(hidden, weight, labels - first, settings)
 
@@ -189,14 +192,6 @@ def trained_positions(
     if in_parts and not output_layer.sequence_parallel:
         chosen = copy_to_tensor_model_parallel_region(chosen, group=output_layer.tp_group)
     return chosen
-
-
-def _passes_on(device: torch.device) -> ModuleType:
-    if device.type == "cpu":
-        return passes
-    from megarl.core.learner.head import kernels  # Triton looks for a GPU's driver, and takes a second
-
-    return kernels
 
 
 def product(a: Tensor, b: Tensor, precision: torch.dtype) -> Tensor:
