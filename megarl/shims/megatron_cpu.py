@@ -39,7 +39,19 @@ def run_on_cpu() -> None:
     # Without these two nothing fails: states and seeds are queued for the start of a GPU, never set, and the queue grows.
     torch.cuda._lazy_call = lambda callback, **_: callback()
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
-    _devices()
+    # The constructors of all layers; without: "no NVIDIA driver", or TypeError.
+    torch.cuda.current_device = lambda: CPU
+    # The pipeline schedules' barriers and the checkpoint writer.
+    torch.cuda.synchronize = lambda *_, **__: None
+    # Gradient reduction asks which stream it is on. CPU work is synchronous: there is one, and nothing to wait for.
+    stream = _Stream()
+    torch.cuda.current_stream = lambda *_, **__: stream
+    # The dispatcher of tokens to experts copies their numbers from the GPU on a stream of its own.
+    torch.cuda.Stream = _Stream
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    # The distributed optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
+    name_or_cast = torch.Tensor.type
+    torch.Tensor.type = lambda self, *a, **k: name_or_cast(self, *a, **k) if a or k else _TypeName(name_or_cast(self))
     # Even disabled, torch.compile imports the whole compiler when megatron decorates: 2 CPU-seconds in every process.
     compiler, torch.compile = torch.compile, _not_compiled
     import megatron.core.jit  # noqa: F401
@@ -76,23 +88,6 @@ def after_megatron_import() -> None:
     # Where expert tensor parallelism divides experts, each rank brings another number of tokens; gloo wants the same
     # ("invalid tensor size").
     mappings.torch = _Overlay(torch, distributed=_Overlay(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter))
-
-
-def _devices() -> None:
-    """Let `.cuda()`, `device="cuda"`, `torch.cuda.current_device()` mean the CPU. Without: "no NVIDIA driver", or TypeError."""
-    # The constructors of all layers.
-    torch.cuda.current_device = lambda: CPU
-    # The pipeline schedules' barriers and the checkpoint writer.
-    torch.cuda.synchronize = lambda *_, **__: None
-    # Gradient reduction asks which stream it is on. CPU work is synchronous: there is one, and nothing to wait for.
-    stream = _Stream()
-    torch.cuda.current_stream = lambda *_, **__: stream
-    # The dispatcher of tokens to experts copies their numbers from the GPU on a stream of its own.
-    torch.cuda.Stream = _Stream
-    torch.Tensor.cuda = lambda self, *_, **__: self
-    # The distributed optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
-    name_or_cast = torch.Tensor.type
-    torch.Tensor.type = lambda self, *a, **k: name_or_cast(self, *a, **k) if a or k else _TypeName(name_or_cast(self))
 
 
 def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") -> None:

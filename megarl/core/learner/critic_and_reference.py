@@ -87,7 +87,8 @@ class ReferenceModel(Network):
 
     def scored(self, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
         """Return the sequences with `reference_logprobs`, and with `kl_penalty` if the reward pays it. COLLECTIVE."""
-        logprobs = self.ask(sequences, self.lm_head(self.temperature), pick=lambda output: output[0])
+        head = self.lm_head(self.temperature)
+        logprobs = self.ask(sequences, lambda **given: head(**given)[0])
         scored = [replace(s, reference_logprobs=r) for s, r in zip(sequences, logprobs, strict=True)]
         if self.settings.where == "loss":
             return scored

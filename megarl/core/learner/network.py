@@ -89,27 +89,23 @@ class Network:
     def full_memory_named(self) -> AbstractContextManager[None]:
         """Wrap work on micro-batches: a GPU whose memory runs out then gets an error that says what to change."""
         advice = "lower it, set learner.recompute=full or learner.optimizer_offload"
-        doing = f"with {self.microbatch_tokens} tokens a micro-batch; {advice}"
-        return out_of_memory_named("learner.microbatch_tokens", doing)
+        return out_of_memory_named(
+            "learner.microbatch_tokens", f"with {self.microbatch_tokens} tokens a micro-batch; {advice}"
+        )
 
     def plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
         """Decide which sequences go where."""
         return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)
 
     @torch.no_grad()
-    def ask[Output](
-        self,
-        sequences: Sequence[TrainSequence],
-        head: Head[Output],
-        pick: Callable[[Output], Tensor] = lambda output: output,
-        shape: tuple[int, ...] = (),
+    def ask(
+        self, sequences: Sequence[TrainSequence], head: Head[Tensor], shape: tuple[int, ...] = ()
     ) -> list[np.ndarray]:
-        """Return `pick` [n, *shape] of the head's output for each trained token: [len, *shape] per sequence, on all ranks."""
+        """Return the head's output [n, *shape] for each trained token: [len, *shape] per sequence, on all ranks."""
         starts = np.cumsum([0] + [len(s) for s in sequences])
         out = torch.zeros(int(starts[-1]), *shape, device=self.device)
 
-        def collect(members: Sequence[int], micro: MicroBatch, output: Output) -> Tensor:
-            values = pick(output)
+        def collect(members: Sequence[int], micro: MicroBatch, values: Tensor) -> Tensor:
             if len(micro.source):
                 where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])[micro.source]
                 out[torch.from_numpy(where).to(self.device)] = values

@@ -75,9 +75,17 @@ class TrainedNetwork(Network):
             return total
 
         self.run(self.ddp, sequences, steps, self.head, summed, forward_only=False)
-        sizes = {"microbatches": float(len(steps.members[0])), "sequences": float(len(sequences))}
-        balance = self.expert_load.metrics() if self.expert_load else {}
-        return _reduced(sums, maxima, self.metric_names) | sizes | balance
+        if not parallel_state.is_pipeline_last_stage() or parallel_state.get_tensor_model_parallel_rank() != 0:
+            sums.zero_()  # the last stage's first tensor-parallel rank counts for all
+            maxima.fill_(-math.inf)
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        total_loss, tokens, *totals = sums.tolist()
+        found = {"loss": total_loss, "tokens_trained": tokens, "sequences": float(len(sequences))}
+        found["microbatches"] = float(len(steps.members[0]))
+        for name, total, largest in zip(self.metric_names, totals, maxima.tolist()[2:], strict=True):
+            found[name] = largest if name.endswith("_max") else total / tokens
+        return found | (self.expert_load.metrics() if self.expert_load else {})
 
     def broken(self, metrics: dict[str, float]) -> bool:
         """Whether the loss is not finite, or the gradient is not and no lower loss scale could change that."""
@@ -134,18 +142,3 @@ class TrainedNetwork(Network):
             self.optimizer.step_with_ready_grads()
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # or its time would be counted as that of whatever waits next
-
-
-def _reduced(sums: Tensor, maxima: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Reduce metrics over all ranks; only the last stage's first tensor-parallel rank has something to add."""
-    if not parallel_state.is_pipeline_last_stage() or parallel_state.get_tensor_model_parallel_rank() != 0:
-        sums.zero_()
-        maxima.fill_(-math.inf)
-    dist.all_reduce(sums)
-    dist.all_reduce(maxima, dist.ReduceOp.MAX)
-    loss, tokens, *totals = sums.tolist()
-    found = {
-        name: largest if name.endswith("_max") else total / tokens
-        for name, total, largest in zip(names, totals, maxima.tolist()[2:], strict=True)
-    }
-    return {"loss": loss, "tokens_trained": tokens} | found
