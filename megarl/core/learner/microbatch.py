@@ -20,28 +20,26 @@ from torch import Tensor
 from megarl.core.algorithm.batch import PerToken, TrainSequence
 from megarl.core.algorithm.packing import BY_TOKENS, Cost, pack
 from megarl.core.models.attention import segments
+from megarl.core.recipe import Model
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The part of the model's layout that micro-batches depend on."""
+    """What the shapes of micro-batches depend on."""
 
-    packing: bool
-    data_parallel: int
-    context_parallel: int = 1
+    model: Model
+    packing: bool = True
+    data_parallel: int = 1
     context_rank: int = 0
-    sequence_shards: int = 1  # TP under sequence parallelism
-    pipeline_parallel: int = 1
-    virtual_pipeline_parallel: int = 1
-    token_multiple: int = 1  # divides the tokens that a rank's layers take at once
 
     @property
     def sequence_multiple(self) -> int:
-        return 2 * self.context_parallel if self.context_parallel > 1 else 1
+        return 2 * self.model.context_parallel if self.model.context_parallel > 1 else 1
 
     @property
     def row_multiple(self) -> int:
-        return lcm(self.sequence_multiple, self.context_parallel * self.sequence_shards * self.token_multiple)
+        shards = self.model.context_parallel * (self.model.tensor_parallel if self.model.sequence_parallel else 1)
+        return lcm(self.sequence_multiple, shards * self.model.token_multiple)
 
 
 @dataclass(frozen=True)
@@ -93,13 +91,13 @@ def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost 
     padded = [_up(n, layout.sequence_multiple) for n in lengths]
     longest = _up(max(padded), layout.row_multiple)
     if layout.packing:
-        members = pack(padded, max_tokens, layout.data_parallel, cost, one_size=layout.pipeline_parallel > 1)
+        members = pack(padded, max_tokens, layout.data_parallel, cost, one_size=layout.model.pipeline_parallel > 1)
     else:
         members = pack([longest] * len(padded), max(max_tokens, longest), layout.data_parallel)
-    if layout.virtual_pipeline_parallel > 1:  # the interleaved schedule works through groups of PP micro-batches
+    if layout.model.virtual_pipeline_parallel > 1:  # the interleaved schedule works through groups of PP micro-batches
         for microbatches in members:
-            microbatches += [[] for _ in range(-len(microbatches) % layout.pipeline_parallel)]
-    if layout.pipeline_parallel == 1:
+            microbatches += [[] for _ in range(-len(microbatches) % layout.model.pipeline_parallel)]
+    if layout.model.pipeline_parallel == 1:
         return MicroBatchPlan(members, rows=1, length=layout.row_multiple)
     everything = [m for microbatches in members for m in microbatches]
     if layout.packing:
@@ -123,9 +121,9 @@ def assemble(
     which = np.repeat(np.arange(len(sequences)), lengths)
     here = trained_lengths = np.bincount(which[trained], minlength=max(len(sequences), 1))
     at = at[trained]
-    if layout.context_parallel > 1:
+    if layout.model.context_parallel > 1:
         mine = np.zeros(len(tokens), dtype=np.bool_)
-        mine[segments(boundaries.tolist(), None, layout.context_parallel, layout.context_rank).queries] = True
+        mine[segments(boundaries.tolist(), None, layout.model.context_parallel, layout.context_rank).queries] = True
         trained, at = trained[mine[at]], (np.cumsum(mine) - 1)[at[mine[at]]]
         tokens, padding, experts = tokens[mine], padding[mine], None if experts is None else experts[mine]
         here = np.bincount(which[trained], minlength=len(trained_lengths))

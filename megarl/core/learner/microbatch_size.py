@@ -117,7 +117,7 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
     networks = trainer.trained
     layout = trainer.policy.layout
     # A pipeline of few micro-batches waits more than large ones save.
-    share = layout.data_parallel * (4 * layout.pipeline_parallel if layout.pipeline_parallel > 1 else 1)
+    share = layout.data_parallel * (4 * layout.model.pipeline_parallel if layout.model.pipeline_parallel > 1 else 1)
     sizes = sizes_to_try(longest, batch_tokens // share)
     moments = [network.moments_to_come() for network in networks]
 
@@ -158,7 +158,7 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
 def _full(trainer: Trainer, tokens: int, longest: int) -> list[TrainSequence]:
     """Make sequences that fill micro-batches of so many tokens: one per rank, in a pipeline as many as it holds at a time."""
     layout = trainer.policy.layout
-    count = layout.data_parallel * (2 * layout.pipeline_parallel if layout.pipeline_parallel > 1 else 1)
+    count = layout.data_parallel * (2 * layout.model.pipeline_parallel if layout.model.pipeline_parallel > 1 else 1)
     pieces = [longest] * (tokens // longest) + [tokens % longest] * bool(tokens % longest)
     random = np.random.default_rng(0)  # equal tokens would all choose the same experts
     vocabulary = trainer.policy.family.architecture.vocabulary

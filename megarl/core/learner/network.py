@@ -66,7 +66,8 @@ class Network:
         self.microbatch_tokens = 1 if given == "auto" else given  # until microbatch_size.settle
         wide = recipe.model.fp32_head in ("both", "learner")
         self.head_precision = torch.float32 if wide else build.DTYPES[recipe.model.dtype]
-        self.layout, self.cost = layout_of(recipe), cost_of(family.architecture)
+        ranks = parallel_state.get_data_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        self.layout, self.cost = RowLayout(recipe.model, recipe.learner.packing, *ranks), cost_of(family.architecture)
         self.device = next(chunks[0].parameters()).device
         # The micro-batches of a step have one size (microbatch.py), so stages need not tell each other shapes.
         chunks[0].config.variable_seq_lengths = False
@@ -181,18 +182,3 @@ def chunks_beside(policy: Family, recipe: Recipe, key: str, path: str) -> tuple[
             "give a model with the policy's tokenizer"
         )
     return loaded_chunks(recipe, hf_dir)
-
-
-def layout_of(recipe: Recipe) -> RowLayout:
-    """Return what micro-batches need to know about the recipe and this rank."""
-    model = recipe.model
-    return RowLayout(
-        packing=recipe.learner.packing,
-        data_parallel=parallel_state.get_data_parallel_world_size(),
-        context_parallel=model.context_parallel,
-        context_rank=parallel_state.get_context_parallel_rank(),
-        sequence_shards=model.tensor_parallel if model.sequence_parallel else 1,
-        pipeline_parallel=model.pipeline_parallel,
-        virtual_pipeline_parallel=model.virtual_pipeline_parallel,
-        token_multiple=model.token_multiple,
-    )
