@@ -5,8 +5,7 @@
     after_megatron_import()   once after it: its own tensors are made there, and its optimiser accepts torch's Adam state
 
 With a GPU, only what torch's AdamW needs is done, and only if no fused one is installed. The changes are global to the
-process, so a server never shares one with a learner. Every change says what fails without it; each was taken out once to see
-that.
+process, so a server never shares one with a learner. Every change says what fails without it, as seen when it was taken out.
 """
 
 import functools

@@ -3,8 +3,7 @@
     rewards ── centring ──► centred ── / deviation of the group | the batch | all batches so far (Moments) ──► advantages
 
 Group mean and batch deviation: ScaleRL (arXiv 2510.13786), section 3.2; group deviation: GRPO (arXiv 2402.03300);
-leave-one-out: RLOO (arXiv 2402.14740); running: reward scaling in PPO with a critic (Engstrom et al. 2020, arXiv 2005.12729;
-RunningMoments of trlX and of TRL's PPO trainer).
+leave-one-out: RLOO (arXiv 2402.14740); running: reward scaling in PPO with a critic (Engstrom et al. 2020, arXiv 2005.12729).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,19 +24,16 @@ NO_PENALTIES: Penalties = {}
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and sum of squared deviations of all numbers so far, as in trlX and TRL.
-
-    Batches are combined by the recurrence of Chan, Golub and LeVeque 1979 in float64: the same batches give the same bits.
-    Part of the learner's checkpoint.
-    """
+    """Count, mean and sum of squared deviations of all numbers so far, as in trlX and TRL. The recurrence of Chan, Golub and
+    LeVeque 1979, in float64: the same batches give the same bits."""
 
     count: float = 0.0
     mean: float = 0.0
     squares: float = 0.0
 
     def after(self, values: np.ndarray) -> "Moments":
-        """Return the moments with one more batch [n] float64. Unchanged for an empty batch, and for any non-finite value, which
-        would otherwise have every later step skipped."""
+        """Return the moments with one more batch [n] float64. Unchanged if it is empty, or has a value that is not finite, by
+        which all later steps would be skipped."""
         if not len(values) or not np.isfinite(values).all():
             return self
         before, n = self.count, len(values)

@@ -57,8 +57,7 @@ class TrainSequence:
 
 
 def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refill", "keep"]) -> list[Group]:
-    """Return the groups with something to train: not void, and with variance unless `keep`. After `refill` any without variance
-    has no gradient."""
+    """Return the groups with something to train: not void, and with variance unless `keep`."""
     wanted = [g for g in groups if not g.void and (zero_variance == "keep" or g.has_variance)]
     return [g for g in wanted if any(r.trained_tokens for r in g.rollouts)]
 

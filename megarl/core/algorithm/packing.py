@@ -66,8 +66,7 @@ def pack(
 
     one_size: all micro-batches are computed at the size of the fullest, because pipeline stages exchange one size.
     Every rank gets the same number of micro-batches, as few as longest-first filling by tokens finds; a sequence longer than
-    `max_tokens` is alone in one. Micro-batches are empty only if sequences run out: fewer than `data_parallel` are. No
-    sequences give no micro-batches.
+    `max_tokens` is alone in one. Micro-batches are empty only if sequences run out: fewer than `data_parallel` are.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # stable: equal lengths stay in order
     alone = [[i] for i in order if lengths[i] > max_tokens]

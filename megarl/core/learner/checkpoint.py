@@ -1,5 +1,5 @@
 """The learner's checkpoints: model, optimiser, next step and counts, written while training goes on, loaded at any layout.
-A critic's model and optimiser are in the same one, so both are always of the same step.
+A critic's are in the same one, so both are always of the same step.
 
     save()   plan and copy (the step stops for this) ──► a thread of each rank writes, and reads back for the checksums
     poll()   all ranks have written? ──► the directory appears, old ones go
@@ -9,8 +9,7 @@ outlives a killed learner, a spawned one imports torch for seconds and refuses t
 neither: it releases the interpreter lock. A step uses no random numbers (no dropout), so none are kept.
 
 megatron has one optimiser for a rank's experts and one for the rest, or a single one, depending on the layout. Their tensors
-are stored by the model's names, which no layout changes. Of the rest only the count of Adam's steps is state: the recipe has
-the settings.
+are stored by the model's names, which no layout changes. Of the rest only the count of Adam's steps is state, not settings.
 """
 
 import logging

@@ -63,8 +63,7 @@ class MicroBatch:
     counted [n]: 0 for the filler that stands in when there is no trained token, else 1
     source (without the filler): which token of the sequences put end to end
     here, lengths [sequences, at least 1]: trained tokens of each on this rank, int64; on all context-parallel ranks, float32
-    experts [length / CP * rows, layers with experts, experts a token] int16, as hidden states lie, -1 where the model chooses
-        itself; None if it does so throughout
+    experts [length / CP * rows, layers with experts, experts a token] int16, as hidden states lie, -1 or None: free choice
     """
 
     tokens: Tensor

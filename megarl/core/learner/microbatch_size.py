@@ -31,8 +31,7 @@ from megarl.core.learner.trainer import Trainer
 log = logging.getLogger(__name__)
 
 SHARE = 0.9
-"""Share of a GPU's free memory that a trial may take. The rest is for what a trial does not have, such as experts that more
-tokens choose, and buckets of a publication."""
+"""Share of a GPU's free memory that a trial may take. It lacks experts that more tokens choose, and a publication's buckets."""
 
 
 type Memory = Callable[[Callable[[], None]], float]

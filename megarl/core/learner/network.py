@@ -3,8 +3,7 @@
     [TrainSequence] ──► plan: balanced micro-batches ──► Megatron's schedule (1F1B, interleaved) ──► each(micro-batch, output)
                                                           head: what it makes of the trained tokens' hidden states
 
-A `Network` is only asked; one that learns is a `TrainedNetwork` (trained.py). All methods are collective: every
-rank calls them with the same sequences."""
+A `Network` is only asked; a `TrainedNetwork` (trained.py) learns. All ranks call all methods, with the same sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext

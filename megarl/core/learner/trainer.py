@@ -109,8 +109,7 @@ class Trainer:
         self.offenders: list[dict[str, int | str]] = []
 
     def sequences(self, batch: Batch) -> list[TrainSequence]:
-        """Return what the loss sees of the batch, with advantages unless a critic estimates them. Call it once a step, because
-        running statistics take the batch in."""
+        """Return what the loss sees of the batch, with advantages unless a critic estimates them. Call it once a step."""
         found = sequences_in_loss(batch, self.recipe)
         if self.reference and found:
             with self.within("reference"):

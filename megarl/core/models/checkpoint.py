@@ -164,8 +164,7 @@ def whole_or_gone(path: Path) -> Iterator[None]:
 
 
 def load(path: Path, state: ShardedStateDict) -> StateDict:
-    """Load the values of `state` from the checkpoint at `path`, written at any layout. COLLECTIVE. MegarlError on all ranks if
-    a file is not as it was written."""
+    """Load the values of `state` from the checkpoint at `path`, of any layout. COLLECTIVE. MegarlError if one is damaged."""
 
     def check_share() -> None:
         """Check this rank's part of the files, in turn: each rank wrote as many, so each reads about as much."""

@@ -174,9 +174,8 @@ def _stacked_expert(megatron: str, hf: str, expert: int) -> Weights:
 
 
 def _merge_qkv(head_dim: int, views: Sequence[Tensor]) -> Tensor:
-    """Map q [groups * n * head_dim, hidden], k and v [groups * head_dim, hidden] to [groups * (n + 2) * head_dim, hidden];
-    biases alike, without `hidden`."""
-    hidden = views[0].shape[1:]
+    """Map q [groups * n * head_dim, …], k and v [groups * head_dim, …] to [groups * (n + 2) * head_dim, …]."""
+    hidden = views[0].shape[1:]  # none of a bias
     groups = views[1].shape[0] // head_dim  # of this shard
     return torch.cat([t.reshape(groups, -1, *hidden) for t in views], 1).reshape(-1, *hidden)
 

@@ -82,8 +82,7 @@ def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tens
 
     COLLECTIVE over the stage's tensor-parallel group and, if experts are divided, its expert-parallel groups, and so over every
     data-parallel copy: each rank must run the iterator to its end. All get the same whole tensors in the parameters' dtype
-    and device. A tensor may share memory with its parameter: copy what must outlast an update. A tied head is the first
-    stage's embedding and is exported only there.
+    and device. A tensor may share memory with its parameter: copy what must outlast an update. A tied head is not exported.
     """
     stacks: dict[str, Tensor] = {}  # [experts, …], filled view by view
     missing: Counter[str] = Counter()
@@ -118,8 +117,7 @@ def save(
     """Write the model as a Hugging Face directory. COLLECTIVE over all ranks; one data-parallel copy of the model writes.
 
     Configuration and tokenizer come from `source`, and so do tensors outside the language model (family.passthrough).
-    `destination` must not exist; it appears once everything is written. If any rank fails, every rank raises MegarlError and
-    nothing is left behind.
+    `destination` must not exist; it appears once all is written. If any rank fails, all raise MegarlError and nothing is left.
     """
     dtype = next(p.dtype for c in chunks for p in c.parameters())
     partial = begun(destination, lambda partial: copy_description(source, partial, dtype))

@@ -167,9 +167,8 @@ class CausalAttention(Module):
 class ChunkedTEAttention(Module):
     """megatron's `core_attention` by Transformer Engine's kernels, with Llama 4's additions.
 
-    If no sequence is longer than the chunk (8192 tokens in the released models), they get the original boundaries. Transformer
-    Engine itself divides each sequence among context-parallel ranks, which further boundaries would upset: there longer
-    sequences are refused.
+    If no sequence is longer than the chunk (8192 tokens in the released models), they get the original boundaries. Further ones
+    would upset how they divide sequences among context-parallel ranks: there longer sequences are refused.
     """
 
     def __init__(
