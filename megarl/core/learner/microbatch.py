@@ -142,13 +142,12 @@ def assemble(
         return on_device(_joined(whole, np.float32)[chosen])
 
     ends, longest = on_device(boundaries.astype(np.int32)), int(np.diff(boundaries).max())
+    packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
     return MicroBatch(
         tokens=on_device(tokens).view(rows, -1),
         padding=on_device(padding).view(rows, -1),
         sequence_tokens=int(lengths.sum()),
-        packed=PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-        if layout.packing
-        else None,
+        packed=packed if layout.packing else None,
         at=on_device(at),
         labels=on_device(ids[chosen]),
         behaviour=joined([s.behaviour_logprobs for s in sequences]),
