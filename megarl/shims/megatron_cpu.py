@@ -5,8 +5,7 @@
     after_megatron_import()   once after it: its own tensors are made there, and its optimiser accepts torch's Adam state
 
 With a GPU, only what torch's AdamW needs is done, and only if no fused one is installed. The changes are global to the
-process, so a server never shares one with a learner. Every change says what fails without it; each was taken out once to see
-that.
+process, so a server never shares one with a learner. Every change says what fails without it, as seen when it was taken out.
 """
 
 import functools
@@ -39,7 +38,19 @@ def run_on_cpu() -> None:
     # Without these two nothing fails: states and seeds are queued for the start of a GPU, never set, and the queue grows.
     torch.cuda._lazy_call = lambda callback, **_: callback()
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
-    _devices()
+    # The constructors of all layers; without: "no NVIDIA driver", or TypeError.
+    torch.cuda.current_device = lambda: CPU
+    # The pipeline schedules' barriers and the checkpoint writer.
+    torch.cuda.synchronize = lambda *_, **__: None
+    # Gradient reduction asks which stream it is on. CPU work is synchronous: there is one, and nothing to wait for.
+    stream = _Stream()
+    torch.cuda.current_stream = lambda *_, **__: stream
+    # The dispatcher of tokens to experts copies their numbers from the GPU on a stream of its own.
+    torch.cuda.Stream = _Stream
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    # The distributed optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
+    name_or_cast = torch.Tensor.type
+    torch.Tensor.type = lambda self, *a, **k: name_or_cast(self, *a, **k) if a or k else _TypeName(name_or_cast(self))
     # Even disabled, torch.compile imports the whole compiler when megatron decorates: 2 CPU-seconds in every process.
     compiler, torch.compile = torch.compile, _not_compiled
     import megatron.core.jit  # noqa: F401
@@ -76,23 +87,6 @@ def after_megatron_import() -> None:
     # Where expert tensor parallelism divides experts, each rank brings another number of tokens; gloo wants the same
     # ("invalid tensor size").
     mappings.torch = _Overlay(torch, distributed=_Overlay(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter))
-
-
-def _devices() -> None:
-    """Let `.cuda()`, `device="cuda"`, `torch.cuda.current_device()` mean the CPU. Without: "no NVIDIA driver", or TypeError."""
-    # The constructors of all layers.
-    torch.cuda.current_device = lambda: CPU
-    # The pipeline schedules' barriers and the checkpoint writer.
-    torch.cuda.synchronize = lambda *_, **__: None
-    # Gradient reduction asks which stream it is on. CPU work is synchronous: there is one, and nothing to wait for.
-    stream = _Stream()
-    torch.cuda.current_stream = lambda *_, **__: stream
-    # The dispatcher of tokens to experts copies their numbers from the GPU on a stream of its own.
-    torch.cuda.Stream = _Stream
-    torch.Tensor.cuda = lambda self, *_, **__: self
-    # The distributed optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
-    name_or_cast = torch.Tensor.type
-    torch.Tensor.type = lambda self, *a, **k: name_or_cast(self, *a, **k) if a or k else _TypeName(name_or_cast(self))
 
 
 def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") -> None:
@@ -142,21 +136,16 @@ def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> N
 
 
 def _to_their_parameters(hybrid: "HybridDeviceOptimizer") -> None:
-    """Replace HybridDeviceOptimizer._move_new_state_to_right_device.
-
-    megatron tells offloaded optimisers by their class, but here all are torch's. Without: where a share of AdamW is offloaded,
-    the moments of the rest are loaded into the host's memory, and its step fails.
-    """
+    """Replace HybridDeviceOptimizer._move_new_state_to_right_device, which knows offloaded optimisers by another class than
+    torch's. Without: where a share is offloaded, the rest's moments are loaded into the host's memory, and its step fails."""
     for optimizer in hybrid.sub_optimizers:
         for parameter, state in optimizer.state.items():
             state.update({k: v.to(parameter.device) for k, v in state.items() if isinstance(v, torch.Tensor)})
 
 
 def _already_on_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """Replace maybe_move_tensor_to_cpu, which converts only what it moves, so nothing here.
-
-    Without: the exchange of tokens between expert-parallel ranks gets tensors for its sizes (TypeError).
-    """
+    """Replace maybe_move_tensor_to_cpu, which converts only what it moves, so nothing here. Without: the exchange of tokens
+    between expert-parallel ranks gets tensors for its sizes (TypeError)."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

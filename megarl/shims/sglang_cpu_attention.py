@@ -21,11 +21,8 @@ FILL = 0.8
 
 
 class DecodeBatch(NamedTuple):
-    """Requests of similar length.
-
-    requests [n]: their indices. slots [n * longest]: where each of their tokens lies in the cache (anywhere, for padding).
-    mask [n, 1, 1, longest]: which slots are theirs.
-    """
+    """Requests of similar length. requests [n]: their indices. slots [n * longest]: where each of their tokens lies in the
+    cache (anywhere, for padding). mask [n, 1, 1, longest]: which slots are theirs."""
 
     requests: Tensor
     slots: Tensor

@@ -18,7 +18,7 @@ STEPS = 5
 PLACES = {
     "forward": ("TrainedNetwork.forward_backward", 4),
     "optimiser": ("TrainedNetwork.update", 4),
-    "checkpoint": ("_ThreadCaller.schedule_async_call", 2),
+    "checkpoint": ("_with_checksums", 2),
 }
 """Function, and the call in which it happens: the step behind the first checkpoint, and the second checkpoint."""
 

@@ -78,7 +78,7 @@ def check_gradients(
     expected = torch.load(directory / "expected.pt", weights_only=False)
     trainer = start(directory, recipe_of(directory, layout, critic_dtype))
     assert trainer.critic is not None
-    network = trainer.critic.network
+    network = trainer.critic
     if parallel_state.is_pipeline_last_stage():
         head = network.chunks[-1].output_layer.weight
         assert not head.any()  # a new critic expects nothing
@@ -96,7 +96,7 @@ def check_gradients(
     metrics = trainer.critic.forward_backward(sequences)
     critic = full_gradients(network)
     critic["head"] = critic.pop("lm_head.weight")[:1]  # export takes it for the head that it replaces
-    trainer.forward_backward(sequences)
+    trainer.policy.forward_backward(sequences)
     found = {
         "critic": (critic, network.loss_scale),
         "policy": (full_gradients(trainer.policy), trainer.policy.loss_scale),
@@ -122,11 +122,11 @@ def check_fp16(directory: Path, batch: Batch, layout: dict[str, Any], critic: st
     assert scale is not None
     for _ in range(2):
         trainer.train_step(sequences)
-    before = [weights_of(network) for network in (trainer.policy, trainer.critic.network)]
+    before = [weights_of(network) for network in (trainer.policy, trainer.critic)]
     scale.restore({"scale": 2.0**40, "growth": 0, "hysteresis": 2})
     assert trainer.train_step(sequences)["scaler_skipped"] == 2, what  # both epochs; the second halves it
     assert (trainer.skipped_steps, scale.value) == (0, 2.0**39), what
-    after = [weights_of(network) for network in (trainer.policy, trainer.critic.network)]
+    after = [weights_of(network) for network in (trainer.policy, trainer.critic)]
     assert all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True)), what
     scale.restore({"scale": 2.0**17, "growth": 998, "hysteresis": 1})
     checkpoints = Checkpoints(folder, 2, trainer, directory / "model")
@@ -138,7 +138,7 @@ def check_fp16(directory: Path, batch: Batch, layout: dict[str, Any], critic: st
     assert Checkpoints(folder, 2, again, directory / "model").load_latest()
     assert [again.train_step(sequences) for _ in range(2)] == went_on, what
     assert again.critic is not None
-    for mine, theirs in ((trainer.policy, again.policy), (trainer.critic.network, again.critic.network)):
+    for mine, theirs in ((trainer.policy, again.policy), (trainer.critic, again.critic)):
         assert all(torch.equal(a, b) for a, b in zip(weights_of(mine), weights_of(theirs), strict=True)), what
 
 
@@ -163,7 +163,7 @@ def check_resumed(directory: Path, batch: Batch, layout: dict[str, Any]) -> None
     assert [again.train_step(sequences) for _ in range(2)] == went_on, layout
     assert trainer.critic is not None
     assert again.critic is not None
-    for mine, theirs in ((trainer.policy, again.policy), (trainer.critic.network, again.critic.network)):
+    for mine, theirs in ((trainer.policy, again.policy), (trainer.critic, again.critic)):
         assert all(
             torch.equal(a, b)
             for x, y in zip(mine.chunks, theirs.chunks, strict=True)

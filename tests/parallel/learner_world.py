@@ -114,7 +114,7 @@ def start(directory: Path, recipe: Recipe) -> Trainer:
 def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None:
     """Loss, gradients and log-probs against transformers' in float64 and against one rank's."""
     trainer = start(directory, recipe)
-    metrics = trainer.forward_backward(training_sequences(batch, recipe))
+    metrics = trainer.policy.forward_backward(training_sequences(batch, recipe))
     result = {"loss": metrics["loss"], "gradients": full_gradients(trainer.policy)}
     one_rank = directory / "one_rank.pt"
     if dist.get_world_size() == 1 and not one_rank.exists():
@@ -148,7 +148,7 @@ def check_balancing(directory: Path, recipe: Recipe, what: str) -> None:
     micro-batch, so that a layout changes nothing but who computes it."""
     expected = torch.load(directory / "balancing.pt", weights_only=False)
     trainer = start(directory, recipe)
-    metrics = trainer.forward_backward([unrewarded(i, tokens) for i, tokens in enumerate(expected["ids"])])
+    metrics = trainer.policy.forward_backward([unrewarded(i, tokens) for i, tokens in enumerate(expected["ids"])])
     assert metrics["microbatches"] == len(expected["ids"]) / recipe.data_parallel, what
     found = full_gradients(trainer.policy)
     worst = max(difference(found[n], g, expected["gradients"]) for n, g in expected["gradients"].items())

@@ -78,7 +78,7 @@ def check(directory: Path, batch: Batch, name: str, setting: dict[str, Any], lay
     parallel.start(recipe.model, seed=1, timeout_s=60)
     trainer = Trainer(recipe, directory / "model")
     sequences = trainer.sequences(batch)
-    metrics = trainer.forward_backward(sequences)
+    metrics = trainer.policy.forward_backward(sequences)
     gradients = full_gradients(trainer.policy)
     expected = torch.load(directory / f"{name}.pt", weights_only=False)
     worst = max(difference(gradients[n], g, expected["gradients"]) for n, g in expected["gradients"].items())
@@ -112,7 +112,7 @@ def check_start(directory: Path, batch: Batch, layout: dict[str, Any]) -> None:
     recipe = recipe_of(directory, SETTINGS["kl-in-loss"], layout, reference="")
     parallel.start(recipe.model, seed=1, timeout_s=60)
     trainer = Trainer(recipe, directory / "model")
-    metrics = trainer.forward_backward(trainer.sequences(batch))
+    metrics = trainer.policy.forward_backward(trainer.sequences(batch))
     assert metrics["kl_reference"] == metrics["kl_reference_max"] == 0, (layout, metrics)
 
 

@@ -77,9 +77,9 @@ def step(recipe: Recipe, sequences: list[TrainSequence], passes: int = 1) -> Ste
     parallel.start(recipe.model, seed=1, timeout_s=60)
     trainer = Trainer(recipe, Path(recipe.model.path))
     for _ in range(passes - 1):
-        trainer.forward_backward(sequences)
+        trainer.policy.forward_backward(sequences)
     random = torch.get_rng_state()
-    metrics = trainer.forward_backward(sequences)
+    metrics = trainer.policy.forward_backward(sequences)
     assert torch.equal(torch.get_rng_state(), random)
     return metrics, full_gradients(trainer.policy)
 

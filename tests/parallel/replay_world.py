@@ -71,7 +71,7 @@ def start(recipe: Recipe) -> Trainer:
 
 
 def step(trainer: Trainer, sequences: list[TrainSequence]) -> tuple[float, dict[str, torch.Tensor]]:
-    metrics = trainer.forward_backward(sequences)
+    metrics = trainer.policy.forward_backward(sequences)
     return metrics["loss"], full_gradients(trainer.policy)
 
 
@@ -114,13 +114,13 @@ def check_own(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> No
     trainer = start(recipe)
     assert trainer.policy.replay is not None
     chosen: list[list[torch.Tensor]] = []  # of each layer with experts, of each micro-batch
-    end = trainer.policy.replay.end
+    end = trainer.policy.replay.close
 
     def remember_and_end() -> None:
         chosen.extend(router.replay_backward_list for _, router in trainer.policy.replay._columns[0])  # type: ignore[union-attr]
         end()
 
-    trainer.policy.replay.end = remember_and_end  # type: ignore[method-assign]
+    trainer.policy.replay.close = remember_and_end  # type: ignore[method-assign]
     assert same(step(trainer, free), without), "a router that was told nothing does not choose by itself"
     members = trainer.policy.plan(free).members[0]
     own: dict[int, Any] = {}

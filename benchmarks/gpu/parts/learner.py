@@ -40,7 +40,7 @@ def step(trainer: Trainer, tokens: int, peak: float) -> Iterator[Row]:
         raise RuntimeError(f"not the step that was meant: {metrics}")
     seconds = networks.timed(lambda: trainer.train_step(batch), REPEATS)
     used = networks.peak_bytes(lambda: trainer.train_step(batch))
-    passes = networks.timed(lambda: trainer.forward_backward(batch), REPEATS)
+    passes = networks.timed(lambda: trainer.policy.forward_backward(batch), REPEATS)
     flop = networks.flop(shape, lengths)
     sizes = (
         f"{shape.layers} layers of {networks.llama_8b()['num_hidden_layers']}, hidden {shape.hidden}, "

@@ -59,6 +59,6 @@ def passes(trainer: Trainer, tokens: int) -> Measured:
     trainer.policy.microbatch_tokens = tokens
     shape = networks.shape_of(trainer.recipe)
     batch = networks.sequences(networks.lengths_of(tokens) * MICROBATCHES, shape.vocabulary)
-    seconds = networks.timed(lambda: trainer.forward_backward(batch), REPEATS)
-    used = networks.peak_bytes(lambda: trainer.forward_backward(batch))
+    seconds = networks.timed(lambda: trainer.policy.forward_backward(batch), REPEATS)
+    used = networks.peak_bytes(lambda: trainer.policy.forward_backward(batch))
     return Measured(tokens, seconds, used, shape, networks.layers_by(trainer))

@@ -55,7 +55,7 @@ def of(config: dict[str, Any], model: dict[str, Any], lengths: list[int]) -> dic
         learner = {"microbatch_tokens": 4 * lengths[0], "packing": False}
         trainer = networks.trainer_of(networks.recipe_of(config, Path(folder), {"model": model, "learner": learner}))
         batch = networks.sequences(lengths, config["vocab_size"])
-        loss = trainer.forward_backward(batch)["loss"]
+        loss = trainer.policy.forward_backward(batch)["loss"]
         norm = trainer.policy.gradient_norm()
         rollouts = tuple(ScoredRollout(tokens=s.tokens, first=1) for s in batch)
         scored = trainer.score(Score(version=0, rollouts=rollouts, against=0), "benchmark")

@@ -3,8 +3,7 @@
     rewards ── centring ──► centred ── / deviation of the group | the batch | all batches so far (Moments) ──► advantages
 
 Group mean and batch deviation: ScaleRL (arXiv 2510.13786), section 3.2; group deviation: GRPO (arXiv 2402.03300);
-leave-one-out: RLOO (arXiv 2402.14740); running: reward scaling in PPO with a critic (Engstrom et al. 2020, arXiv 2005.12729;
-RunningMoments of trlX and of TRL's PPO trainer).
+leave-one-out: RLOO (arXiv 2402.14740); running: reward scaling in PPO with a critic (Engstrom et al. 2020, arXiv 2005.12729).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,21 +24,16 @@ NO_PENALTIES: Penalties = {}
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and sum of squared deviations of all numbers so far, as in trlX and TRL.
-
-    Batches are combined by the recurrence of Chan, Golub and LeVeque 1979 in float64: the same batches give the same bits.
-    Part of the learner's checkpoint.
-    """
+    """Count, mean and sum of squared deviations of all numbers so far, as in trlX and TRL. The recurrence of Chan, Golub and
+    LeVeque 1979, in float64: the same batches give the same bits."""
 
     count: float = 0.0
     mean: float = 0.0
     squares: float = 0.0
 
     def after(self, values: np.ndarray) -> "Moments":
-        """Return the moments with one more batch [n] float64. Unchanged for an empty batch or any non-finite value.
-
-        A non-finite batch would otherwise have every later step skipped, not just its own.
-        """
+        """Return the moments with one more batch [n] float64. Unchanged if it is empty, or has a value that is not finite, by
+        which all later steps would be skipped."""
         if not len(values) or not np.isfinite(values).all():
             return self
         before, n = self.count, len(values)
@@ -70,7 +64,7 @@ def advantages(
 
     centring: subtract the mean of the group, or of its other rollouts (n / (n - 1) times as much), or nothing.
     normalisation: batch: deviation of all centred rewards of these groups; group: of the group itself; running: of all batches
-    including this one, which `running` already contains (`centred`); none: not divided.
+    including this one, which `running` already contains; none: not divided.
     A group with equal rewards has advantage 0 throughout, unless centring is none.
     """
     each = [centred_rewards(g, centring, penalties) for g in groups]
@@ -80,11 +74,6 @@ def advantages(
         return [c / (c.std() or 1.0) for c in each]
     deviation = running.deviation if normalisation == "running" else np.concatenate(each).std() or 1.0
     return [c / deviation for c in each]
-
-
-def centred(groups: Sequence[Group], centring: Centring, penalties: Penalties = NO_PENALTIES) -> np.ndarray:
-    """Return centred rewards of all groups, pooled: [rollouts] float64."""
-    return np.concatenate([np.zeros(0), *(centred_rewards(g, centring, penalties) for g in groups)])
 
 
 def centred_rewards(group: Group, centring: Centring, penalties: Penalties = NO_PENALTIES) -> np.ndarray:

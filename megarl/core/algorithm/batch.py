@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, advantages, centred
+from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, advantages
 from megarl.core.base.types import Batch, Group, Rollout
 from megarl.core.recipe import Recipe
 
@@ -57,10 +57,7 @@ class TrainSequence:
 
 
 def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refill", "keep"]) -> list[Group]:
-    """Return the groups with something to train: not void, and with variance unless `keep`.
-
-    `refill` removes groups without variance before they reach a batch; any that is here all the same has no gradient.
-    """
+    """Return the groups with something to train: not void, and with variance unless `keep`."""
     wanted = [g for g in groups if not g.void and (zero_variance == "keep" or g.has_variance)]
     return [g for g in wanted if any(r.trained_tokens for r in g.rollouts)]
 
@@ -87,10 +84,8 @@ def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregat
 
 
 def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
-    """Return all rollouts of the batch in the loss, ordered by ticket and sample; empty if no group has a gradient.
-
-    Their advantages are still 0: what is taken off rewards may first have to be computed by a model.
-    """
+    """Return all rollouts of the batch in the loss, ordered by ticket and sample; empty if no group has a gradient. Advantages
+    are 0 yet: a model may first have to compute what is taken off rewards."""
     groups = groups_in_loss(batch.groups, recipe.batch.zero_variance)
     counts = [[r.trained_tokens for r in g.rollouts] for g in groups]
     weights = token_weights(counts, recipe.batch.aggregation, recipe.length.completion_tokens)
@@ -107,15 +102,16 @@ def with_advantages(
 ) -> tuple[list[TrainSequence], Moments]:
     """Give the batch's `sequences_in_loss` their advantages, from rewards less the sum of each rollout's `kl_penalty`.
 
-    before: statistics of the rewards of earlier batches. The second result includes this batch, and `batch.advantage: running`
-    already divides by it. With a critic all advantages stay 0 here: gae.py computes them from its values.
+    before: statistics of earlier batches' rewards. The second result has this batch's, too; `batch.advantage: running` divides
+    by it. With a critic all advantages stay 0 here: gae.py computes them from its values.
     """
     settings = recipe.batch
     if settings.centring == "critic":
         return list(sequences), before
     groups = groups_in_loss(batch.groups, settings.zero_variance)
     penalties = {(s.ticket, s.sample): float(np.sum(s.kl_penalty)) for s in sequences}
-    after = before.after(centred(groups, settings.centring, penalties))
+    centred = advantages(groups, "none", settings.centring, penalties=penalties)
+    after = before.after(np.concatenate([np.zeros(0), *centred]))
     gains = advantages(groups, settings.advantage, settings.centring, after, penalties)
     gain_of = {
         (group.ticket, rollout.sample): float(gain)
@@ -148,11 +144,9 @@ def unrewarded(index: int, tokens: np.ndarray, first: int = 1, experts: np.ndarr
 
 
 def batch_statistics(batch: Batch) -> dict[str, float]:
-    """Compute the batch's entries in the metrics row of step `batch.step`, groups without variance included.
-
-    Rates are shares of rollouts, `zero_variance_share` of non-void groups; lags are in steps, over sampled tokens. A mean over
-    nothing is NaN.
-    """
+    """Compute the metrics of a step's batch, groups without variance included. A mean over nothing is NaN; rates are
+    shares of rollouts, `zero_variance_share` of non-void groups; lags are in steps, over sampled tokens; `reward/NAME` is the
+    mean score before its weight, over the rollouts whose task has this reward."""
     groups = [g for g in batch.groups if not g.void]
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([sum(len(s.tokens) for s in r.segments) for r in rollouts])
@@ -162,6 +156,7 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
     lags = batch.step - np.array([s.weight_version for segments in sampled for s in segments], dtype=np.int64)
     versions = np.array([len({s.weight_version for s in segments}) for segments in sampled], dtype=np.int64)
     varied = [g.has_variance for g in groups]
+    names = dict.fromkeys(name for r in rollouts for name in r.rewards)
     return {
         "pass_rate_train": _mean(correct),
         "reward_mean": _mean([r.reward for r in rollouts]),
@@ -182,14 +177,7 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
         "versions_per_rollout": _mean(versions),
         "versions_per_rollout_max": float(versions.max(initial=0)),
         "retries": float(sum(r.retries for r in rollouts)),
-        **reward_means(rollouts),
-    }
-
-
-def reward_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return `reward/NAME`: the mean score, before its weight, over the rollouts whose task has this reward."""
-    names = dict.fromkeys(name for r in rollouts for name in r.rewards)
-    return {f"reward/{name}": _mean([r.rewards[name] for r in rollouts if name in r.rewards]) for name in names}
+    } | {f"reward/{name}": _mean([r.rewards[name] for r in rollouts if name in r.rewards]) for name in names}
 
 
 def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:

@@ -66,10 +66,7 @@ def estimated(
 
 
 def value_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return statistics of `estimated` sequences over trained tokens.
-
-    explained_variance: 1 - Var(R - V) / Var(R); NaN if all returns are equal.
-    """
+    """Return statistics of `estimated` sequences; explained_variance: 1 - Var(R - V) / Var(R), NaN if R is constant."""
     trained = [s.loss_weight > 0 for s in sequences]
     values, returns = (
         np.concatenate([np.broadcast_to(x, len(t))[t] for x, t in zip(each, trained, strict=True)]).astype(np.float64)

@@ -66,8 +66,7 @@ def pack(
 
     one_size: all micro-batches are computed at the size of the fullest, because pipeline stages exchange one size.
     Every rank gets the same number of micro-batches, as few as longest-first filling by tokens finds; a sequence longer than
-    `max_tokens` is alone in one. Micro-batches are empty only if sequences run out: fewer than `data_parallel` are. No
-    sequences give no micro-batches.
+    `max_tokens` is alone in one. Micro-batches are empty only if sequences run out: fewer than `data_parallel` are.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # stable: equal lengths stay in order
     alone = [[i] for i in order if lengths[i] > max_tokens]
@@ -86,11 +85,8 @@ def pack(
 
 
 def sizes_to_try(longest: int, most: int) -> list[int]:
-    """Return the micro-batch sizes in tokens that `learner.microbatch_tokens: auto` chooses from, ascending.
-
-    Two parts of the longest sequence, from which larger sizes are extrapolated; that sequence; then four sizes per doubling, up
-    to `most` and 16 times the longest.
-    """
+    """Return the sizes in tokens, ascending, that `learner.microbatch_tokens: auto` chooses from: parts of the longest
+    sequence, to extrapolate from; that sequence; then four sizes per doubling, up to `most` and 16 times the longest."""
     more = {longest * quarter * 2**octave // 4 for octave in range(5) for quarter in (4, 5, 6, 7)}
     parts = {max(1, longest // 4), max(1, longest // 2), longest}
     return sorted(parts | {n for n in more if n <= min(most, 16 * longest)})

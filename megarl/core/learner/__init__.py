@@ -3,7 +3,7 @@
 main.py          the collective command loop: Next -> Train | Publish | Score | Wait | Stop
 link.py          rank 0's conversation with the controller
 torchrun.py      the learner as several processes
-trainer.py       one step: who learns from what, what is counted
+trainer.py       the policy, and one step: who learns from what, what is counted
 network.py       a model on its ranks: micro-batches through Megatron's schedule
 trained.py       a network that learns: gradients of a loss, update, whose loss was not finite
 optimizer.py     AdamW over data-parallel chunks; learning rate of a step; loss scaling for fp16

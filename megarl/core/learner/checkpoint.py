@@ -1,5 +1,5 @@
 """The learner's checkpoints: model, optimiser, next step and counts, written while training goes on, loaded at any layout.
-A critic's model and optimiser are in the same one, so both are always of the same step.
+A critic's are in the same one, so both are always of the same step.
 
     save()   plan and copy (the step stops for this) ──► a thread of each rank writes, and reads back for the checksums
     poll()   all ranks have written? ──► the directory appears, old ones go
@@ -9,26 +9,25 @@ outlives a killed learner, a spawned one imports torch for seconds and refuses t
 neither: it releases the interpreter lock. A step uses no random numbers (no dropout), so none are kept.
 
 megatron has one optimiser for a rank's experts and one for the rest, or a single one, depending on the layout. Their tensors
-are stored by the model's names, which no layout changes. Of the rest only the count of Adam's steps is state: the recipe has
-the settings.
+are stored by the model's names, which no layout changes. Of the rest only the count of Adam's steps is state, not settings.
 """
 
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.mapping import StateDict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
 from megarl.core.algorithm.advantages import Moments
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.ranks import from_rank_0
+from megarl.core.base.ranks import from_rank_0, gathered
 from megarl.core.base.rundir import step_folder
 from megarl.core.learner.network import out_of_memory_named
 from megarl.core.learner.trained import TrainedNetwork
@@ -41,17 +40,13 @@ log = logging.getLogger(__name__)
 COUNTS = ("step", "skipped_steps", "skipped_in_row", "scaler_skipped_steps")
 """The trainer's attributes that a checkpoint keeps under their names."""
 
-type StateDict = dict[str, Any]
-"""A sharded state dict, nested as megatron nests it."""
-
 
 class Checkpoints:
     """A trainer's RUN/checkpoints. Every method is collective over all ranks."""
 
     def __init__(self, folder: Path, keep: int, trainer: Trainer, hf_source: Path) -> None:
         self.folder, self.keep, self.trainer, self.hf_source = folder, keep, trainer, hf_source
-        self._calls = _ThreadCalls()
-        self._writing = folder  # the latest that was begun
+        self._writing: tuple[Path, threading.Thread, list[Callable[[], None]]] | None = None
 
     def save(self) -> None:
         """Begin to write the state as it is now, unless it is on disk already. Wait for an earlier write first."""
@@ -63,17 +58,32 @@ class Checkpoints:
         begin = time.monotonic()
         model, critic = trainer.recipe.model.model_dump(mode="json"), trainer.critic is not None
         meta = checkpoint.Meta(step=step, version=step, hf_source=str(self.hf_source), model=model, critic=critic)
-        self._writing = path
         with out_of_memory_named("learner.optimizer_offload", "gathering the optimiser for a checkpoint; set it"):
             state = _state(trainer, is_loading=False)
-        checkpoint.save(path, state, meta, self._calls)
+        request = checkpoint.begin(path, state, meta)
+        thread = threading.Thread()  # does nothing, on a rank that has nothing to write
+        if request.async_fn is not None:
+            rank, live, results = request.async_fn_args
+            arguments = (rank, _copied(live, request.preload_fn()), results)
+            thread = threading.Thread(target=request.async_fn, args=arguments, name="checkpoint")
+        thread.start()
+        self._writing = path, thread, request.finalize_fns
         log.info("checkpoint %s: the step stopped for %.2f s", path.name, time.monotonic() - begin)
 
     def poll(self, blocking: bool = False) -> None:
         """Complete a write that all ranks have finished. blocking: wait until they have."""
-        with checkpoint.whole_or_gone(self._writing):
-            completed = self._calls.maybe_finalize_async_calls(blocking=blocking)
-        if completed and dist.get_rank() == 0:
+        if self._writing is None:
+            return
+        path, thread, steps = self._writing
+        if blocking:
+            thread.join()
+        if any(gathered(thread.is_alive())):
+            return
+        self._writing = None
+        with checkpoint.whole_or_gone(path):
+            for step in steps:  # megatron's, which raise on all ranks what a thread met, then ours
+                step()
+        if dist.get_rank() == 0:
             checkpoint.prune(self.folder, self.keep)
 
     def finish(self) -> None:
@@ -81,10 +91,7 @@ class Checkpoints:
         self.poll(blocking=True)
 
     def load_latest(self) -> bool:
-        """Continue from the newest checkpoint that can be read; False if there is none at all.
-
-        Unreadable newer ones are put aside, so that their steps can be saved again.
-        """
+        """Continue from the newest readable checkpoint, newer ones put aside; False if there is none at all."""
         unreadable: list[Path] = []
         for path in reversed(from_rank_0(checkpoint.complete(self.folder))):
             try:
@@ -118,7 +125,7 @@ class Checkpoints:
         everywhere(lambda: loaded.update(checkpoint.load(path, _state(trainer, is_loading=True))))
         _restore(trainer.policy, loaded)
         if trainer.critic:
-            _restore(trainer.critic.network, loaded["critic"])
+            _restore(trainer.critic, loaded["critic"])
         trainer.moments = Moments(**loaded["moments"])
         for name in COUNTS:
             setattr(trainer, name, loaded.get(name, 0))  # early checkpoints lack the last one
@@ -128,7 +135,7 @@ def _state(trainer: Trainer, is_loading: bool) -> StateDict:
     """Return the trainer's whole state. The critic's tensors are named `critic.` and then as the policy's are."""
     state = _network_state(trainer.policy, is_loading)
     if trainer.critic:
-        state["critic"] = _network_state(trainer.critic.network, is_loading)
+        state["critic"] = _network_state(trainer.critic, is_loading)
         add_prefix_for_sharding(state["critic"], checkpoint.CRITIC)
     return state | {name: getattr(trainer, name) for name in COUNTS} | {"moments": asdict(trainer.moments)}
 
@@ -163,36 +170,6 @@ def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
 
 class _WithoutCritic(MegarlError):
     """The checkpoint is complete but has no critic, and an older one would have none either."""
-
-
-class _ThreadCalls(AsyncCallsQueue):
-    """megatron's queue of unfinished writes, each in a thread of this process."""
-
-    def _get_async_caller(self) -> AsyncCaller:
-        return _ThreadCaller()
-
-
-class _ThreadCaller(AsyncCaller):
-    """One write. Errors come back through the results queue and are raised on all ranks when the write is completed."""
-
-    def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        self._thread = threading.Thread()  # does nothing, on a rank that has nothing to write
-        if async_req.async_fn is not None:
-            rank, live, results = async_req.async_fn_args
-            arguments = (rank, _copied(live, async_req.preload_fn()), results)
-            self._thread = threading.Thread(target=async_req.async_fn, args=arguments, name="checkpoint")
-        self._thread.start()
-
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        if blocking:
-            self._thread.join()
-        alive = int(self._thread.is_alive())
-        return not alive if no_dist else self.sync_all_async_calls(alive)
-
-    def close(self, abort: bool = False) -> None:
-        self._thread.join()
-
-    def __del__(self) -> None: ...
 
 
 type WriteBucket = tuple[str, str, tuple[list[object], list[tuple[object, Tensor]]]]

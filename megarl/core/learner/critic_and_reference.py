@@ -36,58 +36,59 @@ from megarl.core.models.layers import ValueHead
 from megarl.core.recipe import Recipe
 
 
-class CriticModel:
+class CriticModel(TrainedNetwork):
     """`recipe.critic` on this rank. Every method is collective."""
 
+    prefix, loss_name, norm_name = "critic_", "value_loss", "critic_grad_norm"
+    metric_names = VALUE_METRICS
+
     def __init__(self, recipe: Recipe, policy: Family) -> None:
-        self.settings, self.normalisation = recipe.critic, recipe.batch.advantage
+        self.critic, self.normalisation = recipe.critic, recipe.batch.advantage
         optimizer, recipe = recipe.critic_optimizer, recipe.model_copy(update={"model": recipe.critic_model})
-        chunks, family = chunks_beside(policy, recipe, "critic.path", self.settings.path)
+        chunks, family = chunks_beside(policy, recipe, "critic.path", self.critic.path)
         ValueHead.adopt(chunks)
-        self.network = TrainedNetwork(chunks, family, optimizer, recipe)
+        super().__init__(chunks, family, optimizer, recipe)
+        self.head = selected_values
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
         """Return the reward expected before each trained token: [len] float32 a sequence, 0 elsewhere, on all ranks."""
-        return self.network.ask(sequences, selected_values)
+        return self.ask(sequences, selected_values)
 
     def estimated(
         self, sequences: Sequence[TrainSequence], before: Moments = NOTHING_SEEN
     ) -> tuple[list[TrainSequence], Moments]:
         """Return the sequences with advantages, values and returns, and the statistics with this batch's."""
         assert self.normalisation != "group"  # megarl/core/recipe/rules.py
-        gamma, lam = self.settings.gamma, self.settings.lam
+        gamma, lam = self.critic.gamma, self.critic.lam
         return gae.estimated(sequences, self.values(sequences), gamma, lam, self.normalisation, before)
 
+    def loss(self, micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return value_loss(output, micro.value, micro.value_target, self.critic.value_clip)
+
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Compute gradients of the value loss into the network's buffers, reduced over ranks; return its metrics."""
-
-        def loss(micro: MicroBatch, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return value_loss(values, micro.value, micro.value_target, self.settings.value_clip)
-
-        found = self.network.forward_backward(sequences, selected_values, loss, VALUE_METRICS)
+        found = super().forward_backward(sequences)
         kept = ("tokens_trained", "sequences", "microbatches", *VALUE_METRICS)
         return {"value_loss": found["loss"]} | {name: found[name] for name in kept} | gae.value_statistics(sequences)
 
 
 def selected_values(*, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **_: object) -> Tensor:
     """Act as GPTModel's `output_processor`: return the value [n] float32 before each trained token of a micro-batch."""
-    values: Tensor = output_layer(trained_positions(hidden_states, output_layer, context.at, in_parts=False))
-    return values
+    return output_layer(trained_positions(hidden_states, output_layer, context.at, in_parts=False))
 
 
-class ReferenceModel:
+class ReferenceModel(Network):
     """`recipe.reference` on this rank, with the weights of its Hugging Face directory, also when the run is resumed."""
 
     def __init__(self, recipe: Recipe, policy: Family) -> None:
+        super().__init__(*chunks_beside(policy, recipe, "reference.path", recipe.reference.path), recipe)
         self.settings, self.temperature = recipe.reference, recipe.sampling.temperature
-        chunks, family = chunks_beside(policy, recipe, "reference.path", self.settings.path)
-        for chunk in chunks:
+        for chunk in self.chunks:
             chunk.requires_grad_(False)
-        self.network = Network(chunks, family, recipe)
 
     def scored(self, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
         """Return the sequences with `reference_logprobs`, and with `kl_penalty` if the reward pays it. COLLECTIVE."""
-        logprobs = self.network.ask(sequences, self.network.lm_head(self.temperature), pick=lambda output: output[0])
+        head = self.lm_head(self.temperature)
+        logprobs = self.ask(sequences, lambda **given: head(**given)[0])
         scored = [replace(s, reference_logprobs=r) for s, r in zip(sequences, logprobs, strict=True)]
         if self.settings.where == "loss":
             return scored

@@ -90,11 +90,9 @@ def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
 
 
 async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
-    """Wait until the servers on our GPUs answer: they have taken their share of the free memory then. They need not be healthy,
-    because a learner that died may have left them paused."""
+    """Wait until the servers on our GPUs answer, healthy or left paused by a learner that died: they have their memory then."""
     limit_s = recipe.serving.start_timeout_s
-    until = time.monotonic() + limit_s
-    keys = (endpoints.api_key, endpoints.admin_key)
+    until, keys = time.monotonic() + limit_s, (endpoints.api_key, endpoints.admin_key)
     for i, url in enumerate(endpoints.servers):
         async with ServerClient(ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s) as server:
             while not rundir.stop_file.exists():
@@ -117,11 +115,8 @@ class LearnerRank:
             signal.signal(number, self._on_signal)
         self.compute_unit = "gpu" if endpoints.gpus else "core"
         self.leader = dist.get_rank() == 0
-        self.link = self.metrics = None
-        if self.leader:
-            self.link = ControllerLink(
-                endpoints.controller, endpoints.link, self._interrupted, limit_s=CONTROLLER_LIMIT_S
-            )
+        where = (endpoints.controller, endpoints.link)
+        self.link = ControllerLink(*where, self._interrupted, limit_s=CONTROLLER_LIMIT_S) if self.leader else None
         self.incarnation: str = from_rank_0(uuid.uuid4().hex)
         source = Path(recipe.model.path)
         self.trainer = Trainer(recipe, source)
@@ -140,8 +135,7 @@ class LearnerRank:
         self.clock = StepClock(self.spans)
         self.trainer.within = self.clock.within
         self.profiler = Profiler(recipe.monitor.profile, rundir.profile, dist.get_rank())
-        if self.leader:
-            self.metrics = open_metrics(recipe, rundir, endpoints)
+        self.metrics = open_metrics(recipe, rundir, endpoints) if self.leader else None
         log.info("learner %s ready at step %d", self.incarnation, first)
 
     def run(self) -> None:
@@ -196,8 +190,7 @@ class LearnerRank:
         return None
 
     def _train(self, command: Train) -> None:
-        received = time.monotonic()
-        step = self.trainer.step
+        received, step = time.monotonic(), self.trainer.step
         if command.batch.step != step:
             raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
         with self.clock.spent("train", step), self.offload.released(step):
@@ -213,7 +206,7 @@ class LearnerRank:
         for rollout in self.trainer.offenders:
             append_jsonl(self.rundir.bad_rollouts, {"step": step} | rollout)
         held = (time.monotonic() - received) / 3600 * command.compute_devices
-        row: dict[str, object] = {
+        row = {
             "step": step,
             "weight_version": self.trainer.step,
             "time": time.time(),
@@ -227,9 +220,7 @@ class LearnerRank:
 
     def _check_recorded(self, step: int, metrics: dict[str, float]) -> None:
         """End the run, before anything of it is overwritten, if its first step here contradicts the recorded one.
-
-        Later steps tell nothing: a learning rate that was changed makes them other ones, and may.
-        """
+        A later step, or one at a learning rate that was changed, may be another."""
         first, row = self.recorded
         limits = LIMITS[self.recipe.model.dtype, bool(self.trainer.policy.family.architecture.experts)]
         if step != first or (self.trainer.epochs > 1 and row.get("lr") != metrics.get("lr")):
@@ -260,13 +251,11 @@ class LearnerRank:
         if command.version != step:
             raise MegarlError(f"the controller asked for version {command.version}; the weights are {step}")
         with self.clock.spent("publish", step):
-            result = self.publisher.publish(command, self.incarnation)
-            if result is not None:
+            if (result := self.publisher.publish(command, self.incarnation)) is not None:
                 self.clock.published(result)
             return self._ask(result)
 
     def _stop(self, command: Stop) -> None:
-        """Save and report it."""
         log.info("stopping at step %d: %s", self.trainer.step, command.reason)
         self.checkpoints.save()
         self.checkpoints.finish()

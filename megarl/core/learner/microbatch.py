@@ -19,28 +19,27 @@ from torch import Tensor
 
 from megarl.core.algorithm.batch import PerToken, TrainSequence
 from megarl.core.algorithm.packing import BY_TOKENS, Cost, pack
+from megarl.core.models.attention import segments
+from megarl.core.recipe import Model
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The part of the model's layout that micro-batches depend on."""
+    """What the shapes of micro-batches depend on."""
 
-    packing: bool
-    data_parallel: int
-    context_parallel: int = 1
+    model: Model
+    packing: bool = True
+    data_parallel: int = 1
     context_rank: int = 0
-    sequence_shards: int = 1  # TP under sequence parallelism
-    pipeline_parallel: int = 1
-    virtual_pipeline_parallel: int = 1
-    token_multiple: int = 1  # divides the tokens that a rank's layers take at once
 
     @property
     def sequence_multiple(self) -> int:
-        return 2 * self.context_parallel if self.context_parallel > 1 else 1
+        return 2 * self.model.context_parallel if self.model.context_parallel > 1 else 1
 
     @property
     def row_multiple(self) -> int:
-        return lcm(self.sequence_multiple, self.context_parallel * self.sequence_shards * self.token_multiple)
+        shards = self.model.context_parallel * (self.model.tensor_parallel if self.model.sequence_parallel else 1)
+        return lcm(self.sequence_multiple, shards * self.model.token_multiple)
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ class MicroBatch:
     counted [n]: 0 for the filler that stands in when there is no trained token, else 1
     source (without the filler): which token of the sequences put end to end
     here, lengths [sequences, at least 1]: trained tokens of each on this rank, int64; on all context-parallel ranks, float32
-    experts [length / CP * rows, layers with experts, experts a token] int16, as hidden states lie, -1 where the model chooses
-        itself; None if it does so throughout
+    experts [length / CP * rows, layers with experts, experts a token] int16, as hidden states lie, -1 or None: free choice
     """
 
     tokens: Tensor
@@ -92,13 +90,13 @@ def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost 
     padded = [_up(n, layout.sequence_multiple) for n in lengths]
     longest = _up(max(padded), layout.row_multiple)
     if layout.packing:
-        members = pack(padded, max_tokens, layout.data_parallel, cost, one_size=layout.pipeline_parallel > 1)
+        members = pack(padded, max_tokens, layout.data_parallel, cost, one_size=layout.model.pipeline_parallel > 1)
     else:
         members = pack([longest] * len(padded), max(max_tokens, longest), layout.data_parallel)
-    if layout.virtual_pipeline_parallel > 1:  # the interleaved schedule works through groups of PP micro-batches
+    if layout.model.virtual_pipeline_parallel > 1:  # the interleaved schedule works through groups of PP micro-batches
         for microbatches in members:
-            microbatches += [[] for _ in range(-len(microbatches) % layout.pipeline_parallel)]
-    if layout.pipeline_parallel == 1:
+            microbatches += [[] for _ in range(-len(microbatches) % layout.model.pipeline_parallel)]
+    if layout.model.pipeline_parallel == 1:
         return MicroBatchPlan(members, rows=1, length=layout.row_multiple)
     everything = [m for microbatches in members for m in microbatches]
     if layout.packing:
@@ -122,8 +120,9 @@ def assemble(
     which = np.repeat(np.arange(len(sequences)), lengths)
     here = trained_lengths = np.bincount(which[trained], minlength=max(len(sequences), 1))
     at = at[trained]
-    if layout.context_parallel > 1:
-        mine = _zigzag(boundaries, layout)
+    if layout.model.context_parallel > 1:
+        mine = np.zeros(len(tokens), dtype=np.bool_)
+        mine[segments(boundaries.tolist(), None, layout.model.context_parallel, layout.context_rank).queries] = True
         trained, at = trained[mine[at]], (np.cumsum(mine) - 1)[at[mine[at]]]
         tokens, padding, experts = tokens[mine], padding[mine], None if experts is None else experts[mine]
         here = np.bincount(which[trained], minlength=len(trained_lengths))
@@ -142,11 +141,13 @@ def assemble(
         whole = [np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)]
         return on_device(_joined(whole, np.float32)[chosen])
 
+    ends, longest = on_device(boundaries.astype(np.int32)), int(np.diff(boundaries).max())
+    packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
     return MicroBatch(
         tokens=on_device(tokens).view(rows, -1),
         padding=on_device(padding).view(rows, -1),
         sequence_tokens=int(lengths.sum()),
-        packed=_packed_parameters(boundaries, device) if layout.packing else None,
+        packed=packed if layout.packing else None,
         at=on_device(at),
         labels=on_device(ids[chosen]),
         behaviour=joined([s.behaviour_logprobs for s in sequences]),
@@ -203,21 +204,6 @@ def _experts(
 def _within(lengths: np.ndarray) -> np.ndarray:
     """0 … n-1 for each length n, end to end."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-
-
-def _zigzag(boundaries: np.ndarray, layout: RowLayout) -> np.ndarray:
-    """Which tokens of the row this context-parallel rank has: of each sequence's 2 CP chunks the r-th from either end."""
-    lengths = np.diff(boundaries)
-    chunk = _within(lengths) // np.repeat(lengths // (2 * layout.context_parallel), lengths)
-    return np.minimum(chunk, 2 * layout.context_parallel - 1 - chunk) == layout.context_rank
-
-
-def _packed_parameters(boundaries: np.ndarray, device: torch.device) -> PackedSeqParams:
-    cu_seqlens = torch.from_numpy(boundaries.astype(np.int32)).to(device)
-    longest = int(np.diff(boundaries).max())
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:

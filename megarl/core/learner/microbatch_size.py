@@ -31,8 +31,7 @@ from megarl.core.learner.trainer import Trainer
 log = logging.getLogger(__name__)
 
 SHARE = 0.9
-"""Share of a GPU's free memory that a trial may take. The rest is for what a trial does not have, such as experts that more
-tokens choose, and buckets of a publication."""
+"""Share of a GPU's free memory that a trial may take. It lacks experts that more tokens choose, and a publication's buckets."""
 
 
 type Memory = Callable[[Callable[[], None]], float]
@@ -65,10 +64,7 @@ def settle(
     within: AbstractContextManager[None] | None = None,
 ) -> None:
     """Give the trainer's networks their micro-batch size, if the recipe leaves it open. COLLECTIVE over all ranks.
-
-    longest: tokens of the longest sequence; batch_tokens: most tokens of a step; record: file that keeps the size; within:
-    entered around the trials, if there are any.
-    """
+    longest: tokens of the longest sequence; batch_tokens: most of a step; record: keeps the size; within: wraps the trials."""
     if trainer.recipe.learner.microbatch_tokens != "auto":
         return
     if memory is None and not torch.cuda.is_available():
@@ -117,10 +113,10 @@ def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
 
 
 def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) -> int:
-    networks = [trainee.network for trainee in trainer.trainees]
+    networks = trainer.trained
     layout = trainer.policy.layout
     # A pipeline of few micro-batches waits more than large ones save.
-    share = layout.data_parallel * (4 * layout.pipeline_parallel if layout.pipeline_parallel > 1 else 1)
+    share = layout.data_parallel * (4 * layout.model.pipeline_parallel if layout.model.pipeline_parallel > 1 else 1)
     sizes = sizes_to_try(longest, batch_tokens // share)
     moments = [network.moments_to_come() for network in networks]
 
@@ -130,8 +126,8 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
         sequences = _full(trainer, tokens, longest)
 
         def trial() -> None:
-            for trainee in trainer.trainees:
-                trainee.forward_backward(sequences)
+            for network in networks:
+                network.forward_backward(sequences)
 
         try:
             used = memory(trial)
@@ -161,7 +157,7 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
 def _full(trainer: Trainer, tokens: int, longest: int) -> list[TrainSequence]:
     """Make sequences that fill micro-batches of so many tokens: one per rank, in a pipeline as many as it holds at a time."""
     layout = trainer.policy.layout
-    count = layout.data_parallel * (2 * layout.pipeline_parallel if layout.pipeline_parallel > 1 else 1)
+    count = layout.data_parallel * (2 * layout.model.pipeline_parallel if layout.model.pipeline_parallel > 1 else 1)
     pieces = [longest] * (tokens // longest) + [tokens % longest] * bool(tokens % longest)
     random = np.random.default_rng(0)  # equal tokens would all choose the same experts
     vocabulary = trainer.policy.family.architecture.vocabulary

@@ -40,11 +40,8 @@ TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 
 
 class PartialReplay(RouterReplay):
-    """Fills targets of -1 with the router's own choice, once; backward replays the filled ones.
-
-    counts [2] int64: if set, take the router's own choice throughout, and add how many tokens were compared with their target,
-    and how many of them have another set of experts.
-    """
+    """Fills targets of -1 with the router's own choice, once; backward replays the filled ones. counts [2] int64: if set, keep
+    to the router's own choice, and count compared tokens and those with another set of experts."""
 
     target_topk_idx: Tensor
     counts: Tensor | None = None
@@ -66,7 +63,7 @@ class PartialReplay(RouterReplay):
 
 
 class Replay:
-    """Replays for one rank's routers: `step` wraps a step's passes, `replaying` a micro-batch's way through a chunk."""
+    """Replays for one rank's routers: `replaying` wraps a micro-batch's way through a chunk, `close` ends a step."""
 
     def __init__(self, chunks: Sequence[GPTModel], expert_layers: Sequence[int]) -> None:
         """Give every router of the chunks a replay. expert_layers: of the whole model, counted from 0."""
@@ -93,14 +90,6 @@ class Replay:
                 router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Forget at the end what was replayed, also when a pass breaks off."""
-        try:
-            yield
-        finally:
-            self.end()
-
-    @contextmanager
     def comparing(self, counts: Tensor) -> Iterator[None]:
         """Let routers keep to their own choices within, and count into `counts` [2] how they compare with recorded ones."""
         routers = [router for column in self._columns for _, router in column]
@@ -114,8 +103,8 @@ class Replay:
             for router in routers:
                 router.counts = None
 
-    def end(self) -> None:
-        """Forget the step's choices."""
+    def close(self) -> None:
+        """Forget what was replayed in a step."""
         for routers in self._columns:
             for _, router in routers:
                 router.clear_indices()

@@ -3,11 +3,10 @@
     [TrainSequence] ──► plan: balanced micro-batches ──► Megatron's schedule (1F1B, interleaved) ──► each(micro-batch, output)
                                                           head: what it makes of the trained tokens' hidden states
 
-A `Network` is only asked; one that learns is a `TrainedNetwork` (trained.py). All methods are collective: every
-rank calls them with the same sequences."""
+A `Network` is only asked; a `TrainedNetwork` (trained.py) learns. All ranks call all methods, with the same sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,11 +53,7 @@ def out_of_memory_named(key: str, doing: str) -> Iterator[None]:
 
 
 class Network:
-    """This rank's chunks of a model whose weights are loaded.
-
-    replay: of the routers' choices, where there are any. replays: whether training takes the recorded choices
-    (model.moe.routing_replay).
-    """
+    """This rank's chunks of a model with its weights. replays: whether training takes the recorded choices of experts."""
 
     expert_load: ExpertLoad | None = None
     replay: Replay | None = None
@@ -70,7 +65,8 @@ class Network:
         self.microbatch_tokens = 1 if given == "auto" else given  # until microbatch_size.settle
         wide = recipe.model.fp32_head in ("both", "learner")
         self.head_precision = torch.float32 if wide else build.DTYPES[recipe.model.dtype]
-        self.layout, self.cost = layout_of(recipe), cost_of(family.architecture)
+        ranks = parallel_state.get_data_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        self.layout, self.cost = RowLayout(recipe.model, recipe.learner.packing, *ranks), cost_of(family.architecture)
         self.device = next(chunks[0].parameters()).device
         # The micro-batches of a step have one size (microbatch.py), so stages need not tell each other shapes.
         chunks[0].config.variable_seq_lengths = False
@@ -93,27 +89,23 @@ class Network:
     def full_memory_named(self) -> AbstractContextManager[None]:
         """Wrap work on micro-batches: a GPU whose memory runs out then gets an error that says what to change."""
         advice = "lower it, set learner.recompute=full or learner.optimizer_offload"
-        doing = f"with {self.microbatch_tokens} tokens a micro-batch; {advice}"
-        return out_of_memory_named("learner.microbatch_tokens", doing)
+        return out_of_memory_named(
+            "learner.microbatch_tokens", f"with {self.microbatch_tokens} tokens a micro-batch; {advice}"
+        )
 
     def plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
         """Decide which sequences go where."""
         return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)
 
     @torch.no_grad()
-    def ask[Output](
-        self,
-        sequences: Sequence[TrainSequence],
-        head: Head[Output],
-        pick: Callable[[Output], Tensor] = lambda output: output,
-        shape: tuple[int, ...] = (),
+    def ask(
+        self, sequences: Sequence[TrainSequence], head: Head[Tensor], shape: tuple[int, ...] = ()
     ) -> list[np.ndarray]:
-        """Return `pick` [n, *shape] of the head's output for each trained token: [len, *shape] per sequence, on all ranks."""
+        """Return the head's output [n, *shape] for each trained token: [len, *shape] per sequence, on all ranks."""
         starts = np.cumsum([0] + [len(s) for s in sequences])
         out = torch.zeros(int(starts[-1]), *shape, device=self.device)
 
-        def collect(members: Sequence[int], micro: MicroBatch, output: Output) -> Tensor:
-            values = pick(output)
+        def collect(members: Sequence[int], micro: MicroBatch, values: Tensor) -> Tensor:
             if len(micro.source):
                 where = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])[micro.source]
                 out[torch.from_numpy(where).to(self.device)] = values
@@ -159,7 +151,7 @@ class Network:
                 )
             return output, partial(loss, members, micro)
 
-        with self.full_memory_named(), replay.step() if replay else nullcontext():
+        with self.full_memory_named(), closing(replay) if replay else nullcontext():
             get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=[iter(mine) for _ in modules],
@@ -189,18 +181,3 @@ def chunks_beside(policy: Family, recipe: Recipe, key: str, path: str) -> tuple[
             "give a model with the policy's tokenizer"
         )
     return loaded_chunks(recipe, hf_dir)
-
-
-def layout_of(recipe: Recipe) -> RowLayout:
-    """Return what micro-batches need to know about the recipe and this rank."""
-    model = recipe.model
-    return RowLayout(
-        packing=recipe.learner.packing,
-        data_parallel=parallel_state.get_data_parallel_world_size(),
-        context_parallel=model.context_parallel,
-        context_rank=parallel_state.get_context_parallel_rank(),
-        sequence_shards=model.tensor_parallel if model.sequence_parallel else 1,
-        pipeline_parallel=model.pipeline_parallel,
-        virtual_pipeline_parallel=model.virtual_pipeline_parallel,
-        token_multiple=model.token_multiple,
-    )

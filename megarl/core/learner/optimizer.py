@@ -36,12 +36,9 @@ each further overflow lowers it, until a window has passed without one."""
 
 
 class LossScale(DynamicGradScaler):
-    """The scale of one network on this rank; the same on all ranks, because all of them know the same norms.
-
-    Megatron has an optimiser for a rank's experts and one for the rest, each with a scaler of its own, but multiplies the loss
-    by the first one's scale only: after an overflow in one of them the other would divide by another number. So all parts of a
-    network's optimiser share one of these.
-    """
+    """The scale of one network on this rank; the same on all ranks, because all of them know the same norms. Megatron has an
+    optimiser for a rank's experts and one for the rest, each with a scaler of its own, but multiplies the loss by the first
+    one's scale only. So that an overflow in one does not have them differ, all parts of a network share one of these."""
 
     def __init__(self) -> None:
         super().__init__(INITIAL, LEAST, 2.0, 0.5, WINDOW, HYSTERESIS)
@@ -56,11 +53,6 @@ class LossScale(DynamicGradScaler):
     @property
     def value(self) -> float:
         return float(self.scale)
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether it cannot fall any further."""
-        return self.value <= LEAST
 
     def plain_state(self) -> dict[str, float]:
         """Return its state as plain numbers, for a checkpoint."""
@@ -89,10 +81,7 @@ BUCKET: int | None = None
 
 def overlaps() -> bool:
     """Whether gradients are reduced while others are computed: if there is more than one rank, and a GPU to do both.
-
-    Weights are not gathered while the next step computes (overlap_param_gather): some of the weights that are published, saved
-    and asked between steps would be those of the step before.
-    """
+    Not so with weights (overlap_param_gather): some of those published, saved and asked would be those of the step before."""
     return torch.cuda.is_available() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
 
 

@@ -52,10 +52,7 @@ def is_rank() -> bool:
 
 
 def become_torchrun(ranks: int, port: int, host: str = "127.0.0.1", nodes: int = 1) -> None:
-    """Replace this process by torchrun, which runs this command again as the node's share of `ranks`.
-
-    The ranks meet at `host`, the first node. Slurm says which node this is.
-    """
+    """Replace this process by torchrun, which runs this command as the node's share of `ranks`, and has them meet at `host`."""
     torchrun = ["-m", "megarl.core.learner.torchrun", f"--nproc-per-node={ranks // nodes}", f"--nnodes={nodes}"]
     torchrun += [f"--node-rank={os.environ.get('SLURM_PROCID', '0') if nodes > 1 else 0}"]
     torchrun += [f"--master-addr={host}", f"--master-port={port}"]

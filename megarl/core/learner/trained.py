@@ -1,4 +1,4 @@
-"""A network that learns: gradients of a loss over many sequences, and the step of AdamW that they make.
+"""A network that learns: gradients of its loss over many sequences, and the step of AdamW that they make.
 
     sequences ──► forward_backward: sum of weight * token loss ──► gradient_norm ──finite?──┬─yes─► update
                                                                                             └─no──► offenders: whose was not
@@ -7,7 +7,8 @@ All methods are collective: every rank calls them with the same sequences.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,17 +23,21 @@ from megarl.core.base.ranks import gathered
 from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.learner.moe import ExpertLoad
 from megarl.core.learner.network import Head, Network
-from megarl.core.learner.optimizer import with_optimizer
+from megarl.core.learner.optimizer import LEAST, with_optimizer
 from megarl.core.models import Family
 from megarl.core.recipe import Optimizer, Recipe
 
-type MicroLoss[Output] = Callable[[MicroBatch, Output], tuple[Tensor, dict[str, Tensor]]]
-"""Returns, for a micro-batch and its head's output, the loss [n] with gradient and metrics [n] without. Metrics whose names end
-in `_max` are reduced by maximum, all others by the mean over trained tokens."""
-
 
 class TrainedNetwork(Network):
-    """A network with gradients and an optimiser. `loss_scale` is None unless the model is fp16."""
+    """A network with gradients and an optimiser; subclasses say what it learns. `loss_scale` is None unless the model is fp16.
+
+    head, loss: go from hidden states to the loss [n] with gradient and metrics [n] without, called `metric_names`; those that
+    end in `_max` are reduced by maximum, all others by the mean over trained tokens. prefix: of metrics that any network has.
+    """
+
+    head: Head[Any]
+    metric_names: Sequence[str]
+    prefix, loss_name, norm_name = "", "loss", "grad_norm"
 
     def __init__(
         self, chunks: list[GPTModel], family: Family, settings: Optimizer, recipe: Recipe, offload: float = 0.0
@@ -44,23 +49,24 @@ class TrainedNetwork(Network):
         self._offload = offload
         self._nonfinite: list[tuple[Sequence[int], Tensor, Tensor]] = []
 
-    def forward_backward[Output](
-        self, sequences: Sequence[TrainSequence], head: Head[Output], loss: MicroLoss[Output], names: Sequence[str]
-    ) -> dict[str, float]:
-        """Compute the loss's gradients, reduced over ranks, into the chunks' buffers; return its metrics, called `names`."""
+    def loss(self, micro: MicroBatch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        raise NotImplementedError
+
+    def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """Compute the loss's gradients, reduced over ranks, into the chunks' buffers; return its metrics."""
         self.clear()
         steps = self.plan(sequences)
         if self.expert_load:
             self.expert_load.begin(sum(len(s) for s in sequences))
-        sums = torch.zeros(2 + len(names), device=self.device)
+        sums = torch.zeros(2 + len(self.metric_names), device=self.device)
         maxima = torch.full_like(sums, -math.inf)
         self._nonfinite = []
 
-        def summed(members: Sequence[int], micro: MicroBatch, output: Output) -> Tensor:
-            losses, metrics = loss(micro, output)
+        def summed(members: Sequence[int], micro: MicroBatch, output: Any) -> Tensor:
+            losses, metrics = self.loss(micro, output)
             total = (losses * micro.weight).sum()
             with torch.no_grad():
-                rows = torch.stack([micro.counted, *(metrics[name] for name in names)])
+                rows = torch.stack([micro.counted, *(metrics[name] for name in self.metric_names)])
                 counted = micro.counted > 0
                 self._nonfinite.append((members, micro.here, counted & ~torch.isfinite(losses)))  # no step waits for it
                 sums[0] += total
@@ -68,16 +74,27 @@ class TrainedNetwork(Network):
                 maxima[1:] = torch.maximum(maxima[1:], torch.where(counted, rows, -math.inf).amax(-1))
             return total
 
-        self.run(self.ddp, sequences, steps, head, summed, forward_only=False)
-        sizes = {"microbatches": float(len(steps.members[0])), "sequences": float(len(sequences))}
-        balance = self.expert_load.metrics() if self.expert_load else {}
-        return _reduced(sums, maxima, names) | sizes | balance
+        self.run(self.ddp, sequences, steps, self.head, summed, forward_only=False)
+        if not parallel_state.is_pipeline_last_stage() or parallel_state.get_tensor_model_parallel_rank() != 0:
+            sums.zero_()  # the last stage's first tensor-parallel rank counts for all
+            maxima.fill_(-math.inf)
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        total_loss, tokens, *totals = sums.tolist()
+        found = {"loss": total_loss, "tokens_trained": tokens, "sequences": float(len(sequences))}
+        found["microbatches"] = float(len(steps.members[0]))
+        for name, total, largest in zip(self.metric_names, totals, maxima.tolist()[2:], strict=True):
+            found[name] = largest if name.endswith("_max") else total / tokens
+        return found | (self.expert_load.metrics() if self.expert_load else {})
+
+    def broken(self, metrics: dict[str, float]) -> bool:
+        """Whether the loss is not finite, or the gradient is not and no lower loss scale could change that."""
+        lowest = self.loss_scale is None or self.loss_scale.value <= LEAST
+        return not math.isfinite(metrics[self.loss_name]) or (lowest and not math.isfinite(metrics[self.norm_name]))
 
     def offenders(self, sequences: Sequence[TrainSequence]) -> list[dict[str, int | str]]:
-        """Return ticket and sample of the rollouts that had a token without a finite loss in the latest pass (`cause: loss`).
-
-        If there are none, the sum of the step or its gradient broke it, and each rollout may be the reason (`cause: step`).
-        """
+        """Return ticket and sample of the rollouts that had a token without a finite loss in the latest pass (`cause: loss`);
+        if there are none, of all: the step's sum or its gradient broke (`cause: step`)."""
         mine: set[int] = set()
         for members, here, broken in self._nonfinite:
             if members:
@@ -125,18 +142,3 @@ class TrainedNetwork(Network):
             self.optimizer.step_with_ready_grads()
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # or its time would be counted as that of whatever waits next
-
-
-def _reduced(sums: Tensor, maxima: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Reduce metrics over all ranks; only the last stage's first tensor-parallel rank has something to add."""
-    if not parallel_state.is_pipeline_last_stage() or parallel_state.get_tensor_model_parallel_rank() != 0:
-        sums.zero_()
-        maxima.fill_(-math.inf)
-    dist.all_reduce(sums)
-    dist.all_reduce(maxima, dist.ReduceOp.MAX)
-    loss, tokens, *totals = sums.tolist()
-    found = {
-        name: largest if name.endswith("_max") else total / tokens
-        for name, total, largest in zip(names, totals, maxima.tolist()[2:], strict=True)
-    }
-    return {"loss": loss, "tokens_trained": tokens} | found

@@ -16,7 +16,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,7 +31,7 @@ from megarl.core.algorithm.batch import (
     unrewarded,
     with_advantages,
 )
-from megarl.core.algorithm.losses import policy_loss, supervised_loss
+from megarl.core.algorithm.losses import policy_loss, terms
 from megarl.core.algorithm.losses.terms import Tokens
 from megarl.core.base.messages import Score, Scored
 from megarl.core.base.types import Batch
@@ -47,30 +46,38 @@ from megarl.core.recipe import Recipe
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Trainee:
-    """A network that learns, its pass over the batch, and the prefix of its metrics."""
+class PolicyModel(TrainedNetwork):
+    """The model that is published. supervised: the warm start (`recipe.sft`), by cross-entropy, without routing replay."""
 
-    network: TrainedNetwork
-    forward_backward: Callable[[Sequence[TrainSequence]], dict[str, float]]
-    loss_name: str = "loss"
-    prefix: str = ""
+    def __init__(self, recipe: Recipe, hf_dir: Path, supervised: bool) -> None:
+        optimizer = recipe.sft_optimizer if supervised else recipe.learner.optimizer
+        super().__init__(*loaded_chunks(recipe, hf_dir), optimizer, recipe, recipe.learner.optimizer_offload)
+        if self.family.architecture.experts and not supervised:
+            self.replay = Replay(self.chunks, self.family.architecture.expert_layers)
+        self.replays = recipe.model.moe.routing_replay
+        self.head = self.lm_head(1.0 if supervised else recipe.sampling.temperature)
+        self._loss = terms.cross_entropy if supervised else policy_loss(recipe.loss, recipe.reference)
+        self.metric_names = ("entropy", *terms.metric_names(self._loss))
+        shared = recipe.model.context_parallel > 1
+        self._sharing_sequences = parallel_state.get_context_parallel_group() if shared else None
 
-    @property
-    def norm_name(self) -> str:
-        return f"{self.prefix}grad_norm"
+    def loss(self, micro: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        logp, entropy = output
+        given = (
+            logp,
+            micro.behaviour,
+            micro.reference,
+            micro.advantage,
+            entropy,
+            micro.counted,
+            micro.here,
+            micro.lengths,
+        )
+        losses, metrics = self._loss(Tokens(*given, self._sharing_sequences))
+        return losses, {"entropy": entropy} | metrics
 
-    def measured(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Go forward and backward; return metrics, with the gradient's norm and the scale that the loss had."""
-        metrics = self.forward_backward(sequences) | {self.norm_name: self.network.gradient_norm()}
-        scale = self.network.loss_scale
-        return metrics if scale is None else metrics | {f"{self.prefix}loss_scale": scale.value}
-
-    def broken(self, metrics: dict[str, float]) -> bool:
-        """Whether the loss is not finite, or the gradient is not and no lower loss scale could change that."""
-        scale = self.network.loss_scale
-        lowest = scale is None or scale.exhausted
-        return not math.isfinite(metrics[self.loss_name]) or (lowest and not math.isfinite(metrics[self.norm_name]))
+    def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        return terms.with_effective_sample_size(super().forward_backward(sequences))
 
 
 class Trainer:
@@ -89,40 +96,20 @@ class Trainer:
         """supervised: the warm start (`recipe.sft`), with cross-entropy, no critic, no reference and one epoch a step."""
         self.recipe = recipe
         self.steps = recipe.sft.steps if supervised else recipe.run.steps
-        self.loss = supervised_loss() if supervised else policy_loss(recipe.loss, recipe.reference)
-        self.temperature = 1.0 if supervised else recipe.sampling.temperature
-        optimizer = recipe.sft_optimizer if supervised else recipe.learner.optimizer
-        chunks, family = loaded_chunks(recipe, hf_dir)
-        self.policy = TrainedNetwork(chunks, family, optimizer, recipe, recipe.learner.optimizer_offload)
-        if family.architecture.experts and not supervised:
-            self.policy.replay = Replay(chunks, family.architecture.expert_layers)
-        self.policy.replays = recipe.model.moe.routing_replay
+        self.policy = PolicyModel(recipe, hf_dir, supervised)
+        family = self.policy.family
         self.critic = CriticModel(recipe, family) if recipe.has_critic and not supervised else None
         self.reference = ReferenceModel(recipe, family) if recipe.reference.coefficient and not supervised else None
+        self.trained: list[TrainedNetwork] = [self.policy, *([self.critic] if self.critic else [])]
+        self.networks: list[Network] = [*self.trained, *([self.reference] if self.reference else [])]
         self.epochs = 1 if supervised else recipe.learner.epochs
         self.step = 0
         self.moments = NOTHING_SEEN
         self.skipped_steps = self.skipped_in_row = self.scaler_skipped_steps = 0
         self.offenders: list[dict[str, int | str]] = []
 
-    @property
-    def trainees(self) -> list[Trainee]:
-        """All networks that learn."""
-        critic = (
-            [Trainee(self.critic.network, self.critic.forward_backward, "value_loss", "critic_")] if self.critic else []
-        )
-        return [Trainee(self.policy, self.forward_backward), *critic]
-
-    @property
-    def networks(self) -> list[Network]:
-        """All networks on this rank."""
-        return [*(trainee.network for trainee in self.trainees), *([self.reference.network] if self.reference else [])]
-
     def sequences(self, batch: Batch) -> list[TrainSequence]:
-        """Return what the loss sees of the batch, with advantages unless a critic estimates them.
-
-        Call it once a step: running statistics take the batch in.
-        """
+        """Return what the loss sees of the batch, with advantages unless a critic estimates them. Call it once a step."""
         found = sequences_in_loss(batch, self.recipe)
         if self.reference and found:
             with self.within("reference"):
@@ -132,10 +119,10 @@ class Trainer:
 
     def train_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Train step `self.step` and count it, also when nothing is trained. Return the same metrics on all ranks."""
-        trainees = self.trainees
-        if self.critic and self.step < self.critic.settings.warmup_steps:
-            trainees = trainees[1:]  # the policy waits
-        rates = {f"{p.prefix}lr": learning_rate(self.step, p.network.settings, self.steps) for p in trainees}
+        learning = self.trained
+        if self.critic and self.step < self.recipe.critic.warmup_steps:
+            learning = [self.critic]  # the policy waits
+        rates = {f"{network.prefix}lr": learning_rate(self.step, network.settings, self.steps) for network in learning}
         self.step += 1
         if not sequences:
             return rates | {"empty": 1.0, "skipped": 0.0, "tokens_trained": 0.0}
@@ -144,7 +131,7 @@ class Trainer:
                 sequences, self.moments = self.critic.estimated(sequences, self.moments)
         overflows = 0
         for _ in range(self.epochs):
-            metrics, broken, overflowed = self._epoch(sequences, trainees, rates)
+            metrics, broken, overflowed = self._epoch(sequences, learning, rates)
             if overflowed:
                 overflows += 1
                 scales = ", ".join(f"{p.norm_name} at {metrics[f'{p.prefix}loss_scale']:g}" for p in overflowed)
@@ -155,37 +142,39 @@ class Trainer:
                 log.warning("step %d skipped: %s", self.step - 1, what)
                 break
         self.skipped_in_row = self.skipped_in_row + 1 if broken else 0
-        self.offenders = broken[0].network.offenders(sequences) if broken else []
+        self.offenders = broken[0].offenders(sequences) if broken else []
         metrics |= rates | {"empty": 0.0, "skipped": float(bool(broken)), "skipped_steps": float(self.skipped_steps)}
         self.scaler_skipped_steps += overflows
-        if any(p.network.loss_scale is not None for p in self.trainees):
+        if any(network.loss_scale is not None for network in self.trained):
             metrics["scaler_skipped"] = float(overflows)
             metrics["scaler_skipped_steps"] = float(self.scaler_skipped_steps)
         return metrics | advantage_statistics(sequences)
 
     def _epoch(
-        self, sequences: Sequence[TrainSequence], trainees: Sequence[Trainee], rates: dict[str, float]
-    ) -> tuple[dict[str, float], list[Trainee], list[Trainee]]:
+        self, sequences: Sequence[TrainSequence], learning: Sequence[TrainedNetwork], rates: dict[str, float]
+    ) -> tuple[dict[str, float], list[TrainedNetwork], list[TrainedNetwork]]:
         """Compute all gradients, then update all if every loss and gradient is finite.
 
-        Returns metrics, the trainees whose loss or gradient is not finite, and those whose gradient overflowed because the loss
+        Returns metrics, the networks whose loss or gradient is not finite, and those whose gradient overflowed because the loss
         scale was too high. Each loss scale judges its own network's gradients, so one may fall while the other counts a pass
         that fitted. If a network is broken, none judges: it would mistake that for an overflow.
         """
         metrics: dict[str, float] = {}
-        for trainee in trainees:
+        for network in learning:
             with self.within("forward_backward"):
-                metrics |= trainee.measured(sequences)
-        if broken := [p for p in trainees if p.broken(metrics)]:
+                metrics |= network.forward_backward(sequences) | {network.norm_name: network.gradient_norm()}
+            if network.loss_scale is not None:
+                metrics[f"{network.prefix}loss_scale"] = network.loss_scale.value
+        if broken := [network for network in learning if network.broken(metrics)]:
             return metrics, broken, []
-        overflowed = [p for p in trainees if not math.isfinite(metrics[p.norm_name])]
-        for trainee in trainees:
-            if trainee.network.loss_scale is not None:
-                trainee.network.loss_scale.judge(trainee in overflowed)
+        overflowed = [network for network in learning if not math.isfinite(metrics[network.norm_name])]
+        for network in learning:
+            if network.loss_scale is not None:
+                network.loss_scale.judge(network in overflowed)
         if not overflowed:
             with self.within("optimizer"):
-                for trainee in trainees:
-                    trainee.network.update(rates[f"{trainee.prefix}lr"], metrics[trainee.norm_name])
+                for network in learning:
+                    network.update(rates[f"{network.prefix}lr"], metrics[network.norm_name])
         return metrics, [], overflowed
 
     def score(self, command: Score, incarnation: str) -> Scored:
@@ -209,18 +198,3 @@ class Trainer:
             choices=choices,
             differing=differing,
         )
-
-    def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Compute gradients of the policy's loss into its buffers, reduced over ranks; return its metrics."""
-        shared = self.recipe.model.context_parallel > 1
-        group = parallel_state.get_context_parallel_group() if shared else None
-
-        def loss(micro: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            logp, entropy = output
-            given = (logp, micro.behaviour, micro.reference, micro.advantage, entropy)
-            losses, metrics = self.loss.function(Tokens(*given, micro.counted, micro.here, micro.lengths, group))
-            return losses, {"entropy": entropy} | metrics
-
-        names = ("entropy", *self.loss.metrics)
-        found = self.policy.forward_backward(sequences, self.policy.lm_head(self.temperature), loss, names)
-        return self.loss.finish(found)

@@ -13,7 +13,7 @@ A layer's attention may also have what `LayerAttention` describes; Llama 4 uses 
     every fourth             no rotation ─► q times a temperature that grows with the position ─► attention to all before
 
 Queries and keys are rotated at their true positions before they meet, so attention within chunks is plain causal attention
-over shorter sequences: the packed row's boundaries are subdivided at multiples of the chunk (`within_chunks`).
+over shorter sequences: the packed row's boundaries are subdivided at multiples of the chunk.
 
 The kernels hold neither a mask nor all scores of a sequence:
 
@@ -51,11 +51,6 @@ class Segments(NamedTuple):
         """Position of each query in the row, [queries]."""
         return ranges(self.at, self.to)
 
-    @property
-    def keys(self) -> Tensor:
-        """Position of each key in the row, [keys]; under context parallelism some occur twice, and not all occur."""
-        return ranges(self.start, self.to)
-
 
 def segments(boundaries: Sequence[int], chunk: int | None = None, cp_size: int = 1, cp_rank: int = 0) -> Segments:
     """Return one rank's segments of sequences [boundaries[i], boundaries[i+1]), with attention within multiples of `chunk`."""
@@ -78,22 +73,13 @@ def ranges(starts: Tensor, ends: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How a layer attends.
-
-    rotary: rotate q and k. chunk: attend only within chunks of this length; None: to all before. l2_epsilon: normalise q
-    and k after rotation; None: do not. temperature: (floor, scale), see `temperatures`; None: 1.
-    """
+    """How a layer attends. rotary: rotate q and k. chunk: only within chunks of this length; None: to all before. l2_epsilon:
+    normalise q and k after rotation; None: do not. temperature: (floor, scale), see `temperatures`; None: 1."""
 
     rotary: bool = True
     chunk: int | None = None
     l2_epsilon: float | None = None
     temperature: tuple[int, float] | None = None
-
-
-def within_chunks(boundaries: Sequence[int], chunk: int) -> list[int]:
-    """Return the boundaries of sequences [boundaries[i], boundaries[i+1]) cut into parts of at most `chunk`."""
-    parts = [at for a, b in itertools.pairwise(boundaries) for at in range(a, b, chunk)]
-    return [*parts, boundaries[-1]]
 
 
 def positions_of(boundaries: Sequence[int]) -> Tensor:
@@ -142,21 +128,15 @@ def flash(q: Tensor, k: Tensor, v: Tensor, **where: object) -> Tensor:
 
 @cache
 def _varlen_attn() -> tuple[Callable[..., Tensor], bool]:
-    """Return varlen_attn, and whether it has `enable_gqa`.
-
-    Imported late: it imports torch's compiler, which takes seconds that a CPU process need not spend.
-    """
+    """Return varlen_attn, and whether it has `enable_gqa`. Imported late: it takes seconds, for torch's compiler."""
     from torch.nn.attention import varlen
 
     return varlen.varlen_attn, "enable_gqa" in signature(varlen.varlen_attn).parameters
 
 
 class Flash:
-    """Attention by torch's flash kernel, varlen_attn.
-
-    Unlike FlexAttention or jagged tensors it needs no block mask, no compiler and no conversion of megatron's tensors. If a
-    segment has more keys than queries, the causal window is aligned to the last of both.
-    """
+    """Attention by torch's flash kernel, varlen_attn: without the block mask, compiler and conversions of FlexAttention and
+    jagged tensors. If a segment has more keys than queries, the causal window is aligned to the last of both."""
 
     def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device) -> None:
         """Prepare for these segments. keys: for each, positions among the gathered keys; None: the same as the queries."""
@@ -221,15 +201,16 @@ class PaddedSegments:
         return output if self.pack is None else _Gather.apply(output, self.pack, self.unpack, self.padding)
 
 
-def attention_of(
-    boundaries: Sequence[int], chunk: int | None, cp_size: int, cp_rank: int, like: Tensor
-) -> Flash | PaddedSegments:
+type Kernels = Flash | PaddedSegments
+
+
+def attention_of(boundaries: Sequence[int], chunk: int | None, cp_size: int, cp_rank: int, like: Tensor) -> Kernels:
     """Return attention over sequences [boundaries[i], boundaries[i+1]) for this rank's queries, which are like `like`."""
     mine = segments(boundaries, chunk, cp_size, cp_rank)
     keys = None
     if cp_size > 1:
         gathered = torch.cat([segments(boundaries, None, cp_size, rank).queries for rank in range(cp_size)])
-        keys = torch.argsort(gathered)[mine.keys]
+        keys = torch.argsort(gathered)[ranges(mine.start, mine.to)]  # some occur twice, and not all occur
     return (Flash if flash_takes(like) else PaddedSegments)(mine, keys, like.device)
 
 

@@ -41,10 +41,8 @@ from megarl.core.recipe.rules import impossible_for
 from megarl.shims import fp16_on_cpu
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Arguments = dict[str, object]
-"""Arguments of TransformerConfig."""
 FP8_FORMATS = {"blockwise": "e4m3", "tensorwise": "hybrid"}
-RECOMPUTE: dict[str, Arguments] = {
+RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
     # The feed-forward half of each layer, with or without experts. Not attention, of which flash kernels keep little.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
@@ -77,14 +75,41 @@ def build(
 def transformer_config(
     model: Model, architecture: Architecture, fused: bool, recompute: str = "none"
 ) -> TransformerConfig:
-    """`fused`: use the kernels that need a GPU and Transformer Engine."""
+    """`fused`: use the kernels that need a GPU and Transformer Engine.
+
+    No token is dropped, no bias moves tokens between experts, and routing is computed in float32.
+    """
     for problem in impossible_for(model, architecture.megatron_sizes()):
         raise MegarlError(problem)
-    fp8 = {} if model.fp8 == "none" else {"fp8": FP8_FORMATS[model.fp8], "fp8_recipe": model.fp8, "fp8_param": False}
+    layers, sigmoid, more = range(architecture.layers), architecture.router == "sigmoid", dict(RECOMPUTE[recompute])
+    if model.fp8 != "none":
+        more |= {"fp8": FP8_FORMATS[model.fp8], "fp8_recipe": model.fp8, "fp8_param": False}
+    if architecture.unrotated_layers:
+        more["no_rope_freq"] = [int(i in architecture.unrotated_layers) for i in layers]
+    if architecture.experts:
+        more |= {
+            "moe_layer_freq": [int(i in architecture.expert_layers) for i in layers],
+            "moe_router_topk": architecture.experts_per_token,
+            "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+            "moe_router_pre_softmax": architecture.router == "softmax",
+            "moe_apply_probs_on_input": sigmoid,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "aux_loss" if model.moe.aux_loss else "none",
+            "moe_aux_loss_coeff": model.moe.aux_loss,
+            "moe_grouped_gemm": fused,
+            "moe_permute_fusion": fused,
+        }
     return TransformerConfig(
-        **_described(architecture, model, fused),
-        **RECOMPUTE[recompute],
-        **fp8,
+        **architecture.megatron_sizes(),
+        **more,
+        layernorm_epsilon=architecture.epsilon,
+        normalization="RMSNorm",
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_biases,
+        qk_layernorm=architecture.head_norms,
+        rotary_interleaved=architecture.rope_interleaved,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=DTYPES[model.dtype],
@@ -109,47 +134,10 @@ def transformer_config(
     )
 
 
-def _described(architecture: Architecture, model: Model, fused: bool) -> Arguments:
-    """Describe the model itself, without layout or precision.
-
-    No token is dropped, no bias moves tokens between experts, and routing is computed in float32.
-    """
-    layers = range(architecture.layers)
-    found: Arguments = {
-        **architecture.megatron_sizes(),
-        "layernorm_epsilon": architecture.epsilon,
-        "normalization": "RMSNorm",
-        "activation_func": torch.nn.functional.silu,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": architecture.qkv_biases,
-        "qk_layernorm": architecture.head_norms,
-        "rotary_interleaved": architecture.rope_interleaved,
-    }
-    if architecture.unrotated_layers:
-        found["no_rope_freq"] = [int(i in architecture.unrotated_layers) for i in layers]
-    if architecture.experts:
-        sigmoid = architecture.router == "sigmoid"
-        found |= {
-            "moe_layer_freq": [int(i in architecture.expert_layers) for i in layers],
-            "moe_router_topk": architecture.experts_per_token,
-            "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
-            "moe_router_pre_softmax": architecture.router == "softmax",
-            "moe_apply_probs_on_input": sigmoid,
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "aux_loss" if model.moe.aux_loss else "none",
-            "moe_aux_loss_coeff": model.moe.aux_loss,
-            "moe_grouped_gemm": fused,
-            "moe_permute_fusion": fused,
-        }
-    return found
-
-
 def _chunk(
     model: Model, architecture: Architecture, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
 ) -> GPTModel:
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     chunk = GPTModel(
         config,
         block_spec(config, architecture, transformer_engine, vp_stage),
@@ -157,8 +145,8 @@ def _chunk(
         max_sequence_length=architecture.context,
         position_embedding_type="rope" if transformer_engine else "none",
         share_embeddings_and_output_weights=architecture.tied,
-        pre_process=first,
-        post_process=last,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
         vp_stage=vp_stage,
     )
     if transformer_engine:  # megatron supports only one set of scaling constants
@@ -196,18 +184,19 @@ def block_spec(
     layers = [unrotated if i in architecture.unrotated_layers else rotated for i in range(architecture.layers)]
     if transformer_engine:
         if set(layers) != {LayerAttention()}:
-            for layer in (spec.submodules for spec in spec.layer_specs):
-                layer.self_attention.submodules.core_attention = functools.partial(ChunkedTEAttention, layers=layers)
+            for layer in spec.layer_specs:
+                attention = layer.submodules.self_attention.submodules
+                attention.core_attention = functools.partial(ChunkedTEAttention, layers=layers)
         return spec
     rope = Rope(inverse_frequencies(architecture), architecture.rope_interleaved)
     spec.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in spec.layer_specs):
-        layer.self_attention.submodules.core_attention = functools.partial(CausalAttention, rope=rope, layers=layers)
+        attention = layer.self_attention.submodules
+        attention.core_attention = functools.partial(CausalAttention, rope=rope, layers=layers)
+        if attention.q_layernorm is not IdentityOp:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         # Checkpoints use Transformer Engine's names, which fuse this norm with a projection, but not with experts.
         if layer.mlp.func is MoELayer:
             layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)  # layers share it
-        attention = layer.self_attention.submodules
-        if attention.q_layernorm is not IdentityOp:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

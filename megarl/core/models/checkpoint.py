@@ -39,14 +39,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config
 from megarl.core.base.rundir import CHECKPOINT, META, complete, write_atomically
-from megarl.core.models.hf import copy_description, everywhere
+from megarl.core.models.hf import begun, copy_description, everywhere, partial_of
 
 SCHEMA_VERSION = 4
 CRITIC = "critic."
@@ -108,23 +108,22 @@ def _named(chunks: Sequence[Module]) -> list[tuple[str, Module]]:
     return [(f"model{i}" if len(chunks) > 1 else "model", chunk) for i, chunk in enumerate(chunks)]
 
 
-def save(path: Path, state: ShardedStateDict, meta: Meta, queue: AsyncCallsQueue | None = None) -> None:
-    """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise MegarlError and nothing is left behind.
+def save(path: Path, state: ShardedStateDict, meta: Meta) -> None:
+    """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise MegarlError and nothing is left."""
+    request = begin(path, state, meta)
+    with whole_or_gone(path):
+        request.execute_sync()
+        dist.barrier()
 
-    With `queue` this returns once the state is copied; the checkpoint appears when a later queue.maybe_finalize_async_calls()
-    on all ranks finds it written.
-    """
-    partial = _partial(path)
 
-    def start() -> None:
-        if dist.get_rank() == 0:
-            if path.exists():
-                raise MegarlError(f"{path}: exists already; remove it or name another directory")
-            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-            read_config(Path(meta.hf_source))
-            partial.mkdir(parents=True)
+def begin(path: Path, state: ShardedStateDict, meta: Meta) -> AsyncRequest:
+    """Return megatron's request to write a checkpoint: each rank's part, then, on all ranks, what makes it appear at `path`."""
 
-    everywhere(start)
+    def fill(partial: Path) -> None:
+        read_config(Path(meta.hf_source))
+        partial.mkdir(parents=True)
+
+    partial = begun(path, fill)
     own: Future[dict[str, int]] = Future()
 
     def finish() -> None:
@@ -139,13 +138,9 @@ def save(path: Path, state: ShardedStateDict, meta: Meta, queue: AsyncCallsQueue
     filesystem_async._results_queue = queues.Queue()
     with whole_or_gone(path):
         request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
-        request = _with_checksums(request, own)
-        request.add_finalize_fn(finish)
-        if queue is None:
-            request.execute_sync()
-            dist.barrier()
-        else:
-            queue.schedule_async_request(request)
+    request = _with_checksums(request, own)
+    request.add_finalize_fn(finish)
+    return request
 
 
 def seal(path: Path, meta: Meta, files: Mapping[str, int]) -> None:
@@ -162,17 +157,14 @@ def whole_or_gone(path: Path) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:  # megatron, torch and the operating system each have their own
         if dist.get_rank() == 0:
-            shutil.rmtree(_partial(path), ignore_errors=True)
+            shutil.rmtree(partial_of(path), ignore_errors=True)
         raise MegarlError(
             f"{path}: the checkpoint could not be written (is the disk full?): {_last_line(error)}"
         ) from error
 
 
 def load(path: Path, state: ShardedStateDict) -> StateDict:
-    """Load the values of sharded state dict `state` from the checkpoint at `path`, written at any layout. COLLECTIVE.
-
-    MegarlError on all ranks if a file is not as it was written.
-    """
+    """Load the values of `state` from the checkpoint at `path`, of any layout. COLLECTIVE. MegarlError if one is damaged."""
 
     def check_share() -> None:
         """Check this rank's part of the files, in turn: each rank wrote as many, so each reads about as much."""
@@ -232,10 +224,6 @@ def find(source: Path) -> Path:
             return found[-1]
     what = "no such directory" if not source.is_dir() else "no complete checkpoint there"
     raise MegarlError(f"{source}: {what}; give RUN, RUN/checkpoints or RUN/checkpoints/step-N")
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
 
 
 def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> AsyncRequest:

@@ -34,11 +34,8 @@ from megarl.core.base.architecture import Architecture
 
 @dataclass(frozen=True)
 class SourceView:
-    """A Hugging Face tensor, or a view of one.
-
-    expert: its index along dimension 0, if experts are stacked ([experts, …]). part: (k, n), the k-th of n equal parts of
-    the last dimension (a fused gate_up_proj).
-    """
+    """A Hugging Face tensor, or a view of one. expert: its index along dimension 0, if experts are stacked ([experts, …]).
+    part: (k, n), the k-th of n equal parts of the last dimension (a fused gate_up_proj)."""
 
     name: str
     expert: int | None = None
@@ -65,11 +62,8 @@ Weights = dict[str, Weight]
 
 @dataclass(frozen=True)
 class Family:
-    """One model: what its config.json says, and how its tensors correspond.
-
-    weights: by Megatron name, in the local layer spec's spelling. elsewhere: how names of tensors start that do not belong to
-    the language model and are carried along untouched.
-    """
+    """One model: what its config.json says, and how its tensors correspond. weights: by Megatron name, as local layer specs
+    have it. elsewhere: how names of tensors begin that are not of the language model and are carried along untouched."""
 
     architecture: Architecture
     weights: Mapping[str, Weight]
@@ -180,11 +174,8 @@ def _stacked_expert(megatron: str, hf: str, expert: int) -> Weights:
 
 
 def _merge_qkv(head_dim: int, views: Sequence[Tensor]) -> Tensor:
-    """Map q [groups * n * head_dim, hidden], k and v [groups * head_dim, hidden] to [groups * (n + 2) * head_dim, hidden].
-
-    Biases alike, without `hidden`.
-    """
-    hidden = views[0].shape[1:]
+    """Map q [groups * n * head_dim, …], k and v [groups * head_dim, …] to [groups * (n + 2) * head_dim, …]."""
+    hidden = views[0].shape[1:]  # none of a bias
     groups = views[1].shape[0] // head_dim  # of this shard
     return torch.cat([t.reshape(groups, -1, *hidden) for t in views], 1).reshape(-1, *hidden)
 

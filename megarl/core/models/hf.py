@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -82,8 +82,7 @@ def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tens
 
     COLLECTIVE over the stage's tensor-parallel group and, if experts are divided, its expert-parallel groups, and so over every
     data-parallel copy: each rank must run the iterator to its end. All get the same whole tensors in the parameters' dtype
-    and device. A tensor may share memory with its parameter: copy what must outlast an update. A tied head is the first
-    stage's embedding and is exported only there.
+    and device. A tensor may share memory with its parameter: copy what must outlast an update. A tied head is not exported.
     """
     stacks: dict[str, Tensor] = {}  # [experts, …], filled view by view
     missing: Counter[str] = Counter()
@@ -108,12 +107,8 @@ def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tens
     assert not stacks, f"never filled: {', '.join(stacks)}"
 
 
-class _WrittenFile(NamedTuple):
-    """A file of weights that was written."""
-
-    path: Path
-    names: list[str]
-    bytes: int
+type _WrittenFile = tuple[Path, dict[str, int]]
+"""A file of weights that was written, and the bytes of each tensor in it."""
 
 
 def save(
@@ -122,19 +117,10 @@ def save(
     """Write the model as a Hugging Face directory. COLLECTIVE over all ranks; one data-parallel copy of the model writes.
 
     Configuration and tokenizer come from `source`, and so do tensors outside the language model (family.passthrough).
-    `destination` must not exist; it appears once everything is written. If any rank fails, every rank raises MegarlError and
-    nothing is left behind.
+    `destination` must not exist; it appears once all is written. If any rank fails, all raise MegarlError and nothing is left.
     """
-    partial = destination.with_name(f".{destination.name}.partial")
-
-    def start() -> None:
-        if dist.get_rank() == 0:
-            if destination.exists():
-                raise MegarlError(f"{destination}: exists already; remove it or name another directory")
-            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-            copy_description(source, partial, next(p.dtype for c in chunks for p in c.parameters()))
-
-    everywhere(start)
+    dtype = next(p.dtype for c in chunks for p in c.parameters())
+    partial = begun(destination, lambda partial: copy_description(source, partial, dtype))
     writes = (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -146,6 +132,25 @@ def save(
         others = _tensors_elsewhere(family, source)
         written += everywhere(lambda: write(others, "elsewhere", True) if dist.get_rank() == 0 else [], partial)
     everywhere(lambda: _finish_directory(written, partial, destination) if dist.get_rank() == 0 else None, partial)
+
+
+def partial_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def begun(destination: Path, fill: Callable[[Path], None]) -> Path:
+    """Return the folder to be written and then renamed `destination`, which rank 0 has begun by `fill`. COLLECTIVE."""
+    partial = partial_of(destination)
+
+    def start() -> None:
+        if dist.get_rank() == 0:
+            if destination.exists():
+                raise MegarlError(f"{destination}: exists already; remove it or name another directory")
+            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+            fill(partial)
+
+    everywhere(start)
+    return partial
 
 
 def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]]:
@@ -292,7 +297,7 @@ def _write(
             file = partial / f"{prefix}-{len(written):05}.safetensors"
             try:
                 save_file(held, file, metadata={"format": "pt"})
-                written.append(_WrittenFile(file, list(held), sum(t.nbytes for t in held.values())))
+                written.append((file, {name: tensor.nbytes for name, tensor in held.items()}))
             except (OSError, SafetensorError) as failed:
                 error = failed  # the other ranks of the tensor-parallel group still need this one in the all-gathers
         held.clear()
@@ -311,13 +316,14 @@ def _write(
 def _finish_directory(written: list[list[_WrittenFile]], partial: Path, destination: Path) -> None:
     """Give the files their usual names, write the index, and rename the directory."""
     files = list(itertools.chain.from_iterable(written))
-    weight_map = {}
-    for i, file in enumerate(files, 1):
+    weight_map, total = {}, 0
+    for i, (file, sizes) in enumerate(files, 1):
         usual = f"model-{i:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
-        os.replace(file.path, partial / usual)
-        weight_map.update(dict.fromkeys(file.names, usual))
+        os.replace(file, partial / usual)
+        weight_map.update(dict.fromkeys(sizes, usual))
+        total += sum(sizes.values())
     if len(files) > 1:
-        write_index(partial, weight_map, sum(file.bytes for file in files))
+        write_index(partial, weight_map, total)
     os.replace(partial, destination)
 
 

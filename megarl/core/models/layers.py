@@ -4,10 +4,8 @@ critic's head.
     CausalAttention      q, k, v [tokens, heads, head_dim] ─ rotate by position ─► attention.py ─► [tokens, heads * head_dim]
     ChunkedTEAttention   megatron rotates ─► L2 norm or temperature ─► TEDotProductAttention, given shorter sequences in chunks
 
-Without Transformer Engine, unpacked input [positions, batch, heads, head_dim] goes directly to torch's causal SDPA, in chunks
-if the layer has any. Under context parallelism a rank's queries meet the gathered keys and values. megatron-core's own modules
-do not suffice: its torch norm refuses sequence parallelism, its attention refuses packed sequences, and its rotary embedding
-loops over the sequences of a pack in Python, for q and k of every layer.
+Under context parallelism a rank's queries meet the gathered keys and values. megatron-core's own modules do not suffice: its
+norm refuses sequence parallelism, its attention refuses packed sequences, its rotary embedding loops over them in Python.
 
 Rotary embedding turns pairs of a head's elements:
 
@@ -19,7 +17,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,15 +32,19 @@ from torch.nn import Module, Parameter
 
 from megarl.core.base.architecture import Architecture
 from megarl.core.base.errors import MegarlError
-from megarl.core.models import attention
-from megarl.core.models.attention import LayerAttention, causal, l2_norm, positions_of, segments, temperatures
+from megarl.core.models.attention import (
+    Kernels,
+    LayerAttention,
+    attention_of,
+    l2_norm,
+    positions_of,
+    segments,
+    temperatures,
+)
 
 
 def inverse_frequencies(model: Architecture) -> Tensor:
-    """Return [head_dim / 2] float32, bit for bit transformers' `default` and `llama3` (modeling_rope_utils.py).
-
-    Llama 4 has low and high 1: no wavelength is between.
-    """
+    """Return [head_dim / 2] float32, bit for bit transformers' `default` and `llama3` (modeling_rope_utils.py)."""
     steps = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float()
     frequencies = 1.0 / (model.rope_theta ** (steps / model.head_dim))
     scaling = model.rope_scaling
@@ -52,7 +53,7 @@ def inverse_frequencies(model: Architecture) -> Tensor:
     factor, low, high, original = scaling.factor, scaling.low, scaling.high, scaling.original
     wavelengths = 2 * math.pi / frequencies
     stretched = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
-    if low == high:
+    if low == high:  # Llama 4: no wavelength is between
         return stretched
     smooth = (original / wavelengths - low) / (high - low)
     between = (1 - smooth) * stretched / factor + smooth * stretched
@@ -64,7 +65,7 @@ class Rope:
 
     def __init__(self, inverse_frequencies: Tensor, interleaved: bool) -> None:
         self.inverse_frequencies, self.interleaved = inverse_frequencies, interleaved
-        self.range = functools.lru_cache(maxsize=4)(self._range)
+        self.pack_of_rows = functools.lru_cache(maxsize=4)(_pack_of_rows)  # each keeps this model's layout of it
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos, sin [positions, 1, head_dim], computed in float32; kept so if interleaved, else converted to `dtype`."""
@@ -84,10 +85,10 @@ class Rope:
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin
 
-    def _range(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cos, sin [length, 1, 1, head_dim] for the positions 0 … length-1."""
-        cos, sin = self(torch.arange(length, device=device), dtype)
-        return cos[:, None], sin[:, None]
+
+def _pack_of_rows(rows: int, length: int) -> PackedSeqParams:
+    boundaries = torch.arange(rows + 1) * length
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=length)
 
 
 class RMSNorm(Module):
@@ -103,18 +104,6 @@ class RMSNorm(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return l2_norm(x, self.eps) * self.weight
-
-
-class RotatedRow(NamedTuple):
-    """Where this rank's tokens of one packed micro-batch are.
-
-    positions [tokens]: in their sequences. cos, sin [tokens, 1, head_dim]: for these positions.
-    """
-
-    positions: Tensor
-    cos: Tensor
-    sin: Tensor
-    attention: attention.Flash | attention.PaddedSegments
 
 
 class CausalAttention(Module):
@@ -147,59 +136,39 @@ class CausalAttention(Module):
         **__: object,
     ) -> Tensor:
         """Packed: map [tokens, heads, head_dim] to [tokens, heads * head_dim]. Else [s, b, heads, head_dim] to [s, b, …]."""
-        if packed_seq_params is None:
-            positions = torch.arange(len(q), device=q.device)
-            q, k = self._prepared(q, k, positions[:, None, None, None], *self.rope.range(len(q), q.dtype, q.device))
-            batch_first = [t.transpose(0, 1) for t in (q, k, v)]
-            return self._attend_in_chunks(*batch_first).transpose(0, 1).flatten(2)
-        layout = self._layout(packed_seq_params, q)
-        q, k = self._prepared(q, k, layout.positions[:, None, None], layout.cos, layout.sin)
-        if self.cp.size() > 1:
-            k, v = (gather_from_sequence_parallel_region(t.contiguous(), group=self.cp) for t in (k, v))
-        return layout.attention(q, k, v, self.scale).flatten(1)
-
-    def _prepared(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys ready to meet. positions, cos, sin broadcast against them."""
+        if packed_seq_params is None:  # rows end to end are a pack, too
+            length, rows = q.shape[:2]
+            q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
+            attended = self.forward(q, k, v, packed_seq_params=self.rope.pack_of_rows(rows, length))
+            return attended.unflatten(0, (rows, length)).transpose(0, 1)
+        positions, cos, sin, kernels = self._layout(packed_seq_params, q)
         if self.layer.rotary:
             q, k = self.rope.rotate(q, cos, sin), self.rope.rotate(k, cos, sin)
         if self.layer.l2_epsilon is not None:
             q, k = l2_norm(q, self.layer.l2_epsilon), l2_norm(k, self.layer.l2_epsilon)
         if self.layer.temperature is not None:
-            q = (q * temperatures(positions, *self.layer.temperature)).to(q.dtype)
-        return q, k
+            q = (q * temperatures(positions[:, None, None], *self.layer.temperature)).to(q.dtype)
+        if self.cp.size() > 1:
+            k, v = (gather_from_sequence_parallel_region(t.contiguous(), group=self.cp) for t in (k, v))
+        return kernels(q, k, v, self.scale).flatten(1)
 
-    def _layout(self, packed: PackedSeqParams, like: Tensor) -> RotatedRow:
-        """Return this micro-batch's layout, made by the first layer that needs it, kept with the parameters all layers get."""
+    def _layout(self, packed: PackedSeqParams, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Kernels]:
+        """Return where this rank's tokens are: positions [tokens] in their sequences, cos, sin [tokens, 1, head_dim], kernels.
+        The first layer that needs it makes it for all, and keeps it with the parameters that all get."""
         known = vars(packed).setdefault("megarl_layouts", {})
         chunk = self.layer.chunk if self.layer.chunk and packed.max_seqlen_q > self.layer.chunk else None
         if chunk not in known:
-            packed_at = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-            boundaries, size, rank = packed_at.tolist(), self.cp.size(), self.cp.rank()
+            boundaries, size, rank = packed.cu_seqlens_q.tolist(), self.cp.size(), self.cp.rank()
             here = positions_of(boundaries)[segments(boundaries, None, size, rank).queries].to(like.device)
-            kernels = attention.attention_of(boundaries, chunk, size, rank, like)
-            known[chunk] = RotatedRow(here, *self.rope(here, like.dtype), kernels)
-        layout: RotatedRow = known[chunk]
-        return layout
-
-    def _attend_in_chunks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend: [batch, positions, heads, head_dim] in and out; chunks become sequences, the last one padded at its end."""
-        (batch, length), chunk = q.shape[:2], self.layer.chunk
-        if chunk is None or length <= chunk:
-            return causal(q, k, v, self.scale)
-        chunks = -(-length // chunk)
-        q, k, v = (
-            F.pad(t, (0, 0, 0, 0, 0, chunks * chunk - length)).unflatten(1, (chunks, chunk)).flatten(0, 1)
-            for t in (q, k, v)
-        )
-        return causal(q, k, v, self.scale).unflatten(0, (batch, chunks)).flatten(1, 2)[:, :length]
+            known[chunk] = here, *self.rope(here, like.dtype), attention_of(boundaries, chunk, size, rank, like)
+        return known[chunk]
 
 
 class ChunkedTEAttention(Module):
     """megatron's `core_attention` by Transformer Engine's kernels, with Llama 4's additions.
 
-    If no sequence is longer than the chunk (8192 tokens in the released models), they get the original boundaries. Transformer
-    Engine itself divides each sequence among context-parallel ranks, which further boundaries would upset: there longer
-    sequences are refused.
+    If no sequence is longer than the chunk (8192 tokens in the released models), they get the original boundaries. Further ones
+    would upset how they divide sequences among context-parallel ranks: there longer sequences are refused.
     """
 
     def __init__(
@@ -255,13 +224,12 @@ class ChunkedTEAttention(Module):
         self._refuse_context_parallel(packed.max_seqlen_q, "an attention chunk of", chunk)
         known = vars(packed)
         if "megarl_divided" not in known:  # done once by the first layer, for all
-            like = packed.cu_seqlens_q
-            parts = torch.tensor(attention.within_chunks(like.tolist(), chunk), dtype=like.dtype, device=like.device)
+            like, boundaries = packed.cu_seqlens_q, packed.cu_seqlens_q.tolist()
+            parts = like.new_tensor([*segments(boundaries, chunk).start.tolist(), boundaries[-1]])
             known["megarl_divided"] = dataclasses.replace(
                 packed, cu_seqlens_q=parts, cu_seqlens_kv=parts, max_seqlen_q=chunk, max_seqlen_kv=chunk
             )
-        divided: PackedSeqParams = known["megarl_divided"]
-        return divided
+        return known["megarl_divided"]
 
     def _refuse_context_parallel(self, tokens: int, what: str, limit: int) -> None:
         if self.context_parallel > 1:
@@ -272,11 +240,9 @@ class ChunkedTEAttention(Module):
 
 
 class ValueHead(Module):
-    """A critic's head, in place of GPTModel's output layer: one float32 number per hidden state instead of logits.
-
-    The weight starts at zero, so that a new critic expects exactly 0 and the first advantages are the rewards themselves.
-    Every tensor-parallel rank holds it whole and computes the same values, so no gradients need a reduction.
-    """
+    """A critic's head, in place of GPTModel's output layer: one float32 number per hidden state instead of logits. The weight
+    starts at zero, so that the first advantages are the rewards themselves. Every tensor-parallel rank holds it whole and
+    computes the same values, so no gradients need a reduction."""
 
     def __init__(self, config: TransformerConfig, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()

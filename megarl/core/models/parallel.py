@@ -19,10 +19,7 @@ from megarl.shims.megatron_cpu import after_megatron_import
 
 
 def start(model: Model, seed: int, timeout_s: float) -> None:
-    """Join the other ranks and form the groups of `model`'s layout. COLLECTIVE over all ranks.
-
-    timeout_s: limit of the rendezvous and of every later collective.
-    """
+    """Join the other ranks in groups of `model`'s layout. COLLECTIVE. timeout_s: of this and of every later collective."""
     after_megatron_import()
     torch.set_float32_matmul_precision("highest")  # also if the environment allows TF32, as some containers do
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -71,17 +68,13 @@ def _leave_groups() -> None:
 
 
 def _join(timeout_s: float) -> None:
-    cuda = torch.cuda.is_available()
-    limit = timedelta(seconds=timeout_s)
-    if cuda:
+    backend, alone = "gloo", {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        backend = "cpu:gloo,cuda:nccl"
     ranks.bind_all()
-    if "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-        return
     try:
-        dist.init_process_group(backend, timeout=limit)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise MegarlError(

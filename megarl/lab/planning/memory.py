@@ -177,11 +177,11 @@ def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
     return pipeline_parallel * (1 + (pipeline_parallel - 1) / (pipeline_parallel * virtual))
 
 
-HEAD_CHUNK = 4096 * 8192  # logits that the learner's head holds at a time (megarl/core/learner/head/function.py)
+HEAD_CHUNK = 4096 * 8192  # logits that the learner's head holds at a time (megarl/core/learner/head/)
 
 
 def head_bytes(tokens: float, vocabulary: int, hidden: int, tensor_parallel: int, width: int) -> float:
-    """Return peak bytes of the head for this many trained tokens of a micro-batch (megarl/core/learner/head/function.py).
+    """Return peak bytes of the head for this many trained tokens of a micro-batch (megarl/core/learner/head/).
 
     A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed and as passed on; the zeros
     that autograd gets as the weight's gradient. width: bytes of a number of the model.

@@ -1,4 +1,4 @@
-"""Policy losses, one per file. A loss is a pure function of what is known about each trained token.
+"""Policy losses, one per file. A loss is a pure function of what is known about each trained token, and of `recipe.loss`.
 
     Tokens ──► cispo.py | clip.py | gspo.py | reinforce.py | a user's (own.py)
                         └─► terms.py: ratio metrics, correction, entropy bonus, KL to a reference ──► losses [n], metrics [n]
@@ -6,10 +6,7 @@
 The trainer sums `weight * loss`; the weights (batch.py) do the aggregation, so no loss needs to know about it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-
+import torch
 from torch import Tensor
 
 from megarl.core.algorithm.losses import terms
@@ -18,57 +15,33 @@ from megarl.core.algorithm.losses.clip import clip
 from megarl.core.algorithm.losses.gspo import gspo
 from megarl.core.algorithm.losses.own import own
 from megarl.core.algorithm.losses.reinforce import reinforce
-from megarl.core.algorithm.losses.terms import TokenLoss, Tokens, made_up_tokens
+from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
 from megarl.core.recipe import Loss, Reference
 
 
-@dataclass(frozen=True)
-class TrainingLoss:
-    """A loss, and the function that turns its reduced metrics into those shown."""
-
-    function: TokenLoss
-    finish: Callable[[dict[str, float]], dict[str, float]] = terms.with_effective_sample_size
-
-    @cached_property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics, which ranks that do not compute the loss reduce as well."""
-        return tuple(self.function(made_up_tokens())[1])
-
-
-def policy_loss(section: Loss, reference: Reference | None = None) -> TrainingLoss:
+def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
     """Build the loss of `recipe.loss` and `recipe.reference`."""
-    bare = _LOSSES[section.kind](section) if section.kind in _LOSSES else own(section)
+    known: dict[str, terms.PolicyLoss] = {"cispo": cispo, "clip": clip, "gspo": gspo, "reinforce": reinforce}
+    bare = known.get(section.kind) or own(section)
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        losses, metrics = bare(tokens)
+        losses, metrics = bare(tokens, section)
         metrics = terms.ratio_metrics(tokens.log_ratio) | metrics
         if section.correction != "none":
             ratio = tokens.log_ratio.exp()
             kept = terms.kept(ratio, section.correction, section.correction_cap)
-            losses = losses * (
-                kept * ratio if section.kind == "reinforce" else kept
-            )  # the others' gradients contain the ratio
+            # The others' gradients contain the ratio.
+            losses = losses * (kept * ratio if section.kind == "reinforce" else kept)
             metrics["corrected_share"] = (kept < 1).float()
         if section.entropy_bonus:
             losses = losses - section.entropy_bonus * tokens.entropy
         if reference is not None and reference.coefficient:
-            kl = terms.reference_kl(tokens, reference.estimator)
+            # Not for filler, whose log-prob may be infinite, which no weight of 0 removes.
+            known_logp = torch.where(tokens.counted > 0, tokens.reference, tokens.logp.detach())
+            kl = terms.estimate(tokens.logp, known_logp, reference.estimator)
             if reference.where == "loss":
                 losses = losses + reference.coefficient * kl
             metrics |= dict.fromkeys(("kl_reference", "kl_reference_max"), kl.detach())
         return losses, metrics
 
-    return TrainingLoss(loss)
-
-
-def supervised_loss() -> TrainingLoss:
-    """Return cross-entropy, which the warm start minimises."""
-    return TrainingLoss(terms.cross_entropy, finish=dict)
-
-
-_LOSSES: dict[str, Callable[[Loss], TokenLoss]] = {
-    "cispo": lambda s: cispo(s.cap),
-    "clip": lambda s: clip(s.clip_low, s.clip_high),
-    "gspo": lambda s: gspo(s.clip_low, s.clip_high),
-    "reinforce": lambda _: reinforce,
-}
+    return loss

@@ -9,15 +9,12 @@ clipped token still learns. MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5); ScaleRL 
 
 from torch import Tensor
 
-from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
+from megarl.core.algorithm.losses.terms import Tokens
+from megarl.core.recipe import Loss
 
 
-def cispo(cap: float) -> TokenLoss:
-    """Return the loss for this upper bound of the ratio."""
-
-    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = tokens.log_ratio.exp()
-        losses = -ratio.clamp(max=cap) * tokens.advantage * tokens.logp
-        return losses, {"capped_share": (ratio >= cap).float()}
-
-    return loss
+def cispo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """Truncate the ratio at `settings.cap`."""
+    ratio = tokens.log_ratio.exp()
+    losses = -ratio.clamp(max=settings.cap) * tokens.advantage * tokens.logp
+    return losses, {"capped_share": (ratio >= settings.cap).float()}

@@ -10,17 +10,15 @@ that unlikely tokens can grow: 0.2 and 0.28; ScaleRL's DAPO baseline has 0.2 and
 import torch
 from torch import Tensor
 
-from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
+from megarl.core.algorithm.losses.terms import Tokens
+from megarl.core.recipe import Loss
 
 
-def clip(low: float, high: float) -> TokenLoss:
-    """Return the loss for these distances of the bounds from 1."""
-
-    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        losses, clipped = surrogate((tokens.logp - tokens.behaviour).exp(), tokens.advantage, low, high)
-        return losses, {"clipped_share": clipped}
-
-    return loss
+def clip(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clip the ratio `settings.clip_low` below and `settings.clip_high` above 1."""
+    ratio = (tokens.logp - tokens.behaviour).exp()
+    losses, clipped = surrogate(ratio, tokens.advantage, settings.clip_low, settings.clip_high)
+    return losses, {"clipped_share": clipped}
 
 
 def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

@@ -11,16 +11,13 @@ without gradient pass between the ranks that share a sequence. Bounds are those 
 from torch import Tensor
 
 from megarl.core.algorithm.losses.clip import surrogate
-from megarl.core.algorithm.losses.terms import TokenLoss, Tokens
+from megarl.core.algorithm.losses.terms import Tokens
+from megarl.core.recipe import Loss
 
 
-def gspo(low: float, high: float) -> TokenLoss:
-    """Return the loss for these distances of the bounds from 1."""
-
-    def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        sequence_ratio = tokens.sequence_mean(tokens.log_ratio).exp()
-        ratio = sequence_ratio * (tokens.logp - tokens.logp.detach()).exp()
-        losses, clipped = surrogate(ratio, tokens.advantage, low, high)
-        return losses, {"clipped_share": clipped, "sequence_ratio_max": sequence_ratio}
-
-    return loss
+def gspo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clip the sequence's ratio as `clip` does the token's."""
+    sequence_ratio = tokens.sequence_mean(tokens.log_ratio).exp()
+    ratio = sequence_ratio * (tokens.logp - tokens.logp.detach()).exp()
+    losses, clipped = surrogate(ratio, tokens.advantage, settings.clip_low, settings.clip_high)
+    return losses, {"clipped_share": clipped, "sequence_ratio_max": sequence_ratio}

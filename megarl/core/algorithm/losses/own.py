@@ -8,17 +8,16 @@ It is tried on made-up tokens when it is loaded, so a mistake is named before tr
 import importlib
 import os
 import sys
-from collections.abc import Callable
 
 from torch import Tensor
 
-from megarl.core.algorithm.losses.terms import TokenLoss, Tokens, made_up_tokens, ratio_metrics
+from megarl.core.algorithm.losses.terms import PolicyLoss, Tokens, made_up_tokens, ratio_metrics
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Loss
 from megarl.core.telemetry.names import NAMES
 
 
-def own(section: Loss) -> TokenLoss:
+def own(section: Loss) -> PolicyLoss:
     """Return the loss that `section.kind` names, or raise a MegarlError that says what is wrong with it."""
     function, tokens = _imported(section.kind), made_up_tokens()
     try:
@@ -27,10 +26,10 @@ def own(section: Loss) -> TokenLoss:
         raise _refused(section.kind, f"fails on three made-up tokens: {type(error).__name__}: {error}") from None
     if mistake := _mistake(returned, tokens):
         raise _refused(section.kind, f"returns {mistake}")
-    return lambda tokens: function(tokens, section)
+    return function
 
 
-def _imported(kind: str) -> Callable[[Tokens, Loss], tuple[Tensor, dict[str, Tensor]]]:
+def _imported(kind: str) -> PolicyLoss:
     module, _, name = kind.partition(":")
     if (folder := os.getcwd()) not in sys.path:
         sys.path.append(folder)

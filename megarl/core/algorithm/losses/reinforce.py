@@ -9,8 +9,9 @@ on policy; `loss.correction` weights tokens sampled with older weights.
 from torch import Tensor
 
 from megarl.core.algorithm.losses.terms import Tokens
+from megarl.core.recipe import Loss
 
 
-def reinforce(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+def reinforce(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
     """Return -A log pi(y), without metrics of its own."""
     return -tokens.advantage * tokens.logp, {}

@@ -42,6 +42,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.core.recipe import Loss
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -81,8 +83,9 @@ class Tokens:
         return (sums / self.lengths).repeat_interleave(self.here, output_size=len(values))
 
 
-TokenLoss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
+type TokenLoss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 """Metrics named `…_max` are reduced by maximum, all others by the mean over trained tokens."""
+type PolicyLoss = Callable[[Tokens, Loss], tuple[Tensor, dict[str, Tensor]]]
 
 
 def made_up_tokens() -> Tokens:
@@ -100,6 +103,11 @@ def made_up_tokens() -> Tokens:
     )
 
 
+def metric_names(loss: TokenLoss) -> tuple[str, ...]:
+    """Return the names of a loss's metrics, which ranks that do not compute it reduce as well."""
+    return tuple(loss(made_up_tokens())[1])
+
+
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
     """Compute per-token metrics of log rho [n], given without gradient."""
     ratio, gap = log_ratio.exp(), log_ratio.abs()
@@ -114,9 +122,10 @@ def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
-    """Replace the mean square among reduced metrics by the `effective_sample_size` computed from it."""
-    others = {name: value for name, value in means.items() if name != "ratio_square"}
-    return others | {"effective_sample_size": means["ratio_mean"] ** 2 / means["ratio_square"]}
+    """Replace the mean square among reduced metrics, if a loss has ratios, by the `effective_sample_size` computed from it."""
+    if square := means.pop("ratio_square", None):
+        means["effective_sample_size"] = means["ratio_mean"] ** 2 / square
+    return means
 
 
 def kept(ratio: Tensor, kind: Literal["truncate", "mask"], cap: float) -> Tensor:
@@ -135,11 +144,6 @@ def estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     return d.square() / 2 if estimator == "k2" else torch.expm1(-d) + d
 
 
-def reference_kl(tokens: Tokens, estimator: Estimator) -> Tensor:
-    """Estimate the KL to the reference [n]; 0 for filler, whose log-prob may be infinite, which no weight of 0 removes."""
-    return estimate(tokens.logp, torch.where(tokens.counted > 0, tokens.reference, tokens.logp.detach()), estimator)
-
-
 VALUE_METRICS = ("value_clipped_share",)
 
 
@@ -153,5 +157,5 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None)
 
 
 def cross_entropy(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -log pi(y) [n]; behaviour log-probs and advantages are not used."""
+    """Return -log pi(y) [n], which the warm start minimises."""
     return -tokens.logp, {"token_nll": -tokens.logp.detach()}

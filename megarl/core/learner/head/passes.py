@@ -11,10 +11,8 @@ from torch import Tensor
 
 
 def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> None:
-    """Take the columns of a chunk into `sums` [4, rows] float32, in place.
-
-    logits [rows, columns]: overwritten. labels [rows] int64: counted from the chunk's first column; others' labels lie outside.
-    """
+    """Take the columns of a chunk, logits [rows, columns] (overwritten), into `sums` [4, rows] float32, in place.
+    labels [rows] int64: counted from the chunk's first column; others' labels lie outside."""
     top, total, spread, label = sums
     x = logits.float()
     columns = x.shape[-1]

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.algorithm.losses import policy_loss, supervised_loss
-from megarl.core.algorithm.losses.terms import Tokens
+from megarl.core.algorithm.losses import policy_loss
+from megarl.core.algorithm.losses.terms import Tokens, cross_entropy, metric_names, with_effective_sample_size
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Loss
 
@@ -47,7 +47,7 @@ def tokens(logp: torch.Tensor, drawn: Draw, entropy: torch.Tensor | None = None)
 def value_and_gradient(section: Loss, drawn: Draw) -> tuple[Floats, Floats, dict[str, Floats]]:
     """Token losses, gradient of their sum, metrics; all [n] float64."""
     logp = torch.tensor(drawn[0], requires_grad=True)
-    losses, metrics = policy_loss(section).function(tokens(logp, drawn))
+    losses, metrics = policy_loss(section)(tokens(logp, drawn))
     losses.sum().backward()
     assert logp.grad is not None
     return losses.detach().numpy(), logp.grad.numpy(), {k: v.numpy() for k, v in metrics.items()}
@@ -143,11 +143,11 @@ def test_the_loss_of_the_docs(own_module: Callable[[str], None]) -> None:
     weight = np.array([1.0 if a >= 0 else min(r, 0.9) for a, r in zip(gain, ratio, strict=True)])
     np.testing.assert_allclose(losses, -weight * gain * logp, rtol=1e-9)
     np.testing.assert_allclose(gradient, -weight * gain, rtol=1e-9)
-    assert set(metrics) == set(policy_loss(section).metrics), "ranks that do not compute it know its metrics"
+    assert set(metrics) == set(metric_names(policy_loss(section))), "ranks that do not compute it know its metrics"
     assert metrics["tapered_share"].tolist() == (ratio > 0.9).tolist()
-    assert policy_loss(section).finish(dict.fromkeys(metrics, 1.0))["effective_sample_size"] == 1
+    assert with_effective_sample_size(dict.fromkeys(metrics, 1.0))["effective_sample_size"] == 1
     assert "clipped_share" not in metrics
-    bonus, _ = policy_loss(section.model_copy(update={"entropy_bonus": 0.5})).function(
+    bonus, _ = policy_loss(section.model_copy(update={"entropy_bonus": 0.5}))(
         tokens(torch.tensor(logp), drawn, torch.ones(len(logp), dtype=torch.float64))
     )
     np.testing.assert_allclose(bonus.numpy(), losses - 0.5, rtol=1e-9)
@@ -267,8 +267,8 @@ def test_entropy_bonus() -> None:
     drawn = draw([3, 2])
     entropy = torch.rand(5, dtype=torch.float64, requires_grad=True)
     logp = torch.tensor(drawn[0])
-    plain, _ = policy_loss(Loss(kind="clip")).function(tokens(logp, drawn, entropy))
-    with_bonus, _ = policy_loss(Loss(kind="clip", entropy_bonus=0.01)).function(tokens(logp, drawn, entropy))
+    plain, _ = policy_loss(Loss(kind="clip"))(tokens(logp, drawn, entropy))
+    with_bonus, _ = policy_loss(Loss(kind="clip", entropy_bonus=0.01))(tokens(logp, drawn, entropy))
     torch.testing.assert_close(with_bonus, plain - 0.01 * entropy)
     with_bonus.sum().backward()
     assert entropy.grad is not None
@@ -286,7 +286,7 @@ def test_metrics() -> None:
     assert capped["trained_logprob_diff_max"].max() == np.abs(logp - behaviour).max()
     _, gradient, clipped = value_and_gradient(Loss(kind="clip"), drawn)
     np.testing.assert_array_equal(clipped["clipped_share"], gradient == 0)
-    shown = policy_loss(Loss()).finish({name: float(v.mean()) for name, v in capped.items()})
+    shown = with_effective_sample_size({name: float(v.mean()) for name, v in capped.items()})
     assert shown["effective_sample_size"] == pytest.approx(ratio.sum() ** 2 / (100 * (ratio**2).sum()))
     assert "ratio_square" not in shown
     assert len(gain) == 100
@@ -295,7 +295,7 @@ def test_metrics() -> None:
 def test_effective_sample_size_of_one_token_that_outweighs_all() -> None:
     drawn = (np.full(10, -1.0), np.array([-30.0] + [-1.0] * 9), np.ones(10), [10])
     metrics = value_and_gradient(Loss(), drawn)[2]
-    shown = policy_loss(Loss()).finish({name: float(v.mean()) for name, v in metrics.items()})
+    shown = with_effective_sample_size({name: float(v.mean()) for name, v in metrics.items()})
     assert shown["effective_sample_size"] == pytest.approx(0.1)
 
 
@@ -316,12 +316,12 @@ def test_sequence_mean_over_the_parts_of_two_ranks(monkeypatch: pytest.MonkeyPat
 def test_metric_names_are_the_declared_ones(kind: str, correction: str) -> None:
     loss = policy_loss(Loss.model_validate({"kind": kind, "correction": correction, "entropy_bonus": 0.1}))
     drawn = draw([2])
-    assert tuple(loss.function(tokens(torch.tensor(drawn[0]), drawn))[1]) == loss.metrics
+    assert tuple(loss(tokens(torch.tensor(drawn[0]), drawn))[1]) == metric_names(loss)
 
 
 def test_supervised_loss() -> None:
     drawn = draw([4])
-    losses, metrics = supervised_loss().function(tokens(torch.tensor(drawn[0]), drawn))
+    losses, metrics = cross_entropy(tokens(torch.tensor(drawn[0]), drawn))
     np.testing.assert_array_equal(losses, -drawn[0])
-    assert tuple(metrics) == supervised_loss().metrics
-    assert supervised_loss().finish({"token_nll": 1.0}) == {"token_nll": 1.0}
+    assert tuple(metrics) == metric_names(cross_entropy)
+    assert with_effective_sample_size({"token_nll": 1.0}) == {"token_nll": 1.0}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.algorithm.losses import policy_loss
-from megarl.core.algorithm.losses.terms import Estimator, Tokens, estimate
+from megarl.core.algorithm.losses.terms import Estimator, Tokens, estimate, metric_names
 from megarl.core.recipe import Loss, Reference
 
 Floats = np.ndarray
@@ -100,8 +100,8 @@ def test_a_policy_that_is_the_reference_has_no_penalty_and_no_gradient(
 ) -> None:
     logp = torch.tensor(values, dtype=torch.float64, requires_grad=True)
     section = Reference(coefficient=3.0, estimator=estimator, where="loss")
-    with_kl, metrics = policy_loss(Loss(), section).function(tokens(logp, logp.detach()))
-    without, _ = policy_loss(Loss()).function(tokens(logp, logp.detach()))
+    with_kl, metrics = policy_loss(Loss(), section)(tokens(logp, logp.detach()))
+    without, _ = policy_loss(Loss())(tokens(logp, logp.detach()))
     assert torch.equal(with_kl, without)
     assert metrics["kl_reference"].eq(0).all()
     (of_kl,) = torch.autograd.grad((with_kl - without).sum(), logp)
@@ -114,9 +114,9 @@ def test_only_in_the_loss_does_it_change_the_loss(where: str) -> None:
     logp, reference = (torch.tensor(-random.exponential(1, 9)) for _ in range(2))
     section = Reference.model_validate({"coefficient": 0.1, "estimator": "k3", "where": where})
     loss = policy_loss(Loss(), section)
-    losses, metrics = loss.function(tokens(logp, reference))
-    plain, _ = policy_loss(Loss()).function(tokens(logp, reference))
+    losses, metrics = loss(tokens(logp, reference))
+    plain, _ = policy_loss(Loss())(tokens(logp, reference))
     k3 = FORMULAS["k3"](np.exp(logp.numpy()), np.exp(reference.numpy()))
     np.testing.assert_allclose(losses - plain, 0.1 * k3 if where == "loss" else 0 * k3, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(metrics["kl_reference"], k3, rtol=1e-9)
-    assert tuple(metrics) == loss.metrics
+    assert tuple(metrics) == metric_names(loss)

@@ -43,7 +43,7 @@ def test_three_updates_are_those_of_adamw_and_norms_are_not_decayed(tmp_path: Pa
     first = {name: torch.zeros_like(w) for name, w in weights.items()}
     second = {name: torch.zeros_like(w) for name, w in weights.items()}
     for step in (1, 2, 3):
-        trainer.forward_backward(sequences(experts=False))
+        trainer.policy.forward_backward(sequences(experts=False))
         found = gradients(trainer)
         norm = torch.sqrt(sum((g**2).sum() for g in found.values()))
         assert norm > CLIP

@@ -77,7 +77,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 def critic_of(trainer: Trainer) -> TrainedNetwork:
     assert trainer.critic is not None
-    return trainer.critic.network
+    return trainer.critic
 
 
 def test_two_epochs_are_two_updates_by_the_same_batch_in_one_step(model: Path) -> None:
@@ -98,9 +98,9 @@ def test_epochs_of_a_critic_keep_the_advantages_of_the_step(model: Path) -> None
     assert by_hand.critic is not None
     estimated, _ = by_hand.critic.estimated(batch())
     for _ in range(2):
-        by_hand.forward_backward(estimated)
+        by_hand.policy.forward_backward(estimated)
         by_hand.critic.forward_backward(estimated)
-        for network in (by_hand.policy, by_hand.critic.network):
+        for network in (by_hand.policy, by_hand.critic):
             network.update(1e-3, network.gradient_norm())
     assert same(weights(at_once.policy), weights(by_hand.policy))
     assert same(weights(critic_of(at_once)), weights(critic_of(by_hand)))
@@ -148,7 +148,7 @@ def test_what_was_not_sampled_has_no_gradient(model: Path) -> None:
     ]
     found = []
     for sequences in (plain, noisy):
-        trainer.forward_backward(sequences)
+        trainer.policy.forward_backward(sequences)
         trainer.critic.forward_backward(sequences)
         found.append((gradients(trainer.policy), gradients(critic_of(trainer))))
     for a, b in zip(*found, strict=True):

@@ -61,7 +61,7 @@ def test_balancing_gradient_is_that_of_the_switch_transformer(tmp_path: Path) ->
     parallel.start(recipe.model, seed=0, timeout_s=60)
     try:
         trainer = Trainer(recipe, tmp_path / "hf")
-        metrics = trainer.forward_backward([_untrained(i, tokens) for i, tokens in enumerate(ids)])
+        metrics = trainer.policy.forward_backward([_untrained(i, tokens) for i, tokens in enumerate(ids)])
         parameters = [p for chunk in trainer.policy.chunks for p in chunk.parameters()]
         with torch.no_grad():
             for parameter in parameters:

@@ -128,7 +128,7 @@ def test_logprobs_and_gradients_are_transformers(tmp_path: Path, make: Callable[
     trainer = Trainer(recipe_of(tmp_path / "hf", dtype), tmp_path / "hf", supervised=True)
     found = logprobs(trainer, [s.tokens for s in sequences])
     off = max(float(abs(a - b).max()) for a, b in zip(found, expected, strict=True))
-    trainer.forward_backward(sequences)
+    trainer.policy.forward_backward(sequences)
     mine = gradients_of(trainer)
     worst = {name: float((mine[name] - g).norm() / g.norm()) for name, g in exact.items() if g.norm() > 0}
     print(f"{make.__name__} in {dtype}: log-probs {off:.1e}, gradients {max(worst.values()):.1e}")
@@ -204,7 +204,7 @@ def test_gradients_that_underflow_without_a_scale_arrive_with_it(model: Path) ->
         trainer = trainer_of(model, dtype)
         if dtype == "fp16":
             scale_of(trainer).restore({"scale": scale, "growth": 0, "hysteresis": 2})
-        trainer.forward_backward(batch(advantage=1e-6))
+        trainer.policy.forward_backward(batch(advantage=1e-6))
         found.append(gradients_of(trainer))
     without, scaled, exact = (torch.cat([g.flatten() for g in each.values()]) for each in found)
     assert float((scaled - exact).norm() / exact.norm()) < 0.01
@@ -223,7 +223,7 @@ def test_the_balancing_loss_of_experts_is_scaled_as_the_loss_is(tmp_path: Path) 
     for dtype in ("fp16", "fp32"):
         moe = {"aux_loss": 0.1}
         trainer = trainer_of(tmp_path / "hf", dtype, model={"moe": moe})
-        trainer.forward_backward(batch(advantage=1e-3))
+        trainer.policy.forward_backward(batch(advantage=1e-3))
         found.append({name: g for name, g in gradients_of(trainer).items() if name.endswith("mlp.gate.weight")})
     half, full = found
     assert max(float((half[name] - g).norm() / g.norm()) for name, g in full.items()) <= 0.03
@@ -257,7 +257,7 @@ def _highest_that_fits(model: Path) -> float:
     scale = 2.0**16
     while True:
         scale_of(trainer).restore({"scale": 2 * scale, "growth": 0, "hysteresis": 2})
-        trainer.forward_backward(batch())
+        trainer.policy.forward_backward(batch())
         if not np.isfinite(trainer.policy.gradient_norm()):
             return scale
         scale *= 2
@@ -269,13 +269,13 @@ def test_an_overflow_of_one_network_skips_both(model: Path, critic_dtype: str) -
     trainer = trainer_of(model, **CRITIC, critic={"dtype": critic_dtype})
     assert trainer.critic is not None
     scale_of(trainer).restore({"scale": 2.0**40, "growth": 0, "hysteresis": 1})
-    before = state(trainer.policy), state(trainer.critic.network)
+    before = state(trainer.policy), state(trainer.critic)
     row = trainer.train_step(batch())
     assert (row["scaler_skipped"], row["skipped"]) == (1, 0)
     assert same(state(trainer.policy), before[0])
-    assert same(state(trainer.critic.network), before[1])
+    assert same(state(trainer.critic), before[1])
     assert scale_of(trainer).value == 2.0**39
-    other = trainer.critic.network.loss_scale
+    other = trainer.critic.loss_scale
     assert (other is None) == (critic_dtype == "fp32")
     assert ("critic_loss_scale" in row) == (critic_dtype == "fp16")
     if other is not None:
@@ -306,7 +306,7 @@ def test_a_critic_in_fp32_beside_a_policy_in_half_precision(model: Path, tmp_pat
     values = []
     for trainer in trainers:
         assert trainer.critic is not None
-        network = trainer.critic.network
+        network = trainer.critic
         assert {p.dtype for chunk in network.chunks for p in chunk.parameters()} == {torch.float32}
         with torch.no_grad():
             network.chunks[-1].output_layer.weight.copy_(torch.linspace(-1, 1, 64))

@@ -35,7 +35,8 @@ def test_which_side_has_an_fp32_head(one_rank: None, tmp_path: Path, dtype: str,
     wanted = np.ones(len(TOKENS), np.float32)
     wanted[0] = 0
     sequence = TrainSequence(0, 0, TOKENS, np.zeros_like(wanted), wanted, 0.0)
-    (logprobs,) = network.ask([sequence], network.lm_head(1.0), pick=lambda output: output[0])
+    head = network.lm_head(1.0)
+    (logprobs,) = network.ask([sequence], lambda **given: head(**given)[0])
     assert hidden[0].dtype == types[dtype]
     log_p = (hidden[0].double() @ chunk.output_layer.weight.double().T).log_softmax(-1)
     exact = log_p[:-1].gather(-1, torch.from_numpy(TOKENS).long()[1:, None])[:, 0]

@@ -57,7 +57,7 @@ def peak_of_a_pass(trainer: Trainer, batch: list[TrainSequence]) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    trainer.forward_backward(batch)
+    trainer.policy.forward_backward(batch)
     return torch.cuda.max_memory_allocated() - held
 
 
@@ -87,7 +87,7 @@ def test_auto_finds_what_fits_and_leaves_nothing(model: Path, tmp_path: Path, mo
     moments = trainer.policy.moments_to_come()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    trainer.forward_backward(sequences(3, 4096))
+    trainer.policy.forward_backward(sequences(3, 4096))
     allowed = torch.cuda.max_memory_reserved()
     del moments, trainer
 
@@ -113,16 +113,16 @@ def test_what_runs_out_of_memory_names_the_keys_and_can_be_tried_smaller(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trainer_of(model, microbatch_tokens=65_536)
-    trainer.forward_backward(sequences(1, 1024))
+    trainer.policy.forward_backward(sequences(1, 1024))
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 300 * MIB) / total)
     try:
         with pytest.raises(MegarlError, match=r"learner\.microbatch_tokens: .* learner\.recompute=full"):
-            trainer.forward_backward(sequences(16, 4096))
+            trainer.policy.forward_backward(sequences(16, 4096))
         trainer.policy.clear()
         torch.cuda.empty_cache()
-        trainer.forward_backward(sequences(1, 1024))
+        trainer.policy.forward_backward(sequences(1, 1024))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -132,7 +132,7 @@ def test_an_update_and_a_checkpoint_hold_nothing_of_the_models_size(model: Path,
     trainer = trainer_of(model)
     batch = sequences(4, 1024)
     trainer.train_step(batch)
-    trainer.forward_backward(batch)
+    trainer.policy.forward_backward(batch)
     norm = trainer.policy.gradient_norm()
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2, trainer, model)
     parameters = sum(p.numel() for chunk in trainer.policy.chunks for p in chunk.parameters())

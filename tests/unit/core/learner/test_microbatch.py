@@ -6,6 +6,7 @@ import torch
 
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.learner.microbatch import MicroBatch, RowLayout, assemble, plan
+from megarl.core.recipe import Model
 
 CPU = torch.device("cpu")
 
@@ -38,7 +39,8 @@ def test_each_trained_token_once_with_its_predecessor(packing: bool, shards: int
     shapes = set()
     for dp in range(2):
         for rank in range(context):
-            layout = RowLayout(packing, 2, context, rank, shards, pipeline)
+            sizes = {"context_parallel": context, "tensor_parallel": shards, "pipeline_parallel": pipeline}
+            layout = RowLayout(Model.model_validate(sizes | {"sequence_parallel": True}), packing, 2, rank)
             p = plan(LENGTHS, 24, layout)
             for members in p.members[dp]:
                 chosen = [all_sequences[i] for i in members]
@@ -68,7 +70,7 @@ def test_each_trained_token_once_with_its_predecessor(packing: bool, shards: int
 
 
 def test_a_packed_row_says_where_its_sequences_end() -> None:
-    layout = RowLayout(True, 1, sequence_shards=4)
+    layout = RowLayout(Model(tensor_parallel=4, sequence_parallel=True))
     micro = assemble(sequences([3, 4, 2]), 1, 0, layout, CPU)
     assert micro.packed is not None
     assert micro.packed.cu_seqlens_q.tolist() == [0, 3, 7, 9, 12]
@@ -78,14 +80,14 @@ def test_a_packed_row_says_where_its_sequences_end() -> None:
 def test_context_parallel_ranks_take_chunks_from_both_ends() -> None:
     rows = []
     for rank in range(2):
-        layout = RowLayout(True, 1, context_parallel=2, context_rank=rank)
+        layout = RowLayout(Model(context_parallel=2), context_rank=rank)
         micro = assemble(sequences([8, 6]), 1, 0, layout, CPU)
         rows.append(micro.tokens[0].tolist())
     assert rows == [[0, 1, 6, 7, 100, 101, 0, 0], [2, 3, 4, 5, 102, 103, 104, 105]]
 
 
 def test_an_empty_microbatch_is_filler_without_weight() -> None:
-    micro = assemble([], 1, 8, RowLayout(True, 2), CPU)
+    micro = assemble([], 1, 8, RowLayout(Model(), data_parallel=2), CPU)
     assert micro.tokens.shape == (1, 8)
     assert micro.weight.tolist() == micro.counted.tolist() == [0.0]
     assert len(micro.source) == 0
@@ -93,5 +95,5 @@ def test_an_empty_microbatch_is_filler_without_weight() -> None:
 
 
 def test_interleaved_stages_get_whole_groups_of_microbatches() -> None:
-    p = plan([10] * 5, 10, RowLayout(True, 1, pipeline_parallel=2, virtual_pipeline_parallel=2))
+    p = plan([10] * 5, 10, RowLayout(Model(pipeline_parallel=2, virtual_pipeline_parallel=2)))
     assert [len(m) for m in p.members[0]] == [1, 1, 1, 1, 1, 0]

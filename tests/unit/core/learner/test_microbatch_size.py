@@ -165,7 +165,7 @@ def test_a_trial_fills_micro_batches_and_running_out_steps_down(trainer: Trainer
             tokens = self.tried[-1]
             return 0.001 * tokens if tokens < 200 else math.inf
 
-    plain = trainer.forward_backward
+    plain = trainer.policy.forward_backward
 
     def counting(sequences: list[TrainSequence]) -> dict[str, float]:
         metrics = plain(sequences)
@@ -173,7 +173,7 @@ def test_a_trial_fills_micro_batches_and_running_out_steps_down(trainer: Trainer
         seen.append(sum(map(len, sequences)))
         return metrics
 
-    trainer.forward_backward = counting  # type: ignore[method-assign, assignment]
+    trainer.policy.forward_backward = counting  # type: ignore[method-assign, assignment]
     memory = Kinked(trainer, 0, 0)
     settle(trainer, 60, 900, None, memory)
     assert seen == memory.tried

@@ -42,7 +42,7 @@ def step(model: Path, dtype: str) -> dict[str, torch.Tensor]:
         "learner": {"microbatch_tokens": 96, "optimizer": {"lr": 1e-3, "warmup_steps": 0}},
     }
     trainer = Trainer(recipes.from_tree(tree), model)
-    loss = trainer.forward_backward(sequences(experts))["loss"]
+    loss = trainer.policy.forward_backward(sequences(experts))["loss"]
     with torch.no_grad():
         for chunk in trainer.policy.chunks:
             for parameter in chunk.parameters():

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.learner.microbatch import RowLayout, assemble, plan
-from megarl.core.learner.network import layout_of
 from megarl.core.models import build
 from megarl.core.recipe import Model
 from megarl.core.recipe.rules import impossible_for
@@ -90,10 +89,11 @@ def test_experts_of_a_family_are_looked_at(one_rank: None, tmp_path: Path) -> No
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_rows_are_padded_for_every_rank(context: int, shards: int) -> None:
     """What a rank has of a row divides by 16 before and after tensor-parallel ranks put theirs together."""
-    layout = RowLayout(True, 1, context, 0, shards, token_multiple=Model(fp8="blockwise").token_multiple)
+    divided: dict[str, Any] = {"context_parallel": context, "tensor_parallel": shards, "sequence_parallel": True}
+    layout = RowLayout(Model(**divided, fp8="blockwise"))
     assert layout.row_multiple % (context * shards * 16) == 0
     assert layout.row_multiple % layout.sequence_multiple == 0
-    assert RowLayout(True, 1, context, 0, shards).row_multiple <= layout.row_multiple / 8
+    assert RowLayout(Model(**divided)).row_multiple <= layout.row_multiple / 8
 
 
 def test_the_learner_pads_its_rows(one_rank: None) -> None:
@@ -103,8 +103,7 @@ def test_the_learner_pads_its_rows(one_rank: None) -> None:
         for i, n in enumerate([7, 2, 12])
     ]
     for packing in (True, False):
-        recipe: Any = SimpleNamespace(model=Model(fp8="blockwise"), learner=SimpleNamespace(packing=packing))
-        layout = layout_of(recipe)
+        layout = RowLayout(Model(fp8="blockwise"), packing)
         steps = plan([len(s) for s in sequences], 64, layout)
         micro = assemble(sequences, steps.rows, steps.length, layout, torch.device("cpu"))
         assert micro.tokens.shape[-1] % 16 == 0

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import parallel  # noqa: F401  makes megatron importable on a CPU
-from megarl.core.models.attention import LayerAttention, positions_of, temperatures, within_chunks
+from megarl.core.models.attention import LayerAttention, positions_of, segments, temperatures
 from megarl.core.models.layers import ChunkedTEAttention
 
 # isort: split
@@ -23,7 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 def test_divided_sequences_see_what_the_chunk_lets_them_see(lengths: list[int], chunk: int) -> None:
     """Same part of a pack <=> same sequence and same chunk of positions: transformers' chunked mask, without its mask."""
     boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    parts = torch.tensor(within_chunks(boundaries, chunk)).diff()
+    parts = torch.tensor([*segments(boundaries, chunk).start.tolist(), boundaries[-1]]).diff()
     assert parts.sum() == sum(lengths)
     part = torch.repeat_interleave(parts)
     sequence = torch.repeat_interleave(torch.tensor(lengths))

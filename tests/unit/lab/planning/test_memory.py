@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.core.base import architecture
-from megarl.core.learner.head import function
+from megarl.core.learner import head
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import memory
 from megarl.lab.planning.hardware import GB, gpu_named
@@ -92,7 +92,7 @@ def test_the_first_stage_of_a_pipeline_has_as_much_in_flight_as_a_single_one() -
 
 def test_the_head_holds_a_chunk_and_no_logits() -> None:
     """0.20 GB of chunk, 0.40 of hidden states' gradients, 1.05 of zeros; all logits would be 8.4 GB, several times over."""
-    assert math.prod(function.CHUNK) == memory.HEAD_CHUNK
+    assert math.prod(head.CHUNK) == memory.HEAD_CHUNK
     assert memory.head_bytes(16384, EIGHT.vocabulary, EIGHT.hidden, 1, 2) == pytest.approx(1.65 * GB, rel=0.01)
 
 
