@@ -63,17 +63,8 @@ class PolicyModel(TrainedNetwork):
 
     def loss(self, micro: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logp, entropy = output
-        given = (
-            logp,
-            micro.behaviour,
-            micro.reference,
-            micro.advantage,
-            entropy,
-            micro.counted,
-            micro.here,
-            micro.lengths,
-        )
-        losses, metrics = self._loss(Tokens(*given, self._sharing_sequences))
+        here = (micro.behaviour, micro.reference, micro.advantage, entropy, micro.counted, micro.here, micro.lengths)
+        losses, metrics = self._loss(Tokens(logp, *here, self._sharing_sequences))
         return losses, {"entropy": entropy} | metrics
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
