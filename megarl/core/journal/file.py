@@ -87,8 +87,8 @@ def _entry(header: bytes, offset: int) -> Entry | None:
 
 
 def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
-    """Yield the sound records of a file; a torn last one ends it. MegarlError if sound records follow a damaged one, or it is no
-    journal of this version. payloads: False skips them (b"").
+    """Yield the sound records of a file; a torn last one ends it. MegarlError if sound records follow a damaged one, or it is
+    no journal of this version. payloads: False skips them (b"").
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
