@@ -148,7 +148,7 @@ class Conversation:
         self.changed = asyncio.Event()
 
     async def listen(self) -> None:
-        """Take requests until the learner leaves (End)."""
+        """Take requests until the learner leaves."""
         while True:
             peer, request = await self._link.receive()
             if request.incarnation in self._superseded:
@@ -161,20 +161,19 @@ class Conversation:
                 case Next():
                     self._question = _Question(peer, request, time.monotonic() + HOLD_S)
                     self.changed.set()
+                    continue
                 case Published():
                     self._answers.published(request)
-                    await self._link.reply(peer, Ack())
                 case Scored():
                     self._answers.scored(request)
-                    await self._link.reply(peer, Ack())
-                case Stopped():
-                    log.info("the learner has left at step %d", request.step)
-                    await self._link.reply(peer, Ack())
-                    self._answers.left(request.step)
-                    raise ConversationOver
+            await self._link.reply(peer, Ack())
+            if isinstance(request, Stopped):
+                log.info("the learner has left at step %d", request.step)
+                self._answers.left(request.step)
+                raise ConversationOver
 
     async def answer(self) -> None:
-        """Answer the waiting question when something has changed or its time is up; End after an error."""
+        """Answer the waiting question when something has changed or its time is up, until that was an error."""
         while True:
             self.changed.clear()
             if self._question:

@@ -57,19 +57,15 @@ class Pace:
     def share(self, drawn: int) -> float:
         """Return the share of the prompts for an epoch that begins after this many draws."""
         done = min(1.0, drawn / self.draws)
-        match self.kind:
-            case "linear":
-                return self.start + (1 - self.start) * done
-            case "exponential":
-                return self.start ** (1 - done)
-        return 1.0
+        curves = {"none": 1.0, "linear": self.start + (1 - self.start) * done, "exponential": self.start ** (1 - done)}
+        return curves[self.kind]
 
 
 class PromptOrder:
     """Draws prompts of one task.
 
-    drawn: number so far. exhausted: the last draw found too few prompts. excluded: number of prompts that are skipped now.
-    pool: number of the easiest prompts in the present epoch. difficulty: by prompt, 0 where it is missing.
+    drawn: number so far. exhausted: the last draw found too few prompts. excluded: prompts that are skipped now. pool: number
+    of the easiest prompts in the present epoch. difficulty: by prompt, 0 where it is missing.
     """
 
     def __init__(

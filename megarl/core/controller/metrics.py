@@ -1,8 +1,5 @@
-"""What the controller measures: how busy servers are, metrics of each task, and compute.
-
-`Meter` measures since the last step for the metrics, and over the last second for the live view. `task_statistics` covers
-each task of a batch if there are several (`pass_rate_train/math`), `turn_statistics` turns if any task has an environment.
-`ComputeClock` counts devices held x wall time over all lives of the supervisor; a new life continues from the journal.
+"""What the controller measures: how busy servers are, metrics of each task (`pass_rate_train/math`) and of turns, and compute:
+devices held x wall time over all lives of the supervisor, where a new life continues from the journal.
 """
 
 import os

@@ -40,8 +40,7 @@ class Servers:
             for a in addresses
         }
         self._lives = dict.fromkeys(self.clients, 0)
-        self._changed, self._spans = changed, spans
-        self._healthy = time.monotonic()
+        self._changed, self._spans, self._healthy = changed, spans, time.monotonic()
 
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are aborted."""
