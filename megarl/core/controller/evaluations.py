@@ -146,8 +146,7 @@ class Evaluations:
 
     def _with_forecast(self, row: Row) -> Row:
         """Return the forecast with this score; nothing while there are too few, or no column is chosen."""
-        score = self._recipe.forecast_column
-        if not score:
+        if not (score := self._recipe.forecast_column):
             return {}
         earlier = [r for r in latest_scores(self._rundir.eval) if r["step"] < row["step"]]
         return self._forecast([*earlier, row], latest_rows(self._rundir.metrics), self._recipe.run.steps, score)

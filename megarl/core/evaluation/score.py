@@ -82,29 +82,21 @@ class Questions[Asked: Named](ABC):
 
 @dataclass(frozen=True)
 class Sampled(Questions[Prompt]):
-    """Questions whose answers are sampled, and graded by the grader of their task or suite."""
+    """Questions whose answers are sampled, and graded by their grader. rewards: of a suite, to choose the best of several."""
 
-    rewards: Mapping[str, Reward] = field(
-        default_factory=dict, kw_only=True
-    )  # of a suite, to choose the best of several
+    rewards: Mapping[str, Reward] = field(default_factory=dict, kw_only=True)
 
     def answerer(self, asker: Asker) -> Callable[[Prompt, int, Order], Awaitable[Answer]]:
         return partial(self._answer, asker, Votes(self.rows.grader, asker.graders[self.name], self.answered))
 
     async def _answer(self, asker: Asker, votes: Votes, asked: Prompt, sample: int, order: Order) -> Answer:
-        done, void = Completion(), ""
+        done, void, settings = Completion(), "", asker.recipe.evaluation
+        job = Job(
+            prompt=asked, order=order, take=partial(asker.places.take, order, asker.may_use), salt=asker.salt,
+            thinking_tokens=asker.recipe.length.thinking_tokens[1], temperature=settings.temperature, top_p=settings.top_p,
+        )  # fmt: skip
         try:
-            done = await asker.sampler.complete(
-                Job(
-                    prompt=asked,
-                    order=order,
-                    take=partial(asker.places.take, order, asker.may_use),
-                    salt=asker.salt,
-                    thinking_tokens=asker.recipe.length.thinking_tokens[1],
-                    temperature=asker.recipe.evaluation.temperature,
-                    top_p=asker.recipe.evaluation.top_p,
-                )
-            )
+            done = await asker.sampler.complete(job)
         except Void as why:
             void = str(why)
         grade, reward = (Grade(0.0, False, False), UNSET) if void else await self._grade(asked, done, asker)

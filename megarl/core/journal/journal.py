@@ -69,8 +69,7 @@ class JournalReader:
 
     def fold(self) -> State:
         """Return the state after all records: the last snapshot and what follows it."""
-        files = self.files()
-        if not files:
+        if not (files := self.files()):
             raise MegarlError(f"{self.path}: no journal here; give the directory of a run that has started")
         return file.fold(self._file(files[-1]))[0]
 
@@ -91,9 +90,8 @@ class JournalReader:
                 return record.group
         there = self.files()
         gone = [self._file(n).name for n in range(max(there, default=0)) if n not in there]
-        lost = (
-            f"; {', '.join(gone[:3])}{' …' if len(gone) > 3 else ''} may have had it, and is not there" if gone else ""
-        )
+        names = ", ".join(gone[:3]) + " …" * (len(gone) > 3)
+        lost = f"; {names} may have had it, and is not there" if gone else ""
         raise MegarlError(
             f"{self.path}: ticket {ticket} has no group here: it is unfinished, removed or dropped (journal.keep){lost}"
         )
@@ -144,16 +142,14 @@ class Journal(JournalReader):
             os.close(lock)
             raise
         known = journal.state.admission
-        for key, here, there in (
+        for key, now, then in (
             ("batch.prompts", prompts_per_batch, known.prompts_per_batch),
             ("pipeline.k", max_lag, known.max_lag),
             ("pipeline.kind, pipeline.k: steps of a phase", phase_steps, known.phase_steps),
         ):
-            if here != there:
+            if now != then:
                 journal.close()
-                raise MegarlError(
-                    f"{key}: {here}, but {path} was begun with {there}; keep it, or start a run of another name"
-                )
+                raise MegarlError(f"{key}: {now}, but {path} was begun with {then}; keep it, or set another run.name")
         return journal
 
     def append(self, *records: JournalRecord) -> None:

@@ -65,8 +65,7 @@ def explain(error: ErrorDetails, origin: Origin, source: str) -> str:
 def _place(where: tuple[str, ...], origin: Origin) -> str:
     """Return the place of the key or nearest enclosing section; for a section made only by overrides, its first key's."""
     for n in range(len(where), 0, -1):
-        found = origin.get(where[:n]) or next((place for key, place in origin.items() if key[:n] == where[:n]), "")
-        if found:
+        if found := origin.get(where[:n]) or next((at for key, at in origin.items() if key[:n] == where[:n]), ""):
             return found
     return ""
 
@@ -256,11 +255,8 @@ def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
 
 def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Merge sections key by key; any other value of `over` replaces the one below."""
-    out = dict(under)
-    for key, value in over.items():
-        below = out.get(key)
-        out[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return out
+    both = {k: _merged(under[k], v) for k, v in over.items() if isinstance(v, dict) and isinstance(under.get(k), dict)}
+    return under | over | both
 
 
 def _with_suites(tree: dict[str, Any]) -> dict[str, Any]:
@@ -269,14 +265,10 @@ def _with_suites(tree: dict[str, Any]) -> dict[str, Any]:
     suites = evaluation.get("suites") if isinstance(evaluation, dict) else None
     if not isinstance(evaluation, dict) or not isinstance(suites, dict):
         return tree
-    known = shipped_suites()
-    filled = {
-        name: _merged(yaml.safe_load(known[name].read_text()), given)
-        if name in known and isinstance(given, dict)
-        else given
-        for name, given in suites.items()
-        if given is not None
-    }
+    known, filled = shipped_suites(), {name: given for name, given in suites.items() if given is not None}
+    for name, given in filled.items():
+        if name in known and isinstance(given, dict):
+            filled[name] = _merged(yaml.safe_load(known[name].read_text()), given)
     return tree | {"evaluation": evaluation | {"suites": filled}}
 
 
