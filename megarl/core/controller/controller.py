@@ -227,8 +227,9 @@ class Controller:
             case TrainStep():
                 return await self._train(decision)
             case Publish():
-                self.servers.membership.publish((a.id for a in decision.servers), decision.version, asked.incarnation)
-                log.info("publish version %d to servers %s", decision.version, [a.id for a in decision.servers])
+                servers = [a.id for a in decision.servers]
+                self.servers.membership.publish(servers, decision.version, asked.incarnation)
+                log.info("publish version %d to servers %s", decision.version, servers)
             case Stop():
                 log.info("the learner is told to stop: %s", decision.reason)
                 self._stop(decision.reason)

@@ -26,12 +26,9 @@ class Meter:
     def step(self) -> dict[str, float]:
         """Return metrics of the time since the last call."""
         then, self._step = self._step, self._mark()
-        seconds, tokens, busy, places = (self._step - then).mean(axis=0).tolist()
-        return {
-            "rollout_tokens_per_second": tokens * len(then) / max(seconds, 1e-9),
-            "server_busy_share": busy / max(seconds, 1e-9),
-            "server_running_mean": places / max(seconds, 1e-9),
-        }
+        _, tokens, busy, running = _rates(then, self._step).mean(axis=0).tolist()
+        tokens *= len(then)
+        return {"rollout_tokens_per_second": tokens, "server_busy_share": busy, "server_running_mean": running}
 
     def totals(self) -> dict[int, dict[str, float]]:
         """Return totals of each server since the controller's start."""
@@ -41,15 +38,10 @@ class Meter:
     def second(self) -> dict[int, dict[str, float]]:
         """Return figures of each server for the time since the last call."""
         then, self._second = self._second, self._mark()
+        rates = zip(self._places.use.items(), _rates(then, self._second).tolist(), strict=True)
         return {
-            server: {
-                "running": use.running,
-                "tokens_per_second": tokens / max(seconds, 1e-9),
-                "busy_share": busy / max(seconds, 1e-9),
-            }
-            for (server, use), (seconds, tokens, busy, _) in zip(
-                self._places.use.items(), (self._second - then).tolist(), strict=True
-            )
+            server: {"running": use.running, "tokens_per_second": tokens, "busy_share": busy}
+            for (server, use), (_, tokens, busy, _) in rates
         }
 
     def _mark(self) -> np.ndarray:
@@ -58,6 +50,12 @@ class Meter:
         for use in self._places.use.values():
             use.change(0)  # brings the seconds up to now
         return np.array([(now, u.tokens, u.busy_seconds, u.place_seconds) for u in self._places.use.values()])
+
+
+def _rates(then: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """Return by how much totals grew each second, [servers, 4]."""
+    grown: np.ndarray = now - then
+    return grown / max(grown[0, 0], 1e-9)
 
 
 OF_EACH_TASK = (

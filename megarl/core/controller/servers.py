@@ -75,14 +75,14 @@ class Servers:
         member, client, misses = self.membership.members[server], self.clients[server], 1
         while True:
             await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
-            if member.state != "publishing":
-                life = self._lives[server]
-                healthy = await client.health()
-                if healthy and member.state in ("starting", "lost"):
-                    await self._greet(server)
-                misses = 0 if healthy or member.state == "publishing" else misses + 1
-                if misses >= MISSES and member.state not in ("starting", "lost"):
-                    self.server_lost(server, life, f"it missed {misses} health checks")
+            if member.state == "publishing":
+                continue
+            life, healthy = self._lives[server], await client.health()
+            if healthy and member.state in ("starting", "lost"):
+                await self._greet(server)
+            misses = 0 if healthy or member.state == "publishing" else misses + 1
+            if misses >= MISSES and member.state not in ("starting", "lost"):
+                self.server_lost(server, life, f"it missed {misses} health checks")
 
     async def _greet(self, server: int) -> None:
         try:
