@@ -15,7 +15,7 @@ import platform
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -51,7 +51,8 @@ class Outcome(NamedTuple):
         reward = None if answer.reward is UNSET else answer.reward
         texts, chosen = answer.choices, answer.chosen_normalised
         by_length = None if texts is UNSET or chosen is UNSET else texts[chosen] == answer.expected
-        return cls(*(getattr(answer, name) for name in cls._fields[:-3]), bool(answer.void), reward, by_length)
+        same = [getattr(answer, name) for name in cls._fields[:-3]]
+        return cls._make([*same, bool(answer.void), reward, by_length])
 
 
 def read_outcomes(answers: Path) -> list[Outcome]:
@@ -97,10 +98,10 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
     p50, p95 = np.quantile(lengths, (0.5, 0.95), method="inverted_cdf").tolist()
     found: dict[str, float] = {}
 
-    def add(name: str, value_of: Callable[[Sequence[Outcome]], float]) -> None:
-        found[name], found[f"{name}_low"], found[f"{name}_high"] = over_prompts([value_of(g) for g in prompts], n)
+    def add(name: str, values: Sequence[float]) -> None:
+        found[name], found[f"{name}_low"], found[f"{name}_high"] = over_prompts(values, n)
 
-    add("pass_rate", lambda group: sum(o.correct for o in group) / len(group))
+    add("pass_rate", [sum(o.correct for o in group) / len(group) for group in prompts])
     found |= {
         "n_prompts": len(prompts),
         "truncation_rate": sum(o.truncated for o in outcomes) / n,
@@ -114,12 +115,12 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "completion_tokens_p95": p95,
     }
     if any(o.by_length is not None for o in outcomes):
-        add("pass_rate_by_length", lambda group: sum(bool(o.by_length) for o in group) / len(group))
+        add("pass_rate_by_length", [sum(bool(o.by_length) for o in group) / len(group) for group in prompts])
     if entropies := [o.entropy for o in outcomes if o.entropy is not None]:
         found["entropy"] = math.fsum(entropies) / len(entropies)
     for name, chosen in choices(outcomes).items():
         for k in powers_up_to(min(len(group) for group in prompts)):
-            add(f"{name}@{k}", partial(chosen, k=k))
+            add(f"{name}@{k}", [chosen(group, k) for group in prompts])
     return found
 
 
