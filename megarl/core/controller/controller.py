@@ -327,7 +327,6 @@ class Controller:
         self._close_metrics()
 
     def _status(self) -> dict[str, object]:
-        """Return the content of RUN/status.json."""
         seconds, pipeline, state = self.meter.second(), self.pipeline, self.pipeline.state
         servers, ahead = self.servers.membership.members.items(), pipeline.ahead(self.step)
         return {

@@ -54,7 +54,6 @@ Decision = TrainStep | Publish | Score | Wait | Stop | Refused
 
 
 def decide(asked: Next, now: ControllerView) -> Decision:
-    """Return the reply to `asked`."""
     step, members = asked.step, now.membership
     if now.failure:
         return Stop(reason=now.failure, error=True)

@@ -163,12 +163,10 @@ class Mixture:
         return None
 
     def observe(self, task: str, prompt_id: str, pass_rate: float) -> None:
-        """Note the pass rate of a finished group of this prompt; it replaces the earlier one."""
         self.curricula[task].observe(prompt_id, pass_rate)
 
     @property
     def exhausted(self) -> bool:
-        """Return whether no task has prompts left."""
         return all(curriculum.exhausted for curriculum in self.curricula.values())
 
 

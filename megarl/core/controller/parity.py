@@ -104,7 +104,6 @@ class Parity:
         return prompt * generations + sample in chosen_slots(recipe.run.seed, batch, slots, count)
 
     def finished(self, candidate: Candidate) -> None:
-        """Note that a chosen rollout has ended."""
         self._waiting.append(candidate)
         if self._comparable and self._membership.clean_version(candidate.server) == candidate.version:
             task = asyncio.create_task(self._score_again(candidate))
@@ -177,7 +176,6 @@ class Parity:
         return Score(version=version, rollouts=tuple(rollouts), against=self._against)
 
     def scored(self, result: Scored) -> None:
-        """Complete the comparison with the learner's scores."""
         now, self._comparison = self._comparison, None
         if now is None or now.served is None or now.version != result.version:
             return
@@ -201,7 +199,6 @@ class Parity:
         return found | {"warning_parity": float(bool(self.warning))} if found else found
 
     def cancel(self) -> None:
-        """Cancel all requests for scores."""
         self._drop_comparison()
         for task in self._scoring:
             task.cancel()

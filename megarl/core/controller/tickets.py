@@ -48,7 +48,6 @@ class Tickets:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether no prompt will be drawn any more."""
         return self.mixture.exhausted
 
     def draw(self, ticket: int, due: int) -> Admitted | None:

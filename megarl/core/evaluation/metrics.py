@@ -82,7 +82,6 @@ def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
 
 
 def by_prompt(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
-    """Return the outcomes of each prompt."""
     found: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         found[outcome.id].append(outcome)
@@ -243,7 +242,6 @@ def settings_of(recipe: Recipe, rows: Rows) -> dict[str, Any]:
 
 
 def result_of(suite: str, model: str, samples: int, settings: dict[str, Any], outcomes: Sequence[Outcome]) -> Result:
-    """Return the result, dated now."""
     versions = {"megarl": megarl.__version__, "python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in VERSIONS}
     return Result(

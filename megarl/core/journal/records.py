@@ -200,7 +200,6 @@ class State:
                 pass  # the fold of what was applied already
 
     def snapshot(self) -> Snapshot:
-        """Return this state as a record."""
         a = self.admission
         return Snapshot(
             prompts_per_batch=a.prompts_per_batch,
@@ -217,7 +216,6 @@ class State:
 
     @staticmethod
     def restored(s: Snapshot) -> "State":
-        """Return the state that `s` was taken from."""
         unfinished = {a.ticket: a for a in s.unfinished}
         return State(
             Admission(

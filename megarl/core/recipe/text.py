@@ -10,7 +10,6 @@ from megarl.core.recipe.tree import Recipe
 
 
 def dump(recipe: Recipe) -> str:
-    """Return the whole resolved tree as YAML."""
     # Only ASCII: PyYAML cannot read back every other character that it writes literally (U+0085).
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=120)
 

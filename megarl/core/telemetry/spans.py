@@ -89,7 +89,6 @@ class Spans:
         self._add(Span(on, name, self._offset + begin, self._offset + end, args))
 
     def event(self, on: str, name: str, **args: Value) -> None:
-        """Record an event that happens now."""
         self._add(SpanEvent(on, name, self._offset + time.monotonic(), args))
 
     def flush(self) -> None:
