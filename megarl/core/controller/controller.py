@@ -32,17 +32,18 @@ from megarl.core.base.rundir import Endpoints, RunDir, complete, step_of, write_
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Batch
 from megarl.core.controller.conversation import Conversation, ConversationOver, Link
-from megarl.core.controller.decision import ControllerView, Decision, TrainStep, decide
-from megarl.core.controller.draw import mixture_of
+from megarl.core.controller.decision import Decision, TrainStep, decide
+from megarl.core.controller.draw import draw_metrics, mixture_of
 from megarl.core.controller.evaluations import Evaluations
-from megarl.core.controller.metrics import ComputeClock, Meter, session_of, task_statistics
+from megarl.core.controller.metrics import ComputeClock, Meter, Spent, session_of, task_statistics
 from megarl.core.controller.parity import Parity
-from megarl.core.controller.pipeline import Hooks, Pipeline
-from megarl.core.controller.servers import Publications, Servers
+from megarl.core.controller.pipeline import Pipeline
+from megarl.core.controller.servers import Servers
 from megarl.core.controller.tickets import Tickets
 from megarl.core.evaluation.forecast import Forecast
 from megarl.core.evaluation.score import Asker, Questions
 from megarl.core.journal.journal import Journal
+from megarl.core.journal.records import PublishedVersion
 from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import Places
@@ -57,6 +58,8 @@ END_LIMIT_S = 600.0
 """Limit of the wait for a learner to finish its step and save, after which the controller leaves without its goodbye."""
 UNMET_LIMIT_S = 5.0
 """The same limit for a learner that has never spoken to this controller."""
+PUBLISH_TRIES = 3
+"""Consecutive publications that may fail on a server while no other works."""
 
 
 type StatusAndTotals = tuple[Mapping[str, Any], Mapping[int, Mapping[str, float]]]
@@ -77,17 +80,9 @@ def main(
     questions: what each evaluation asks. forecast: predicts the rest of the run from its scores.
     serve_metrics: starts an exporter of the status and returns what ends it.
     """
-    rundir = RunDir(recipe.run.path)
-    endpoints = rundir.endpoints()
-    pipeline = recipe.pipeline
-    journal = Journal.open(rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
-    journal.append(session_of(rundir))
 
     async def run() -> int:
-        link = Link(endpoints.controller, endpoints.link)
-        return await Controller(
-            recipe, rundir, journal, tokenizer, tasks, questions, forecast, serve_metrics, link
-        ).run()
+        return await Controller(recipe, tokenizer, tasks, questions, forecast, serve_metrics).run()
 
     return uvloop.run(run())
 
@@ -98,19 +93,20 @@ class Controller:
     def __init__(
         self,
         recipe: Recipe,
-        rundir: RunDir,
-        journal: Journal,
         tokenizer: Tokenizer,
         tasks: Tasks,
         questions: Sequence[Questions[Any]],
         forecast: Forecast,
         serve_metrics: ServeMetrics,
-        link: Link,
     ) -> None:
         salt = uuid.uuid4().hex[:8]  # of this life: prefixes cached for an earlier one hold older weights
-        self.recipe, self.rundir, self.link, self._salt = recipe, rundir, link, salt
+        self.recipe, self.rundir, pipeline = recipe, RunDir(recipe.run.path), recipe.pipeline
+        rundir, endpoints = self.rundir, self.rundir.endpoints()
+        journal = Journal.open(rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
+        journal.append(session_of(rundir))
+        self.link = Link(endpoints.controller, endpoints.link)
         self.spans = Spans(rundir.trace / "controller.jsonl")
-        self.servers = Servers(recipe, rundir.endpoints(), self._on_change, self.spans)
+        self.servers = Servers(recipe, endpoints, self._on_change, self.spans)
         self.places = Places(self.servers.membership, recipe.serving.max_running_requests)
         self.environments = tasks.environments()
         self.sampler = Sampler(
@@ -131,21 +127,19 @@ class Controller:
         )
         self.compute = ComputeClock(journal.state, recipe.resources)
         self.meter = Meter(self.places)
-        self.publications = Publications(self.servers, self.records, self.compute, self._fail)
         asker = Asker(
             recipe, tokenizer, self.servers.clients, self.places, self.sampler, self.graders, servers=frozenset(), salt=salt,
             at_once=0,
         )  # fmt: skip
-        hooks = Hooks(self._on_change, self._fail, self._stop)
         self.evaluations = Evaluations(
-            rundir, questions, forecast, asker, self.pipeline, self.records, self.compute, hooks, self.spans
+            rundir, questions, forecast, asker, self.pipeline, self.compute, self._fail, self._stop, self.spans
         )
-        self.conversation = Conversation(link, self)
+        self.conversation = Conversation(self.link, self)
         self._exported: StatusAndTotals = {}, {}
-        self._close_metrics = serve_metrics(rundir.endpoints(), lambda: self._exported)
+        self._close_metrics = serve_metrics(endpoints, lambda: self._exported)
         self.step, self.phase = 0, "starting"
-        self.stop_reason, self.failure = "", ""
-        self._stopping_since = 0.0
+        self.stop_reason, self.failure, self._stopping_since = "", "", 0.0
+        self._spent: dict[int, Spent] = {}  # at the first publication of each version in this life
 
     async def run(self) -> int:
         """Run all parts until the end and return the exit status."""
@@ -179,10 +173,28 @@ class Controller:
             self._tasks.create_task(self.servers.abort(broken))
 
     def published(self, result: Published) -> None:
-        """Note the end of a publication."""
-        if self.publications.over(result):
+        """Note the end of a publication. The run ends if no server is clean and one of these has failed too often."""
+        membership, clean = self.servers.membership, []
+        for r in result.results:
+            if membership.published(r.id, result.version, result.incarnation, r.error):
+                clean.append(self.servers.clients[r.id].address.url)
+            if r.error:
+                log.warning("version %d did not reach server %d: %s", result.version, r.id, r.error)
+        if clean:
+            self.compute.published()
+            spent = self._spent.setdefault(result.version, self.compute.spent())
+            self.records.write(
+                PublishedVersion(
+                    version=result.version, time=time.time(), compute_hours=spent.total, startup_hours=spent.startup,
+                    evaluation_hours=spent.evaluation, servers=tuple(clean), pause_seconds=result.pause_seconds,
+                    transfer_seconds=result.transfer_seconds, resume_seconds=result.resume_seconds,
+                )
+            )  # fmt: skip
             self.parity.published(result.version)
             self._evaluate_if_due(result.version)
+        for r in result.results:
+            if r.error and not membership.clean() and membership.members[r.id].failures >= PUBLISH_TRIES:
+                self._fail(f"weights did not reach server {r.id} {PUBLISH_TRIES} times in a row: {r.error}")
         self._on_change()
 
     def scored(self, result: Scored) -> None:
@@ -198,22 +210,15 @@ class Controller:
     def decide(self, asked: Next) -> Decision:
         """Decide from the present state."""
         self._evaluate_if_due(asked.version)
-        return decide(asked, self._view(asked))
-
-    def _view(self, asked: Next) -> ControllerView:
-        settled, prompts = self.pipeline.admitted - len(self.pipeline.running), self.recipe.batch.prompts
-        now = self.pipeline.view(asked.version)
-        return replace(
-            now,
-            parity=self.parity.request(asked.version),
-            stop=self.stop_reason,
-            failure=self.failure,
-            waiting_for=f"{settled} tickets are finished, {now.phase_end(asked.step) * prompts} needed",
-        )
+        now, parity = self.pipeline.view(asked.version), self.parity.request(asked.version)
+        settled = self.pipeline.admitted - len(self.pipeline.running)
+        waits = f"{settled} tickets are finished, {now.phase_end(asked.step) * self.recipe.batch.prompts} needed"
+        now = replace(now, parity=parity, stop=self.stop_reason, failure=self.failure, waiting_for=waits)
+        return decide(asked, now)
 
     def _evaluate_if_due(self, version: int) -> None:
         if not self._ending():
-            self.evaluations.begin_if_due(version, self.publications.spent, self._tasks)
+            self.evaluations.begin_if_due(version, self._spent, self._tasks)
 
     async def carry_out(self, decision: Decision, asked: Next) -> Reply:
         """Do what must happen before the learner gets this decision, and return the reply."""
@@ -222,8 +227,9 @@ class Controller:
             case TrainStep():
                 return await self._train(decision)
             case Publish():
-                self.servers.membership.publish((a.id for a in decision.servers), decision.version, asked.incarnation)
-                log.info("publish version %d to servers %s", decision.version, [a.id for a in decision.servers])
+                servers = [a.id for a in decision.servers]
+                self.servers.membership.publish(servers, decision.version, asked.incarnation)
+                log.info("publish version %d to servers %s", decision.version, servers)
             case Stop():
                 log.info("the learner is told to stop: %s", decision.reason)
                 self._stop(decision.reason)
@@ -240,23 +246,14 @@ class Controller:
             self._fail(f"nothing could be generated or graded for batch {decision.step}: {reasons[0]}")
             return Stop(reason=self.failure, error=True)
         self.phase = "replay" if decision.replay else "train"
-        name, step = f"batch {decision.step}", decision.step
-        self.spans.event("controller/batches", name, step=step, replay=decision.replay, tickets=list(tickets))
+        step, replay, spent = decision.step, decision.replay, self.compute.spent()
+        self.spans.event("controller/batches", f"batch {step}", step=step, replay=replay, tickets=list(tickets))
+        running, ahead = float(len(self.pipeline.running)), float(self.pipeline.ahead(step))
+        stats = batch_statistics(batch) | spent.row() | task_statistics(batch, self.recipe) | self.meter.step()
+        stats |= draw_metrics(self.tickets.mixture) | {"tickets_running": running, "tickets_ahead": ahead}
+        stats |= self.parity.metrics()
         return Train(
-            batch=batch,
-            compute_hours=(spent := self.compute.spent()).total,
-            compute_devices=self.compute.devices,
-            stats=batch_statistics(batch)
-            | spent.row()
-            | task_statistics(batch, self.recipe)
-            | self.meter.step()
-            | self.tickets.metrics()
-            | {
-                "tickets_running": float(len(self.pipeline.running)),
-                "tickets_ahead": float(self.pipeline.ahead(decision.step)),
-            }
-            | self.parity.metrics(),
-            replay=decision.replay,
+            batch=batch, compute_hours=spent.total, compute_devices=self.compute.devices, stats=stats, replay=replay
         )
 
     # Changes, and the end.
@@ -265,7 +262,7 @@ class Controller:
         """React to a change that a question may wait for."""
         self.evaluations.cancel_lost()
         self.places.refresh()
-        self.conversation.changed()
+        self.conversation.changed.set()
 
     async def _tick(self) -> None:
         """Each second, look for RUN/stop and for expired waits, and write the status."""
@@ -275,10 +272,11 @@ class Controller:
                 self._stop(f"{self.rundir.stop_file} exists")
             limit = self.recipe.serving.start_timeout_s
             if not self._ending() and self.servers.seconds_without() > limit:
-                self._fail(
-                    f"no server has been healthy for {limit:g} s (serving.start_timeout_s); see the servers' logs"
-                )
-            self._leave_if_overdue()
+                self._fail(f"no server was healthy for {limit:g} s (serving.start_timeout_s); see the servers' logs")
+            limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
+            if self._ending() and time.monotonic() - self._stopping_since > limit:
+                log.warning("the learner has not said goodbye within %g s; leaving", limit)
+                raise ConversationOver
             status = self._status()
             self._exported = status, self.meter.totals()
             await asyncio.to_thread(write_atomically, self.rundir.status, json.dumps(status).encode())
@@ -290,12 +288,6 @@ class Controller:
             await asyncio.sleep(DROP_S)
             if kept := complete(self.rundir.checkpoints):
                 await self.records.drop_before(step_of(kept[0]))
-
-    def _leave_if_overdue(self) -> None:
-        limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
-        if self._ending() and time.monotonic() - self._stopping_since > limit:
-            log.warning("the learner has not said goodbye within %g s; leaving", limit)
-            raise ConversationOver
 
     def _ending(self) -> bool:
         return bool(self.stop_reason or self.failure)
@@ -320,10 +312,10 @@ class Controller:
             return
         log.info("stopping: %s", reason)
         self.stop_reason, self._stopping_since = reason, time.monotonic()
-        self._sampling.cancel()
-        self.evaluations.cancel()
+        for task in (self._sampling, *self.evaluations.tasks.values()):
+            task.cancel()
         self.parity.cancel()
-        self.conversation.changed()
+        self.conversation.changed.set()
 
     async def _close(self) -> None:
         self.graders.close()
@@ -335,18 +327,25 @@ class Controller:
         self._close_metrics()
 
     def _status(self) -> dict[str, object]:
-        """Return the content of RUN/status.json."""
-        seconds = self.meter.second()
-        servers = self.servers.membership.members.items()
+        seconds, pipeline, state = self.meter.second(), self.pipeline, self.pipeline.state
+        servers, ahead = self.servers.membership.members.items(), pipeline.ahead(self.step)
         return {
             "time": time.time(),
             "step": self.step,
-            "version": self.pipeline.state.published_version,
+            "version": state.published_version,
             "phase": self.phase,
             "servers": [
                 {"id": s, "state": m.state, "version": m.version, "pinned": m.pinned} | seconds[s] for s, m in servers
             ],
-            "tickets": self._tickets(),
+            "tickets": {  # drawn and not trained before the present step, and by their end over all lives
+                "window": ahead,
+                "window_limit": self.recipe.pipeline.window_steps * self.recipe.batch.prompts,
+                "running": len(pipeline.running),
+                "waiting": max(0, ahead - len(pipeline.running)),
+                "finished": state.finished,
+                "void": state.void,
+                "removed": state.removed,
+            },
             "compute_hours": self.compute.hours(),
             "compute_unit": self.compute.unit,
             "eval": self.evaluations.latest,
@@ -355,20 +354,6 @@ class Controller:
             "parity": self.parity.warning,
             "malformed_requests": self.link.malformed,
             "refused_connections": self.link.refused(),
-        }
-
-    def _tickets(self) -> dict[str, int]:
-        """Count tickets: drawn and not trained before the present step, and by their end over all lives."""
-        pipeline, state = self.pipeline, self.pipeline.state
-        ahead = pipeline.ahead(self.step)
-        return {
-            "window": ahead,
-            "window_limit": self.recipe.pipeline.window_steps * self.recipe.batch.prompts,
-            "running": len(pipeline.running),
-            "waiting": max(0, ahead - len(pipeline.running)),
-            "finished": state.finished,
-            "void": state.void,
-            "removed": state.removed,
         }
 
 

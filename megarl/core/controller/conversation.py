@@ -17,8 +17,8 @@ import contextlib
 import logging
 import struct
 import time
-from dataclasses import dataclass
-from typing import Protocol
+from types import SimpleNamespace
+from typing import NamedTuple, Protocol
 
 import msgspec
 import zmq
@@ -58,7 +58,9 @@ class Link:
         self._context = zmq.asyncio.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(DOMAIN, _Only(keys.learner.encode()))
+        learner = keys.learner.encode()
+        only = SimpleNamespace(callback=lambda _domain, key: key == learner)
+        self._authenticator.configure_curve_callback(DOMAIN, only)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)
@@ -107,16 +109,6 @@ class Link:
         self._context.destroy(linger=1000)
 
 
-class _Only:
-    """The check that pyzmq makes of each peer's public key."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._key
-
-
 HOLD_S = 1.0
 """Longest time that a question is held before the answer is Wait: the learner looks for RUN/stop between questions."""
 
@@ -126,29 +118,17 @@ class ConversationOver(Exception):
 
 
 class Responder(Protocol):
-    """The side of the controller that knows the answers."""
+    """The side of the controller that knows the answers: `Controller`, which says what each is for."""
 
-    def new_learner(self) -> None:
-        """Note that another learner speaks: the earlier one is gone, and its publications will not end."""
-
-    def published(self, result: Published) -> None:
-        """Note the end of a publication."""
-
-    def scored(self, result: Scored) -> None:
-        """Note the learner's scores of the rollouts it was given."""
-
-    def left(self, step: int) -> None:
-        """Note that the learner has saved and leaves."""
-
-    def decide(self, asked: Next) -> Decision:
-        """Decide from the present state."""
-
-    async def carry_out(self, decision: Decision, asked: Next) -> Reply:
-        """Do what must happen before the learner gets this decision, and return the reply."""
+    def new_learner(self) -> None: ...
+    def published(self, result: Published) -> None: ...
+    def scored(self, result: Scored) -> None: ...
+    def left(self, step: int) -> None: ...
+    def decide(self, asked: Next) -> Decision: ...
+    async def carry_out(self, decision: Decision, asked: Next) -> Reply: ...
 
 
-@dataclass
-class _Question:
+class _Question(NamedTuple):
     """A Next that waits for its answer."""
 
     peer: bytes
@@ -157,20 +137,18 @@ class _Question:
 
 
 class Conversation:
-    """The conversation over `link`. `incarnation`: the learner that speaks now, empty before the first."""
+    """The conversation over `link`. `incarnation`: the learner that speaks now, empty before the first. Set `changed` whenever
+    something has changed on which an answer may depend.
+    """
 
     def __init__(self, link: Link, answers: Responder) -> None:
         self._link, self._answers = link, answers
         self.incarnation, self._superseded = "", set[str]()
         self._question: _Question | None = None
-        self._changed = asyncio.Event()
-
-    def changed(self) -> None:
-        """Note that something has changed on which the answer may depend."""
-        self._changed.set()
+        self.changed = asyncio.Event()
 
     async def listen(self) -> None:
-        """Take requests until the learner leaves (End)."""
+        """Take requests until the learner leaves."""
         while True:
             peer, request = await self._link.receive()
             if request.incarnation in self._superseded:
@@ -182,23 +160,22 @@ class Conversation:
             match request:
                 case Next():
                     self._question = _Question(peer, request, time.monotonic() + HOLD_S)
-                    self._changed.set()
+                    self.changed.set()
+                    continue
                 case Published():
                     self._answers.published(request)
-                    await self._link.reply(peer, Ack())
                 case Scored():
                     self._answers.scored(request)
-                    await self._link.reply(peer, Ack())
-                case Stopped():
-                    log.info("the learner has left at step %d", request.step)
-                    await self._link.reply(peer, Ack())
-                    self._answers.left(request.step)
-                    raise ConversationOver
+            await self._link.reply(peer, Ack())
+            if isinstance(request, Stopped):
+                log.info("the learner has left at step %d", request.step)
+                self._answers.left(request.step)
+                raise ConversationOver
 
     async def answer(self) -> None:
-        """Answer the waiting question when something has changed or its time is up; End after an error."""
+        """Answer the waiting question when something has changed or its time is up, until that was an error."""
         while True:
-            self._changed.clear()
+            self.changed.clear()
             if self._question:
                 decision = self._answers.decide(self._question.asked)
                 if not isinstance(decision, Wait) or time.monotonic() >= self._question.until:
@@ -209,7 +186,7 @@ class Conversation:
                         raise ConversationOver  # a learner that is told so says no goodbye
             timeout = max(0.0, self._question.until - time.monotonic()) if self._question else None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), timeout)
+                await asyncio.wait_for(self.changed.wait(), timeout)
 
     async def _meet(self, incarnation: str) -> None:
         log.info("learner %s speaks%s", incarnation, f"; {self.incarnation} is superseded" if self.incarnation else "")

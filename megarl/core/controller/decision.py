@@ -32,24 +32,17 @@ class TrainStep:
 
 @dataclass(frozen=True)
 class ControllerView:
-    """The present state, for one question.
+    """The present state, for one question."""
 
-    batches: number of complete batches, counted from the first without a gap. published_version: the highest ever, -1 before
-    the first. final_step: the version after which the run is over: run.steps, or fewer when the prompts are used up.
-    phase_steps: steps that are trained on what one version generated. score_due: the asking learner's version is to be
-    evaluated, or is being evaluated. parity: the comparison at the asking learner's version
-    (megarl/core/controller/parity.py); None: there is none. stop, failure: reasons to end, else empty.
-    """
-
-    batches: int
-    published_version: int
-    final_step: int
-    score_due: bool
+    batches: int  # number of complete batches, counted from the first without a gap
+    published_version: int  # the highest ever, -1 before the first
+    final_step: int  # the version after which the run is over: run.steps, or fewer when the prompts are used up
+    score_due: bool  # the asking learner's version is to be evaluated, or is being evaluated
     membership: Membership
-    phase_steps: int = 1
-    parity: Score | Wait | None = None
-    stop: str = ""
-    failure: str = ""
+    phase_steps: int = 1  # steps that are trained on what one version generated
+    parity: Score | Wait | None = None  # the comparison at the asking learner's version; None: there is none
+    stop: str = ""  # a reason to end
+    failure: str = ""  # another
     waiting_for: str = ""  # what a Wait for a batch should say
 
     def phase_end(self, step: int) -> int:
@@ -61,7 +54,6 @@ Decision = TrainStep | Publish | Score | Wait | Stop | Refused
 
 
 def decide(asked: Next, now: ControllerView) -> Decision:
-    """Return the reply to `asked`."""
     step, members = asked.step, now.membership
     if now.failure:
         return Stop(reason=now.failure, error=True)

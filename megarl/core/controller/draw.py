@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
-from megarl.core.journal.records import State
+from megarl.core.journal.records import Admitted, State
 from megarl.core.recipe import Recipe
 
 
@@ -57,19 +57,15 @@ class Pace:
     def share(self, drawn: int) -> float:
         """Return the share of the prompts for an epoch that begins after this many draws."""
         done = min(1.0, drawn / self.draws)
-        match self.kind:
-            case "linear":
-                return self.start + (1 - self.start) * done
-            case "exponential":
-                return self.start ** (1 - done)
-        return 1.0
+        curves = {"none": 1.0, "linear": self.start + (1 - self.start) * done, "exponential": self.start ** (1 - done)}
+        return curves[self.kind]
 
 
 class PromptOrder:
     """Draws prompts of one task.
 
-    drawn: number so far. exhausted: the last draw found too few prompts. excluded: number of prompts that are skipped now.
-    pool: number of the easiest prompts in the present epoch. difficulty: by prompt, 0 where it is missing.
+    drawn: number so far. exhausted: the last draw found too few prompts. excluded: prompts that are skipped now. pool: number
+    of the easiest prompts in the present epoch. difficulty: by prompt, 0 where it is missing.
     """
 
     def __init__(
@@ -82,20 +78,15 @@ class PromptOrder:
         difficulty: Mapping[str, int] | None = None,
         pace: Pace | None = None,
     ) -> None:
-        self._ids = frozenset(prompt_ids)
-        self._seed = seed
-        self._threshold = positive_threshold
-        self._prompts_per_batch = prompts_per_batch
-        self._on_exhausted = on_exhausted
+        self._ids, self._seed, self._threshold = frozenset(prompt_ids), seed, positive_threshold
+        self._prompts_per_batch, self._on_exhausted, self._pace = prompts_per_batch, on_exhausted, pace or Pace()
         known = difficulty or {}
         self._easiest_first = sorted(self._ids, key=lambda p: (known.get(p, 0), self._hash("difficulty", p)))
-        self._pace = pace or Pace()
-        self.drawn = 0
+        self.drawn, self.exhausted = 0, False
         self.excluded: set[str] = set()
-        self.exhausted = False
         self._begin(0, self._pool())
 
-    def resume(self, last: Draw, pass_rates: Mapping[str, float], drawn: int) -> None:
+    def resume(self, last: Draw | Admitted, pass_rates: Mapping[str, float], drawn: int) -> None:
         """Continue after this draw, the last of `drawn`. If its prompt has left the set since, the epoch begins again."""
         for prompt_id, pass_rate in pass_rates.items():
             self.observe(prompt_id, pass_rate)
@@ -172,12 +163,10 @@ class Mixture:
         return None
 
     def observe(self, task: str, prompt_id: str, pass_rate: float) -> None:
-        """Note the pass rate of a finished group of this prompt; it replaces the earlier one."""
         self.curricula[task].observe(prompt_id, pass_rate)
 
     @property
     def exhausted(self) -> bool:
-        """Return whether no task has prompts left."""
         return all(curriculum.exhausted for curriculum in self.curricula.values())
 
 
@@ -186,16 +175,12 @@ def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State)
     curricula = {task: _curriculum(recipe, task, of_task) for task, of_task in prompts.items()}
     for task, curriculum in curricula.items():
         if (history := state.tasks.get(task)) is not None:
-            last = history.last
-            drawn = Draw(last.prompt_id, last.epoch, last.reset, last.pool)
-            curriculum.resume(drawn, history.pass_rates, history.drawn)
+            curriculum.resume(history.last, history.pass_rates, history.drawn)
     return Mixture(curricula, recipe.data.shares)
 
 
 def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> PromptOrder:
-    """Return a task's curriculum at its start. Its share of a batch is the least an epoch needs; its share of the draws sets
-    its pace.
-    """
+    """Return a task's curriculum at its start. Its share in a batch is the least an epoch needs; that in draws, its pace."""
     chosen, share = recipe.data.curriculum, recipe.data.shares[task]
     difficulty = {p.id: p.difficulty for p in prompts.train}
     if chosen.kind != "none" and len(set(difficulty.values())) < 2:
@@ -212,15 +197,12 @@ def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> PromptOrder:
 
 def draw_metrics(mixture: Mixture) -> dict[str, float]:
     """Return the progress of the passes over the data, of all tasks together, and of each if there are several."""
-    each = {
-        task: {"epoch": float(c.epoch), "pool_prompts": float(c.pool), "excluded_prompts": float(len(c.excluded))}
-        for task, c in mixture.curricula.items()
-    }
-    found = {
-        "epoch": min(m["epoch"] for m in each.values()),
-        "pool_prompts": sum(m["pool_prompts"] for m in each.values()),
-        "excluded_prompts": sum(m["excluded_prompts"] for m in each.values()),
-    }
-    if len(each) > 1:
-        found |= {f"{name}/{task}": value for task, metrics in each.items() for name, value in metrics.items()}
+    found: dict[str, float] = {}
+    for name, together, value in (
+        ("epoch", min, lambda c: c.epoch),
+        ("pool_prompts", sum, lambda c: c.pool),
+        ("excluded_prompts", sum, lambda c: len(c.excluded)),
+    ):
+        each = {f"{name}/{task}": float(value(c)) for task, c in mixture.curricula.items()}
+        found |= {name: together(each.values())} | (each if len(each) > 1 else {})
     return found

@@ -18,7 +18,7 @@ from typing import Any
 from megarl.core.base.contracts import GraderDown
 from megarl.core.base.rundir import RunDir, append_jsonl, lacking, latest_rows, latest_scores, step_folder
 from megarl.core.controller.metrics import ComputeClock, Spent
-from megarl.core.controller.pipeline import Hooks, Pipeline, Records
+from megarl.core.controller.pipeline import Pipeline
 from megarl.core.evaluation.answers import Answer, SuiteDir
 from megarl.core.evaluation.forecast import Forecast, Row, enough
 from megarl.core.evaluation.metrics import Outcome, result_of, settings_of, summarise
@@ -35,10 +35,9 @@ RETRY_S = 10.0
 
 
 class Evaluations:
-    """The evaluations of a run.
+    """The evaluations of a run. asker: all that one needs, except servers and salt. fail, stop: end the run, and say why.
 
-    asker: all that an evaluation needs, except servers and salt. tasks: running evaluations by version. latest: the newest
-    row, empty before the first.
+    tasks: running evaluations by version. latest: the newest row, empty before the first.
     """
 
     def __init__(
@@ -48,29 +47,27 @@ class Evaluations:
         forecast: Forecast,
         asker: Asker,
         pipeline: Pipeline,
-        records: Records,
         compute: ComputeClock,
-        hooks: Hooks,
+        fail: Callable[[str], None],
+        stop: Callable[[str], None],
         spans: Spans = UNRECORDED,
     ) -> None:
         self._recipe, self._rundir, self._asker = asker.recipe, rundir, asker
         self._questions, self._forecast = questions, forecast
-        self._pipeline, self._schedule, self._records = pipeline, pipeline.evaluations, records
-        self._compute, self._hooks, self._spans = compute, hooks, spans
+        self._pipeline, self._schedule, self._compute = pipeline, pipeline.evaluations, compute
+        self._fail, self._stop, self._spans = fail, stop, spans
         self._failures, self._not_before = 0, 0.0  # of the grader, in a row; time.monotonic()
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.latest: dict[str, object] = next(reversed(latest_scores(rundir.eval)), {})
 
-    def begin_if_due(self, version: int, spent: Callable[[int], Spent], tasks: asyncio.TaskGroup) -> None:
-        """Pin some of the servers that have these weights, if any, and score them. spent: compute until the version was
-        published.
-        """
+    def begin_if_due(self, version: int, spent: Mapping[int, Spent], tasks: asyncio.TaskGroup) -> None:
+        """Pin some of the servers that have these weights, if any, and score them. spent: until each version was published."""
         if not self._schedule.is_due(version, self._pipeline.final_step) or time.monotonic() < self._not_before:
             return
         if servers := self._schedule.begin(version):
             self._compute.hold(len(servers))
             log.info("version %d is evaluated on servers %s", version, sorted(servers))
-            self.tasks[version] = tasks.create_task(self._evaluate(version, servers, spent(version)))
+            self.tasks[version] = tasks.create_task(self._evaluate(version, servers, spent[version]))
 
     def cancel_lost(self) -> None:
         """Take servers that lost their weights out of evaluations. One with none left ends: the next version is due."""
@@ -79,11 +76,6 @@ class Evaluations:
             if not left:
                 self.tasks[version].cancel()
 
-    def cancel(self) -> None:
-        """End all evaluations."""
-        for task in self.tasks.values():
-            task.cancel()
-
     async def _evaluate(self, version: int, servers: set[int], spent: Spent) -> None:
         began, held = time.monotonic(), len(servers)
         self._spans.open("controller/evaluation", f"version {version}", began, servers=sorted(servers))
@@ -91,50 +83,36 @@ class Evaluations:
         try:
             outcomes = await self._ask(version, servers)
             scores = await asyncio.to_thread(row, outcomes, self._recipe, version)
-            new = (
-                scores
-                | spent.row()
-                | {
-                    "compute_hours": spent.total,
-                    "compute_unit": self._compute.unit,
-                    "time": time.time(),
-                    "seconds": time.monotonic() - began,
-                    "servers": held,
-                    "tries": self._failures + 1,
-                }
-            )
+            new: Row = scores | spent.row()
+            new |= {"compute_hours": spent.total, "compute_unit": self._compute.unit, "time": time.time()}
+            new |= {"seconds": time.monotonic() - began, "servers": held, "tries": self._failures + 1}
             if missing := lacking(new):
                 raise GraderDown(f"of what came back no {missing} can be told")
             new |= await asyncio.to_thread(self._with_forecast, new)
             await asyncio.to_thread(self._write_results, version, outcomes)
             append_jsonl(self._rundir.eval, new)
-            await self._records.write(
+            await self._pipeline.records.write(
                 Evaluated(
-                    version=version,
-                    time=time.time(),
-                    compute_hours=spent.total,
-                    evaluation_hours=self._compute.spent().evaluation,
-                    pass_rate=scores["pass_rate"],
-                    n_prompts=int(scores["n_prompts"]),
+                    version=version, time=time.time(), compute_hours=spent.total, pass_rate=scores["pass_rate"],
+                    evaluation_hours=self._compute.spent().evaluation, n_prompts=int(scores["n_prompts"]),
                     samples=int(scores["samples"]),
                 )
-            )
+            )  # fmt: skip
             self.latest, self._failures, done = new, 0, True
             log.info("version %d: held-out pass rate %.4f", version, scores["pass_rate"])
             if new.get("enough") and self._recipe.run.stop_at_asymptote:
-                self._hooks.stop(f"run.stop_at_asymptote: {enough(new)}")
+                self._stop(f"run.stop_at_asymptote: {enough(new)}")
         except* GraderDown as errors:
             self._grader_down(version, errors)
         finally:
             if not done:
                 shutil.rmtree(folder, ignore_errors=True)  # half an evaluation is none
-            self._spans.span(
-                "controller/evaluation", f"version {version}", began, time.monotonic(), servers=sorted(servers)
-            )
+            now = time.monotonic()
+            self._spans.span("controller/evaluation", f"version {version}", began, now, servers=sorted(servers))
             del self.tasks[version]
             self._compute.hold(-len(servers))
             self._schedule.end(version)
-            self._hooks.changed()
+            self._pipeline.changed()
 
     async def _ask(self, version: int, servers: set[int]) -> dict[str, list[Outcome]]:
         """Ask everything, write each answer, and return the outcomes by task and suite."""
@@ -168,8 +146,7 @@ class Evaluations:
 
     def _with_forecast(self, row: Row) -> Row:
         """Return the forecast with this score; nothing while there are too few, or no column is chosen."""
-        score = self._recipe.forecast_column
-        if not score:
+        if not (score := self._recipe.forecast_column):
             return {}
         earlier = [r for r in latest_scores(self._rundir.eval) if r["step"] < row["step"]]
         return self._forecast([*earlier, row], latest_rows(self._rundir.metrics), self._recipe.run.steps, score)
@@ -182,13 +159,11 @@ class Evaluations:
         log.warning("%s (%d of %d tries)", reason, self._failures, TRIES)
         if self._failures >= TRIES:
             place = self._rundir.logs / "controller"
-            self._hooks.fail(f"{reason}; tried {TRIES} times, see {place}; then go on with run.resume=auto")
+            self._fail(f"{reason}; tried {TRIES} times, see {place}; then go on with run.resume=auto")
 
 
 def row(outcomes: Mapping[str, Sequence[Outcome]], recipe: Recipe, version: int) -> dict[str, float]:
-    """Return a row of eval.jsonl: all held-out prompts together, each task (`pass_rate/math`) if there are several, and each
-    suite (`pass_rate/aime24`).
-    """
+    """Return a row of eval.jsonl: all held-out prompts, each task (`pass_rate/math`) if there are several, and each suite."""
     tasks = list(recipe.data.tasks)
     heldout = [one._replace(id=f"{task}/{one.id}") for task in tasks for one in outcomes[task]]
     found: dict[str, float] = {"step": version, "weight_version": version, "samples": recipe.evaluation.samples}

@@ -1,8 +1,5 @@
-"""What the controller measures: how busy servers are, metrics of each task, and compute.
-
-`Meter` measures since the last step for the metrics, and over the last second for the live view. `task_statistics` covers
-each task of a batch if there are several (`pass_rate_train/math`), `turn_statistics` turns if any task has an environment.
-`ComputeClock` counts devices held x wall time over all lives of the supervisor; a new life continues from the journal.
+"""What the controller measures: how busy servers are, metrics of each task (`pass_rate_train/math`) and of turns, and compute:
+devices held x wall time over all lives of the supervisor, where a new life continues from the journal.
 """
 
 import os
@@ -19,18 +16,8 @@ from megarl.core.recipe import Recipe, Resources
 from megarl.core.sampling.places import Places
 
 
-@dataclass
-class _Mark:
-    """Totals at a moment."""
-
-    time: float
-    tokens: dict[int, int]
-    busy: dict[int, float]
-    places: dict[int, float]
-
-
 class Meter:
-    """Differences between marks of the totals in `places`."""
+    """How busy servers were since the last step, and since the last second."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -38,63 +25,44 @@ class Meter:
 
     def step(self) -> dict[str, float]:
         """Return metrics of the time since the last call."""
-        now, then = self._mark(), self._step
-        self._step = now
-        seconds = max(now.time - then.time, 1e-9)
-        servers = len(now.tokens)
-        return {
-            "rollout_tokens_per_second": (sum(now.tokens.values()) - sum(then.tokens.values())) / seconds,
-            "server_busy_share": (sum(now.busy.values()) - sum(then.busy.values())) / seconds / servers,
-            "server_running_mean": (sum(now.places.values()) - sum(then.places.values())) / seconds / servers,
-        }
+        then, self._step = self._step, self._mark()
+        _, tokens, busy, running = _rates(then, self._step).mean(axis=0).tolist()
+        tokens *= len(then)
+        return {"rollout_tokens_per_second": tokens, "server_busy_share": busy, "server_running_mean": running}
 
     def totals(self) -> dict[int, dict[str, float]]:
         """Return totals of each server since the controller's start."""
-        now = self._mark()
-        return {s: {"tokens": now.tokens[s], "busy_seconds": now.busy[s]} for s in now.tokens}
+        totals = zip(self._places.use, self._mark().tolist(), strict=True)
+        return {server: {"tokens": tokens, "busy_seconds": busy} for server, (_, tokens, busy, _) in totals}
 
     def second(self) -> dict[int, dict[str, float]]:
         """Return figures of each server for the time since the last call."""
-        now, then = self._mark(), self._second
-        self._second = now
-        seconds = max(now.time - then.time, 1e-9)
+        then, self._second = self._second, self._mark()
+        rates = zip(self._places.use.items(), _rates(then, self._second).tolist(), strict=True)
         return {
-            server: {
-                "running": self._places.use[server].running,
-                "tokens_per_second": (now.tokens[server] - then.tokens[server]) / seconds,
-                "busy_share": (now.busy[server] - then.busy[server]) / seconds,
-            }
-            for server in now.tokens
+            server: {"running": use.running, "tokens_per_second": tokens, "busy_share": busy}
+            for (server, use), (_, tokens, busy, _) in rates
         }
 
-    def _mark(self) -> _Mark:
-        uses = self._places.use
-        for use in uses.values():
+    def _mark(self) -> np.ndarray:
+        """Return each server's totals until now, [servers, 4]: seconds, tokens, busy seconds, place-seconds."""
+        now = time.monotonic()
+        for use in self._places.use.values():
             use.change(0)  # brings the seconds up to now
-        return _Mark(
-            time.monotonic(),
-            {s: u.tokens for s, u in uses.items()},
-            {s: u.busy_seconds for s, u in uses.items()},
-            {s: u.place_seconds for s, u in uses.items()},
-        )
+        return np.array([(now, u.tokens, u.busy_seconds, u.place_seconds) for u in self._places.use.values()])
+
+
+def _rates(then: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """Return by how much totals grew each second, [servers, 4]."""
+    grown: np.ndarray = now - then
+    return grown / max(grown[0, 0], 1e-9)
 
 
 OF_EACH_TASK = (
-    "pass_rate_train",
-    "reward_mean",
-    "zero_variance_share",
-    "groups_in_loss",
-    "void_groups",
-    "truncation_rate",
-    "interruption_rate",
-    "format_error_rate",
-    "grader_timeout_rate",
-    "grader_error_rate",
-    "completion_tokens_mean",
-    "completion_tokens_right_mean",
-    "completion_tokens_wrong_mean",
-    "generated_tokens",
-)
+    "pass_rate_train", "reward_mean", "zero_variance_share", "groups_in_loss", "void_groups", "truncation_rate",
+    "interruption_rate", "format_error_rate", "grader_timeout_rate", "grader_error_rate", "completion_tokens_mean",
+    "completion_tokens_right_mean", "completion_tokens_wrong_mean", "generated_tokens",
+)  # fmt: skip
 
 
 def task_statistics(batch: Batch, recipe: Recipe) -> dict[str, float]:
@@ -138,15 +106,11 @@ def session_of(rundir: RunDir) -> Session:
 
 @dataclass(frozen=True)
 class Spent:
-    """Device hours so far: all, and those spent on starting up and on evaluations.
-
-    startup: in each life of the supervisor, until weights were first published, replay included. evaluation: servers held for
-    scores; the time that others waited for them is not counted.
-    """
+    """Device hours so far."""
 
     total: float
-    startup: float
-    evaluation: float
+    startup: float  # in each life of the supervisor, until weights were first published, replay included
+    evaluation: float  # servers held for scores; the time that others waited for them is not counted
 
     def row(self) -> dict[str, float]:
         """Return the columns of a row, without the total."""

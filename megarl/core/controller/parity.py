@@ -13,13 +13,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
 from megarl.core.base.architecture import RoutedLayers
 from megarl.core.base.messages import Score, Scored, ScoredRollout, Wait
-from megarl.core.base.types import Prompt, Routing, Segment
+from megarl.core.base.types import Segment
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerRefused
 from megarl.core.server.membership import Membership
@@ -30,21 +29,18 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Candidate:
-    """A finished rollout that will be compared.
-
-    due: the step that trains it. server: of its last request; None if a request was lost, so that the sampling server is
-    unknown. began: version at its group's first request, which cached the prompt; None: unknown. sampled_at: its last
-    version's tokens, scored at that version; None if that failed or has not ended.
-    """
+    """A finished rollout that will be compared. What could not be scored, or has not been yet, is None."""
 
     ticket: int
     sample: int
-    due: int
+    due: int  # the step that trains it
     prompt: np.ndarray
     segments: tuple[Segment, ...]
-    server: int | None
-    began: int | None
-    sampled_at: np.ndarray | None = None
+    server: int | None  # of its last request; None if one was lost, so that it is not known who sampled which tokens
+    began: int | None  # version at its group's first request, which cached the prompt; None: unknown
+    sampled: Prefill | None = None  # scores at the version of its last tokens, by `server`
+    served: Prefill | None = None  # scores at the version that is compared, by `scorer`
+    scorer: int = -1
 
     @property
     def tokens(self) -> np.ndarray:
@@ -61,21 +57,13 @@ class Candidate:
         return {self.began, *(s.weight_version for s in self.segments)} != {self.version}
 
 
-class _Answer(NamedTuple):
-    """A server's scores of a candidate."""
-
-    candidate: Candidate
-    server: int
-    prefill: Prefill
-
-
 @dataclass
 class _Comparison:
-    """The rollouts of one published version on their way through both sides. answers: None until the servers have answered."""
+    """The rollouts of one published version on their way through both sides."""
 
     version: int
     task: "asyncio.Task[None]"
-    answers: list[_Answer] | None = None
+    served: list[Candidate] | None = None  # None until the servers have answered
 
 
 class Parity:
@@ -109,33 +97,22 @@ class Parity:
 
     def is_chosen(self, ticket: int, sample: int) -> bool:
         """Return whether this rollout is one of the weights.parity_rollouts of its batch."""
-        recipe, prompts = self._recipe, self._recipe.batch.prompts
-        slot = ticket % prompts * recipe.sampling.generations + sample
-        count = min(recipe.weights.parity_rollouts, prompts * recipe.sampling.generations)
-        return slot in chosen_slots(recipe.run.seed, ticket // prompts, prompts * recipe.sampling.generations, count)
+        recipe, generations = self._recipe, self._recipe.sampling.generations
+        batch, prompt = divmod(ticket, recipe.batch.prompts)
+        slots = recipe.batch.prompts * generations
+        count = min(recipe.weights.parity_rollouts, slots)
+        return prompt * generations + sample in chosen_slots(recipe.run.seed, batch, slots, count)
 
-    def finished(
-        self,
-        ticket: int,
-        sample: int,
-        due: int,
-        prompt: Prompt,
-        segments: tuple[Segment, ...],
-        server: int | None,
-        began: int | None,
-    ) -> None:
-        """Note that a chosen rollout has ended. server, began: see Candidate."""
-        candidate = Candidate(ticket, sample, due, prompt.tokens, segments, server, began)
+    def finished(self, candidate: Candidate) -> None:
         self._waiting.append(candidate)
-        if server is not None and self._comparable and self._membership.clean_version(server) == candidate.version:
-            task = asyncio.create_task(self._score_again(candidate, server), name=f"parity {ticket}.{sample}")
+        if self._comparable and self._membership.clean_version(candidate.server) == candidate.version:
+            task = asyncio.create_task(self._score_again(candidate))
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)
 
-    async def _score_again(self, candidate: Candidate, server: int) -> None:
-        found = await self._prefill(candidate, server, "sampled")
-        if found is not None and found.version == candidate.version:
-            candidate.sampled_at = found.logprobs
+    async def _score_again(self, candidate: Candidate) -> None:
+        assert candidate.server is not None
+        candidate.sampled = await self._prefill(candidate, candidate.server, candidate.version, "sampled")
 
     def published(self, version: int) -> None:
         """Begin to compare the rollouts that are due: every reachable server has `version` now."""
@@ -148,79 +125,63 @@ class Parity:
             self._comparison = _Comparison(version, task)
 
     async def _serve(self, version: int, candidates: list[Candidate]) -> None:
-        """Let servers score the candidates, each where it was sampled if that server has the version; then wake the waiting
-        question.
-        """
+        """Let servers score the candidates, each where it was sampled if that has the version; then wake the question."""
         clean = sorted(s for s, v in self._membership.clean().items() if v == version)
         limit_s = self._recipe.weights.timeout_s
-        answers: list[_Answer | None] = []
+        served: list[Candidate] = []
+
+        async def serve(c: Candidate) -> None:
+            c.scorer = c.server if c.server in clean else clean[c.ticket % len(clean)]
+            c.served = await self._prefill(c, c.scorer, version, "served")
+
         try:
             async with asyncio.timeout(limit_s):
-                answers = await asyncio.gather(*(self._answer(c, version, clean) for c in candidates))
+                await asyncio.gather(*(serve(c) for c in candidates if clean))
+            served = [c for c in candidates if c.served is not None]
         except TimeoutError:
             log.warning("version %d: no server scored within %g s (weights.timeout_s)", version, limit_s)
         except Exception:  # the learner waits for this: whatever goes wrong must cost a comparison, not the run
             log.exception("version %d: servers and learner could not be compared", version)
         assert self._comparison is not None
-        self._comparison.answers = [answer for answer in answers if answer is not None]
-        if not self._comparison.answers:
+        self._comparison.served = served
+        if not served:
             self._comparison = None
         self._changed()
 
-    async def _answer(self, candidate: Candidate, version: int, clean: list[int]) -> _Answer | None:
-        if not clean:
-            return None
-        server = candidate.server if candidate.server in clean else clean[candidate.ticket % len(clean)]
-        found = await self._prefill(candidate, server, "served")
-        return None if found is None or found.version != version else _Answer(candidate, server, found)
-
-    async def _prefill(self, candidate: Candidate, server: int, purpose: str) -> Prefill | None:
-        """Return the server's scores of the completion; None if it is lost or refuses."""
+    async def _prefill(self, candidate: Candidate, server: int, version: int, purpose: str) -> Prefill | None:
+        """Return the server's scores of the completion; None if it is lost, refuses or has another version."""
         salt = f"{self._salt}/parity/{purpose}/{candidate.ticket}/{candidate.sample}"
+        tokens, first, routing = candidate.tokens, len(candidate.prompt), self._routed is not None
         try:
             (found,) = await self._clients[server].score(
-                [candidate.tokens],
-                [len(candidate.prompt)],
-                salt,
-                against=self._against,
-                routing=self._routed is not None,
+                [tokens], [first], salt, against=self._against, routing=routing
             )
         except (ServerLost, ServerRefused) as error:
             log.warning("parity of ticket %d.%d: %s", candidate.ticket, candidate.sample, error)
             return None
-        return found
+        return found if found.version == version else None
 
     def request(self, version: int) -> Score | Wait | None:
         """Return what the learner, which has `version`, must score before it trains; None: nothing is to be compared."""
-        now = self._comparison
+        now, routed = self._comparison, self._routed
         if now is None or now.version != version:
             return None
-        if now.answers is None:
+        if now.served is None:
             return Wait(reason=f"servers score rollouts at version {version} (weights.parity_rollouts)")
-        rollouts = tuple(
-            ScoredRollout(
-                tokens=a.candidate.tokens,
-                first=len(a.candidate.prompt),
-                experts=self._experts(a.prefill),
-            )
-            for a in now.answers
-        )
-        return Score(version=version, rollouts=rollouts, against=self._against)
-
-    def _experts(self, prefill: Prefill) -> Routing | None:
-        """Return the experts that the server chose; None for a dense model, or if it did not say."""
-        if self._routed is None or not prefill.routing:
-            return None
-        return self._routed.joined([self._routed.decoded(prefill.routing)])
+        rollouts = []
+        for c in now.served:
+            said = c.served and c.served.routing  # nothing for a dense model
+            experts = routed.joined([routed.decoded(said)]) if routed and said else None
+            rollouts.append(ScoredRollout(tokens=c.tokens, first=len(c.prompt), experts=experts))
+        return Score(version=version, rollouts=tuple(rollouts), against=self._against)
 
     def scored(self, result: Scored) -> None:
-        """Complete the comparison with the learner's scores."""
         now, self._comparison = self._comparison, None
-        if now is None or now.answers is None or now.version != result.version:
+        if now is None or now.served is None or now.version != result.version:
             return
         each = [
-            rollout_scores(answer, result.version, learner, against, self._comparable)
-            for answer, learner, against in zip(now.answers, result.logprobs, result.against, strict=True)
+            rollout_scores(candidate, result.version, learner, against, self._comparable)
+            for candidate, learner, against in zip(now.served, result.logprobs, result.against, strict=True)
         ]
         measurement = Measurement.of(result.version, each, result.choices, result.differing)
         assert measurement is not None
@@ -238,7 +199,6 @@ class Parity:
         return found | {"warning_parity": float(bool(self.warning))} if found else found
 
     def cancel(self) -> None:
-        """Cancel all requests for scores."""
         self._drop_comparison()
         for task in self._scoring:
             task.cancel()
@@ -256,23 +216,22 @@ def chosen_slots(seed: int, batch: int, slots: int, count: int) -> frozenset[int
 
 
 def rollout_scores(
-    answer: _Answer, version: int, learner: np.ndarray, learner_against: np.ndarray, comparable: bool
+    candidate: Candidate, version: int, learner: np.ndarray, learner_against: np.ndarray, comparable: bool
 ) -> RolloutScores:
     """Return the trained tokens of a rollout with all their scores.
 
-    learner, learner_against: [completion_len] float32. comparable: behaviour log-probs are of the same distribution as
-    scores.
+    learner, learner_against: [completion_len] float32. comparable: behaviour log-probs are of the same distribution as scores.
     """
-    candidate, server, served = answer
-    segments = candidate.segments
+    segments, served = candidate.segments, candidate.served
+    assert served is not None
     behaviour = np.concatenate([s.logprobs for s in segments])
     versions = np.concatenate([np.full(len(s.tokens), s.weight_version) for s in segments])
     trained = np.concatenate([np.full(len(s.tokens), s.trained) for s in segments])
     sampled_at = np.full(len(behaviour), np.nan, np.float32)
-    if candidate.sampled_at is not None:
+    if candidate.sampled is not None:
         # Only tokens of the last version were sampled by the weights that scored them.
         newest = np.logical_and.accumulate((versions == candidate.version)[::-1])[::-1]
-        sampled_at[newest] = candidate.sampled_at[newest]
+        sampled_at[newest] = candidate.sampled.logprobs[newest]
     return RolloutScores(
         behaviour=behaviour[trained] if comparable else np.full(int(trained.sum()), np.nan, np.float32),
         sampled_at=sampled_at[trained],
@@ -281,7 +240,7 @@ def rollout_scores(
         lag=version - versions[trained],
         position=(len(candidate.prompt) + np.arange(len(behaviour)))[trained],
         stale=np.full(int(trained.sum()), candidate.stale),
-        server=np.full(int(trained.sum()), server),
+        server=np.full(int(trained.sum()), candidate.scorer),
         served_gap=(served.logprobs - served.against)[trained],
         learner_gap=(learner - learner_against)[trained],
     )

@@ -11,7 +11,6 @@ restarted controller continues with the same tickets, prompts and budgets, and l
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from megarl.core.base.types import Group
@@ -19,17 +18,6 @@ from megarl.core.controller.decision import ControllerView, is_due
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, State
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import GroupPlaces, Places
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """Callbacks of the parts of a run. changed: something that a question may wait for has changed. fail, stop: end the run,
-    and why.
-    """
-
-    changed: Callable[[], None]
-    fail: Callable[[str], None]
-    stop: Callable[[str], None]
 
 
 class Records(Protocol):
@@ -68,8 +56,8 @@ def settled(recipe: Recipe, group: Group, has_gradient: bool) -> Finished | Remo
 class Pipeline:
     """The tickets of a run. `admission` belongs to the state.
 
-    changed: called when a ticket is settled, or prompts have run out. steps: the length of the run. admit_steps: the number
-    of steps for which tickets are admitted.
+    changed: called when something has changed that a question may wait for. steps: the length of the run. admit_steps: the
+    number of steps for which tickets are admitted.
     """
 
     def __init__(
@@ -82,8 +70,9 @@ class Pipeline:
         steps: int,
         admit_steps: float,
     ) -> None:
-        self._recipe, self._records, self._places = recipe, records, places
-        self._source, self._changed, self._steps, self._admit_steps = source, changed, steps, admit_steps
+        self.records, self.changed = records, changed
+        self._recipe, self._places, self._source = recipe, places, source
+        self._steps, self._admit_steps = steps, admit_steps
         self.state, self.admission = records.state, records.state.admission
         self.evaluations = EvaluationSchedule(recipe, places, self.state)
         self.running: dict[int, asyncio.Task[None]] = {}
@@ -101,9 +90,9 @@ class Pipeline:
                     drawn = self._source.draw(ticket, self.admission.next_due())
                     if drawn is None:
                         if not known:
-                            self._changed()  # the run may be over; only once, for a change leads back here
+                            self.changed()  # the run may be over; only once, for a change leads back here
                         break
-                    self._records.write(drawn)
+                    self.records.write(drawn)
                     self._start(tasks, drawn)
 
     def batches(self) -> int:
@@ -155,9 +144,9 @@ class Pipeline:
             record = await self._source.make(admitted, places)
         finally:
             places.close()
-        await self._records.write(record)
+        await self.records.write(record)
         del self.running[ticket]
-        self._changed()
+        self.changed()
 
 
 class EvaluationSchedule:

@@ -13,11 +13,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import Published, ServerAddress, ServerResult
+from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
-from megarl.core.controller.metrics import ComputeClock, Spent
-from megarl.core.journal.records import PublishedVersion
-from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient
 from megarl.core.server.membership import Membership
@@ -43,8 +40,7 @@ class Servers:
             for a in addresses
         }
         self._lives = dict.fromkeys(self.clients, 0)
-        self._changed, self._spans = changed, spans
-        self._healthy = time.monotonic()
+        self._changed, self._spans, self._healthy = changed, spans, time.monotonic()
 
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are aborted."""
@@ -79,14 +75,14 @@ class Servers:
         member, client, misses = self.membership.members[server], self.clients[server], 1
         while True:
             await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
-            if member.state != "publishing":
-                life = self._lives[server]
-                healthy = await client.health()
-                if healthy and member.state in ("starting", "lost"):
-                    await self._greet(server)
-                misses = 0 if healthy or member.state == "publishing" else misses + 1
-                if misses >= MISSES and member.state not in ("starting", "lost"):
-                    self.server_lost(server, life, f"it missed {misses} health checks")
+            if member.state == "publishing":
+                continue
+            life, healthy = self._lives[server], await client.health()
+            if healthy and member.state in ("starting", "lost"):
+                await self._greet(server)
+            misses = 0 if healthy or member.state == "publishing" else misses + 1
+            if misses >= MISSES and member.state not in ("starting", "lost"):
+                self.server_lost(server, life, f"it missed {misses} health checks")
 
     async def _greet(self, server: int) -> None:
         try:
@@ -103,56 +99,3 @@ class Servers:
         """Drop all connections; the servers abort the requests on them."""
         for client in self.clients.values():
             await client.close()
-
-
-PUBLISH_TRIES = 3
-"""Consecutive publications that may fail on a server while no other works."""
-
-
-class Publications:
-    """Results of the publications of a run. `fail` is called to end the run."""
-
-    def __init__(
-        self, servers: Servers, records: JournalWriter, compute: ComputeClock, fail: Callable[[str], None]
-    ) -> None:
-        self._servers, self._records, self._compute, self._fail = servers, records, compute, fail
-        self._spent: dict[int, Spent] = {}  # at the first publication of each version in this life
-
-    def spent(self, version: int) -> Spent:
-        """Return the compute when this version was first published in this life."""
-        return self._spent[version]
-
-    def over(self, result: Published) -> bool:
-        """Note the result of a publication; return whether any server has the new weights."""
-        clean = [r for r in result.results if self._is_clean(r, result)]
-        if clean:
-            self._compute.published()
-            spent = self._spent.setdefault(result.version, self._compute.spent())
-            self._records.write(
-                PublishedVersion(
-                    version=result.version,
-                    time=time.time(),
-                    compute_hours=spent.total,
-                    startup_hours=spent.startup,
-                    evaluation_hours=spent.evaluation,
-                    servers=tuple(self._servers.clients[r.id].address.url for r in clean),
-                    pause_seconds=result.pause_seconds,
-                    transfer_seconds=result.transfer_seconds,
-                    resume_seconds=result.resume_seconds,
-                )
-            )
-        self._give_up_if_none_works(result)
-        return bool(clean)
-
-    def _is_clean(self, r: ServerResult, result: Published) -> bool:
-        clean = self._servers.membership.published(r.id, result.version, result.incarnation, r.error)
-        if r.error:
-            log.warning("version %d did not reach server %d: %s", result.version, r.id, r.error)
-        return clean
-
-    def _give_up_if_none_works(self, result: Published) -> None:
-        """End the run if no server is clean and one of these has failed too often."""
-        membership = self._servers.membership
-        for r in result.results:
-            if r.error and not membership.clean() and membership.members[r.id].failures >= PUBLISH_TRIES:
-                self._fail(f"weights did not reach server {r.id} {PUBLISH_TRIES} times in a row: {r.error}")

@@ -12,8 +12,8 @@ from functools import partial
 from megarl.core.base.contracts import GraderDown, Graders, TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout
-from megarl.core.controller.draw import Mixture, draw_metrics
-from megarl.core.controller.parity import Parity
+from megarl.core.controller.draw import Mixture
+from megarl.core.controller.parity import Candidate, Parity
 from megarl.core.controller.pipeline import settled
 from megarl.core.journal.records import Admitted, Finished, Removed
 from megarl.core.recipe import Length, Recipe
@@ -48,22 +48,13 @@ class Tickets:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether no prompt will be drawn any more."""
         return self.mixture.exhausted
 
     def draw(self, ticket: int, due: int) -> Admitted | None:
         """Return the next prompt of the mixture; None if it is exhausted."""
-        drawn = self.mixture.draw()
-        if drawn is None:
+        if (drawn := self.mixture.draw()) is None:
             return None
-        task, one = drawn
-        return Admitted(
-            ticket=ticket, task=task, prompt_id=one.prompt_id, epoch=one.epoch, due=due, reset=one.reset, pool=one.pool
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the progress of the passes over the data."""
-        return draw_metrics(self.mixture)
+        return Admitted(ticket=ticket, task=drawn[0], due=due, **drawn[1]._asdict())
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
         """Return the group of a ticket, void if one of its rollouts cannot be made or graded."""
@@ -121,8 +112,10 @@ class Tickets:
             )
         )
         if self._parity.is_chosen(ticket, sample):
-            server = None if done.retries else places.server
-            self._parity.finished(ticket, sample, admitted.due, prompt, tuple(done.segments), server, places.began)
+            server, segments = None if done.retries else places.server, tuple(done.segments)
+            self._parity.finished(
+                Candidate(ticket, sample, admitted.due, prompt.tokens, segments, server, places.began)
+            )
         begin = time.monotonic()
         grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
         self._spans.span("controller/grading", f"ticket {ticket}.{sample}", begin, time.monotonic())

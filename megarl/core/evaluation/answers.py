@@ -9,8 +9,7 @@ sample.
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,6 @@ SCHEMA_VERSION = 1
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One answer to one prompt. Texts are as the model saw and wrote them, with special tokens.
 
-    prompt: with its template. expected: of the data set, of a long one (tests of a program) the beginning. completion: all of
-    it. answer: the text after the thinking trace, "" if there is none. vote: what maj@k counts, the same text for equal
-    answers (votes.py); "": no vote. tokens: of the completion, with the interruption phrase.
-
     entropy: mean of -log p of the completion's sampled tokens under the distribution they were sampled from (nats), an
     unbiased estimate of its mean entropy per token, without the interruption phrase; with top_p < 1 within what top_p leaves,
     with temperature 0 the surprise of the greedy tokens at temperature 1. None: nothing was sampled.
@@ -40,18 +35,18 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     suite: str
     id: str
     sample: int
-    prompt: str
-    expected: str
+    prompt: str  # with its template
+    expected: str  # of the data set; of a long one (tests of a program) the beginning
     completion: str
-    answer: str
-    vote: str
+    answer: str  # after the thinking trace, "" if there is none
+    vote: str  # what maj@k counts, the same text for equal answers (votes.py); "": no vote
     correct: bool
     truncated: bool
     interrupted: bool
     format_ok: bool
     grader_timeout: bool
     grader_error: bool
-    tokens: int
+    tokens: int  # of the completion, with the interruption phrase
     entropy: float | None
     void: str = ""  # why nothing could be generated; it then counts as wrong
     reward: float | UnsetType = UNSET  # of suites with `rewards`: what best@k chooses by
@@ -85,16 +80,15 @@ class SuiteDir:
 
     def add(self, answer: Answer) -> None:
         """Append one whole line; an unfinished line of a crash spoils only itself. MegarlError if the disk is full."""
-        with _room(self.answers):
-            append_jsonl(self.answers, msgspec.to_builtins(answer))
+        append_jsonl(self.answers, msgspec.to_builtins(answer))
 
     def read_answers(self) -> list[Answer]:
         """Return the newest answer of each id and sample; MegarlError names a line that is no answer."""
-        return newest(read_answers(self.answers))
+        found = {(answer.id, answer.sample): answer for answer in read_answers(self.answers)}
+        return [found[key] for key in sorted(found)]
 
     def write_result(self, result: Result) -> None:
-        with _room(self.result):
-            write_atomically(self.result, json.dumps(msgspec.to_builtins(result), indent=2).encode() + b"\n")
+        write_atomically(self.result, json.dumps(msgspec.to_builtins(result), indent=2).encode() + b"\n")
 
     def read_result(self) -> Result:
         return _checked(self.result, 1, self.result.read_bytes(), Result)
@@ -110,23 +104,9 @@ def read_answers(path: Path) -> Iterable[Answer]:
                 yield _checked(path, number, line, Answer)
 
 
-def newest(answers: Iterable[Answer]) -> list[Answer]:
-    """Return the last answer of each id and sample."""
-    found = {(answer.id, answer.sample): answer for answer in answers}
-    return [found[key] for key in sorted(found)]
-
-
 def suites_in(out: Path) -> list[str]:
     """Return the names of the suites that have answers in `out`."""
     return sorted(path.parent.name for path in out.glob("*/answers.jsonl"))
-
-
-@contextmanager
-def _room(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise MegarlError(f"{path}: cannot be written: {error.strerror}; what is there is whole") from None
 
 
 def _whole(line: bytes) -> bool:
@@ -142,7 +122,6 @@ def _checked[T: (Answer, Result)](path: Path, number: int, data: bytes, kind: ty
     except msgspec.MsgspecError as error:
         raise MegarlError(f"{path}:{number}: not of an evaluation: {error}") from None
     if found.schema_version != SCHEMA_VERSION:
-        raise MegarlError(
-            f"{path}:{number}: written in schema version {found.schema_version}, this megarl reads {SCHEMA_VERSION}"
-        )
+        version = found.schema_version
+        raise MegarlError(f"{path}:{number}: written in schema version {version}, this megarl reads {SCHEMA_VERSION}")
     return found

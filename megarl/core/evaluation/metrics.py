@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 from msgspec import UNSET
 from scipy.special import stdtrit
 
@@ -40,7 +41,7 @@ class Outcome(NamedTuple):
     grader_error: bool
     tokens: int
     entropy: float | None
-    vote: str
+    vote: str  # up to here as in Answer
     void: bool = False
     reward: float | None = None
     by_length: bool | None = None  # of multiple choice: whether the likeliest by its length is right
@@ -50,11 +51,8 @@ class Outcome(NamedTuple):
         reward = None if answer.reward is UNSET else answer.reward
         texts, chosen = answer.choices, answer.chosen_normalised
         by_length = None if texts is UNSET or chosen is UNSET else texts[chosen] == answer.expected
-        return cls(
-            answer.id, answer.sample, answer.correct, answer.truncated, answer.interrupted, answer.format_ok,
-            answer.grader_timeout, answer.grader_error, answer.tokens, answer.entropy, answer.vote,
-            bool(answer.void), reward, by_length,
-        )  # fmt: skip
+        same = [getattr(answer, name) for name in cls._fields[:-3]]
+        return cls._make([*same, bool(answer.void), reward, by_length])
 
 
 def read_outcomes(answers: Path) -> list[Outcome]:
@@ -67,34 +65,23 @@ type Choice = Callable[[Sequence[Outcome], int], float]
 """Chance that the answer chosen among k of a prompt is right, given all of them."""
 
 
-def oracle(of_prompt: Sequence[Outcome], k: int) -> float:
-    return pass_at_k(sum(o.correct for o in of_prompt), len(of_prompt), k)
-
-
-def majority(of_prompt: Sequence[Outcome], k: int) -> float:
-    return maj_at_k([o.vote for o in of_prompt], [o.correct for o in of_prompt], k)
-
-
-def by_reward(of_prompt: Sequence[Outcome], k: int) -> float:
-    return best_at_k(
-        [-math.inf if o.reward is None else o.reward for o in of_prompt], [o.correct for o in of_prompt], k
-    )
-
-
 def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
     """Return the ways to choose among a prompt's answers, by metric: majority only if every answer votes, reward only if
     there is one.
     """
-    found: dict[str, Choice] = {"pass": oracle}
+
+    def best(group: Sequence[Outcome], k: int) -> float:
+        return best_at_k([-math.inf if o.reward is None else o.reward for o in group], [o.correct for o in group], k)
+
+    found: dict[str, Choice] = {"pass": lambda group, k: pass_at_k(sum(o.correct for o in group), len(group), k)}
     if any(o.vote for o in outcomes) and all(o.vote or not o.format_ok for o in outcomes):
-        found["maj"] = majority
+        found["maj"] = lambda group, k: maj_at_k([o.vote for o in group], [o.correct for o in group], k)
     if any(o.reward is not None for o in outcomes):
-        found["best"] = by_reward
+        found["best"] = best
     return found
 
 
 def by_prompt(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
-    """Return the outcomes of each prompt."""
     found: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         found[outcome.id].append(outcome)
@@ -106,9 +93,15 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
     if not outcomes:
         return {}
     prompts, n = by_prompt(outcomes), len(outcomes)
-    lengths = sorted(o.tokens for o in outcomes)
-    entropies = [o.entropy for o in outcomes if o.entropy is not None]
-    found = _interval("pass_rate", [sum(o.correct for o in group) / len(group) for group in prompts], n) | {
+    lengths = [o.tokens for o in outcomes]
+    p50, p95 = np.quantile(lengths, (0.5, 0.95), method="inverted_cdf").tolist()
+    found: dict[str, float] = {}
+
+    def add(name: str, values: Sequence[float]) -> None:
+        found[name], found[f"{name}_low"], found[f"{name}_high"] = over_prompts(values, n)
+
+    add("pass_rate", [sum(o.correct for o in group) / len(group) for group in prompts])
+    found |= {
         "n_prompts": len(prompts),
         "truncation_rate": sum(o.truncated for o in outcomes) / n,
         "interruption_rate": sum(o.interrupted for o in outcomes) / n,
@@ -117,30 +110,17 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "grader_error_rate": sum(o.grader_error for o in outcomes) / n,
         "void_rate": sum(o.void for o in outcomes) / n,
         "completion_tokens_mean": sum(lengths) / n,
-        "completion_tokens_p50": quantile(lengths, 0.5),
-        "completion_tokens_p95": quantile(lengths, 0.95),
+        "completion_tokens_p50": p50,
+        "completion_tokens_p95": p95,
     }
     if any(o.by_length is not None for o in outcomes):
-        found |= _interval(
-            "pass_rate_by_length", [sum(bool(o.by_length) for o in group) / len(group) for group in prompts], n
-        )
-    if entropies:
+        add("pass_rate_by_length", [sum(bool(o.by_length) for o in group) / len(group) for group in prompts])
+    if entropies := [o.entropy for o in outcomes if o.entropy is not None]:
         found["entropy"] = math.fsum(entropies) / len(entropies)
-    samples = min(len(group) for group in prompts)
     for name, chosen in choices(outcomes).items():
-        for k in powers_up_to(samples):
-            found |= _interval(f"{name}@{k}", [chosen(group, k) for group in prompts], n)
+        for k in powers_up_to(min(len(group) for group in prompts)):
+            add(f"{name}@{k}", [chosen(group, k) for group in prompts])
     return found
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least this share of them does not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def _interval(name: str, values: Sequence[float], answers: int) -> dict[str, float]:
-    mean, low, high = over_prompts(values, answers)
-    return {name: mean, f"{name}_low": low, f"{name}_high": high}
 
 
 Z = 1.959963984540054
@@ -161,11 +141,10 @@ def pass_at_k(right: int, n: int, k: int) -> float:
 
 
 def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
-    """Return the chance that the most frequent vote of k answers is right (self-consistency, arXiv 2203.11171). "" is no
-    vote.
+    """Return the chance that the most frequent vote of k answers is right (self-consistency, arXiv 2203.11171).
 
-    votes, correct: [n]. Tied votes are chosen with equal chance; if none of the k votes, the choice is wrong. If only some
-    answers of a vote were found right, it counts as right to that share.
+    votes, correct: [n]; "" is no vote. Tied votes are chosen with equal chance; if none of the k votes, the choice is wrong.
+    If only some answers of a vote were found right, it counts as right to that share.
     """
     found: defaultdict[str, list[bool]] = defaultdict(list)
     for vote, ok in zip(votes, correct, strict=True):
@@ -226,11 +205,8 @@ def powers_up_to(n: int) -> list[int]:
 
 @lru_cache(maxsize=1 << 16)
 def _wins(mine: int, others: tuple[int, ...], silent: int, k: int) -> float:
-    """Return the expected share in the first place of a vote that `mine` of n answers have; other votes have `others`,
-    `silent` none.
-
-    For each number of the k answers that have this vote (top), count the ways in which no other has more, by how many have as
-    many.
+    """Return the expected share in the first place of a vote that `mine` of n answers have, others `others`, and `silent` none:
+    for each number of the k answers that have it (top), the ways in which no other has more, by how many have as many.
     """
     n = mine + sum(others) + silent
     ways = 0.0
@@ -243,10 +219,8 @@ def _wins(mine: int, others: tuple[int, ...], silent: int, k: int) -> float:
                 for more in range(min(size, top, k - top - taken) + 1):
                     grown[taken + more, ties + (more == top)] += count * math.comb(size, more)
             rest = grown
-        first = math.comb(mine, top)
-        ways += sum(
-            first * count * math.comb(silent, k - top - taken) / (ties + 1) for (taken, ties), count in rest.items()
-        )
+        after = sum(n * math.comb(silent, k - top - taken) / (ties + 1) for (taken, ties), n in rest.items())
+        ways += math.comb(mine, top) * after
     return ways / math.comb(n, k)
 
 
@@ -268,14 +242,9 @@ def settings_of(recipe: Recipe, rows: Rows) -> dict[str, Any]:
 
 
 def result_of(suite: str, model: str, samples: int, settings: dict[str, Any], outcomes: Sequence[Outcome]) -> Result:
-    """Return the result, dated now."""
-    versions = {name: importlib.metadata.version(name) for name in VERSIONS}
+    versions = {"megarl": megarl.__version__, "python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in VERSIONS}
     return Result(
-        suite=suite,
-        model=model,
-        samples=samples,
-        settings=settings,
-        metrics=summarise(outcomes),
-        time=time.time(),
-        versions={"megarl": megarl.__version__, "python": platform.python_version()} | versions,
-    )
+        suite=suite, model=model, samples=samples, settings=settings, metrics=summarise(outcomes), time=time.time(),
+        versions=versions,
+    )  # fmt: skip

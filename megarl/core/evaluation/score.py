@@ -12,7 +12,7 @@ scores of all versions are comparable.
 import asyncio
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -34,9 +34,7 @@ from megarl.core.server.client import ServerClient
 
 @dataclass(frozen=True)
 class Asker:
-    """The servers and graders of an evaluation. servers: may be asked now. at_once: concurrent answers. salt: of cached
-    prefixes.
-    """
+    """The servers and graders of an evaluation."""
 
     recipe: Recipe
     tokenizer: Tokenizer
@@ -44,9 +42,9 @@ class Asker:
     places: Places
     sampler: Sampler
     graders: Graders
-    servers: Set[int]
-    salt: str
-    at_once: int
+    servers: Set[int]  # may be asked now
+    salt: str  # of cached prefixes
+    at_once: int  # concurrent answers
 
     def may_use(self, server: int, _version: int) -> bool:
         return server in self.servers
@@ -78,16 +76,13 @@ class Questions[Asked: Named](ABC):
     @abstractmethod
     def answerer(self, asker: Asker) -> Callable[[Asked, int, Order], Awaitable[Answer]]:
         """Return the function that answers one question, given the sample's number and the order of the request among all.
-
         Its answer is void if none can be had. GraderDown if it cannot be graded.
         """
 
 
 @dataclass(frozen=True)
 class Sampled(Questions[Prompt]):
-    """Questions whose answers are sampled, and graded by the grader of their task or suite. rewards: of a suite, by name;
-    they choose the best of several answers.
-    """
+    """Questions whose answers are sampled, and graded by their grader. rewards: of a suite, to choose the best of several."""
 
     rewards: Mapping[str, Reward] = field(default_factory=dict, kw_only=True)
 
@@ -95,12 +90,16 @@ class Sampled(Questions[Prompt]):
         return partial(self._answer, asker, Votes(self.rows.grader, asker.graders[self.name], self.answered))
 
     async def _answer(self, asker: Asker, votes: Votes, asked: Prompt, sample: int, order: Order) -> Answer:
-        done, void = Completion(), ""
+        done, void, settings = Completion(), "", asker.recipe.evaluation
+        job = Job(
+            prompt=asked, order=order, take=partial(asker.places.take, order, asker.may_use), salt=asker.salt,
+            thinking_tokens=asker.recipe.length.thinking_tokens[1], temperature=settings.temperature, top_p=settings.top_p,
+        )  # fmt: skip
         try:
-            done = await asker.sampler.complete(_job(asked, order, asker))
+            done = await asker.sampler.complete(job)
         except Void as why:
             void = str(why)
-        grade, reward = await self._grade(asked, done, asker) if not void else (UNANSWERED, UNSET)
+        grade, reward = (Grade(0.0, False, False), UNSET) if void else await self._grade(asked, done, asker)
         text = answer_of(done.text, asker.recipe.length.end_of_thinking)
         return Answer(
             suite=self.name,
@@ -138,38 +137,20 @@ def choose[Asked: Named](prompts: Iterable[Asked], count: int | None) -> list[As
 
 
 async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callable[[Answer], object]) -> None:
-    """Ask everything open and call `keep` with each answer as it comes.
-
-    A server that leaves the set is not asked again; if all have left, this waits for ever: cancel it. GraderDown (in an
-    ExceptionGroup) if an answer cannot be graded.
+    """Ask everything open and call `keep` with each answer as it comes. A server that leaves the set is not asked again; if all
+    have left, this waits for ever: cancel it. GraderDown (in an ExceptionGroup) if an answer cannot be graded.
     """
     answerers = {suite.name: suite.answerer(asker) for suite in questions}
     open_ones = [(suite, asked, sample) for suite in questions for asked, sample in suite.open]
+    left = iter(enumerate(open_ones))
 
-    async def work(left: Iterator[tuple[int, tuple[Questions[Any], object, int]]]) -> None:
+    async def work() -> None:
         for n, (suite, asked, sample) in left:
             keep(await answerers[suite.name](asked, sample, (0, n, sample)))
 
-    left = iter(enumerate(open_ones))
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(asker.at_once, len(open_ones))):
-            tasks.create_task(work(left))
-
-
-UNANSWERED = Grade(0.0, correct=False, format_ok=False)
-
-
-def _job(prompt: Prompt, order: Order, asker: Asker) -> Job:
-    recipe = asker.recipe
-    return Job(
-        prompt=prompt,
-        order=order,
-        take=partial(asker.places.take, order, asker.may_use),
-        salt=asker.salt,
-        thinking_tokens=recipe.length.thinking_tokens[1],
-        temperature=recipe.evaluation.temperature,
-        top_p=recipe.evaluation.top_p,
-    )
+            tasks.create_task(work())
 
 
 def _entropy(done: Completion) -> float | None:

@@ -52,11 +52,9 @@ class Votes:
             return vote
 
     async def _same(self, vote: str, earlier: str) -> bool:
-        if vote == earlier:
-            return True
-        numbers = number(vote), number(earlier)
-        if None not in numbers:
-            return numbers[0] == numbers[1]
+        a, b = number(vote), number(earlier)
+        if vote == earlier or (a is not None and b is not None):
+            return vote == earlier or a == b
         try:
             return await self._grader.agrees(f"${vote}$", earlier)
         except GraderDown:

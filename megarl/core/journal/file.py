@@ -4,16 +4,11 @@
 
 After a crash only the last record can be incomplete; damage anywhere else is an error. Record headers hold tickets, so groups
 are found without reading them.
-
-`GroupIndex` takes 16 bytes a group, in two arrays sorted by ticket, because a long run has hundreds of thousands. Tickets
-finish roughly in order, so a new one is inserted near the end.
 """
 
 import os
 import struct
 import zlib
-from array import array
-from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,42 +20,12 @@ from megarl.core.base.rundir import write_atomically, writing
 from megarl.core.base.types import SCHEMA_VERSION, decode, encode
 from megarl.core.journal.records import Finished, JournalRecord, Snapshot, State
 
-
-class GroupIndex:
-    """The offset of each group's record in a file: 16 bytes a group, because a long run has hundreds of thousands.
-
-    Tickets finish about in the order of their numbers, so a new one goes in near the end of the sorted arrays.
-    """
-
-    def __init__(self) -> None:
-        self._tickets, self._offsets = array("q"), array("q")
-
-    def add(self, ticket: int, offset: int) -> None:
-        """Add a new group."""
-        at = bisect_left(self._tickets, ticket)
-        self._tickets.insert(at, ticket)
-        self._offsets.insert(at, offset)
-
-    def offset(self, ticket: int) -> int | None:
-        """Return the offset of the group's record; None if the group is not in the file."""
-        at = bisect_left(self._tickets, ticket)
-        if at == len(self._tickets) or self._tickets[at] != ticket:
-            return None
-        return self._offsets[at]
-
-    def newest(self) -> int:
-        """Return the largest ticket; -1 if there is none."""
-        return self._tickets[-1] if self._tickets else -1
-
-    def as_written(self) -> list[int]:
-        """Return all tickets, in the order in which their groups were finished."""
-        return [ticket for _, ticket in sorted(zip(self._offsets, self._tickets, strict=True))]
-
-
+GroupOffsets = dict[int, int]
+"""The offset of each group's record in a file, by ticket, in the order in which they were finished."""
 FILE_HEADER = struct.Struct("<8sI")  # magic, schema version
 MAGIC = b"megarlRJ"
 RECORD_HEADER = struct.Struct("<4sIqII")
-# mark, payload bytes, ticket or -1, CRC-32 of the payload, CRC-32 of the header up to here
+"""Mark, payload bytes, ticket or -1, CRC-32 of the payload, CRC-32 of the header up to here."""
 MARK = b"\xa5RJ\x5a"
 
 
@@ -122,21 +87,16 @@ def _entry(header: bytes, offset: int) -> Entry | None:
 
 
 def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
-    """Yield the sound records of a file; a torn last one ends it. payloads: False skips them (b"").
-
-    MegarlError if sound records follow a damaged one, or the file is not a journal of this version.
+    """Yield the sound records of a file; a torn last one ends it. MegarlError if sound records follow a damaged one, or it is
+    no journal of this version. payloads: False skips them (b"").
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         _check_header(path, file.read(FILE_HEADER.size))
         while (offset := file.tell()) < size:
             entry = _entry(file.read(RECORD_HEADER.size), offset)
-            payload = b""
-            sound = entry is not None and entry.end <= size
-            if entry is not None and sound and payloads:
-                payload = file.read(entry.length)
-                sound = zlib.crc32(payload) == entry.checksum
-            if entry is None or not sound:
+            payload = file.read(entry.length) if entry and payloads else b""
+            if not entry or entry.end > size or (payloads and zlib.crc32(payload) != entry.checksum):
                 file.seek(offset + 1)
                 _check_tail(path, offset, file.read())
                 return
@@ -185,22 +145,20 @@ def read(path: Path, offset: int) -> JournalRecord:
     return record_of(path, entry, payload)
 
 
-def fold(path: Path) -> tuple[State, GroupIndex, int]:
+def fold(path: Path) -> tuple[State, GroupOffsets, int]:
     """Replay a file: return the resulting state, an index of its groups, and the offset after its last sound record."""
     records = scan(path)
     head = next(records, None)
     snapshot = record_of(path, *head) if head else None
-    if head is None or not isinstance(snapshot, Snapshot):
-        raise MegarlError(
-            f"{path}: damaged at offset {FILE_HEADER.size}: no snapshot there; restore the file from a backup"
-        )
-    state, groups, end = State.restored(snapshot), GroupIndex(), head[0].end
+    if not head or not isinstance(snapshot, Snapshot):
+        raise MegarlError(f"{path}: damaged at offset {FILE_HEADER.size}: no snapshot there; restore it from a backup")
+    state, groups, end = State.restored(snapshot), GroupOffsets(), head[0].end
     for entry, payload in records:
         try:
             state.apply(record_of(path, entry, payload))
         except ValueError as error:
             raise MegarlError(f"{path}: offset {entry.offset}: contradicts the records before it: {error}") from None
         if entry.ticket >= 0:
-            groups.add(entry.ticket, entry.offset)
+            groups[entry.ticket] = entry.offset
         end = entry.end
     return state, groups, end

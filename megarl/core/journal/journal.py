@@ -8,9 +8,8 @@
                   put(bytes) ───────► one write, one fsync               in a thread (writer.py)
     learner is behind ── groups(tickets) ──► read back from disk; groups are not kept in memory
 
-A record is a header (mark, length, ticket of a group, checksums) and msgpack of a `JournalRecord`. After a crash only the
-last record can be incomplete: it is cut off, with a message. Damage anywhere else is an error. Opening reads only the last
-file, because its snapshot is the fold of the others; those are searched for groups by the tickets in their headers.
+A record that a crash left incomplete is cut off, with a message. Opening reads only the last file, because its snapshot is the
+fold of the others; those are searched for groups by the tickets in their records' headers.
 """
 
 import fcntl
@@ -25,7 +24,7 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group
 from megarl.core.journal import file
-from megarl.core.journal.file import GroupIndex
+from megarl.core.journal.file import GroupOffsets
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Snapshot, State
 
 log = logging.getLogger(__name__)
@@ -37,15 +36,11 @@ LOCK_TIMEOUT_S = 10.0
 
 
 class Applied(NamedTuple):
-    """The bytes of a record that is in the state.
-
-    ticket: of a finished group, else -1. next_file: the beginning of the next file, if this record fills its file, else
-    empty.
-    """
+    """The bytes of a record that is in the state."""
 
     data: bytes
-    ticket: int
-    next_file: bytes
+    ticket: int  # of a finished group, else -1
+    next_file: bytes  # the beginning of the next file if this record fills its file, else empty
 
 
 class JournalReader:
@@ -53,7 +48,7 @@ class JournalReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._searched: dict[int, GroupIndex] = {}  # by number of the file
+        self._searched: dict[int, GroupOffsets] = {}  # by number of the file
 
     def files(self) -> list[int]:
         """Return the numbers of the files, oldest first."""
@@ -74,8 +69,7 @@ class JournalReader:
 
     def fold(self) -> State:
         """Return the state after all records: the last snapshot and what follows it."""
-        files = self.files()
-        if not files:
+        if not (files := self.files()):
             raise MegarlError(f"{self.path}: no journal here; give the directory of a run that has started")
         return file.fold(self._file(files[-1]))[0]
 
@@ -85,34 +79,29 @@ class JournalReader:
 
     def finished(self) -> list[int]:
         """Return the tickets of all finished groups that are still there, in the order they were finished."""
-        return [ticket for number in self.files() for ticket in self._groups_of(number).as_written()]
+        return [ticket for number in self.files() for ticket in self._groups_of(number)]
 
     def _group(self, ticket: int) -> Group:
         for number in reversed(self.files()):
-            offset = self._groups_of(number).offset(ticket)
+            offset = self._groups_of(number).get(ticket)
             if offset is not None:
                 record = file.read(self._file(number), offset)
                 assert isinstance(record, Finished)
                 return record.group
         there = self.files()
         gone = [self._file(n).name for n in range(max(there, default=0)) if n not in there]
+        names = ", ".join(gone[:3]) + " …" * (len(gone) > 3)
+        lost = f"; {names} may have had it, and is not there" if gone else ""
         raise MegarlError(
-            f"{self.path}: ticket {ticket} has no group here: it is unfinished, removed or dropped (journal.keep)"
-            + (
-                f"; {', '.join(gone[:3])}{' …' if len(gone) > 3 else ''} may have had it, and is not there"
-                if gone
-                else ""
-            )
+            f"{self.path}: ticket {ticket} has no group here: it is unfinished, removed or dropped (journal.keep){lost}"
         )
 
-    def _groups_of(self, number: int) -> GroupIndex:
+    def _groups_of(self, number: int) -> GroupOffsets:
         """Return where the groups of a file are. The last file grows, so it is searched each time."""
         if number in self._searched:
             return self._searched[number]
-        found = GroupIndex()
-        for entry, _ in file.scan(self._file(number), payloads=False):
-            if entry.ticket >= 0:
-                found.add(entry.ticket, entry.offset)
+        entries = (entry for entry, _ in file.scan(self._file(number), payloads=False))
+        found = {entry.ticket: entry.offset for entry in entries if entry.ticket >= 0}
         if number != self.files()[-1]:
             self._searched[number] = found
         return found
@@ -122,9 +111,8 @@ class JournalReader:
 
 
 class Journal(JournalReader):
-    """The one writer of a journal. `state` is the fold of all records that were applied.
-
-    `applied` and `forget` belong to one thread, which reads `state`; `put`, `drop` and `groups` to one thread, too.
+    """The one writer of a journal. `applied` and `forget` belong to the thread that reads `state`, the fold of all records that
+    were applied; `put`, `drop` and `groups` to one thread, too.
     """
 
     def __init__(self, path: Path, lock: int, rotate_bytes: int) -> None:
@@ -140,10 +128,8 @@ class Journal(JournalReader):
     def open(
         path: Path, prompts_per_batch: int, max_lag: int, phase_steps: int = 1, rotate_bytes: int = ROTATE_BYTES
     ) -> "Journal":
-        """Open the journal in directory `path`, or begin it.
-
-        MegarlError if another process writes it, or if it is damaged, of another version, or of another batch size, lag or
-        phase.
+        """Open the journal in directory `path`, or begin it. MegarlError if another process writes it, or if it is damaged, of
+        another version, or of another batch size, lag or phase.
         """
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path / "lock")
@@ -156,16 +142,14 @@ class Journal(JournalReader):
             os.close(lock)
             raise
         known = journal.state.admission
-        for key, here, there in (
+        for key, now, then in (
             ("batch.prompts", prompts_per_batch, known.prompts_per_batch),
             ("pipeline.k", max_lag, known.max_lag),
             ("pipeline.kind, pipeline.k: steps of a phase", phase_steps, known.phase_steps),
         ):
-            if here != there:
+            if now != then:
                 journal.close()
-                raise MegarlError(
-                    f"{key}: {here}, but {path} was begun with {there}; keep it, or start a run of another name"
-                )
+                raise MegarlError(f"{key}: {now}, but {path} was begun with {then}; keep it, or set another run.name")
         return journal
 
     def append(self, *records: JournalRecord) -> None:
@@ -178,7 +162,6 @@ class Journal(JournalReader):
 
     def applied(self, record: JournalRecord) -> Applied:
         """Apply the record to `state` and return its bytes, which must be given to `put` in the order of these calls.
-
         ValueError, and no change, if it contradicts the state.
         """
         data = file.packed(record)
@@ -191,9 +174,8 @@ class Journal(JournalReader):
         return Applied(data, record.group.ticket if isinstance(record, Finished) else -1, next_file)
 
     def put(self, applied: Sequence[Applied]) -> None:
-        """Write these bytes to disk before returning, with one fsync a file.
-
-        MegarlError if that fails: the file then ends with what was put before, and the journal is closed.
+        """Write these bytes to disk before returning, with one fsync a file. MegarlError if that fails: the file then ends with
+        what was put before, and the journal is closed.
         """
         while applied:
             count = next((n for n, one in enumerate(applied, 1) if one.next_file), len(applied))
@@ -212,7 +194,7 @@ class Journal(JournalReader):
             raise
         for one in applied:
             if one.ticket >= 0:
-                self._searched[self._number].add(one.ticket, self._size)
+                self._searched[self._number][one.ticket] = self._size
             self._size += len(one.data)
 
     def forget(self, step: int) -> int:
@@ -224,7 +206,7 @@ class Journal(JournalReader):
     def drop(self, first_needed: int) -> None:
         """Delete the files without a group of this ticket or a later one."""
         for number in self.files()[:-1]:
-            if self._groups_of(number).newest() < first_needed:
+            if max(self._groups_of(number), default=-1) < first_needed:
                 self._file(number).unlink()
                 self._searched.pop(number, None)
                 log.info("%s: dropped, all its groups were trained", self._file(number))
@@ -244,16 +226,15 @@ class Journal(JournalReader):
         self._number += 1
         self._fd = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)
         self._size = os.fstat(self._fd).st_size
-        self._searched[self._number] = GroupIndex()
+        self._searched[self._number] = {}
 
     def _cut_off_tail(self) -> None:
         """Cut off an append that a crash interrupted; no other process has seen it."""
         assert self._fd is not None
         torn = os.fstat(self._fd).st_size - self._size
         if torn:
-            log.warning(
-                "%s: the last record was cut short by a crash; %d bytes removed", self._file(self._number), torn
-            )
+            last = self._file(self._number)
+            log.warning("%s: the last record was cut short by a crash; %d bytes removed", last, torn)
             os.ftruncate(self._fd, self._size)
             os.fsync(self._fd)
 

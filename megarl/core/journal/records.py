@@ -16,9 +16,8 @@ from megarl.core.base.types import Group, Record
 
 
 class Session(Record, frozen=True, tag="session"):
-    """A controller has started within the life `session` of the supervisor, which began at `time` and holds `devices`.
-
-    A second one of the same session (a restarted controller) changes nothing. Times are Unix seconds.
+    """A controller has started within the life `session` of the supervisor, which began at `time` (Unix seconds) and holds
+    `devices`. A second one of the same session (a restarted controller) changes nothing.
     """
 
     session: str
@@ -52,22 +51,16 @@ class Finished(Record, frozen=True, tag="finished"):
 
 
 class Removed(Record, frozen=True, tag="removed"):
-    """The ticket gave up its slot (zero variance under `refill`); a summary of its group stays.
-
-    pass_rate: None if nothing was graded. generated_tokens: sampled for it nevertheless.
-    """
+    """The ticket gave up its slot (zero variance under `refill`); a summary of its group stays."""
 
     ticket: int
     reason: str
-    pass_rate: float | None = None
-    generated_tokens: int = 0
+    pass_rate: float | None = None  # None if nothing was graded
+    generated_tokens: int = 0  # sampled for it nevertheless
 
 
 class PublishedVersion(Record, frozen=True, tag="published_version"):
-    """These servers have these weights.
-
-    Seconds are wall time of the slowest server. startup_hours, evaluation_hours: of the compute so far.
-    """
+    """These servers have these weights. Seconds are of the slowest server; startup and evaluation hours of all so far."""
 
     version: int
     time: float
@@ -93,15 +86,11 @@ class Evaluated(Record, frozen=True, tag="evaluated"):
 
 
 class TaskHistory(Record, frozen=True):
-    """What the next draws of a task depend on.
+    """What the next draws of a task depend on."""
 
-    drawn: number of tickets, and the last one. pass_rates: of each prompt's latest group since the last reset, void groups
-    left out.
-    """
-
-    drawn: int
+    drawn: int  # number of tickets
     last: Admitted
-    pass_rates: dict[str, float]
+    pass_rates: dict[str, float]  # of each prompt's latest group since the last reset, void groups left out
 
 
 class Snapshot(Record, frozen=True, tag="snapshot"):
@@ -139,33 +128,28 @@ JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Eva
 
 @dataclass
 class State:
-    """Everything that the controller must not forget.
-
-    unfinished: admissions of unfinished tickets, oldest first, which a restarted controller generates again.
-    published_version: the highest ever, -1 before the first. evaluations: by version. generated_tokens: sampled for finished
-    and removed tickets. finished, void, removed: tickets; void ones are finished too. startup_hours, evaluation_hours:
-    compute of all lives spent on these (megarl/core/controller/metrics.py). session_published: whether weights were published
-    in this life of the supervisor.
-    """
+    """Everything that the controller must not forget."""
 
     admission: Admission
-    unfinished: dict[int, Admitted] = field(default_factory=dict)
+    unfinished: dict[int, Admitted] = field(
+        default_factory=dict
+    )  # oldest first; a restarted controller makes them again
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
-    published_version: int = -1
-    evaluations: dict[int, Evaluated] = field(default_factory=dict)
+    published_version: int = -1  # the highest ever, -1 before the first
+    evaluations: dict[int, Evaluated] = field(default_factory=dict)  # by version
     session: Session | None = None
     earlier_hours: float = 0.0
     last_time: float = 0.0
-    generated_tokens: int = 0
-    finished: int = 0
+    generated_tokens: int = 0  # sampled for finished and removed tickets
+    finished: int = 0  # tickets, void ones too
     void: int = 0
     removed: int = 0
-    startup_hours: float = 0.0
+    startup_hours: float = 0.0  # compute of all lives (megarl/core/controller/metrics.py)
     evaluation_hours: float = 0.0
-    session_published: bool = False
+    session_published: bool = False  # whether weights were published in this life of the supervisor
 
     def compute_hours(self, now: float) -> float:
-        """Return devices held × wall time up to `now`: all earlier sessions up to their last record, and this one."""
+        """Return devices held × wall time up to `now`; earlier sessions count up to their last record."""
         if self.session is None:
             return 0.0
         return self.earlier_hours + self.session.devices * max(0.0, now - self.session.time) / 3600
@@ -216,7 +200,6 @@ class State:
                 pass  # the fold of what was applied already
 
     def snapshot(self) -> Snapshot:
-        """Return this state as a record."""
         a = self.admission
         return Snapshot(
             prompts_per_batch=a.prompts_per_batch,
@@ -233,21 +216,14 @@ class State:
 
     @staticmethod
     def restored(s: Snapshot) -> "State":
-        """Return the state that `s` was taken from."""
         unfinished = {a.ticket: a for a in s.unfinished}
-        admission = Admission(
-            s.prompts_per_batch,
-            s.max_lag,
-            s.phase_steps,
-            next_ticket=s.next_ticket,
-            forgotten=s.forgotten,
-            queue=s.queue.tolist(),
-            unfinished=unfinished,
-        )
         return State(
-            admission,
+            Admission(
+                s.prompts_per_batch, s.max_lag, s.phase_steps, next_ticket=s.next_ticket, forgotten=s.forgotten,
+                queue=s.queue.tolist(), unfinished=unfinished,
+            ),
             unfinished=unfinished,
             tasks={t: msgspec.structs.replace(h, pass_rates=dict(h.pass_rates)) for t, h in s.tasks.items()},
             evaluations={e.version: e for e in s.evaluations},
             **{name: getattr(s, name) for name in SHARED},
-        )
+        )  # fmt: skip

@@ -41,7 +41,6 @@ class JournalWriter:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write everything in the queue."""
         batch, self._queue = self._queue, []
         if batch:
             begin = time.monotonic()
@@ -52,7 +51,6 @@ class JournalWriter:
                 written.set_result(None)
 
     async def groups(self, tickets: Sequence[int]) -> tuple[Group, ...]:
-        """Return the finished groups of these tickets."""
         await self.flush()
         return await self._call(lambda: self._journal.groups(tickets))
 

@@ -6,6 +6,7 @@ A file may contain anything: if it is not text, not YAML, too large or too deep,
 """
 
 import contextlib
+import copy
 import difflib
 import os
 import typing
@@ -54,7 +55,7 @@ def explain(error: ErrorDetails, origin: Origin, source: str) -> str:
         message = _unknown(where)
     elif error["type"] == "missing":
         message = f"field required{_near_sibling(where[:-1], origin)}"
-    elif error["type"] not in ("value_error",):
+    elif error["type"] != "value_error":
         message = f"{message[0].lower()}{message[1:]}, got {error['input']!r}"
     while where and where not in origin and where[:-1] in origin and where[-1].isdigit():
         where = where[:-1]  # an element of a list
@@ -64,8 +65,7 @@ def explain(error: ErrorDetails, origin: Origin, source: str) -> str:
 def _place(where: tuple[str, ...], origin: Origin) -> str:
     """Return the place of the key or nearest enclosing section; for a section made only by overrides, its first key's."""
     for n in range(len(where), 0, -1):
-        found = origin.get(where[:n]) or next((place for key, place in origin.items() if key[:n] == where[:n]), "")
-        if found:
+        if found := origin.get(where[:n]) or next((at for key, at in origin.items() if key[:n] == where[:n]), ""):
             return found
     return ""
 
@@ -123,9 +123,8 @@ def shipped() -> dict[str, Path]:
     return {p.stem: p for p in sorted(SHIPPED.glob("*.yaml"), key=_order)}
 
 
-def _order(recipe: Path) -> tuple[int, str]:
-    groups = ("quickstart", "scalerl-", "qwen")
-    return next((n for n, start in enumerate(groups) if recipe.stem.startswith(start)), len(groups)), recipe.stem
+def _order(recipe: Path) -> tuple[bool | str, ...]:
+    return *(not recipe.stem.startswith(group) for group in ("quickstart", "scalerl-", "qwen")), recipe.stem
 
 
 def shipped_suites() -> dict[str, Path]:
@@ -142,7 +141,7 @@ DEEPEST = 32
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """Load the recipe with that name or file, with dotted overrides (`model.tensor_parallel=2`) applied."""
     path = _find(name_or_path)
-    tree, origin = _read(path, ())
+    tree, origin = _read(path)
     return _overridden(tree, overrides, origin, str(path))
 
 
@@ -153,16 +152,14 @@ def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
 
 def load_suite(path: Path) -> dict[str, Any]:
     """Load a user's suite from a YAML file of its keys: checked, as a tree for `evaluation.suites`."""
-    tree, origin = _read(path, ())
-    within = ("evaluation", "suites", path.stem)
+    tree, origin = _read(path)
+    within = (*SUITES, path.stem)
     places = {within: f"{path}:1"} | {(*within, *key): place for key, place in origin.items()}
     _validated({"evaluation": {"suites": {path.stem: tree}}}, places, str(path))
     return tree
 
 
-def _overridden(
-    tree: dict[str, Any], overrides: Sequence[str], origin: dict[tuple[str, ...], str], source: str
-) -> Recipe:
+def _overridden(tree: dict[str, Any], overrides: Sequence[str], origin: Origin, source: str) -> Recipe:
     for override in overrides:
         _apply(tree, override, origin)
     return _validated(_with_suites(tree), origin, source)
@@ -180,7 +177,7 @@ def _find(name_or_path: str) -> Path:
     )
 
 
-def _read(path: Path, derived: tuple[Path, ...]) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
+def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Origin]:
     """Return a recipe file's tree over that of its `base`, and `file:line` of each key. derived: the files that led here."""
     try:
         tree, node = _parsed(_text(path))
@@ -188,7 +185,7 @@ def _read(path: Path, derived: tuple[Path, ...]) -> tuple[dict[str, Any], dict[t
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise MegarlError(f"{path}:{line}: not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise MegarlError(f"{path}: not YAML: {_first_line(error)}") from None
+        raise MegarlError(f"{path}: not YAML: {str(error).partition('\n')[0]}") from None
     if tree is None:
         raise MegarlError(f"{path}: nothing is in it; write a recipe, or put back the one that was there")
     if not isinstance(tree, dict):
@@ -256,17 +253,10 @@ def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
         loader.dispose()
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
 def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Merge sections key by key; any other value of `over` replaces the one below."""
-    out = dict(under)
-    for key, value in over.items():
-        below = out.get(key)
-        out[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return out
+    both = {k: _merged(under[k], v) for k, v in over.items() if isinstance(v, dict) and isinstance(under.get(k), dict)}
+    return under | over | both
 
 
 def _with_suites(tree: dict[str, Any]) -> dict[str, Any]:
@@ -275,20 +265,16 @@ def _with_suites(tree: dict[str, Any]) -> dict[str, Any]:
     suites = evaluation.get("suites") if isinstance(evaluation, dict) else None
     if not isinstance(evaluation, dict) or not isinstance(suites, dict):
         return tree
-    known = shipped_suites()
-    filled = {
-        name: _merged(yaml.safe_load(known[name].read_text()), given)
-        if name in known and isinstance(given, dict)
-        else given
-        for name, given in suites.items()
-        if given is not None
-    }
+    known, filled = shipped_suites(), {name: given for name, given in suites.items() if given is not None}
+    for name, given in filled.items():
+        if name in known and isinstance(given, dict):
+            filled[name] = _merged(yaml.safe_load(known[name].read_text()), given)
     return tree | {"evaluation": evaluation | {"suites": filled}}
 
 
-def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
+def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> Origin:
     """Return `file:line` of each key; a repeated key is an error."""
-    places: dict[tuple[str, ...], str] = {}
+    places: Origin = {}
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             where = (*prefix, str(key.value))
@@ -299,7 +285,7 @@ def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> 
     return places
 
 
-def _apply(tree: dict[str, Any], override: str, origin: dict[tuple[str, ...], str]) -> None:
+def _apply(tree: dict[str, Any], override: str, origin: Origin) -> None:
     key, equals, value = override.partition("=")
     said = f"override {shortened(override)!r}"
     if not equals or not key:
@@ -312,30 +298,21 @@ def _apply(tree: dict[str, Any], override: str, origin: dict[tuple[str, ...], st
         here = here.setdefault(parent, {})
         if not isinstance(here, dict):
             raise MegarlError(f"{said}: {parent} is a value, not a section")
-    kind: Any = Recipe
-    for part in (*parents, last):
-        kind = kind_of(kind, part)
+    kind = _kind_at((*parents, last))
+    empty = not value and (kind is str or "" in typing.get_args(kind))  # `key=` is an empty text, or no value elsewhere
     try:
-        here[last], _ = _parsed(value) if value or not _takes_empty(kind) else ("", None)
+        here[last] = "" if empty else _parsed(value)[0]
     except yaml.YAMLError:
         raise MegarlError(f"{said}: the value is not YAML") from None
     origin[(*parents, last)] = said
 
 
-def _takes_empty(kind: Any) -> bool:
-    """Return whether the value may be an empty text: then `key=` means that, and elsewhere no value."""
-    return kind is str or "" in typing.get_args(kind)
-
-
 @dataclass(frozen=True)
 class RemovedKey:
-    """A key of earlier versions. A recipe may still have it with the values that mean what is done now.
+    """A key of earlier versions. A recipe may still have it with the values that mean what is done now."""
 
-    instead: what is done now. kept: those values; None: any value, because the key never changed a result.
-    """
-
-    instead: str
-    kept: tuple[object, ...] | None = None
+    instead: str  # what is done now
+    kept: tuple[object, ...] | None = None  # those values; None: any value, because the key never changed a result
 
 
 REMOVED = {
@@ -367,6 +344,7 @@ REMOVED = {
 
 def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[str, Any]:
     """Drop removed keys whose value means what is done now. MegarlError names any other. Run directories keep all keys."""
+    tree = copy.deepcopy(tree)
     for key, removed in REMOVED.items():
         *sections, last = key.split(".")
         inside: Any = tree
@@ -380,18 +358,11 @@ def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[
         if kept is not None and inside[last] not in kept:
             where = _place(tuple(key.split(".")), origin) or source
             raise MegarlError(f"{where}: {key}: is no longer a key: {removed.instead}")
-        tree = _put(tree, sections, {name: value for name, value in inside.items() if name != last})
+        del inside[last]
     return tree
 
 
-def _put(tree: dict[str, Any], sections: list[str], value: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree with another section at this place."""
-    if not sections:
-        return value
-    return tree | {sections[0]: _put(tree[sections[0]], sections[1:], value)}
-
-
-def _validated(tree: dict[str, Any], origin: dict[tuple[str, ...], str], source: str) -> Recipe:
+def _validated(tree: dict[str, Any], origin: Origin, source: str) -> Recipe:
     tree = _without_removed(tree, origin, source)
     try:
         return Recipe.model_validate(_with_tuples(tree, Recipe))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,104 +21,88 @@ ENVIRONMENTS = ("python", "calculator", "guessing")
 """Built-in environments; others are classes."""
 
 
-def impossible(r: Recipe) -> list[str]:
-    """List each problem as `key: what is wrong, what to do`."""
-    m, found = r.model, []
-    if r.resources.learner_ranks % m.model_parallel_size:
-        found.append(
-            f"resources.learner_ranks: {r.resources.learner_ranks} ranks do not divide into copies of the model of "
-            f"TP x PP x CP = {m.model_parallel_size} ranks; use a multiple"
-        )
+def impossible(r: Recipe) -> Iterator[str]:
+    """Yield each problem as `key: what is wrong, what to do`."""
+    m, ranks = r.model, r.resources.learner_ranks
     experts = m.expert_parallel * m.expert_tensor_parallel * m.pipeline_parallel
-    if r.resources.learner_ranks % experts:
-        found.append(
-            f"resources.learner_ranks: {r.resources.learner_ranks} ranks do not divide into copies of the experts of "
-            f"EP x ETP x PP = {experts} ranks; use a multiple"
-        )
-    found += [
-        f"{key}.system: a system message needs template: chat"
-        for key, rows in _rows(r).items()
-        if rows.system and rows.template == "raw"
-    ]
-    found += [
-        f"evaluation.suites.{name}: a task has this name, and its held-out prompts are scored under it; choose another"
-        for name in r.evaluation.suites
-        if name in r.data.tasks
-    ]
-    found += [
-        f"evaluation.suites.{name}.prompt: {suite.prompt!r} has no {{prompt}}, where the row's is to stand"
-        for name, suite in r.evaluation.suites.items()
-        if "{prompt}" not in suite.prompt
-    ]
+    for copy, size in (("model of TP x PP x CP", m.model_parallel_size), ("experts of EP x ETP x PP", experts)):
+        if ranks % size:
+            yield (
+                f"resources.learner_ranks: {ranks} ranks do not divide into copies of the {copy} = {size} ranks; use a "
+                "multiple"
+            )
+    for key, rows in _rows(r).items():
+        if rows.system and rows.template == "raw":
+            yield f"{key}.system: a system message needs template: chat"
+    for name, suite in r.evaluation.suites.items():
+        key = f"evaluation.suites.{name}"
+        if name in r.data.tasks:
+            yield f"{key}: a task has this name, and its held-out prompts are scored under it; choose another"
+        if "{prompt}" not in suite.prompt:
+            yield f"{key}.prompt: {suite.prompt!r} has no {{prompt}}, where the row's is to stand"
     scored = [*r.data.tasks, *r.evaluation.suites]
     if r.evaluation.forecast and r.evaluation.forecast not in scored:
-        found.append(
+        yield (
             f"evaluation.forecast: {r.evaluation.forecast!r} is no task and no suite of this recipe; "
             f"{_known(r.evaluation.forecast, scored)}"
         )
     if r.run.stop_at_asymptote and len(r.data.tasks) > 1 and not r.forecast_column:
-        found.append(
+        yield (
             f"run.stop_at_asymptote: of several tasks ({', '.join(r.data.tasks)}) one has to decide; name it in "
             "evaluation.forecast"
         )
     if r.sampling.top_p < 1:
-        found.append(
+        yield (
             "sampling.top_p: a server's log-probs are then of what top_p leaves of the vocabulary, the learner's are of all of "
             "it, and every importance ratio would be wrong; leave it at 1 (evaluations have evaluation.top_p)"
         )
     if m.moe.freeze_router and m.moe.aux_loss:
-        found.append("model.moe.aux_loss: balances by training the router, which model.moe.freeze_router forbids")
+        yield "model.moe.aux_loss: balances by training the router, which model.moe.freeze_router forbids"
     if m.virtual_pipeline_parallel > 1 and m.pipeline_parallel == 1:
-        found.append("model.virtual_pipeline_parallel: needs model.pipeline_parallel of 2 or more")
+        yield "model.virtual_pipeline_parallel: needs model.pipeline_parallel of 2 or more"
     if m.fp8 != "none" and m.dtype != "bf16":
-        found.append("model.fp8: its weights are made of bf16 ones; set model.dtype=bf16, or model.fp8=none")
+        yield "model.fp8: its weights are made of bf16 ones; set model.dtype=bf16, or model.fp8=none"
     if m.sequence_parallel and m.tensor_parallel == 1:
-        found.append("model.sequence_parallel: needs model.tensor_parallel of 2 or more")
-    if not r.resources.learner_ranks % m.model_parallel_size and r.batch.prompts % r.data_parallel:
-        found.append(
+        yield "model.sequence_parallel: needs model.tensor_parallel of 2 or more"
+    if not ranks % m.model_parallel_size and r.batch.prompts % r.data_parallel:
+        yield (
             f"batch.prompts: {r.batch.prompts} does not divide by the {r.data_parallel} data-parallel ranks "
             "(resources.learner_ranks / TP x PP x CP)"
         )
-    found += _sharing(r) + _lengths(r.length) + _thinking(r.length) + _graders(r) + _environments(r)
+    for rules in (_sharing(r), _lengths(r.length), _graders(r), _environments(r)):
+        yield from rules
     if r.batch.centring == "none" and r.batch.advantage == "group":
-        found.append(
+        yield (
             "batch.advantage: a group without variance has no deviation to divide an uncentred reward by; "
             "use batch or none, or set batch.centring"
         )
     if r.has_critic and r.batch.advantage == "group":
-        found.append("batch.advantage: with a critic tokens have advantages, no group has; use batch, running or none")
+        yield "batch.advantage: with a critic tokens have advantages, no group has; use batch, running or none"
     if r.has_critic and r.batch.zero_variance != "keep":
-        found.append(
+        yield (
             f"batch.zero_variance: with a critic a group of one reward has a gradient; set keep, not {r.batch.zero_variance}"
         )
     if r.has_critic and r.critic.warmup_steps >= r.run.steps:
-        found.append(
+        yield (
             f"critic.warmup_steps: {r.critic.warmup_steps} of run.steps={r.run.steps} leave none to train the policy in; "
             "shorten the warm-up"
         )
     if r.loss.kind not in LOSSES and not OF_USERS.fullmatch(r.loss.kind):
-        found.append(
-            f"loss.kind: {r.loss.kind!r} is no loss; {_known(r.loss.kind, LOSSES)}, and package.module:function"
-        )
+        yield f"loss.kind: {r.loss.kind!r} is no loss; {_known(r.loss.kind, LOSSES)}, and package.module:function"
     if r.loss.kind not in LOSSES and r.loss.correction != "none":
-        found.append(
-            "loss.correction: a loss of your own has the weight in its hands; bound it there, and set none here"
-        )
+        yield "loss.correction: a loss of your own has the weight in its hands; bound it there, and set none here"
     if r.loss.kind == "cispo" and r.loss.correction != "none":
-        found.append("loss.correction: cispo is truncated importance sampling already; use loss.cap")
+        yield "loss.correction: cispo is truncated importance sampling already; use loss.cap"
     if r.loss.kind == "gspo" and r.loss.correction == "truncate":
-        found.append("loss.correction: the weight of gspo is of a sequence, its tokens cannot be truncated; use mask")
+        yield "loss.correction: the weight of gspo is of a sequence, its tokens cannot be truncated; use mask"
     if r.reference.where == "loss" and r.reference.estimator == "k1":
-        found.append(
+        yield (
             "reference.estimator: the gradient of k1 in the loss is 0 on average, so it would penalise nothing; "
             "use k2 or k3, or reference.where=reward"
         )
-    schedules = [("learner", r.learner.optimizer)]
-    if r.has_critic:
-        schedules.append(("critic", r.critic_optimizer))
-    for section, optimizer in schedules:
+    for section, optimizer in (("learner", r.learner.optimizer), ("critic", r.critic_optimizer))[: 1 + r.has_critic]:
         if optimizer.schedule != "constant" and optimizer.warmup_steps >= r.run.steps:
-            found.append(
+            yield (
                 f"{section}.optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={r.run.steps} leave none for "
                 f"the schedule {optimizer.schedule}; shorten the warm-up"
             )
@@ -128,92 +112,83 @@ def impossible(r: Recipe) -> list[str]:
             if m.dtype == "fp32"
             else "loss scaling (model.dtype=fp16) has never been tried with an offloaded optimiser"
         )
-        found.append(f"learner.optimizer_offload: {reason}; set model.dtype=bf16, or 0 here")
+        yield f"learner.optimizer_offload: {reason}; set model.dtype=bf16, or 0 here"
     if not r.learner.packing and r.model.context_parallel > 1:
-        found.append("learner.packing: context parallelism needs packed sequences")
-    return found
+        yield "learner.packing: context parallelism needs packed sequences"
 
 
-def _sharing(r: Recipe) -> list[str]:
+def _sharing(r: Recipe) -> Iterator[str]:
     """Check settings that depend on whether servers and learner share GPUs."""
     if not r.resources.colocate:
-        found = []
         if r.weights.transport == "cuda_ipc":
-            found.append(
+            yield (
                 "weights.transport: cuda_ipc hands over memory of the GPU that a server is on, and the learner is on others; "
                 "set process_group, or resources.colocate=true"
             )
         if r.serving.release_memory:
-            found.append("serving.release_memory: nobody else is on the servers' GPUs; set resources.colocate=true")
-        return found
-    found, gpus = [], r.resources.servers * r.resources.server_tensor_parallel
+            yield "serving.release_memory: nobody else is on the servers' GPUs; set resources.colocate=true"
+        return
+    gpus = r.resources.servers * r.resources.server_tensor_parallel
     if gpus != r.resources.learner_ranks:
-        found.append(
+        yield (
             f"resources.colocate: each GPU has a learner rank and (a part of) a server, but there are {gpus} GPUs of servers "
             f"and {r.resources.learner_ranks} resources.learner_ranks; make them equal"
         )
     if r.weights.transport == "process_group":
-        found.append(
+        yield (
             "weights.transport: with resources.colocate server and learner are on one GPU, and NCCL connects no two "
             "processes on one; set weights.transport=cuda_ipc"
         )
     if r.weights.transport == "cuda_ipc" and r.model.pipeline_parallel > 1:
-        found.append(
+        yield (
             "weights.transport: cuda_ipc hands over from one GPU, and a stage of model.pipeline_parallel has a part of the "
             "layers; set model.pipeline_parallel=1, or weights.transport=disk"
         )
     if r.serving.memory_fraction is None:
-        found.append(
+        yield (
             "serving.memory_fraction: with resources.colocate say which share of a GPU the servers may fill, such as 0.4; "
             "the learner has the rest"
         )
     if r.serving.release_memory and r.pipeline.max_lag:
-        found.append(
+        yield (
             f"serving.release_memory: pipeline-rl with k={r.pipeline.k} generates while the learner trains, so no memory is "
             "free then; set pipeline.k=0 or pipeline.kind=ppo-off-policy, or release_memory to false"
         )
-    return found
 
 
-def _lengths(length: Length) -> list[str]:
-    """Check for impossible budgets, disordered stages, and a penalty that would hit every right answer."""
+def _lengths(length: Length) -> Iterator[str]:
+    """Check for impossible budgets, disordered stages, a penalty that would hit every right answer, and an end of thinking that
+    is blank, empty although thinking is interrupted, or not the end of the phrase.
+    """
     budgets = [s.thinking_tokens for s in length.stages] + [length.thinking_tokens]
     if any(shortest > longest or shortest < 1 for shortest, longest in budgets):
         where = "stages" if budgets[-1][0] <= budgets[-1][1] and budgets[-1][0] >= 1 else "thinking_tokens"
-        return [f"length.{where}: give [shortest, longest], 1 or more"]
-    steps = [s.until_step for s in length.stages]
+        yield f"length.{where}: give [shortest, longest], 1 or more"
+    steps, longest = [s.until_step for s in length.stages], [longest for _, longest in budgets]
     if steps != sorted(set(steps)):
-        return [f"length.stages: until_step must rise from stage to stage; it is {', '.join(map(str, steps))}"]
-    if sorted(longest for _, longest in budgets) != [longest for _, longest in budgets]:
-        said = ", ".join(str(longest) for _, longest in budgets)
-        return [f"length.stages: budgets must not fall, up to length.thinking_tokens; the longest are {said}"]
-    longest = length.at(0).completion_tokens
-    if length.control == "overlong_penalty" and length.overlong_tokens > longest:
-        return [
+        yield f"length.stages: until_step must rise from stage to stage; it is {', '.join(map(str, steps))}"
+    if longest != sorted(longest):
+        said = ", ".join(map(str, longest))
+        yield f"length.stages: budgets must not fall, up to length.thinking_tokens; the longest are {said}"
+    most, end = length.at(0).completion_tokens, length.end_of_thinking
+    if length.control == "overlong_penalty" and length.overlong_tokens > most:
+        yield (
             f"length.overlong_tokens: {length.overlong_tokens} is more than the longest completion "
-            f"({longest}: thinking_tokens and answer_tokens); every right answer would be penalised"
-        ]
-    return []
-
-
-def _thinking(length: Length) -> list[str]:
-    """Check for an end of thinking that is blank, empty although thinking is interrupted, or not the end of the phrase."""
-    end = length.end_of_thinking
+            f"({most}: thinking_tokens and answer_tokens); every right answer would be penalised"
+        )
     if end and not end.strip():
-        return [f"length.end_of_thinking: {end!r} is only blanks, which every thinking trace has; give what ends one"]
+        yield f"length.end_of_thinking: {end!r} is only blanks, which every thinking trace has; give what ends one"
     if not end and length.control == "interruption":
-        return [
+        yield (
             "length.end_of_thinking: is empty, so no thinking trace is ever interrupted; set length.control=none, or "
             "give what ends a trace"
-        ]
+        )
     if not length.interruption.endswith(end):
-        return ["length.interruption: must end with length.end_of_thinking, or the answer leg would go on thinking"]
-    return []
+        yield "length.interruption: must end with length.end_of_thinking, or the answer leg would go on thinking"
 
 
-def impossible_for(m: Model, sizes: Mapping[str, Any]) -> list[str]:
+def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
     """Check a layout against a model's sizes by megatron's names: what must divide, and what megatron refuses."""
-    found = []
     stages = m.pipeline_parallel * m.virtual_pipeline_parallel
     for key, layout, parts in (
         ("num_attention_heads", "tensor_parallel", m.tensor_parallel),
@@ -225,22 +200,21 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> list[str]:
         ("moe_ffn_hidden_size", "expert_tensor_parallel", m.expert_tensor_parallel),
     ):
         if sizes.get(key, 0) % parts:
-            found.append(f"model.{layout}: {key}={sizes[key]} of {m.path} does not divide by {parts}")
+            yield f"model.{layout}: {key}={sizes[key]} of {m.path} does not divide by {parts}"
     if m.fp8 != "none":
-        found += [
-            f"model.fp8: {name} of {m.path} is {size} on each rank, and products in FP8 need multiples of {FP8_MULTIPLE}; "
-            f"use another layout, or model.fp8=none"
-            for name, size in _products(m, sizes).items()
-            if size % FP8_MULTIPLE
-        ]
+        for name, size in _products(m, sizes).items():
+            if size % FP8_MULTIPLE:
+                yield (
+                    f"model.fp8: {name} of {m.path} is {size} on each rank, and products in FP8 need multiples of "
+                    f"{FP8_MULTIPLE}; use another layout, or model.fp8=none"
+                )
     experts = sizes.get("num_moe_experts")
     if not experts and m.expert_parallel > 1:
-        found.append(f"model.expert_parallel: {m.path} has no experts; set it to 1")
+        yield f"model.expert_parallel: {m.path} has no experts; set it to 1"
     if experts and m.tensor_parallel > 1 and not m.sequence_parallel:
-        found.append(
+        yield (
             f"model.sequence_parallel: {m.path} has experts, which need it beside tensor parallelism; set it to true"
         )
-    return found
 
 
 def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
@@ -257,9 +231,8 @@ def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _environments(r: Recipe) -> list[str]:
+def _environments(r: Recipe) -> Iterator[str]:
     """Check for unknown environments, and replies that cannot fit."""
-    found = []
     stages = [r.length, *(r.length.at(s.until_step - 1) for s in r.length.stages)]
     room = min(
         s.thinking_tokens[0] if s.control == "interruption" else s.thinking_tokens[1] + s.answer_tokens for s in stages
@@ -268,21 +241,20 @@ def _environments(r: Recipe) -> list[str]:
         if not rows.environment:
             continue
         if rows.environment not in ENVIRONMENTS and not OF_USERS.fullmatch(rows.environment):
-            found.append(
+            yield (
                 f"{key}.environment: {rows.environment!r} is no environment; {_known(rows.environment, ENVIRONMENTS)}, "
                 "and package.module:Class"
             )
         if rows.environment == "python" and "code" in rows.graders:
-            found.append(
+            yield (
                 f"{key}.environment: python runs every turn that has a program in it, so an answer for the grader code could "
                 "never be the last turn; leave one of them out"
             )
         if rows.reply_tokens >= room:
-            found.append(
+            yield (
                 f"{key}.reply_tokens: a reply of {rows.reply_tokens} tokens leaves nothing of the shortest budget for "
                 f"thinking and replies, which is {room} (length.thinking_tokens); lower it"
             )
-    return found
 
 
 def _known(name: str, known: Sequence[str]) -> str:
@@ -297,24 +269,18 @@ def _rows(r: Recipe) -> dict[str, Rows]:
     return {**tasks, **{f"evaluation.suites.{name}": suite for name, suite in r.evaluation.suites.items()}}
 
 
-def _graders(r: Recipe) -> list[str]:
+def _graders(r: Recipe) -> Iterator[str]:
     """Check for unknown graders, services with a grader's name or two keys, and rewards with a reserved name."""
-    found = []
     known = (*GRADERS, *r.data.services)
     for key, rows in _rows(r).items():
-        graders = {"grader": rows.grader} | {
-            f"rewards.{name}.grader": reward.grader for name, reward in rows.rewards.items()
-        }
-        for part, grader in graders.items():
+        of_rewards = ((f"rewards.{name}.grader", reward.grader) for name, reward in rows.rewards.items())
+        for part, grader in (("grader", rows.grader), *of_rewards):
             if grader not in known and not OF_USERS.fullmatch(grader):
-                found.append(
-                    f"{key}.{part}: {grader!r} is no grader; {_known(grader, known)}, and package.module:function"
-                )
+                yield f"{key}.{part}: {grader!r} is no grader; {_known(grader, known)}, and package.module:function"
         if "answer" in rows.rewards:
-            found.append(f"{key}.rewards.answer: the task's own grader is logged as that; choose another name")
+            yield f"{key}.rewards.answer: the task's own grader is logged as that; choose another name"
     for name, service in r.data.services.items():
         if name in GRADERS:
-            found.append(f"data.services.{name}: a grader has this name; choose another")
+            yield f"data.services.{name}: a grader has this name; choose another"
         if service.api_key_env and service.api_key_file:
-            found.append(f"data.services.{name}.api_key_file: the key is in api_key_env already; give one of them")
-    return found
+            yield f"data.services.{name}.api_key_file: the key is in api_key_env already; give one of them"

@@ -10,14 +10,13 @@ from megarl.core.recipe.tree import Recipe
 
 
 def dump(recipe: Recipe) -> str:
-    """Return the whole resolved tree as YAML."""
     # Only ASCII: PyYAML cannot read back every other character that it writes literally (U+0085).
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=120)
 
 
 def describe(recipe: Recipe) -> str:
     """Return the whole resolved tree as YAML with each key's meaning and limits beside it."""
-    return "\n".join(_described(recipe, 0)) + "\n"
+    return "\n".join(_described(recipe)) + "\n"
 
 
 def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -28,23 +27,20 @@ def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return values
 
 
-def _described(section: BaseModel, depth: int) -> list[str]:
+def _described(section: BaseModel, indent: str = "") -> list[str]:
     lines: list[str] = []
+    values = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
-            lines += [f"{'  ' * depth}{name}:", *_described(value, depth + 1)]
+            lines += [f"{indent}{name}:", *_described(value, indent + "  ")]
         elif isinstance(value, dict) and any(isinstance(part, BaseModel) for part in value.values()):
-            lines.append(_line(f"{'  ' * depth}{name}:", field.description))
+            lines.append(_line(f"{indent}{name}:", field.description))
             for key, part in value.items():
-                lines += [f"{'  ' * (depth + 1)}{key}:", *_described(part, depth + 2)]
+                lines += [f"{indent}  {key}:", *_described(part, indent + "    ")]
         else:
-            shown = yaml.safe_dump(
-                section.model_dump(mode="json")[name], default_flow_style=True, sort_keys=False, width=10_000
-            )
-            lines.append(
-                _line(f"{'  ' * depth}{name}: {shown.removesuffix('...' + chr(10)).rstrip()}", field.description)
-            )
+            shown = yaml.safe_dump(values[name], default_flow_style=True, sort_keys=False, width=10_000)
+            lines.append(_line(f"{indent}{name}: {shown.removesuffix('...\n').rstrip()}", field.description))
     return lines
 
 

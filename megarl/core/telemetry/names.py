@@ -9,14 +9,8 @@ NAMES: dict[str, tuple[str, str]] = {
     "weight_version": ("run", "weights after the step (step + 1)"),
     "time": ("run", "Unix time in seconds at the end of the step"),
     "compute_hours": ("run", "devices held x wall time, cumulative over the run's lives"),
-    "startup_hours": (
-        "run",
-        "of compute_hours: to the first publication of each life, replay included (as of the batch)",
-    ),
-    "evaluation_hours": (
-        "run",
-        "of compute_hours: servers held for evaluations; measured when the batch was handed out",
-    ),
+    "startup_hours": ("run", "of compute_hours: to each life's first publication, with replay; as of the batch"),
+    "evaluation_hours": ("run", "of compute_hours: servers held for evaluations; as the batch was handed out"),
     "training_hours": ("run", "compute_hours less both, as the batch was handed out"),
     "compute_unit": ("run", "gpu or core"),
     "replay": ("run", "1 if the batch came back from the journal after a crash"),
@@ -25,7 +19,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "reward": ("reward", "reward/NAME: mean score of each of several rewards, before its weight"),
     "zero_variance_share": (
         "reward",
-        "share of the batch's groups, void ones aside, whose answers were all graded alike",
+        "share of the batch's groups, without void ones, whose answers were graded alike",
     ),
     "groups_in_loss": ("reward", "groups of the batch that have a gradient"),
     "void_groups": ("reward", "groups of the batch that could not be generated or graded"),

@@ -52,7 +52,7 @@ class Profiler:
         self._folder.mkdir(parents=True, exist_ok=True)
         warmup = int(step < self._first)
         self._first = step + warmup
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._memory else [])]
         self._running = profile(
             activities=activities,
             schedule=schedule(wait=0, warmup=warmup, active=self._end - self._first, repeat=1),

@@ -89,31 +89,28 @@ class Spans:
         self._add(Span(on, name, self._offset + begin, self._offset + end, args))
 
     def event(self, on: str, name: str, **args: Value) -> None:
-        """Record an event that happens now."""
         self._add(SpanEvent(on, name, self._offset + time.monotonic(), args))
 
     def flush(self) -> None:
         """Write what has accumulated. A disk that accepts nothing costs the trace, not the run."""
-        if self._path is not None:
-            with self._lock:
-                self._write(self._path)
-
-    def _write(self, path: Path) -> None:
-        data = bytearray()
-        while self._rows:
-            data += _encode(self._rows.popleft()) + b"\n"
-        try:
-            path.parent.mkdir(exist_ok=True)
-            with path.open("ab") as file:
-                file.write(data)
-                full = file.tell() > self._largest
-            if full:
-                path.replace(path.with_suffix(".1.jsonl"))
-                self._rows.appendleft(self._life)
-        except OSError as error:
-            if not self._failed:
-                log.warning("%s: cannot be written, spans are lost: %s", path, error.strerror)
-            self._failed = True
+        if (path := self._path) is None:
+            return
+        with self._lock:
+            data = bytearray()
+            while self._rows:
+                data += _encode(self._rows.popleft()) + b"\n"
+            try:
+                path.parent.mkdir(exist_ok=True)
+                with path.open("ab") as file:
+                    file.write(data)
+                    full = file.tell() > self._largest
+                if full:
+                    path.replace(path.with_suffix(".1.jsonl"))
+                    self._rows.appendleft(self._life)
+            except OSError as error:
+                if not self._failed:
+                    log.warning("%s: cannot be written, spans are lost: %s", path, error.strerror)
+                self._failed = True
 
     def _add(self, row: Row) -> None:
         if self._path is not None:

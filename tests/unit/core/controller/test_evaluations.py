@@ -17,7 +17,7 @@ from megarl.core.base.types import Prompt, int32
 from megarl.core.controller import evaluations as module
 from megarl.core.controller.evaluations import TRIES, Evaluations, row
 from megarl.core.controller.metrics import ComputeClock, Spent
-from megarl.core.controller.pipeline import EvaluationSchedule, Hooks, Pipeline
+from megarl.core.controller.pipeline import EvaluationSchedule, Pipeline
 from megarl.core.evaluation.answers import SuiteDir, read_answers
 from megarl.core.evaluation.metrics import Outcome
 from megarl.core.evaluation.score import Asker, Sampled, choose
@@ -130,8 +130,8 @@ def evaluations_of(
     pipeline = Pipeline(recipe, records, places, NoTickets(), lambda: None, 10, 10)  # type: ignore[arg-type]
     asker = Asker(recipe, TOKENIZER, {}, places, answers, answers, frozenset(), "", 0)  # type: ignore[arg-type]
     made = Evaluations(
-        RunDir(recipe.run.path), questions(recipe, count), forecast, asker, pipeline, records,
-        ComputeClock(journal.state, recipe.resources), Hooks(lambda: None, fail, stop),
+        RunDir(recipe.run.path), questions(recipe, count), forecast, asker, pipeline,
+        ComputeClock(journal.state, recipe.resources), fail, stop,
     )  # fmt: skip
     return made, records, pipeline.evaluations
 
@@ -153,7 +153,7 @@ async def scored(recipe: Recipe, down: int, stops: list[str] | None = None, vers
     async with asyncio.TaskGroup() as tasks:
         writer = tasks.create_task(records.run())
         while schedule.is_due(version, 10) and not failures:
-            evaluations.begin_if_due(version, lambda version: Spent(0.5 + version, 0.25, 0.125), tasks)
+            evaluations.begin_if_due(version, {version: Spent(0.5 + version, 0.25, 0.125)}, tasks)
             assert members.members[0].pinned
             assert not schedule.is_due(version, 10)
             await asyncio.wait_for(asyncio.shield(evaluations.tasks[version]), 10)
@@ -283,7 +283,7 @@ def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
             writer = tasks.create_task(records.run())
-            evaluations.begin_if_due(0, lambda version: Spent(0.5, 0.0, 0.0), tasks)
+            evaluations.begin_if_due(0, {0: Spent(0.5, 0.0, 0.0)}, tasks)
             task, held = evaluations.tasks[0], set(schedule.running[0])
             assert len(held) == 3
             assert {n for n in range(4) if members.members[n].pinned} == held

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.core.base.messages import Score, Scored, ServerAddress, Wait
 from megarl.core.base.types import Prompt, Segment, float32, int32
-from megarl.core.controller.parity import Parity, chosen_slots
+from megarl.core.controller.parity import Candidate, Parity, chosen_slots
 from megarl.core.recipe import Recipe, from_tree, load
 from megarl.core.server.client import Prefill, ServerLost
 from megarl.core.server.membership import Membership
@@ -116,7 +116,7 @@ async def test_each_cause_gets_its_part() -> None:
     """Sampled at versions 3 and 4, compared at version 6: the fakes' scores say what each difference must be."""
     stage = Stage(recipe_of())
     segments = (segment(3, [-1.5]), segment(4, [0, 0], trained=False), segment(4, [-4.5, -5.5]))
-    stage.parity.finished(0, 0, 6, PROMPT, segments, 0, 3)
+    stage.parity.finished(Candidate(0, 0, 6, PROMPT.tokens, segments, 0, 3))
     await asyncio.sleep(0)
     assert await stage.publish(5) is None  # its batch is not due
     score = await stage.publish(6)
@@ -137,7 +137,7 @@ async def test_each_cause_gets_its_part() -> None:
 
 async def test_a_rollout_of_one_version_shows_decode() -> None:
     stage = Stage(recipe_of())
-    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1, 4)
+    stage.parity.finished(Candidate(0, 0, 4, PROMPT.tokens, (segment(4, [-1.5, -2.5]),), 1, 4))
     await asyncio.sleep(0)
     score = await stage.publish(5)
     assert score is not None
@@ -149,7 +149,7 @@ async def test_a_rollout_of_one_version_shows_decode() -> None:
 
 async def test_a_prompt_that_was_cached_by_older_weights_is_stale_kv() -> None:
     stage = Stage(recipe_of())
-    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1, 3)
+    stage.parity.finished(Candidate(0, 0, 4, PROMPT.tokens, (segment(4, [-1.5, -2.5]),), 1, 3))
     await asyncio.sleep(0)
     score = await stage.publish(5)
     assert score is not None
@@ -161,7 +161,7 @@ async def test_a_prompt_that_was_cached_by_older_weights_is_stale_kv() -> None:
 
 async def test_what_other_sampling_makes_incomparable_is_left_out() -> None:
     stage = Stage(recipe_of(sampling={"temperature": 0.6, "generations": 4}))
-    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1, 4)
+    stage.parity.finished(Candidate(0, 0, 4, PROMPT.tokens, (segment(4, [-1.5, -2.5]),), 1, 4))
     score = await stage.publish(5)
     assert score is not None
     stage.answer(score)
@@ -173,13 +173,13 @@ async def test_what_other_sampling_makes_incomparable_is_left_out() -> None:
 async def test_a_lost_server_costs_its_scores_and_holds_nobody() -> None:
     stage = Stage(recipe_of())
     stage.servers[0].lost = True
-    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5]),), 0, 4)
-    stage.parity.finished(1, 0, 4, PROMPT, (segment(4, [-1.5, -2.5]),), 1, 4)
+    stage.parity.finished(Candidate(0, 0, 4, PROMPT.tokens, (segment(4, [-1.5]),), 0, 4))
+    stage.parity.finished(Candidate(1, 0, 4, PROMPT.tokens, (segment(4, [-1.5, -2.5]),), 1, 4))
     await asyncio.sleep(0)
     score = await stage.publish(5)
     assert score is not None
     assert len(score.rollouts) == 1
-    stage.parity.finished(2, 0, 5, PROMPT, (segment(5, [-1.5]),), 0, 5)
+    stage.parity.finished(Candidate(2, 0, 5, PROMPT.tokens, (segment(5, [-1.5]),), 0, 5))
     assert await stage.publish(6) is None  # nobody could score it: the learner goes on
 
 
@@ -189,7 +189,7 @@ async def test_an_answer_that_cannot_be_read_holds_nobody(monkeypatch: pytest.Mo
     async def nonsense(*_: Any, **__: Any) -> Any:
         raise KeyError("input_token_logprobs")
 
-    stage.parity.finished(0, 0, 5, PROMPT, (segment(4, [-1.5]),), 0, 4)
+    stage.parity.finished(Candidate(0, 0, 5, PROMPT.tokens, (segment(4, [-1.5]),), 0, 4))
     await asyncio.sleep(0)
     monkeypatch.setattr(stage.servers[0], "score", nonsense)
     assert await stage.publish(5) is None
@@ -197,7 +197,7 @@ async def test_an_answer_that_cannot_be_read_holds_nobody(monkeypatch: pytest.Mo
 
 async def test_scores_of_another_version_are_not_taken() -> None:
     stage = Stage(recipe_of())
-    stage.parity.finished(0, 0, 4, PROMPT, (segment(4, [-1.5]),), 0, 4)
+    stage.parity.finished(Candidate(0, 0, 4, PROMPT.tokens, (segment(4, [-1.5]),), 0, 4))
     stage.at(5)
     stage.servers[0].version = 4  # it names the version that it had
     stage.changed.clear()
@@ -209,7 +209,9 @@ async def test_scores_of_another_version_are_not_taken() -> None:
 async def test_a_difference_that_lasts_ends_the_run_with_its_cause() -> None:
     stage = Stage(recipe_of())
     for version in range(5, 8):
-        stage.parity.finished(6 * version, 0, version, PROMPT, (segment(version - 1, -np.arange(1, 60) - 0.4),), 0, 0)
+        stage.parity.finished(
+            Candidate(6 * version, 0, version, PROMPT.tokens, (segment(version - 1, -np.arange(1, 60) - 0.4),), 0, 0)
+        )
         await asyncio.sleep(0)
         score = await stage.publish(version)
         assert score is not None
@@ -227,7 +229,7 @@ async def test_it_costs_less_than_two_percent_of_a_step_at_8b() -> None:
     rollout = (segment(4, [-1.0] * 50),)
     for ticket, sample in ((t, s) for t in range(prompts) for s in range(generations)):
         if stage.parity.is_chosen(ticket, sample):
-            stage.parity.finished(ticket, sample, 5, PROMPT, rollout, sample % 2, 4)
+            stage.parity.finished(Candidate(ticket, sample, 5, PROMPT.tokens, rollout, sample % 2, 4))
     await asyncio.sleep(0)
     score = await stage.publish(5)
     assert score is not None

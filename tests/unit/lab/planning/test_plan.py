@@ -139,8 +139,8 @@ def test_every_plan_obeys_the_rules_and_fits(name: str, config: str, gpu: str) -
     for plan in found.plans:
         r = plan.recipe.resources
         assert r.servers * r.server_tensor_parallel + r.learner_ranks == 80
-        assert not impossible(plan.recipe)
-        assert not impossible_for(plan.recipe.model, asked.shape.megatron_sizes())
+        assert not list(impossible(plan.recipe))
+        assert not list(impossible_for(plan.recipe.model, asked.shape.megatron_sizes()))
         assert plan.learner.total <= room
         assert plan.server.weights + plan.server.kv + plan.server.transient <= room
         assert plan.server.kv_tokens >= plan.recipe.length.context_tokens
