@@ -33,7 +33,6 @@ from megarl.core.base.ranks import bound_store, from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.families import Family
 from megarl.core.server.client import Fleet, ServerClient, ServerSaid, collect
-from megarl.core.server.served import rotary_head_dim
 from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, texts, with_last
 
 log = logging.getLogger(__name__)
@@ -109,9 +108,8 @@ class ProcessGroupTransport:
             if failed or versions != self._versions:
                 self._leave(fleet)
         errors = from_rank_0(texts(fleet.each(alive, lambda server: server.begin())[1]) if leader else {})
-        for _ in range(
-            len(ids) + 1
-        ):  # each attempt loses a server, or is the last; one more if a group breaks by itself
+        # Each attempt loses a server, or is the last; one more if a group breaks by itself.
+        for _ in range(len(ids) + 1):
             alive = tuple(i for i in alive if i not in errors)
             if not alive:
                 break
@@ -151,7 +149,7 @@ class ProcessGroupTransport:
             deque(exported, maxlen=0)
             return
         self._join(attempt, fleet, ids)
-        sums = SentChecksums(rotary_head_dim(self._family.architecture))
+        sums = SentChecksums(self._family.architecture)
         under_way: _Transfer | None = None
         for bucket, last in with_last(buckets(sums.watch(exported), self._bucket_bytes)):
             self._finish(attempt, under_way)
