@@ -491,9 +491,10 @@ class Fleet:
     def start[T](self, ids: Iterable[int], call: Call[T]) -> dict[int, Future[T]]:
         return {i: asyncio.run_coroutine_threadsafe(self._named(call, self.servers[i]), self._loop) for i in ids}
 
-    def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, MegarlError]]:
-        """Return results and errors by server id."""
-        return collect(self.start(ids, call))
+    def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, str]]:
+        """Return results and texts of errors by server id."""
+        results, errors = collect(self.start(ids, call))
+        return results, {i: str(error) for i, error in errors.items()}
 
     def close(self) -> None:
         """Drop all connections and the calls on them."""

@@ -33,7 +33,7 @@ from megarl.core.base.ranks import bound_store, from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.families import Family
 from megarl.core.server.client import Fleet, ServerClient, ServerSaid, collect
-from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, texts, with_last
+from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, with_last
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class ProcessGroupTransport:
             versions, failed = fleet.each(alive, lambda server: server.served_version())
             if failed or versions != self._versions:
                 self._leave(fleet)
-        errors = from_rank_0(texts(fleet.each(alive, lambda server: server.begin())[1]) if leader else {})
+        errors = from_rank_0(fleet.each(alive, lambda server: server.begin())[1] if leader else {})
         # Each attempt loses a server, or is the last; one more if a group breaks by itself.
         for _ in range(len(ids) + 1):
             alive = tuple(i for i in alive if i not in errors)
@@ -117,7 +117,7 @@ class ProcessGroupTransport:
             errors |= attempt.failed
             if not attempt.failed and not attempt.interrupted:
                 if leader:
-                    errors |= texts(fleet.each(alive, lambda server: server.end())[1])
+                    errors |= fleet.each(alive, lambda server: server.end())[1]
                 self._versions = dict.fromkeys(alive, version)
                 return Sent(from_rank_0(errors), attempt.checksums, attempt.bytes)
             why = (attempt.failed or attempt.interrupted).values()
@@ -190,7 +190,7 @@ class ProcessGroupTransport:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if backend == "nccl":
             mine = device.of_rank()
-            attempt.add(fleet.each(ids, lambda server: refuse_one_gpu(server, mine))[1])
+            attempt.add(collect(fleet.start(ids, lambda server: refuse_one_gpu(server, mine)))[1])
             if attempt.broken:
                 return
         # Servers listen only on the run's network, so our address as one of them reaches us is on it, and all reach us there.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megarl.core.base.architecture import Architecture
-from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
 from megarl.core.server.client import Fleet, ServerClient
@@ -32,10 +31,6 @@ class Transport(Protocol):
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
         """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
-
-
-def texts(errors: Mapping[int, MegarlError]) -> dict[int, str]:
-    return {i: str(error) for i, error in errors.items()}
 
 
 def open_fleet(servers: Iterable[ServerAddress], endpoints: Endpoints, limit_s: float, version: int) -> Fleet:
