@@ -82,11 +82,13 @@ class Admission:
 
     def finish(self, ticket: int) -> None:
         """Mark the ticket's group as complete or void: it fills its slot. ValueError unless it is unfinished."""
-        self._settle(ticket)
+        if ticket not in self._unfinished:
+            raise ValueError(f"ticket {ticket} is not unfinished: never admitted, or finished or removed already")
+        del self._unfinished[ticket]
 
     def remove(self, ticket: int) -> None:
         """Take the ticket out of its slot. ValueError unless it is unfinished: a finished ticket may already be in a batch."""
-        self._settle(ticket)
+        self.finish(ticket)
         del self.queue[self._index(ticket)]
 
     def batch(self, step: int) -> tuple[int, ...] | None:
@@ -96,9 +98,8 @@ class Admission:
         """
         first = step * self.prompts_per_batch - self.forgotten
         if first < 0:
-            raise ValueError(
-                f"batch {step} is forgotten; the oldest kept is {self.forgotten // self.prompts_per_batch}"
-            )
+            oldest = self.forgotten // self.prompts_per_batch
+            raise ValueError(f"batch {step} is forgotten; the oldest kept is {oldest}")
         tickets = tuple(self.queue[first : first + self.prompts_per_batch])
         if len(tickets) < self.prompts_per_batch:
             return None
@@ -129,10 +130,3 @@ class Admission:
         if index == len(self.queue) or self.queue[index] != ticket:
             raise ValueError(f"ticket {ticket} is not in the queue: removed, forgotten or never admitted")
         return index
-
-    def _settle(self, ticket: int) -> None:
-        if ticket not in self._unfinished:
-            raise ValueError(
-                f"ticket {ticket} is not unfinished: it was never admitted, or is finished or removed already"
-            )
-        del self._unfinished[ticket]

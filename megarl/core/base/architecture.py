@@ -107,19 +107,9 @@ class Architecture:
         return self.hidden * (2 * self.query + 2 * self.key)
 
     @property
-    def mlp_parameters(self) -> int:
-        """gate, up and down of one dense layer."""
-        return 3 * self.hidden * self.feed_forward
-
-    @property
     def expert_parameters(self) -> int:
         """Parameters of one routed expert in one layer: gate, up and down."""
         return 3 * self.hidden * self.expert_feed_forward
-
-    @property
-    def shared_parameters(self) -> int:
-        """The shared expert and the router of one layer with experts."""
-        return 3 * self.hidden * self.shared_feed_forward + self.hidden * self.experts
 
     @property
     def embedding_parameters(self) -> int:
@@ -135,8 +125,9 @@ class Architecture:
     @property
     def dense_parameters(self) -> int:
         """All but routed experts, embedding and head: attention, MLPs, shared experts, routers, norms."""
-        mlps = (self.layers - self.moe_layers) * self.mlp_parameters + self.moe_layers * self.shared_parameters
-        return self.layers * self.attention_parameters + mlps + self.vector_parameters
+        dense = (self.layers - self.moe_layers) * 3 * self.feed_forward
+        shared = self.moe_layers * (3 * self.shared_feed_forward + self.experts)
+        return self.layers * self.attention_parameters + self.hidden * (dense + shared) + self.vector_parameters
 
     @property
     def routed_parameters(self) -> int:
@@ -181,22 +172,16 @@ class Architecture:
         return sizes
 
 
-def known() -> list[str]:
-    """Names of the public configurations that come with megarl."""
-    return sorted(path.stem for path in CONFIGS.glob("*.json"))
-
-
 def read(name_or_path: str) -> Architecture:
-    """The model of a known name, of a config.json, or of a directory that has one."""
-    path = Path(name_or_path)
-    if name_or_path in known():
-        path = CONFIGS / f"{name_or_path}.json"
-    elif path.is_dir():
+    """The model of a name in CONFIGS, of a config.json, or of a directory that has one."""
+    known = {path.stem: path for path in CONFIGS.glob("*.json")}
+    path = known.get(name_or_path, Path(name_or_path))
+    if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
         raise MegarlError(
             f"--model-config: {name_or_path!r} is neither a config.json, nor a directory with one, nor a known name "
-            f"({', '.join(known())})"
+            f"({', '.join(sorted(known))})"
         )
     return of(read_json(path), path)
 

@@ -58,15 +58,12 @@ class Grader(Protocol):
 
         Raises GraderDown if one of the graders is unavailable.
         """
-        ...
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
         """Grade by the task's own grader or environment alone, as an evaluation needs."""
-        ...
 
     async def agrees(self, answer: str, expected: str) -> bool:
         """Return whether the answer would be right if this were expected."""
-        ...
 
 
 class Graders(Protocol):
@@ -135,7 +132,6 @@ class Environment(Protocol):
 
     async def step(self, tokens: np.ndarray) -> Observation:
         """Answer a turn. tokens [n] int32, the end or stop token included."""
-        ...
 
     async def reward(self) -> Verdict | None:
         """Judge after the last turn; None leaves it to the task's grader, which judges the text of the last message."""
@@ -157,19 +153,15 @@ class PlayedEnvironment(Protocol):
 
     def played(self, prompt: Prompt) -> AbstractAsyncContextManager[None]:
         """Play from reset to close."""
-        ...
 
     async def step(self, tokens: np.ndarray) -> Observation:
         """Return the environment's answer to a turn [n]."""
-        ...
 
     async def reward(self) -> Verdict | None:
         """Return the environment's verdict after the last turn, if it has one."""
-        ...
 
     def told(self, turns: int, limited: bool) -> Episode:
         """Return the record of an episode of this many turns. limited: the limit on turns ended it."""
-        ...
 
 
 class Environments(Protocol):
@@ -177,7 +169,6 @@ class Environments(Protocol):
 
     def of(self, task: str) -> PlayedEnvironment | None:
         """Return a new environment for an episode of this task; None if its rollouts have a single turn."""
-        ...
 
     def close(self) -> None:
         """End the environments' processes."""

@@ -16,20 +16,15 @@ class DeviceIdentity(msgspec.Struct, frozen=True):
 
 def here() -> DeviceIdentity:
     """Identify this process with all GPUs that it sees."""
-    import torch
+    from torch import cuda
 
-    return DeviceIdentity(BOOT_ID.read_text().strip(), tuple(map(_uuid, range(torch.cuda.device_count()))))
+    uuids = (str(cuda.get_device_properties(device).uuid) for device in range(cuda.device_count()))
+    return DeviceIdentity(BOOT_ID.read_text().strip(), tuple(uuids))
 
 
 def of_rank() -> DeviceIdentity:
     """Identify this process with the GPU that it computes on."""
-    import torch
+    from torch import cuda
 
-    mine = (_uuid(torch.cuda.current_device()),) if torch.cuda.is_available() else ()
-    return DeviceIdentity(BOOT_ID.read_text().strip(), mine)
-
-
-def _uuid(device: int) -> str:
-    import torch
-
-    return str(torch.cuda.get_device_properties(device).uuid)
+    seen = here()
+    return DeviceIdentity(seen.machine, (seen.gpus[cuda.current_device()],) if seen.gpus else ())

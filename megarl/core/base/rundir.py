@@ -168,10 +168,8 @@ def complete(checkpoints: Path) -> list[Path]:
     """Return the complete checkpoints in RUN/checkpoints, oldest first."""
     if not checkpoints.is_dir():
         return []
-    steps = [
-        (int(m[1]), p) for p in checkpoints.iterdir() if (m := CHECKPOINT.fullmatch(p.name)) and (p / META).is_file()
-    ]
-    return [path for _, path in sorted(steps)]
+    named = (path for path in checkpoints.iterdir() if CHECKPOINT.fullmatch(path.name))
+    return sorted((path for path in named if (path / META).is_file()), key=step_of)
 
 
 @contextmanager
@@ -277,7 +275,7 @@ def scores(rows: Iterable[Row]) -> dict[int, Row]:
     """Return the latest eval.jsonl row for each step: numbers, and two texts. Incomplete rows are skipped."""
     result = {}
     for step, row in by_step(row for row in rows if not lacking(row)).items():
-        kept = {k: v for k, v in row.items() if (isinstance(v, str) if k in TEXTS else is_figure(v))}
+        kept = {k: v for k, v in row.items() if k in TEXTS or is_figure(v)}
         foretold = all(name in kept for name in FORECAST) and kept["predicted_hours"] > 0
         result[step] = kept if foretold else {k: v for k, v in kept.items() if k not in FORECAST}
     return result

@@ -62,10 +62,6 @@ class Tokenizer:
         backend.encode_special_tokens = True
         return replace(self, backend=backend)
 
-    def __len__(self) -> int:
-        size: int = self.backend.get_vocab_size()
-        return size
-
 
 def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
     """Load the tokenizer saved in `hf_dir`; MegarlError if there is none, or it names no end token."""

@@ -11,6 +11,7 @@ A rollout grows as a list of segments; a request that continues elsewhere only a
 
 import hashlib
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -42,22 +43,15 @@ def put_in(phrase: np.ndarray, version: int) -> Segment:
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """Join neighbouring segments of one origin, because each request starts a new one."""
-    runs: list[list[Segment]] = []
-    for segment in segments:
-        if runs and (runs[-1][-1].weight_version, runs[-1][-1].trained) == (segment.weight_version, segment.trained):
-            runs[-1].append(segment)
-        else:
-            runs.append([segment])
     return tuple(
-        run[0]
-        if len(run) == 1
-        else Segment(
+        Segment(
             tokens=np.concatenate([s.tokens for s in run]),
             logprobs=np.concatenate([s.logprobs for s in run]),
-            weight_version=run[0].weight_version,
-            trained=run[0].trained,
+            weight_version=version,
+            trained=trained,
         )
-        for run in runs
+        for (version, trained), same in groupby(segments, key=lambda s: (s.weight_version, s.trained))
+        if (run := list(same))
     )
 
 

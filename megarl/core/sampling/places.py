@@ -43,7 +43,7 @@ class Claim:
         if self.granted.done() and not self.granted.cancelled():
             self.places.give_back(self.granted.result()[0])
         self.granted.cancel()
-        self.places.forget(self)
+        self.places.claims = [c for c in self.places.claims if c is not self]
 
 
 @dataclass
@@ -76,23 +76,19 @@ class Places:
         self.membership = membership
         self.limit = limit
         self.use = {server: Use() for server in membership.members}
-        self._claims: list[Claim] = []
+        self.claims: list[Claim] = []
         self.changed = asyncio.Event()
 
     def claim(self, order: Order, may_use: MayUse) -> Claim:
         """Return a claim on a place, to be awaited or dropped. It needs a running event loop."""
         claim = Claim(order, may_use, asyncio.get_running_loop().create_future(), self)
-        insort(self._claims, claim, key=lambda c: c.order)
+        insort(self.claims, claim, key=lambda c: c.order)
         self.refresh()
         return claim
 
     async def take(self, order: Order, may_use: MayUse) -> tuple[int, int]:
         """Wait for a place and return (server, version of its weights). It must be given back."""
         return await self.claim(order, may_use).place()
-
-    def forget(self, claim: Claim) -> None:
-        """Stop looking for a place for this claim."""
-        self._claims = [c for c in self._claims if c is not claim]
 
     def give_back(self, server: int) -> None:
         self.use[server].change(-1)
@@ -103,10 +99,10 @@ class Places:
         self.changed.set()
         clean = self.membership.clean()
         free = {s: self.limit - self.use[s].running for s in clean if self.use[s].running < self.limit}
-        if not free or not self._claims:
+        if not free or not self.claims:
             return
         left = []
-        for claim in self._claims:
+        for claim in self.claims:
             if claim.granted.cancelled():
                 continue
             suited = [s for s in free if claim.may_use(s, clean[s])]
@@ -119,21 +115,17 @@ class Places:
             free[server] -= 1
             if not free[server]:
                 del free[server]
-        self._claims = left
+        self.claims = left
 
     def free(self, version_suits: Callable[[int], bool]) -> int:
         """Return the places left on servers of suitable version when all claims are met; negative if there are more claims."""
         clean = self.membership.clean()
-        return sum(self.limit - self.use[s].running for s, v in clean.items() if version_suits(v)) - len(self._claims)
+        return sum(self.limit - self.use[s].running for s, v in clean.items() if version_suits(v)) - len(self.claims)
 
     def emptiest(self, version_suits: Callable[[int], bool]) -> int | None:
         """Return the server with most free places among those of suitable version."""
         suited = [s for s, v in self.membership.clean().items() if version_suits(v)]
         return min(suited, key=lambda s: self.use[s].running, default=None)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._claims)
 
 
 class GroupPlaces:

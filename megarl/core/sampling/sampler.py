@@ -27,7 +27,7 @@ from megarl.core.base.types import Episode, Finish, Prompt, Segment
 from megarl.core.recipe import Recipe
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Order, Places
-from megarl.core.server.client import Generation, ServerClient, ServerLost, ServerRefused
+from megarl.core.server.client import ServerClient, ServerLost, ServerRefused
 from megarl.core.telemetry.spans import UNRECORDED, Spans
 
 MAX_RETRIES = 5
@@ -206,7 +206,16 @@ class Sampler:
             self._spans.open(f"server {server}/requests", name, begin)
             life = self.watcher.life(server)
             try:
-                generation = await self._request(server, job, done, limit, stop_tokens)
+                generation = await self.clients[server].generate(
+                    np.concatenate([job.prompt.tokens, done.tokens]),
+                    limit,
+                    temperature=job.temperature,
+                    top_p=job.top_p,
+                    stop_token_ids=stop_tokens,
+                    cache_salt=job.salt,
+                    # What a lost request has left unknown, the next one tells.
+                    routing_from=None if job.routed is None else done.rows,
+                )
                 segments = length_control.sampled(generation.tokens, generation.logprobs, generation.spans)
                 finish: Finish | None = generation.finish
                 if job.routed is not None:
@@ -216,7 +225,8 @@ class Sampler:
                 done.retries += 1
                 if done.retries > MAX_RETRIES:
                     raise Void(f"{done.retries} requests were lost, the last: {lost}") from None
-                segments = _salvaged(lost, version)
+                # The version at sending: a later one is not known, and an older one only looks staler.
+                segments = length_control.sampled(lost.tokens, lost.logprobs, [(version, 0, len(lost.tokens))])
                 finish = "stop" if len(lost.tokens) and int(lost.tokens[-1]) in stop_tokens else None
             except ServerRefused as refused:
                 raise Void(str(refused)) from None
@@ -232,22 +242,3 @@ class Sampler:
                 done.finish = finish
                 return finish == "stop"
         return False
-
-    async def _request(
-        self, server: int, job: Job, done: Completion, limit: int, stop_tokens: tuple[int, ...]
-    ) -> Generation:
-        return await self.clients[server].generate(
-            np.concatenate([job.prompt.tokens, done.tokens]),
-            limit,
-            temperature=job.temperature,
-            top_p=job.top_p,
-            stop_token_ids=stop_tokens,
-            cache_salt=job.salt,
-            # What a lost request has left unknown, the next one tells.
-            routing_from=None if job.routed is None else done.rows,
-        )
-
-
-def _salvaged(lost: ServerLost, version: int) -> list[Segment]:
-    """Keep what had arrived, with the version at sending: a later one is not known, and an older one only looks staler."""
-    return length_control.sampled(lost.tokens, lost.logprobs, [(version, 0, len(lost.tokens))])

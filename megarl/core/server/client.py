@@ -42,9 +42,7 @@ HEALTH_LIMIT_S = 5.0
 CONTROL_LIMIT_S = 30.0
 """Limit of calls whose duration does not depend on the model, unless the client's own limit is shorter."""
 KEEP_ALIVE_S = 2.0
-"""Idle connections are dropped after this time. The server closes them after 5 s, and a request on a closed one would be
-lost.
-"""
+"""Idle connections are dropped after this time. The server closes them after 5 s; a request on a closed one would be lost."""
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
 TOP_K_WITH_TOP_P = 4096
 """SGLang reports the sampling support only for a bounded number of candidates; top_p seldom leaves as many."""
@@ -109,7 +107,7 @@ class _ReportedSpan(msgspec.Struct):
 
 
 class _Finish(msgspec.Struct):
-    type: str
+    type: Literal["stop", "length", "abort"]
     message: str | None = None
     status_code: int | None = None
 
@@ -183,9 +181,7 @@ class ServerClient:
     """
 
     def __init__(self, address: ServerAddress, api_key: str, admin_key: str, timeout_s: float) -> None:
-        """timeout_s limits one request to its last token (serving.request_timeout_s) and one call that moves weights
-        (weights.timeout_s).
-        """
+        """timeout_s: for one request to its last token (serving.request_timeout_s), and one call that moves weights."""
         self.address = address
         self._api_key, self._admin_key = api_key, admin_key
         self._timeout_s = timeout_s
@@ -246,9 +242,9 @@ class ServerClient:
                 chunk = _decode_chunk(event)
                 if chunk.error is not None:
                     raise self._refusal_or_loss(chunk.error.code, chunk.error.message, received)
-                if chunk.meta_info.finish_reason is not None:
-                    return self._finished(chunk, received)
                 received.add(chunk)
+                if (finish := chunk.meta_info.finish_reason) is not None:
+                    return self._finished(finish, chunk.meta_info, received)
         raise ServerLost(f"{self.address.url} ended a stream before its last token", *received.joined())
 
     async def score(
@@ -302,19 +298,15 @@ class ServerClient:
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise ServerLost(f"{url} was lost: {type(error).__name__}: {error}", *received.joined()) from None
 
-    def _finished(self, chunk: _Chunk, received: _Received) -> Generation:
-        received.add(chunk)
+    def _finished(self, finish: _Finish, meta: _Meta, received: _Received) -> Generation:
         tokens, logprobs = received.joined()
-        finish = chunk.meta_info.finish_reason
-        if finish is None or finish.type not in ("stop", "length"):
-            reason = finish.message if finish is not None else "no finish reason"
-            if finish is not None and finish.status_code in REFUSALS:
-                raise ServerRefused(f"{self.address.url} refused a request: {reason}")
+        if finish.type == "abort":
+            if finish.status_code in REFUSALS:
+                raise ServerRefused(f"{self.address.url} refused a request: {finish.message}")
             # A request aborted while its server was paused still gets one token, from weights that may be half replaced.
-            raise ServerLost(f"{self.address.url} aborted a request: {reason}", tokens[:-1], logprobs[:-1])
-        spans = tuple(VersionSpan(int(s.version), s.start, s.end) for s in chunk.meta_info.weight_versions)
-        ended: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
-        return Generation(tokens, logprobs, spans, ended, chunk.meta_info.routed_experts)
+            raise ServerLost(f"{self.address.url} aborted a request: {finish.message}", tokens[:-1], logprobs[:-1])
+        spans = tuple(VersionSpan(int(s.version), s.start, s.end) for s in meta.weight_versions)
+        return Generation(tokens, logprobs, spans, finish.type, meta.routed_experts)
 
     def _refusal_or_loss(self, status: int, text: str, received: _Received) -> MegarlError:
         if status in REFUSALS:
@@ -403,9 +395,7 @@ class ServerClient:
         await self._call("load from disk", "/update_weights_from_disk", body, self._timeout_s)
 
     async def checksums(self) -> tuple[str, dict[str, str] | None]:
-        """Return one checksum over all ranks, and with tensor_parallel 1, where a rank holds whole parameters, one by
-        parameter.
-        """
+        """Return one checksum over all ranks, and each parameter's with tensor_parallel 1, where a rank holds it whole."""
         said = await self._call("checksum", "/weights_checker", {"action": "checksum"}, self._timeout_s)
         ranks = said["ranks"]
         return said["per_engine_checksum"], ranks[0]["checksums"] if len(ranks) == 1 else None
@@ -415,9 +405,7 @@ class ServerClient:
         return msgspec.convert(await self._call("ask where it is", "/whereabouts"), DeviceIdentity)
 
     async def release_memory(self) -> None:
-        """Release the memory of keys and values, while the server is paused with its requests retracted. Repeating it is
-        harmless.
-        """
+        """Release the memory of keys and values of a server paused with its requests retracted. Repeating it is harmless."""
         await self._call("release memory", "/release_memory_occupation", {"tags": ["kv_cache"]})
 
     async def resume_memory(self) -> None:
@@ -503,9 +491,10 @@ class Fleet:
     def start[T](self, ids: Iterable[int], call: Call[T]) -> dict[int, Future[T]]:
         return {i: asyncio.run_coroutine_threadsafe(self._named(call, self.servers[i]), self._loop) for i in ids}
 
-    def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, MegarlError]]:
-        """Return results and errors by server id."""
-        return collect(self.start(ids, call))
+    def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, str]]:
+        """Return results and texts of errors by server id."""
+        results, errors = collect(self.start(ids, call))
+        return results, {i: str(error) for i, error in errors.items()}
 
     def close(self) -> None:
         """Drop all connections and the calls on them."""

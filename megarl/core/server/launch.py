@@ -73,8 +73,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
             execute_warmup_func=lambda _: asyncio.run(warm_up(f"http://{host}:{port}", endpoints)),
         )
     except SystemExit:
-        # Uvicorn's, of a port that somebody took since the check. The warm-up, which then asks that somebody, would keep this
-        # process for minutes.
+        # Uvicorn's, of a port taken since the check. The warm-up, which asks whoever took it, would go on for minutes.
         kill_process_tree(os.getpid(), include_parent=False)
         os._exit(1)
     finally:
@@ -95,14 +94,13 @@ async def warm_up(url: str, endpoints: Endpoints) -> bool:
         while time.monotonic() < until:
             try:
                 await client.warm_up()
+                get_global_state().tokenizer_manager.server_status = ServerStatus.Up
+                return True
             except ServerSaid:
                 logging.getLogger(__name__).exception("the first request failed")
                 return False
             except MegarlError:  # the port is not open yet
                 await asyncio.sleep(0.05)
-            else:
-                get_global_state().tokenizer_manager.server_status = ServerStatus.Up
-                return True
     return False
 
 
@@ -110,10 +108,9 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, object]:
     """Return the ServerArgs for a GPU that the server shares with the learner."""
     if not cuda:
         return {}
-    found: dict[str, object] = {"enable_memory_saver": recipe.serving.release_memory}
-    if recipe.serving.memory_fraction is not None:
-        found["mem_fraction_static"] = static_fraction(recipe.serving.memory_fraction, free_and_total())
-    return found
+    share = recipe.serving.memory_fraction
+    static = {} if share is None else {"mem_fraction_static": static_fraction(share, free_and_total())}
+    return {"enable_memory_saver": recipe.serving.release_memory, **static}
 
 
 def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dict[str, str]:
@@ -129,9 +126,8 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dic
         first = index * ranks * threads
         owned = [[str(cores[(first + r * threads + t) % len(cores)]) for t in range(threads)] for r in range(ranks)]
         cpu["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(dict.fromkeys(rank)) for rank in owned)
-        cpu["SGLANG_NCCL_SO_PATH"] = (
-            "/nonexistent"  # the CUDA build of torch brings an NCCL that SGLang would try on the CPU
-        )
+        # The CUDA build of torch brings an NCCL that SGLang would try on the CPU.
+        cpu["SGLANG_NCCL_SO_PATH"] = "/nonexistent"
     return common | cpu
 
 
@@ -184,8 +180,7 @@ MIB_A_GIB = 1024
 def free_and_total() -> list[tuple[int, int]]:
     """Return free and total MiB of each visible GPU. nvidia-smi tells, because asking CUDA would take some of it."""
     command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible:
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")
     try:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout.splitlines()

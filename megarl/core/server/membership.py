@@ -64,9 +64,7 @@ class Membership:
             member.state, member.version, member.incarnation = "publishing", version, incarnation
 
     def published(self, server: int, version: int, incarnation: str, error: str) -> bool:
-        """Note the learner's result and return whether the server is clean now. A result that is no longer awaited changes
-        nothing.
-        """
+        """Note the learner's result, unless it is no longer awaited, and return whether it has made the server clean."""
         member = self.members.get(server)
         if member is None or (member.state, member.version, member.incarnation) != ("publishing", version, incarnation):
             return False
@@ -99,9 +97,7 @@ class Membership:
         return {s: m.version for s, m in self.members.items() if m.state == "clean"}
 
     def clean_version(self, server: int | None) -> int | None:
-        """Return this server's version if it may be sent requests, without a look at the others: this is asked for every
-        request.
-        """
+        """Return this server's version if it may be sent requests. No look at the others: every request asks this."""
         member = self.members.get(server) if server is not None else None
         return member.version if member is not None and member.state == "clean" else None
 

@@ -14,7 +14,7 @@ SGLang's own check is not enough: anybody may make it generate (/health_generate
 its arguments, and other calls unpickle input or write files. The one unpickling call that we let through takes handles to
 this machine's memory, which nobody elsewhere can have.
 
-`Answers` replies in SGLang's place:
+`OwnReplies` replies in SGLang's place:
 
     GET  /whereabouts                                           its machine and GPUs
     GET  /health                                                yes, while it is paused
@@ -28,10 +28,12 @@ did.
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.rundir import Endpoints
@@ -63,16 +65,9 @@ LOCAL = frozenset({("POST", "/update_weights_from_tensor")})
 FREEZE = ("POST", "/freeze_gc")
 """Moves the objects made at the start out of the garbage collector's sight. SGLang calls it without a key."""
 
-type Message = MutableMapping[str, Any]
-type Receive = Callable[[], Awaitable[Message]]
-type Send = Callable[[Message], Awaitable[None]]
-type App = Callable[[Message, Receive, Send], Awaitable[None]]
-
 
 def status(method: str, path: str, authorization: bytes, endpoints: Endpoints, handles: bool) -> int:
-    """Return 200 to let the call through, 401 if it needs another key, 404 if nobody may make it. handles: the caller may
-    send them.
-    """
+    """Return 200 to let a call through, 401 if it needs another key, 404 for nobody. handles: this caller may send them."""
     call = (method, path)
     if call in OPEN:
         return 200
@@ -124,37 +119,16 @@ def nonsense(body: bytes, vocabulary: int) -> str:
     return ""
 
 
-async def _whole(receive: Receive) -> tuple[bytes, Receive]:
-    """Return the body of a request, and a `receive` that delivers it again."""
-    parts, more = list[bytes](), True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            break  # the client has gone; the app would learn it next
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    body, given = b"".join(parts), False
-
-    async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return body, again
-
-
 class Gate:
     """ASGI middleware that checks keys. refused: rejected requests, which the server's log counts."""
 
-    def __init__(self, app: App, endpoints: Endpoints, handles: bool, vocabulary: int) -> None:
+    def __init__(self, app: ASGIApp, endpoints: Endpoints, handles: bool, vocabulary: int) -> None:
         """handles: whether a learner on this machine passes memory handles. vocabulary: the model's number of tokens."""
         self._app, self._endpoints, self._handles, self._vocabulary = app, endpoints, handles, vocabulary
         self.refused = 0
         self._frozen = False
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
@@ -168,21 +142,34 @@ class Gate:
             self._frozen, code = True, 200
         said = "Unauthorized" if code == 401 else "Not Found"
         if code == 200 and scope["path"] == "/generate":
-            body, receive = await _whole(receive)
+            try:
+                body = await Request(scope, receive).body()
+            except ClientDisconnect:
+                return None
             if said := nonsense(body, self._vocabulary):
                 code = 400
+            receive = _again(body, receive)
         if code == 200:
             return await self._app(scope, receive, send)
         self._refuse(f"{scope['method']} {scope['path']!r:.100}: {code}{': ' + said if code == 400 else ''}", scope)
-        await send({"type": "http.response.start", "status": code, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": msgspec.json.encode({"error": said})})
+        await JSONResponse({"error": said}, code)(scope, receive, send)
 
-    def _refuse(self, what: str, scope: Message) -> None:
+    def _refuse(self, what: str, scope: Scope) -> None:
         self.refused += 1
         if self.refused & (self.refused - 1) == 0:  # somebody who tries on and on must not fill the log
             log.warning(
                 "requests refused so far: %d, this one from %s: %s", self.refused, (scope.get("client") or "?")[0], what
             )
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that delivers a body that was read, then what follows it."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return first.pop() if first else await receive()
+
+    return again
 
 
 PAUSED = {"/pause_generation": True, "/continue_generation": False}
@@ -192,17 +179,18 @@ RELEASED = {"/release_memory_occupation": True, "/resume_memory_occupation": Fal
 class OwnReplies:
     """ASGI middleware that replies in SGLang's place."""
 
-    def __init__(self, app: App, place: DeviceIdentity) -> None:
-        self._app, self._place = app, msgspec.json.encode(place)
+    def __init__(self, app: ASGIApp, place: DeviceIdentity) -> None:
+        self._app = app
+        self._place = Response(msgspec.json.encode(place), media_type="application/json")
         self._paused = self._released = False
         self._one_at_a_time = asyncio.Lock()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         if path == "/whereabouts":
-            return await _answer(send, self._place)
+            return await self._place(scope, receive, send)
         if path == "/health" and self._paused:
-            return await _answer(send, b"null")
+            return await JSONResponse(None)(scope, receive, send)
         if path in PAUSED:
             self._paused = PAUSED[path]
         if path not in RELEASED:
@@ -210,7 +198,7 @@ class OwnReplies:
         async with self._one_at_a_time:
             wanted = RELEASED[path]
             if wanted == self._released:
-                return await _answer(send, b"null")
+                return await JSONResponse(None)(scope, receive, send)
 
             async def watch(message: Message) -> None:
                 if message["type"] == "http.response.start" and message["status"] == 200:
@@ -218,8 +206,3 @@ class OwnReplies:
                 await send(message)
 
             await self._app(scope, receive, watch)
-
-
-async def _answer(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": body})

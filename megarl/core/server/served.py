@@ -49,17 +49,12 @@ def place(name: str) -> ServedPart:
     return ServedPart(name)
 
 
-def rotary_head_dim(model: Architecture) -> int | None:
-    """Return the head_dim of a model whose q and k the server reorders (Llama 4), else None."""
-    return model.head_dim if model.rope_interleaved else None
-
-
-def as_held(name: str, tensor: Tensor, rotary_head_dim: int | None) -> Tensor:
-    """Return the tensor as the server holds it. rotary_head_dim: see that function."""
+def as_held(name: str, tensor: Tensor, model: Architecture) -> Tensor:
+    """Return the tensor as the server holds it."""
     if _STACKED.search(name):
         return tensor.transpose(1, 2)
-    if rotary_head_dim is not None and name.endswith((".q_proj.weight", ".k_proj.weight")):
-        return rotary_order(tensor, rotary_head_dim)
+    if model.rope_interleaved and name.endswith((".q_proj.weight", ".k_proj.weight")):
+        return rotary_order(tensor, model.head_dim)
     missing = -len(tensor) % VOCABULARY_MULTIPLE if name.endswith(PADDED) else 0
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 

@@ -23,13 +23,11 @@ from torch.multiprocessing import reductions
 from torch.nn import Module
 
 from megarl.core.base import device
-from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import gathered
 from megarl.core.models import hf
 from megarl.core.models.families import Family
 from megarl.core.server.client import Fleet, ServerClient
-from megarl.core.server.served import rotary_head_dim
-from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, texts, with_last
+from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, with_last
 
 DEVICE = 6
 """Index of the device among rebuild_cuda_tensor's arguments. A number means nothing to a process that sees other GPUs, so
@@ -62,25 +60,23 @@ class CudaIpcTransport:
         if not mine:
             deque(exported, maxlen=0)
             return Sent({}, {}, 0)
-        errors = texts(fleet.each(mine, _check_and_begin)[1])
-        sums, size = SentChecksums(rotary_head_dim(self._family.architecture)), 0
+        errors = fleet.each(mine, _check_and_begin)[1]
+        sums, size = SentChecksums(self._family.architecture), 0
         for bucket, last in with_last(buckets(sums.watch(exported), self._bucket_bytes)):
             size += bucket.flat.nbytes
             alive = [i for i in mine if i not in errors]
-            errors |= texts(self._hand_over(fleet, alive, bucket, fleet.version if last else None))
+            errors |= self._hand_over(fleet, alive, bucket, fleet.version if last else None)
         alive = [i for i in mine if i not in errors]
-        errors |= texts(fleet.each(alive, lambda server: server.end())[1])
+        errors |= fleet.each(alive, lambda server: server.end())[1]
         return Sent(errors, sums.expected(), size)
 
-    def _hand_over(
-        self, fleet: Fleet, ids: Sequence[int], bucket: Bucket, complete: int | None
-    ) -> dict[int, MegarlError]:
+    def _hand_over(self, fleet: Fleet, ids: Sequence[int], bucket: Bucket, complete: int | None) -> dict[int, str]:
         """Return the errors once all of them have read the bucket. complete: see ServerClient.take."""
         if bucket.flat.is_cuda:
             torch.cuda.current_stream().synchronize()
         # Each handle counts as a reader of the memory, so every rank of a server has one of its own.
         handles = {i: [handle(bucket) for _ in range(fleet.servers[i].address.tensor_parallel)] for i in ids}
-        errors = fleet.each(ids, lambda server: server.take(handles[server.address.id], complete, self._flush))[1]
+        errors = fleet.each(ids, lambda s: s.take(handles[s.address.id], complete, self._flush))[1]
         if bucket.flat.is_cuda:
             torch.cuda.ipc_collect()
         return errors

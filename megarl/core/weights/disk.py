@@ -15,7 +15,7 @@ from megarl.core.base.ranks import from_rank_0
 from megarl.core.models import hf
 from megarl.core.models.families import Family
 from megarl.core.server.client import Fleet
-from megarl.core.weights.transport import Sent, texts
+from megarl.core.weights.transport import Sent
 
 KEEP = 2
 
@@ -38,7 +38,7 @@ class DiskTransport:
         hf.save(self._chunks, self._family, self._source, path)
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:
-            errors = texts(fleet.each(ids, lambda server: server.load(str(path.resolve()), version, self._flush))[1])
+            errors = fleet.each(ids, lambda server: server.load(str(path.resolve()), version, self._flush))[1]
             others = sorted((p for p in self._directory.glob("v*") if p != path), key=lambda p: p.stat().st_mtime)
             for old in others[: max(0, len(others) + 1 - KEEP)]:
                 shutil.rmtree(old, ignore_errors=True)

@@ -33,8 +33,7 @@ from megarl.core.base.ranks import bound_store, from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.families import Family
 from megarl.core.server.client import Fleet, ServerClient, ServerSaid, collect
-from megarl.core.server.served import rotary_head_dim
-from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, texts, with_last
+from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, with_last
 
 log = logging.getLogger(__name__)
 
@@ -108,10 +107,9 @@ class ProcessGroupTransport:
             versions, failed = fleet.each(alive, lambda server: server.served_version())
             if failed or versions != self._versions:
                 self._leave(fleet)
-        errors = from_rank_0(texts(fleet.each(alive, lambda server: server.begin())[1]) if leader else {})
-        for _ in range(
-            len(ids) + 1
-        ):  # each attempt loses a server, or is the last; one more if a group breaks by itself
+        errors = from_rank_0(fleet.each(alive, lambda server: server.begin())[1] if leader else {})
+        # Each attempt loses a server, or is the last; one more if a group breaks by itself.
+        for _ in range(len(ids) + 1):
             alive = tuple(i for i in alive if i not in errors)
             if not alive:
                 break
@@ -119,7 +117,7 @@ class ProcessGroupTransport:
             errors |= attempt.failed
             if not attempt.failed and not attempt.interrupted:
                 if leader:
-                    errors |= texts(fleet.each(alive, lambda server: server.end())[1])
+                    errors |= fleet.each(alive, lambda server: server.end())[1]
                 self._versions = dict.fromkeys(alive, version)
                 return Sent(from_rank_0(errors), attempt.checksums, attempt.bytes)
             why = (attempt.failed or attempt.interrupted).values()
@@ -151,7 +149,7 @@ class ProcessGroupTransport:
             deque(exported, maxlen=0)
             return
         self._join(attempt, fleet, ids)
-        sums = SentChecksums(rotary_head_dim(self._family.architecture))
+        sums = SentChecksums(self._family.architecture)
         under_way: _Transfer | None = None
         for bucket, last in with_last(buckets(sums.watch(exported), self._bucket_bytes)):
             self._finish(attempt, under_way)
@@ -192,7 +190,7 @@ class ProcessGroupTransport:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if backend == "nccl":
             mine = device.of_rank()
-            attempt.add(fleet.each(ids, lambda server: refuse_one_gpu(server, mine))[1])
+            attempt.add(collect(fleet.start(ids, lambda server: refuse_one_gpu(server, mine)))[1])
             if attempt.broken:
                 return
         # Servers listen only on the run's network, so our address as one of them reaches us is on it, and all reach us there.

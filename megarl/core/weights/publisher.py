@@ -51,7 +51,7 @@ from megarl.core.server.client import Fleet, ServerClient
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
 from megarl.core.weights.disk import DiskTransport
 from megarl.core.weights.process_group import ProcessGroupTransport
-from megarl.core.weights.transport import Sent, Transport, differing, open_fleet, texts
+from megarl.core.weights.transport import Sent, Transport, differing, open_fleet
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Publisher:
         sent: Sent | None = None
         started = time.monotonic()
         try:
-            errors = from_rank_0(texts(fleet.each(fleet.servers, self._stop)[1]) if leader else {})
+            errors = from_rank_0(fleet.each(fleet.servers, self._stop)[1] if leader else {})
             paused = time.monotonic()
             sent = self._transport.send(fleet, [i for i in fleet.servers if i not in errors], command.version)
             errors |= sent.errors
@@ -99,7 +99,7 @@ class Publisher:
             if leader:
                 dirty = [i for i in fleet.servers if sent is None or i in errors]
                 fleet.each(dirty, lambda server: server.abort_all())
-                errors = texts(fleet.each(fleet.servers, lambda server: server.resume())[1]) | errors
+                errors = fleet.each(fleet.servers, lambda server: server.resume())[1] | errors
         resumed = time.monotonic()
         if not leader:
             return None
@@ -126,7 +126,7 @@ class Publisher:
     def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str], version: int) -> dict[int, str]:
         """Return each server's checksum; add to `errors` those that differ from what was sent, or from the other servers'."""
         answers, failed = fleet.each([i for i in fleet.servers if i not in errors], lambda server: server.checksums())
-        errors |= texts(failed)
+        errors |= failed
         for i, (_, parameters) in answers.items():
             if wrong := differing(sent.checksums, parameters or {}):
                 errors[i] = f"publishing version {version} to server {i}: checksum: {len(wrong)} differ, as {wrong[0]}"

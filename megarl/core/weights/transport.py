@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.architecture import Architecture
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
 from megarl.core.server.client import Fleet, ServerClient
@@ -31,10 +31,6 @@ class Transport(Protocol):
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
         """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
-
-
-def texts(errors: Mapping[int, MegarlError]) -> dict[int, str]:
-    return {i: str(error) for i, error in errors.items()}
 
 
 def open_fleet(servers: Iterable[ServerAddress], endpoints: Endpoints, limit_s: float, version: int) -> Fleet:
@@ -91,9 +87,8 @@ class SentChecksums:
     the servers are only compared with each other, and parity (parity.py) compares what they compute with the learner.
     """
 
-    def __init__(self, rotary_head_dim: int | None = None) -> None:
-        """rotary_head_dim: see served.as_held."""
-        self._rotary_head_dim = rotary_head_dim
+    def __init__(self, model: Architecture) -> None:
+        self._model = model
         self._hashes: dict[str, _Running] = {}
         self._unknown: set[str] = set()
 
@@ -101,16 +96,12 @@ class SentChecksums:
         """Pass the tensors on, hashed if they are in the CPU's memory."""
         for name, tensor in tensors:
             if tensor.device.type == "cpu":
-                self._add(name, tensor)
+                (served, position), held = place(name), as_held(name, tensor, self._model)
+                if is_padded_inside(name, held):
+                    self._unknown.add(served)
+                else:
+                    self._hashes.setdefault(served, _Running()).add(position, held)
             yield name, tensor
-
-    def _add(self, name: str, tensor: Tensor) -> None:
-        served, position = place(name)
-        held = as_held(name, tensor, self._rotary_head_dim)
-        if is_padded_inside(name, held):
-            self._unknown.add(served)
-        else:
-            self._hashes.setdefault(served, _Running()).add(position, held)
 
     def expected(self) -> dict[str, str]:
         """Return the checksums by the server's parameter, as /weights_checker writes them."""

@@ -1,20 +1,24 @@
 """Checksums as sent against SHA-256 of the server's parameters, put together here."""
 
 import hashlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from megarl.core.base.architecture import Architecture, read
 from megarl.core.server.served import place
 from megarl.core.weights.transport import SentChecksums, differing
+
+PLAIN = read("qwen3-0.6b")
 
 
 def sha(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def expected(sent: list[tuple[str, Tensor]], rotary_head_dim: int | None = None) -> dict[str, str]:
-    sums = SentChecksums(rotary_head_dim)
+def expected(sent: list[tuple[str, Tensor]], model: Architecture = PLAIN) -> dict[str, str]:
+    sums = SentChecksums(model)
     assert [name for name, _ in sums.watch(sent)] == [name for name, _ in sent]
     return sums.expected()
 
@@ -70,7 +74,7 @@ def test_llama_4_is_turned_and_reordered() -> None:
             ("m.k_proj.weight", k),
             ("m.v_proj.weight", v),
         ],
-        rotary_head_dim=4,
+        replace(PLAIN, rope_interleaved=True, head_dim=4),
     )
     assert sums["m.experts.w13_weight"] == sha(gate_up.transpose(1, 2))
     assert sums["m.experts.w2_weight"] == sha(down.transpose(1, 2))
