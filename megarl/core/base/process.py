@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl.core.base.errors import MegarlError
 
 PR_SET_PDEATHSIG = 1
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SUPERVISOR, NODE = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE"
 """Environment variables of a process that megarl started: its supervisor's pid and, for a role, the name of its node."""
 
@@ -24,6 +25,14 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ignore_late_signals() -> None:
+    """Ignore the signals that end a process, once its work is done: Python restores their default handlers as it exits, and
+    one that came then would make a learner that has saved look killed.
+    """
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def shared_memory_mark(session: int) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
-from megarl.core.base.process import NODE, log_to, start_logging
+from megarl.core.base.process import NODE, ignore_late_signals, log_to, start_logging
 from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl, write_atomically
 from megarl.core.base.types import decode, encode
@@ -85,6 +85,7 @@ def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
         raise
     finally:
         learner.close()
+    ignore_late_signals()
     parallel.stop()
     return 0
 

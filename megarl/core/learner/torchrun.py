@@ -16,9 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
 from megarl.core.base import ranks
-from megarl.core.base.process import SUPERVISOR
+from megarl.core.base.process import ENDING, SUPERVISOR, ignore_late_signals
 
-FOR_RANKS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 OURS = "SIGQUIT"
 
 
@@ -29,7 +28,7 @@ def run(arguments: list[str]) -> int:
     # torchrun sends SIGTERM, and SIGKILL 30 s later.
     SubprocessContext._close = lambda self, death_sig, timeout=30: close(self, signal.SIGKILL, timeout)
     os.environ[SUPERVISOR] = str(os.getpid())  # supervises the ranks, which are `megarl` again
-    for number in FOR_RANKS:
+    for number in ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _pass_on)
     try:
@@ -37,6 +36,8 @@ def run(arguments: list[str]) -> int:
     except ChildFailedError as error:
         status = error.get_first_failure()[1].exitcode
         return status if status > 0 else 128 - status
+    finally:
+        ignore_late_signals()
     return 0
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from megarl.core.base.process import ignore_late_signals
 from megarl.core.base.rundir import RunDir, append_jsonl, read_jsonl, write_atomically
 from megarl.run.process import die_with_supervisor
 
@@ -81,4 +82,6 @@ if __name__ == "__main__":
     if kind != "server":
         signal.signal(signal.SIGTERM, lambda number, _: RunDir(Path(run)).stop(number))
     roles = {"server": server, "controller": controller, "learner": learner}
-    sys.exit(roles[kind](RunDir(Path(run)), int(index), int(steps)))
+    status = roles[kind](RunDir(Path(run)), int(index), int(steps))
+    ignore_late_signals()
+    sys.exit(status)
