@@ -31,6 +31,10 @@ KILL_LIMIT_S = 30.0
 Still = Literal["stopped", "unheard"]
 """Why a role is stuck: one of its processes is stopped, or its node has stopped reporting."""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+ALIKE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""What learner and servers must agree on where they share a node, unless the user has set it for both. NCCL reads a peer's
+memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, SGLang sets 0 in its own processes.
+"""
 COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
 
 
@@ -92,6 +96,7 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         arguments += ["--index", str(role.index), "--port", str(port)]
     threads = "1" if role.kind == "controller" else str(recipe.resources.threads)
     environment: dict[str, str | None] = {
+        **{name: os.environ.get(name, value) for name, value in ALIKE.items()},
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",

@@ -13,6 +13,7 @@ import logging
 import os
 import subprocess
 import time
+from functools import partial
 from urllib.parse import urlsplit
 
 from megarl.core.base.architecture import in_directory
@@ -68,7 +69,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     try:
         launch_server(
             ServerArgs(**engine_arguments(recipe, index, host, port, cuda), **memory_arguments(recipe, cuda)),
-            run_scheduler_process_func=workers.scheduler,
+            run_scheduler_process_func=partial(workers.scheduler, recipe.weights.timeout_s),
             run_detokenizer_process_func=workers.no_detokenizer,
             execute_warmup_func=lambda _: asyncio.run(warm_up(f"http://{host}:{port}", endpoints)),
         )
