@@ -169,6 +169,8 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "enable_metrics": recipe.monitor.prometheus,
         # For routing replay, and to compare the choices of both sides.
         "enable_return_routed_experts": bool(model.experts),
+        # On Blackwell SGLang takes kernels that choose the experts themselves, and nobody learns which.
+        "moe_runner_backend": "triton" if cuda and model.experts else "auto",
         "log_level": "info",
         "log_level_http": "warning",
     }
