@@ -36,7 +36,6 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.models import parallel
 from megarl.core.models.attention import LayerAttention
 from megarl.core.models.layers import CausalAttention, ChunkedTEAttention, RMSNorm, Rope, inverse_frequencies
-from megarl.core.models.products import add_gradients_in_fp32
 from megarl.core.recipe import Model
 from megarl.core.recipe.rules import impossible_for
 from megarl.shims import fp16_on_cpu
@@ -66,7 +65,6 @@ def build(
     if transformer_engine is None:
         transformer_engine = HAVE_TE and torch.cuda.is_available()
     check(model, transformer_engine)
-    add_gradients_in_fp32()
     if model.dtype == "fp16":
         fp16_on_cpu.install()
     config = transformer_config(model, architecture, transformer_engine, recompute)
@@ -132,7 +130,6 @@ def transformer_config(
         variable_seq_lengths=model.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",  # required for dense models too, with variable lengths
         bias_activation_fusion=fused,
-        gradient_accumulation_fusion=True,
         apply_rope_fusion=fused,
     )
 

@@ -5,7 +5,7 @@
 [PP]   Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473
 [Inf]  Pope et al., Efficiently Scaling Transformer Inference, arXiv 2211.05102
 
-Activations are those of megarl's own layers: flash attention, no dropout, gated MLPs, RMS norms, bf16.
+Activations are those of fused kernels: flash attention, no dropout, gated MLPs, RMS norms, bf16.
 In a pipeline the first stage has the most activations in flight and the embedding, the last has one micro-batch in flight and
 the head: the larger of the two counts.
 """
