@@ -154,9 +154,6 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "max_total_tokens": serving.kv_tokens,
         # Scoring for parity must not wait for a slot: as a rollout ends, and after a publication.
         "max_running_requests": serving.max_running_requests + 2 * weights.parity_rollouts,
-        # The overlap schedule computes the first token after an in-place pause with the old weights but labels it with the
-        # new version. A retracted request is recomputed, so there it labels right.
-        "disable_overlap_schedule": weights.pause == "in_place",
         "stream_interval": serving.stream_interval,
         "incremental_streaming_output": True,
         # A weight update may legitimately keep the scheduler busy for weights.timeout_s.

@@ -3,6 +3,7 @@
 With a GPU, SGLang starts them with `spawn`, which imports this module first; without one they are forked.
 """
 
+import logging
 import os
 import threading
 import uuid
@@ -25,7 +26,46 @@ def scheduler(weights_limit_s: float, *args: object, **kwargs: object) -> None:
     ranks.bind_all()
     own_buffers()
     own_groups(weights_limit_s * EARLIER)
+    own_labels()
+    # At each bucket it would warn of all parameters that are not in it: 1.7 TB of logs in a long run of Scout.
+    logging.getLogger("sglang.srt.models.mllama4").setLevel(logging.ERROR)
     run_scheduler_process(*args, **kwargs)
+
+
+def own_labels() -> None:
+    """Label a token that was being computed when a pause in place began with the version that computes it.
+
+    SGLang's schedule takes a result in while the next one is computed. Over the pause one is left in its queue, and would count
+    as computed by the new weights. The pause also waits until the GPU has computed it, before its weights are replaced.
+    """
+    import torch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    pause, change = Scheduler.pause_generation, Scheduler.record_weight_version_change
+
+    def pause_and_wait(self: Any, request: Any) -> None:
+        pause(self, request)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def change_after_what_is_queued(self: Any, new_version: str | None) -> None:
+        before = get_serving().weight_version
+        change(self, new_version)
+        if get_serving().weight_version == before:
+            return
+        for batch, _ in getattr(self, "result_queue", ()):
+            for request in batch.reqs:
+                if request.finished() or request.inflight_middle_chunks > 0:  # of a prompt: no token comes of it
+                    continue
+                if request.output_ids:
+                    request.weight_version_events.pop()
+                tokens = len(request.output_ids) + 1
+                request.weight_version_events.append(WeightVersionEvent(old_version=before, num_output_tokens=tokens))
+
+    Scheduler.pause_generation = pause_and_wait
+    Scheduler.record_weight_version_change = change_after_what_is_queued
 
 
 def own_groups(limit_s: float) -> None:
