@@ -21,6 +21,7 @@ import psutil
 from megarl.core.base.process import NODE, SUPERVISOR
 from megarl.core.base.rundir import RunDir, writing
 from megarl.core.recipe import Recipe
+from megarl.run import devices
 from megarl.run.nodes import Node, here
 from megarl.run.placement import Place
 from megarl.run.process import remove_shared_memory
@@ -101,6 +102,8 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
+        # In this order alone megatron's ranks compute while tensor and sequence parallelism send. SGLang sets 8 for itself.
+        **({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if role.kind == "learner" else {}),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": None,  # else every role compiles all its imports at each start
     }
@@ -119,6 +122,7 @@ class LocalLauncher:
     def start(self, task: RoleCommand, n: int = 0) -> "LocalProcess":
         """Start the task; n: which of its nodes this machine is."""
         own = {SUPERVISOR: str(os.getpid()), NODE: task.place.nodes[n].name}
+        own |= devices.kernel_caches() if task.place.gpus else {}
         with writing(task.log(n)):
             task.log(n).parent.mkdir(parents=True, exist_ok=True)
             with task.log(n).open("ab") as log:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
+from megarl.run import devices
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand, task
 from megarl.run.nodes import here
 from megarl.run.placement import Place
@@ -189,3 +191,15 @@ def test_stopped_process_is_seen(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait_gone()
+
+
+def test_compiled_kernels_are_kept_on_the_node_and_by_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/chosen")
+    found = devices.kernel_caches()
+    (folder,) = tmp_path.iterdir()
+    assert set(found) == set(devices.CACHES) - {"TRITON_CACHE_DIR"}
+    assert all(Path(path).parent == folder for path in found.values())
+    assert folder.stat().st_mode & 0o077 == 0
+    folder.chmod(0o777)  # others could leave their code there
+    assert devices.kernel_caches() == {}
