@@ -24,7 +24,7 @@ from megarl.core.recipe import Recipe
 from megarl.run import devices
 from megarl.run.nodes import Node, here
 from megarl.run.placement import Place
-from megarl.run.process import remove_shared_memory
+from megarl.run.process import remove_abandoned_shared_memory, remove_shared_memory
 from megarl.run.restart import NodeState, Role
 
 KILL_LIMIT_S = 30.0
@@ -123,6 +123,7 @@ class LocalLauncher:
         """Start the task; n: which of its nodes this machine is."""
         own = {SUPERVISOR: str(os.getpid()), NODE: task.place.nodes[n].name}
         own |= devices.kernel_caches() if task.place.gpus else {}
+        remove_abandoned_shared_memory()
         with writing(task.log(n)):
             task.log(n).parent.mkdir(parents=True, exist_ok=True)
             with task.log(n).open("ab") as log:

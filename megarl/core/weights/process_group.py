@@ -142,7 +142,7 @@ class ProcessGroupTransport:
 
     def _send_stage(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
         """Send this stage's buckets from its source; the stage's other ranks take part in gathering the tensors."""
-        exported = hf.export(self._chunks, self._family)
+        exported = hf.export(self._chunks, self._family, stacked=False)
         if not self._source:
             deque(exported, maxlen=0)
             return

@@ -36,7 +36,14 @@ class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
         parameters = dict(self.named_parameters())
         for name, weight in weights:
             prefix, experts, part = name.partition(".experts.")
-            if experts:
+            if experts and part[0].isdigit():  # a published expert [rows, columns]
+                expert, kind, _ = part.split(".")
+                served, shard = {"gate_proj": ("w13_weight", "w1"), "up_proj": ("w13_weight", "w3")}.get(
+                    kind, ("w2_weight", "w2")
+                )
+                parameter = parameters[f"{prefix}.experts.{served}"]
+                parameter.weight_loader(parameter, weight, served, shard_id=shard, expert_id=int(expert))
+            elif experts:
                 served, shards = ("w13_weight", ("w1", "w3")) if part == "gate_up_proj" else ("w2_weight", ("w2",))
                 parameter = parameters[f"{prefix}.experts.{served}"]
                 for shard, stacked in zip(shards, weight.chunk(len(shards), -1), strict=True):
