@@ -71,7 +71,7 @@ def test_parallelism_divides_what_it_should() -> None:
     alone = memory.learner(recipe(model__tensor_parallel=1, model__sequence_parallel=False), EIGHT, tokens, 8)
     four = memory.learner(recipe(), EIGHT, tokens, 8)
     assert four.activations == pytest.approx(alone.activations / 4)
-    assert four.head < alone.head
+    assert four.head == alone.head  # each rank has a chunk of its own columns, and all hidden states
     context = memory.learner(recipe(model__context_parallel=4), EIGHT, tokens, 8)
     assert context.activations == pytest.approx(four.activations / 4)
     assert context.state == four.state  # 16 ranks share the optimiser in both
