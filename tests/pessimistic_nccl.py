@@ -31,6 +31,9 @@ class Late(dist._Work):
     def is_completed(self) -> bool:
         return self.ended.is_set()
 
+    def exception(self) -> None:
+        """Nothing: a peer that is gone is no error yet."""
+
     def wait(self, timeout: timedelta = WITHOUT_LIMIT) -> bool:
         return True
 

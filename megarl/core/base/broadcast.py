@@ -40,7 +40,7 @@ class BroadcastGroup:
         store: dist.TCPStore | None = None,
     ) -> None:  # fmt: skip
         """Meet the others at `address`, where rank 0 holds `store`, and make the communicator."""
-        self.name, self._limit_s = name, limit_s
+        self.name, self._backend, self._limit_s = name, backend, limit_s
         limit = timedelta(seconds=min(FORM_LIMIT_S, limit_s))
         self._store = store or dist.TCPStore(*address, world, False, limit)
         # A store's client does one thing at a time, and that one waits for the others.
@@ -75,7 +75,9 @@ class BroadcastGroup:
     def wait(self, work: dist.Work) -> None:
         """Return when `work` is done on this rank and its bytes can be read."""
         self._until(work.is_completed, "done with a broadcast", self._limit_s)
-        work.wait()  # gloo raises what went wrong; NCCL has this stream wait for its own
+        work.wait()  # gloo raises what went wrong; NCCL has this stream wait for its own, and keeps what went wrong to itself
+        if self._backend != "gloo" and (error := work.exception()):
+            raise RuntimeError(str(error))
 
     def close(self, broken: str = "") -> None:
         """Leave the group. broken: why it cannot be used any more; the others, who may wait in it, are told."""
