@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megarl.core.server.served import rotary_order
 
-
 SHARDS = {"gate_proj": ("w13_weight", "w1"), "up_proj": ("w13_weight", "w3"), "down_proj": ("w2_weight", "w2")}
 
 
