@@ -31,7 +31,8 @@ case "$CONTAINER" in
         IFS=, read -ra folders <<< "$MOUNTS"
         for folder in "${folders[@]}"; do mounts+=("$folder:$folder"); done
         mounts_joined=$(IFS=,; echo "${mounts[*]}")
-        export MEGARL_STEP_OPTIONS="--container-image=$IMAGE --container-mounts=$mounts_joined --container-workdir=$PWD --no-container-entrypoint --no-container-mount-home"
+        # The name has each node unpack the image once, in the first step, and not again for each role.
+        export MEGARL_STEP_OPTIONS="--container-image=$IMAGE --container-name=megarl-$SLURM_JOB_ID --container-mounts=$mounts_joined --container-workdir=$PWD --no-container-entrypoint --no-container-mount-home"
         export MEGARL_STEP_COMMAND=python
         ;;
     apptainer)

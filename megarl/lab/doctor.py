@@ -8,7 +8,9 @@ A `note` costs something or limits runs to the CPU; a `bad` stops every run.
 import importlib.metadata
 import importlib.util
 import os
+import resource
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megarl.core.base.errors import MegarlError
-from megarl.run.devices import gpus
+from megarl.run.devices import gpus, networks
 from megarl.run.process import free_ports
 from megarl.tasks.graders.sandbox import Sandbox
 
@@ -63,7 +65,7 @@ def main() -> int:
 
 
 def examine() -> list[Finding]:
-    return [python(), *map(package, PINS), cuda(), *fused(), bytecode(), *machine(), sandbox()]
+    return [python(), *map(package, PINS), cuda(), *fused(), bytecode(), *machine(), *fabric(), sandbox()]
 
 
 def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
@@ -166,6 +168,35 @@ def machine() -> Iterator[Finding]:
     except OSError as error:
         why = f"cannot listen on 127.0.0.1: {error.strerror}"
         yield Finding("ports", "bad", why, "the roles talk over it; allow it")
+
+
+SLOW = 10_000
+"""Mb/s below which the batches of an 8B run, 50 to 100 MB a step and ten times that with routing replay, take seconds."""
+INFINIBAND, DEVICES = Path("/sys/class/infiniband"), Path("/dev/infiniband")
+
+
+def fabric() -> Iterator[Finding]:
+    """Check what several nodes or GPUs talk over: the network of batches, InfiniBand, NVLink."""
+    speeds = networks()
+    if speeds:
+        slowest, fastest = min(speeds, key=speeds.__getitem__), max(speeds, key=speeds.__getitem__)
+        found = ", ".join(f"{name} {speed / 1000:g} Gb/s" for name, speed in sorted(speeds.items()))
+        advice = ""
+        if speeds[slowest] < SLOW and speeds[fastest] > speeds[slowest]:
+            advice = f"batches take the network that Slurm uses unless told otherwise; set run.interface={fastest}"
+        yield noted("network", found, advice)
+    adapters = sorted(path.name for path in INFINIBAND.glob("*"))
+    if adapters:
+        advice = ""
+        if not any(DEVICES.glob("uverbs*")):
+            advice = "NCCL cannot use it here, and falls back to TCP; in a container: --device=/dev/infiniband"
+        elif resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
+            advice = "memory cannot be locked for it; in a container: --ulimit memlock=-1, else `ulimit -l unlimited`"
+        yield noted("InfiniBand", ", ".join(adapters), advice)
+    if len(gpus()) > 1:
+        said = subprocess.run(["nvidia-smi", "nvlink", "--status"], capture_output=True, text=True, timeout=30).stdout
+        advice = "" if "GB/s" in said else "tensor and expert parallelism go over PCIe; keep model.tensor_parallel at 1"
+        yield noted("NVLink", "between the GPUs" if not advice else "none", advice)
 
 
 def sandbox() -> Finding:

@@ -1,8 +1,17 @@
-"""Which GPUs this machine has. Asks `nvidia-smi`, so the supervisor need not import torch."""
+"""Which GPUs this machine has, how fast its networks are, and where kernels that are compiled here are kept.
+
+Asks `nvidia-smi` and the kernel, so the supervisor need not import torch.
+"""
 
 import os
 import shutil
+import stat
 import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
 
 from megarl.core.recipe import Recipe
 
@@ -27,3 +36,36 @@ def needed(recipe: Recipe) -> int:
     resources = recipe.resources
     servers = 0 if resources.colocate else resources.servers * resources.server_tensor_parallel
     return servers + resources.learner_ranks
+
+
+CACHES = (
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+    "SGLANG_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+)
+
+
+def kernel_caches() -> dict[str, str]:
+    """Return variables that keep compiled kernels in a folder of this node; those that are set already are left out.
+
+    By default they lie in the home directory. On a cluster that is one network file system, where all servers compile the same
+    kernels at the same moment. Empty if someone else owns the folder, since who writes there has his code run by us.
+    """
+    folder = Path(tempfile.gettempdir()) / f"megarl-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        return {}
+    return {name: str(folder / name.lower()) for name in CACHES if name not in os.environ}
+
+
+def networks() -> Mapping[str, int]:
+    """Return the Mb/s of each network interface that is up and has an IPv4 address, loopback and unknown speeds left out."""
+    up = {name: stats.speed for name, stats in psutil.net_if_stats().items() if stats.isup and stats.speed > 0}
+    addresses = psutil.net_if_addrs()
+    return {
+        name: speed for name, speed in up.items()
+        if any(a.family == 2 and not a.address.startswith("127.") for a in addresses.get(name, ()))
+    }  # fmt: skip

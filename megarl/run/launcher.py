@@ -21,9 +21,10 @@ import psutil
 from megarl.core.base.process import NODE, SUPERVISOR
 from megarl.core.base.rundir import RunDir, writing
 from megarl.core.recipe import Recipe
+from megarl.run import devices
 from megarl.run.nodes import Node, here
 from megarl.run.placement import Place
-from megarl.run.process import remove_shared_memory
+from megarl.run.process import remove_abandoned_shared_memory, remove_shared_memory
 from megarl.run.restart import NodeState, Role
 
 KILL_LIMIT_S = 30.0
@@ -31,6 +32,10 @@ KILL_LIMIT_S = 30.0
 Still = Literal["stopped", "unheard"]
 """Why a role is stuck: one of its processes is stopped, or its node has stopped reporting."""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+ALIKE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""What learner and servers must agree on where they share a node, unless the user has set it for both. NCCL reads a peer's
+memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, SGLang sets 0 in its own processes.
+"""
 COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
 
 
@@ -92,10 +97,13 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         arguments += ["--index", str(role.index), "--port", str(port)]
     threads = "1" if role.kind == "controller" else str(recipe.resources.threads)
     environment: dict[str, str | None] = {
+        **{name: os.environ.get(name, value) for name, value in ALIKE.items()},
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
+        # In this order alone megatron's ranks compute while tensor and sequence parallelism send. SGLang sets 8 for itself.
+        **({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if role.kind == "learner" else {}),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": None,  # else every role compiles all its imports at each start
     }
@@ -114,6 +122,8 @@ class LocalLauncher:
     def start(self, task: RoleCommand, n: int = 0) -> "LocalProcess":
         """Start the task; n: which of its nodes this machine is."""
         own = {SUPERVISOR: str(os.getpid()), NODE: task.place.nodes[n].name}
+        own |= devices.kernel_caches() if task.place.gpus else {}
+        remove_abandoned_shared_memory()
         with writing(task.log(n)):
             task.log(n).parent.mkdir(parents=True, exist_ok=True)
             with task.log(n).open("ab") as log:

@@ -10,6 +10,7 @@ import fcntl
 import io
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -18,6 +19,8 @@ from collections.abc import Buffer, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import SUPERVISOR, die_with_parent, shared_memory_mark
@@ -84,6 +87,19 @@ def remove_shared_memory(session: int) -> None:
     """Remove the shared memory of a session that has ended."""
     for path in Path("/dev/shm").glob(f"*{shared_memory_mark(session)}*"):
         path.unlink(missing_ok=True)
+
+
+def remove_abandoned_shared_memory() -> None:
+    """Do so for each session that has ended, such as those of roles whose supervisor was killed."""
+    alive = set()
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError):
+            alive.add(os.getsid(pid))
+    named = re.compile(shared_memory_mark(r"(\d+)"))
+    found = {int(match[1]) for path in Path("/dev/shm").iterdir() if (match := named.search(path.name))}
+    for session in found - alive:
+        with suppress(PermissionError):  # another user's
+            remove_shared_memory(session)
 
 
 @contextmanager

@@ -215,11 +215,19 @@ def check_history(rundir: RunDir, recipe: Recipe) -> None:
 
 
 def check_nothing_left(family: list[psutil.Process], ports: list[int]) -> None:
-    """No process of the run, and nobody on its ports, within a few seconds."""
+    """No process of the run, nobody on its ports, and no shared memory, within a few seconds."""
+    check_ended(family, ports)
+    check_no_shared_memory(family)
+
+
+def check_ended(family: list[psutil.Process], ports: list[int]) -> None:
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     taken = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     assert not taken & set(ports)
+
+
+def check_no_shared_memory(family: list[psutil.Process]) -> None:
     left = [(p, file) for p in family for file in Path("/dev/shm").glob(f"*{shared_memory_mark(p.pid)}*")]
     # An older file is of another process that had the same number.
     assert not [file for p, file in left if file.stat().st_mtime >= p.create_time() - 1]

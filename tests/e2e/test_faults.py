@@ -16,7 +16,7 @@ import pytest
 from megarl.core import recipe as recipes
 from megarl.core.base.rundir import latest_rows, step_of
 from tests.e2e import runs
-from tests.e2e.runs import SMALL, LiveRun, check_history, check_nothing_left
+from tests.e2e.runs import SMALL, LiveRun, check_ended, check_history, check_no_shared_memory, check_nothing_left
 from tests.faults.injection import with_faults
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1500)]
@@ -129,9 +129,10 @@ def test_a_killed_supervisor_takes_everything_with_it_and_the_run_is_resumed(sta
     family, ports = run.family(), run.ports()
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait()
-    check_nothing_left(family, ports)
+    check_ended(family, ports)
     again = start("kill-train", "run.resume=auto")
     assert again.finish() == 0, again.tail()
+    check_no_shared_memory(family)  # nobody was left to remove it before
     check_whole(again)
 
 

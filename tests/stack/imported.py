@@ -15,4 +15,6 @@ sglang_cpu.install()
 # isort: split
 import sglang.srt.entrypoints.http_server  # noqa: E402, F401
 
+from tests import pessimistic_nccl  # noqa: E402, F401  a backend that a test's learner may ask for
+
 gc.freeze()  # nobody looks through it again, and no page of it is copied for that

@@ -45,6 +45,7 @@ def cable(state: str) -> None:
 
 @pytest.fixture
 def networks() -> Iterator[list[Network]]:
+    ip("netns", "delete", SPACE, check=False)  # of a test that was killed
     ip("netns", "add", SPACE)
     try:
         ip("link", "add", "megarl0", "type", "veth", "peer", "name", "megarl1", "netns", SPACE)

@@ -15,7 +15,7 @@ from megarl.core.weights import process_group
 from megarl.core.weights.publisher import Publisher
 from megarl.core.weights.transport import buckets
 from tests.stack.conftest import Stack, stack_recipe
-from tests.tiny_scores import difference
+from tests.tiny_scores import difference, scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio]
 
@@ -74,6 +74,37 @@ async def test_a_running_request_goes_on_over_a_publication(stack: Stack, learne
         assert 0 < old.end == new.start < 900
         reference = kept_cache_scores(stack.models["a"], stack.models["b"], PROMPT, generation.tokens, new.start)
         np.testing.assert_allclose(generation.logprobs, reference, atol=2e-5)
+
+
+async def test_requests_that_begin_as_weights_change_are_labelled_right(stack: Stack, learner: Any) -> None:
+    """Of some the first token is under way, which the schedule takes in after the pause."""
+    chunks, family = learner("a")
+    publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
+    seen: set[int] = set()
+    async with stack.client() as client:
+        for version in range(50, 70, 2):
+            if {0, 1} <= seen:
+                break
+            assert_good(await asyncio.to_thread(publish, stack, learner, "a", version, publisher))
+            tasks = []
+            publishing = asyncio.create_task(asyncio.to_thread(publish, stack, learner, "b", version + 1, publisher))
+            while not publishing.done():
+                salt = f"{version}/{len(tasks)}"
+                tasks.append(asyncio.create_task(client.generate(PROMPT, 6, cache_salt=salt)))
+                await asyncio.sleep(0.004)
+            assert_good(await publishing)
+            for generation in await asyncio.gather(*tasks):
+                new = [span for span in generation.spans if span.version == version + 1]
+                switch = new[0].start if new else len(generation.tokens)
+                seen.add(switch)
+                old_model, new_model = stack.models["a"], stack.models["b"]
+                if switch in (0, len(generation.tokens)):
+                    (whole,) = scores(old_model if switch else new_model, [np.concatenate([PROMPT, generation.tokens])])
+                    reference = whole[len(PROMPT) - 1 :]
+                else:
+                    reference = kept_cache_scores(old_model, new_model, PROMPT, generation.tokens, switch)
+                np.testing.assert_allclose(generation.logprobs, reference, atol=2e-5)
+    assert {0, 1} <= seen
 
 
 def test_disk_brings_the_same_weights_as_the_group(stack: Stack, learner: Any) -> None:

@@ -165,4 +165,4 @@ async def test_a_cancelled_request_ends_on_the_server(stack: Stack) -> None:
 def test_its_log_says_what_it_runs_with(stack: Stack) -> None:
     (line,) = [line for line in stack.server.log.read_text().splitlines() if "server_args=" in line]
     assert "'enable_fp32_lm_head': True" in line
-    assert "'disable_overlap_schedule': True" in line
+    assert "'disable_overlap_schedule': False" in line

@@ -17,7 +17,9 @@ import pytest
 from megarl.core.base.messages import Publish, Published
 from megarl.core.base.rundir import Endpoints
 from megarl.core.server.client import ServerClient, ServerLost
+from megarl.core.weights import process_group
 from megarl.core.weights.publisher import Publisher
+from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import POSITIONS, Network, Running, client_of, stack_recipe, start_servers, two_models
 from tests.tiny import tiny_llama
 from tests.tiny_scores import difference, scores
@@ -68,6 +70,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     directory = tmp_path_factory.mktemp("buckets")
     sizes = {"max_position_embeddings": POSITIONS, "eos_token_id": None, "intermediate_size": 640}
     return directory, two_models(directory, tiny_llama, **sizes)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of this backend in place of gloo's."""
+    monkeypatch.setattr(process_group, "backend", lambda: request.param)
+
+
+over_each_backend = pytest.mark.parametrize("backend", ["gloo", PESSIMISTIC_NCCL], indirect=True)
 
 
 @pytest.fixture
@@ -132,6 +143,8 @@ async def test_killed_while_generating(pair: Pair) -> None:
         s.bind(("127.0.0.1", int(pair.servers[0].address.url.rpartition(":")[2])))
 
 
+@over_each_backend
+@pytest.mark.usefixtures("backend")
 def test_killed_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one has the new weights, runs, and takes the next version too."""
     assert pair.publish("a", 1).bytes_sent > 2 * BUCKET_MB << 20
@@ -147,7 +160,26 @@ def test_killed_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     assert "pause" in bad.error
 
 
+@over_each_backend
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("call", ["join_group", "leave_group"])
+def test_killed_while_the_group_changes(pair: Pair, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """It is not there to make the communicator, or to take it down."""
+    if call == "leave_group":
+        assert [r.error for r in pair.publish("a", 1).results] == ["", ""]
+        monkeypatch.setattr(pair.publisher._transport, "_versions", {})  # so that the group is formed anew
+    before(monkeypatch, call, 1, pair.servers[1].process.kill)
+    start = time.monotonic()
+    good, bad = pair.publish("b", 2).results
+    assert time.monotonic() - start < 4 * LIMIT_S
+    assert good.error == ""
+    assert pair.difference("b") < 1e-4
+    assert "version 2 to server 1" in bad.error
+
+
 @pytest.mark.slow
+@over_each_backend
+@pytest.mark.usefixtures("backend")
 def test_standing_still_while_published_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pair.publish("a", 1).bytes_sent > 2 * BUCKET_MB << 20
     tree: list[psutil.Process] = []

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,50 @@ def test_wheels_are_those_of_the_stack() -> None:
     wheels = [line for line in (RUN.parent / "wheels.txt").read_text().splitlines() if not line.startswith("#")]
     assert wheels
     assert [line for line in wheels if line not in pinned] == []
+
+
+IMPORTS = """
+import importlib, importlib.abc, importlib.metadata, importlib.util, json, pkgutil, sys
+absent = set(json.loads(sys.argv[1]))
+real = importlib.util.find_spec
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+importlib.util.find_spec = lambda name, *more: None if name.partition(".")[0] in absent else real(name, *more)
+sys.meta_path.insert(0, Absent())
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+"""
+
+
+def test_nothing_else_is_imported() -> None:
+    """By any part, and by the tests marked gpu."""
+
+    def project(line: str) -> str:
+        """A requirement's or distribution's name, as PyPI compares it."""
+        found = re.match(r"[\w.-]*", line)
+        return re.sub(r"[-_.]+", "-", found.group() if found else "").lower()
+
+    have, torchs = {project(line) for line in (RUN.parent / "wheels.txt").open()} | {"megarl"}, ["torch"]
+    while torchs:
+        have.add(name := torchs.pop())
+        needs = [project(line) for line in metadata.requires(name) or [] if "extra ==" not in line]
+        torchs += [other for other in needs if other not in have and not other.startswith("nvidia")]
+    others = {project(line) for line in (ROOT / "requirements" / "cpu.txt").open()} - have
+    absent = [
+        m for m, names in metadata.packages_distributions().items() if {project(name) for name in names} <= others
+    ]
+    assert "scipy" in absent
+    marked = [path for path in (ROOT / "tests").rglob("*.py") if re.search(r"mark\.gpu\b", path.read_text())]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in marked]
+    modules += [f"benchmarks.gpu.parts.{path.stem}" for path in (RUN.parent / "parts").glob("[a-z]*.py")]
+    assert len(modules) > 10
+    words = [sys.executable, "-W", "ignore", "-c", IMPORTS, json.dumps(absent), *sorted(modules)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def run(tmp_path: Path, torch: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -62,6 +62,7 @@ def test_pyxis(tmp_path: Path) -> None:
     words = done.stdout.splitlines()
     assert "--container-image=reg#t/m:1" in words
     assert "--container-mounts=/data:/data,/home:/home" in words
+    assert any(word.startswith("--container-name=megarl-") for word in words)
     assert words[-6:] == ["python", "-m", "megarl", "sft", "scalerl-8b", "a=1"]
 
 

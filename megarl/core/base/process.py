@@ -35,9 +35,11 @@ def ignore_late_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def shared_memory_mark(session: int) -> str:
-    """Return a mark for names in /dev/shm, by which whoever ends a session finds what its processes could not remove."""
-    return f"megarl-{session}-"
+def shared_memory_mark(session: int | str) -> str:
+    """Return a mark for names in /dev/shm, by which whoever ends a session finds what its processes could not remove. Sessions
+    are numbered by PID namespace, and several of them, in containers, may share the folder.
+    """
+    return f"megarl-{os.stat('/proc/self/ns/pid').st_ino}-{session}-"
 
 
 def log_to(path: Path) -> None:

@@ -21,6 +21,7 @@ from torch.optim import AdamW
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import build
+from megarl.core.models.products import add_gradients_in_fp32
 from megarl.core.recipe import Optimizer, Recipe
 
 INITIAL = 2.0**16
@@ -100,6 +101,8 @@ def with_optimizer(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap, bucket_size=BUCKET
     )
+    for chunk in chunks:
+        add_gradients_in_fp32(chunk)
     ddp = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
     if overlap:
         config.no_sync_func = [d.no_sync for d in ddp] if len(ddp) > 1 else ddp[0].no_sync

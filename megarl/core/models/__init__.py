@@ -5,6 +5,7 @@
     layers.py        norm, rotary embedding, attention with and without Transformer Engine, a critic's head
     attention.py     which queries meet which keys of a packed row, and kernels for that without Transformer Engine
     families.py      what each family calls its tensors, and how Megatron's are made from them
+    products.py      products whose sums stay in FP32, and weight gradients by them
     hf.py            load, export, save                    checkpoint.py  distributed checkpoints
 
 Importing any module of this package (or `megarl.core.models` itself) before megatron makes megatron-core importable on a CPU.

@@ -41,6 +41,14 @@ class SourceView:
     expert: int | None = None
     part: tuple[int, int] | None = None
 
+    @property
+    def alone(self) -> str:
+        """The name of this view of a stack as a tensor of its own, turned: `experts.3.gate_proj.weight`."""
+        stack, _, name = self.name.rpartition(".")
+        if self.part is not None:
+            name = name.removesuffix("_proj").split("_")[self.part[0]] + "_proj"
+        return f"{stack}.{self.expert}.{name}.weight"
+
 
 @dataclass(frozen=True)
 class Weight:

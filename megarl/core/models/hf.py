@@ -77,8 +77,11 @@ def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
             parameter.copy_(value)
 
 
-def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tensor]]:
+def export(chunks: Sequence[Module], family: Family, stacked: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield this pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
+
+    stacked: give a layer's experts as one tensor where the family has them so (Llama 4); else each by a name of its own, as
+    other families have them, which servers take as well: Scout's stack alone has 2.7 GB, and no bucket bounds it.
 
     COLLECTIVE over the stage's tensor-parallel group and, if experts are divided, its expert-parallel groups, and so over every
     data-parallel copy: each rank must run the iterator to its end. All get the same whole tensors in the parameters' dtype
@@ -95,6 +98,9 @@ def export(chunks: Sequence[Module], family: Family) -> Iterator[tuple[str, Tens
                 view = torch.cat(pieces, weight.split) if len(pieces) > 1 else pieces[0]
                 if source.expert is None:
                     yield source.name, view[: weight.vocabulary].contiguous()
+                    continue
+                if not stacked:
+                    yield source.alone, view.T.contiguous()
                     continue
                 part, parts = source.part or (0, 1)
                 if source.name not in stacks:

@@ -13,6 +13,7 @@ import logging
 import os
 import subprocess
 import time
+from functools import partial
 from urllib.parse import urlsplit
 
 from megarl.core.base.architecture import in_directory
@@ -68,7 +69,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     try:
         launch_server(
             ServerArgs(**engine_arguments(recipe, index, host, port, cuda), **memory_arguments(recipe, cuda)),
-            run_scheduler_process_func=workers.scheduler,
+            run_scheduler_process_func=partial(workers.scheduler, recipe.weights.timeout_s),
             run_detokenizer_process_func=workers.no_detokenizer,
             execute_warmup_func=lambda _: asyncio.run(warm_up(f"http://{host}:{port}", endpoints)),
         )
@@ -153,9 +154,6 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "max_total_tokens": serving.kv_tokens,
         # Scoring for parity must not wait for a slot: as a rollout ends, and after a publication.
         "max_running_requests": serving.max_running_requests + 2 * weights.parity_rollouts,
-        # The overlap schedule computes the first token after an in-place pause with the old weights but labels it with the
-        # new version. A retracted request is recomputed, so there it labels right.
-        "disable_overlap_schedule": weights.pause == "in_place",
         "stream_interval": serving.stream_interval,
         "incremental_streaming_output": True,
         # A weight update may legitimately keep the scheduler busy for weights.timeout_s.
@@ -168,6 +166,8 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "enable_metrics": recipe.monitor.prometheus,
         # For routing replay, and to compare the choices of both sides.
         "enable_return_routed_experts": bool(model.experts),
+        # On Blackwell SGLang takes kernels that choose the experts themselves, and nobody learns which.
+        "moe_runner_backend": "triton" if cuda and model.experts else "auto",
         "log_level": "info",
         "log_level_http": "warning",
     }

@@ -3,7 +3,6 @@
 q_proj, k_proj, v_proj                              ►  qkv_proj           Llama 4: rows of q and k in rotary order
 gate_proj, up_proj                                  ►  gate_up_proj
 experts.0.gate_proj, experts.0.up_proj, …1…         ►  experts.w13_weight
-experts.gate_up_proj [experts, hidden, 2 * inner]   ►  experts.w13_weight [experts, 2 * inner, hidden]
 embed_tokens, lm_head                               ►  the same, with zero rows up to a multiple of 64
 """
 
@@ -22,7 +21,6 @@ INNER_MULTIPLE = 32
 
 _ATTENTION = re.compile(r"\.(q|k|v)_proj\.(weight|bias)$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
-_STACKED = re.compile(r"\.experts\.(gate_up|down)_proj$")
 _GATED = re.compile(r"\.(gate|up)_proj\.weight$")
 
 
@@ -42,8 +40,6 @@ def place(name: str) -> ServedPart:
         if match[2] == "down":
             return ServedPart(_EXPERT.sub(".experts.w2_weight", name), expert)
         return ServedPart(_EXPERT.sub(".experts.w13_weight", name), 2 * expert + (match[2] == "up"))
-    if match := _STACKED.search(name):
-        return ServedPart(_STACKED.sub(".experts.w2_weight" if match[1] == "down" else ".experts.w13_weight", name))
     if match := _GATED.search(name):
         return ServedPart(_GATED.sub(".gate_up_proj.weight", name), int(match[1] == "up"))
     return ServedPart(name)
@@ -51,8 +47,6 @@ def place(name: str) -> ServedPart:
 
 def as_held(name: str, tensor: Tensor, model: Architecture) -> Tensor:
     """Return the tensor as the server holds it."""
-    if _STACKED.search(name):
-        return tensor.transpose(1, 2)
     if model.rope_interleaved and name.endswith((".q_proj.weight", ".k_proj.weight")):
         return rotary_order(tensor, model.head_dim)
     missing = -len(tensor) % VOCABULARY_MULTIPLE if name.endswith(PADDED) else 0
@@ -61,11 +55,9 @@ def as_held(name: str, tensor: Tensor, model: Architecture) -> Tensor:
 
 def is_padded_inside(name: str, held: Tensor) -> bool:
     """Return whether a server on a CPU pads this tensor [.., rows, columns] of an MLP."""
-    if name.endswith(("down_proj.weight", "experts.down_proj")):
+    if name.endswith("down_proj.weight"):
         return held.shape[-1] % INNER_MULTIPLE != 0
-    if name.endswith(("gate_proj.weight", "up_proj.weight")):
-        return held.shape[-2] % INNER_MULTIPLE != 0
-    return name.endswith("experts.gate_up_proj") and held.shape[-2] // 2 % INNER_MULTIPLE != 0
+    return name.endswith(("gate_proj.weight", "up_proj.weight")) and held.shape[-2] % INNER_MULTIPLE != 0
 
 
 def rotary_order(weight: Tensor, head_dim: int) -> Tensor:

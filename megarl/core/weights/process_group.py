@@ -14,7 +14,8 @@ import socket
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -23,10 +24,10 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed.distributed_c10d import Backend, PrefixStore, ProcessGroup, _new_process_group_helper, _world
 from torch.nn import Module
 
 from megarl.core.base import device
+from megarl.core.base.broadcast import FORM_LIMIT_S, BroadcastGroup
 from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import bound_store, from_rank_0, gathered
@@ -37,17 +38,12 @@ from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, 
 
 log = logging.getLogger(__name__)
 
-FORM_LIMIT_S = 60.0
-"""Limit of forming a group; weights.timeout_s if that is shorter."""
 LET_DOWN = ("Failed to receive weights", "Failed to initialize custom process group")
 """A server's errors when the group fails, not the server."""
 
 
-class _Group(NamedTuple):
-    name: str
-    members: tuple[int, ...]
-    group: ProcessGroup
-    store: dist.TCPStore  # the servers have met through it; lives as long as the group
+def backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 class _Transfer(NamedTuple):
@@ -95,14 +91,15 @@ class ProcessGroupTransport:
         # With experts, ranks of other data-parallel copies hold a part of the weights.
         self._exports = first_copy or parallel_state.get_expert_model_parallel_world_size() > 1
         self._source = first_copy and parallel_state.get_tensor_model_parallel_rank() == 0
-        self._group: _Group | None = None
+        self._group: BroadcastGroup | None = None
+        self._members: tuple[int, ...] = ()
         self._versions: dict[int, int] = {}  # what each member of the group was given last
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
         """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
         leader = dist.get_rank() == 0
         alive = tuple(ids)
-        if self._source and self._group is not None and self._group.members == alive:
+        if self._source and self._group is not None and self._members == alive:
             # A server that was started again at the same address is not in the group: its version tells.
             versions, failed = fleet.each(alive, lambda server: server.served_version())
             if failed or versions != self._versions:
@@ -115,13 +112,13 @@ class ProcessGroupTransport:
                 break
             attempt = self._send_all(fleet, alive)
             errors |= attempt.failed
-            if not attempt.failed and not attempt.interrupted:
+            if not attempt.broken:
                 if leader:
                     errors |= fleet.each(alive, lambda server: server.end())[1]
                 self._versions = dict.fromkeys(alive, version)
                 return Sent(from_rank_0(errors), attempt.checksums, attempt.bytes)
-            why = (attempt.failed or attempt.interrupted).values()
-            log.warning("sending version %d again: %s", version, "; ".join(why))
+            why = "; ".join((attempt.failed or attempt.interrupted).values()) or attempt.broken
+            log.warning("sending version %d again: %s", version, why)
             self._leave(fleet)
         errors |= dict.fromkeys(alive, f"publishing version {version}: its process groups broke again and again")
         return Sent(errors, {}, 0)
@@ -138,13 +135,14 @@ class ProcessGroupTransport:
                 whole.bytes += other.bytes
                 whole.failed |= other.failed
                 whole.interrupted |= other.interrupted
-            if whole.failed or whole.interrupted:
+                whole.broken = whole.broken or other.broken
+            if whole.broken:
                 break
         return whole
 
     def _send_stage(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
         """Send this stage's buckets from its source; the stage's other ranks take part in gathering the tensors."""
-        exported = hf.export(self._chunks, self._family)
+        exported = hf.export(self._chunks, self._family, stacked=False)
         if not self._source:
             deque(exported, maxlen=0)
             return
@@ -161,34 +159,38 @@ class ProcessGroupTransport:
         attempt.checksums = sums.expected()
 
     def _launch(
-        self, fleet: Fleet, ids: tuple[int, ...], bucket: Bucket, group: _Group, complete: int | None
+        self, fleet: Fleet, ids: tuple[int, ...], bucket: Bucket, group: BroadcastGroup, complete: int | None
     ) -> _Transfer:
         """Begin to broadcast a bucket. complete: see ServerClient.receive."""
         names, dtypes, shapes, flat = bucket
         calls = fleet.start(ids, lambda s: s.receive(names, dtypes, shapes, group.name, complete, self._flush))
-        return _Transfer(bucket, dist.broadcast(flat, group_src=0, group=group.group, async_op=True), calls)
+        return _Transfer(bucket, group.broadcast(flat), calls)
 
     def _finish(self, attempt: _Attempt, transfer: _Transfer | None) -> None:
-        if transfer is None:
+        """Wait until the servers have the bucket. The first error breaks the group, so that nobody waits for a dead server."""
+        if transfer is None or self._group is None:
             return
+        done, _ = wait_for(transfer.calls.values(), return_when=FIRST_EXCEPTION)
+        if error := next(filter(None, (call.exception() for call in done)), None):
+            self._group.close(str(error))
+        attempt.add(collect(transfer.calls)[1])
         try:
-            transfer.work.wait()
-            attempt.bytes += transfer.bucket.flat.nbytes
+            if not attempt.broken:
+                self._group.wait(transfer.work)
+                attempt.bytes += transfer.bucket.flat.nbytes
         except RuntimeError as error:
             attempt.broken = str(error).splitlines()[0]
-        attempt.add(collect(transfer.calls)[1])
 
     def _join(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
         """Form a group of this rank and the servers, unless there is one."""
-        if self._group is not None and self._group.members == ids:
+        if self._group is not None and self._members == ids:
             return
         self._leave(fleet)
         name = f"weights-{uuid.uuid4().hex[:12]}"
-        limit = timedelta(seconds=min(FORM_LIMIT_S, self._limit_s))
         widths = [fleet.servers[i].address.tensor_parallel for i in ids]
         world = 1 + sum(widths)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if backend == "nccl":
+        kind = backend()
+        if kind == "nccl":
             mine = device.of_rank()
             attempt.add(collect(fleet.start(ids, lambda server: refuse_one_gpu(server, mine)))[1])
             if attempt.broken:
@@ -198,25 +200,23 @@ class ProcessGroupTransport:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             s.connect((theirs, 9))  # sends nothing: the kernel chooses the route
             address: str = s.getsockname()[0]
+        limit = timedelta(seconds=min(FORM_LIMIT_S, self._limit_s))
         store = bound_store(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
         first = {i: 1 + sum(widths[:n]) for n, i in enumerate(ids)}
-        calls = fleet.start(ids, lambda s: s.join_group(name, address, store.port, first[s.address.id], world, backend))
+        calls = fleet.start(ids, lambda s: s.join_group(name, address, store.port, first[s.address.id], world, kind))
         try:
-            group = form_group(name, 0, world, backend, store, limit)
+            self._group = BroadcastGroup(name, 0, world, kind, (address, store.port), self._limit_s, store)
+            self._members = ids
         except RuntimeError as error:
             attempt.broken = str(error).splitlines()[0]
-        else:
-            group.set_timeout(timedelta(seconds=self._limit_s))
-            self._group = _Group(name, ids, group, store)
         attempt.add(collect(calls)[1])
 
     def _leave(self, fleet: Fleet) -> None:
         if self._group is None:
             return
-        name, members, group, _ = self._group
-        self._group = None
-        dist.destroy_process_group(group)
-        fleet.each([i for i in members if i in fleet.servers], lambda server: server.leave_group(name))
+        group, self._group = self._group, None
+        group.close()
+        fleet.each([i for i in self._members if i in fleet.servers], lambda server: server.leave_group(group.name))
 
 
 async def refuse_one_gpu(server: ServerClient, mine: DeviceIdentity) -> None:
@@ -228,14 +228,3 @@ async def refuse_one_gpu(server: ServerClient, mine: DeviceIdentity) -> None:
             f"server and learner are both on GPU {min(common)}, and NCCL connects no two processes on one; set "
             "resources.colocate=true and weights.transport=cuda_ipc, or give them different GPUs",
         )
-
-
-def form_group(name: str, rank: int, world: int, backend: str, store: dist.TCPStore, limit: timedelta) -> ProcessGroup:
-    """Return a process group outside the learner's world, made as `sglang.srt.utils.init_custom_process_group` makes the
-    servers' ranks of it. That one is not imported, because it would bring all of SGLang into the learner.
-    """
-    group, _ = _new_process_group_helper(
-        world, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
-    )
-    _world.pg_group_ranks[group] = {r: r for r in range(world)}
-    return group

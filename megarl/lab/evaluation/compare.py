@@ -23,11 +23,10 @@ import numpy as np
 from msgspec import UNSET
 from rich.console import Console
 from rich.table import Column, Table
-from scipy.special import stdtrit
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir, suites_in
-from megarl.core.evaluation.metrics import Interval, Outcome, choices, over_prompts
+from megarl.core.evaluation.metrics import Interval, Outcome, choices, over_prompts, student
 from megarl.core.recipe import flat
 from megarl.lab.report import pictures
 
@@ -210,7 +209,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> In
     differences = np.subtract(b, a)
     mean = float(differences.mean())
     spread = np.concatenate([differences, (step, -step)]) if step else differences
-    half = stdtrit(max(len(differences) - 1, 1), 0.975) * math.sqrt(float(spread.var()) / len(spread))
+    half = student(len(differences) - 1) * math.sqrt(float(spread.var()) / len(spread))
     centre = float(spread.mean())
     return Interval(mean, min(mean, centre - half), max(mean, centre + half))
 

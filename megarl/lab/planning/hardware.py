@@ -23,6 +23,7 @@ class Gpu:
     nvlink_gpus: int
     network: float
     host: float
+    host_memory: float
 
     @property
     def usable(self) -> float:
@@ -32,7 +33,7 @@ class Gpu:
 
 UNITS = {
     "hbm_gb": GB, "hbm_gb_s": GB, "bf16_tflops": 1e12, "fp8_tflops": 1e12, "nvlink_gb_s": GB, "nvlink_gpus": 1,
-    "network_gb_s": GB, "host_gb_s": GB,
+    "network_gb_s": GB, "host_gb_s": GB, "host_gb": GB,
 }  # fmt: skip
 """Columns of hardware.yaml in the order of `Gpu`."""
 

@@ -191,6 +191,9 @@ def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
         parts["the head's logits are"] = need.head
         largest = max(parts, key=parts.__getitem__)
         return f"learner: does not fit {room / GB:.0f} GB a GPU; {largest} the largest part"
+    if need.host > problem.gpu.host_memory:
+        has = f"{problem.gpu.host_memory / GB:.0f} GB of host memory a GPU"
+        return f"learner: {has} do not hold a checkpoint's copy and what of AdamW is offloaded; more ranks share them"
     return LearnerChoice(recipe, need, speed.train_seconds(recipe, shape, packed, problem.gpu))
 
 

@@ -5,7 +5,7 @@
 [PP]   Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473
 [Inf]  Pope et al., Efficiently Scaling Transformer Inference, arXiv 2211.05102
 
-Activations are those of megarl's own layers: flash attention, no dropout, gated MLPs, RMS norms, bf16.
+Activations are those of fused kernels: flash attention, no dropout, gated MLPs, RMS norms, bf16.
 In a pipeline the first stage has the most activations in flight and the embedding, the last has one micro-batch in flight and
 the head: the larger of the two counts.
 """
@@ -22,12 +22,15 @@ WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}  # bytes of a number, by `mod
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """Bytes on the rank that holds most. state: weights, gradients, optimiser. publication: buckets being sent."""
+    """Bytes on the rank that holds most. state: weights, gradients, optimiser. publication: buckets being sent. host: in the
+    host's memory, not counted in `total`.
+    """
 
     state: float
     activations: float
     head: float
     publication: float
+    host: float
 
     @property
     def total(self) -> float:
@@ -55,21 +58,30 @@ def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, micro
     tokens = microbatch_tokens / model.context_parallel
     held = in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
     layers, again = (each * tokens for each in _activations(recipe, shape))
-    head = head_bytes(tokens, shape.vocabulary, shape.hidden, model.tensor_parallel, width)
+    head = head_bytes(tokens, shape, model.tensor_parallel, width)
     ends = shape.embedding_parameters / model.tensor_parallel
-    publication = 2.0 * recipe.weights.bucket_mb * 2**20
+    publication = recipe.weights.bucket_mb * 2**20 + 2 * largest_bucket(recipe, shape)
     if last:
-        state = _state(recipe, shape, ends + shape.head_parameters / model.tensor_parallel)
-        return LearnerMemory(state, layers * held + again, head, publication)
-    state = _state(recipe, shape, ends)
-    first = LearnerMemory(state, layers * held + again, 0.0, publication)
-    return max(first, LearnerMemory(state, layers + again, head, publication), key=lambda m: m.total)
+        ends += shape.head_parameters / model.tensor_parallel
+    state, host = _state(recipe, shape, ends), _host(recipe, shape, ends)
+    if last:
+        return LearnerMemory(state, layers * held + again, head, publication, host)
+    first = LearnerMemory(state, layers * held + again, 0.0, publication, host)
+    return max(first, LearnerMemory(state, layers + again, head, publication, host), key=lambda m: m.total)
 
 
 def critic_state(recipe: Recipe, shape: Architecture) -> float:
     """Return bytes of weights, gradients and optimiser on a rank, for a critic of the policy's model in its own precision."""
     changed = {"model": recipe.critic_model, "learner": recipe.learner.model_copy(update={"optimizer_offload": 0.0})}
     return _state(recipe.model_copy(update=changed), shape, shape.embedding_parameters / recipe.model.tensor_parallel)
+
+
+def _parameters(recipe: Recipe, shape: Architecture, ends: float) -> float:
+    """Return the number of parameters on a rank that holds `ends` of embedding and head."""
+    model = recipe.model
+    experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
+    dense = shape.dense_parameters / (model.tensor_parallel * model.pipeline_parallel)
+    return dense + ends + shape.routed_parameters / experts
 
 
 def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
@@ -87,6 +99,18 @@ def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
         state_bytes(routed, width, ranks // experts, kept),
     )
     return fp8 + sum(states)
+
+
+def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
+    """Return bytes of a stage in the host's memory: the copy of a checkpoint (weights, the rank's share of AdamW), which is
+    written while training goes on, and the offloaded part of AdamW.
+    """
+    offloaded = recipe.learner.optimizer_offload
+    learner = recipe.learner.model_copy(update={"optimizer_offload": 0.0})
+    model = recipe.model.model_copy(update={"fp8": "none"})
+    gradients = _parameters(recipe, shape, ends) * FP32
+    copied = _state(recipe.model_copy(update={"learner": learner, "model": model}), shape, ends) - gradients
+    return copied + offloaded * (copied - _parameters(recipe, shape, ends) * WIDTH[model.dtype])
 
 
 def _activations(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
@@ -119,8 +143,16 @@ def server(recipe: Recipe, shape: Architecture, gpu: Gpu) -> ServerMemory:
         weights=weights,
         kv=max(0.0, (recipe.serving.memory_fraction or ASSUMED.static_share) * gpu.memory - weights),
         kv_token=kv_bytes(shape, ranks, width),
-        transient=logits + recipe.weights.bucket_mb * 2**20,
+        transient=logits + largest_bucket(recipe, shape),
     )
+
+
+def largest_bucket(recipe: Recipe, shape: Architecture) -> float:
+    """Return bytes of the largest publication bucket. A tensor is not divided, and the embedding is the largest.
+
+    A learner's rank holds the embedding as it is gathered and as a bucket while the bucket before it is under way.
+    """
+    return max(recipe.weights.bucket_mb * 2.0**20, shape.vocabulary * shape.hidden * WIDTH[recipe.model.dtype])
 
 
 def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -> float:
@@ -180,14 +212,14 @@ def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
 HEAD_CHUNK = 4096 * 8192  # logits that the learner's head holds at a time (megarl/core/learner/head/)
 
 
-def head_bytes(tokens: float, vocabulary: int, hidden: int, tensor_parallel: int, width: int) -> float:
+def head_bytes(tokens: float, shape: Architecture, tensor_parallel: int, width: int) -> float:
     """Return peak bytes of the head for this many trained tokens of a micro-batch (megarl/core/learner/head/).
 
-    A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed and as passed on; the zeros
-    that autograd gets as the weight's gradient. width: bytes of a number of the model.
+    A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed and as passed on; where the
+    head is also the embedding, the zeros that autograd adds its part to. width: bytes of a number of the model.
     """
-    chunk = (FP32 + width) * HEAD_CHUNK
-    return chunk + (FP32 + width) * tokens * hidden + width * vocabulary / tensor_parallel * hidden
+    zeros = width * shape.vocabulary / tensor_parallel * shape.hidden if shape.tied else 0.0
+    return (FP32 + width) * (HEAD_CHUNK + tokens * shape.hidden) + zeros
 
 
 def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:

@@ -42,7 +42,9 @@ class Pool:
                 healthy = True
                 return verdict
             except TimeoutError:
-                log.warning("a grading process hung, is replaced; the answer counts as wrong: %.80r", submission.answer)
+                log.warning(
+                    "a grading process hung and is replaced; the answer counts as wrong: %.80r", submission.answer
+                )
                 return Verdict(WRONG, timeout=True)
             except (OSError, EOFError, GraderDown, asyncio.IncompleteReadError, ValueError) as error:
                 log.warning("a grading process failed and is replaced (attempt %d): %s", attempt + 1, error)

@@ -1,5 +1,7 @@
 """What the doctor finds and concludes."""
 
+from pathlib import Path
+
 import pytest
 
 from megarl.lab import doctor
@@ -69,3 +71,42 @@ def test_verdict(findings: list[Finding], gpus: int, status: int, said: str) -> 
     text, found = doctor.verdict(findings, gpus)
     assert found == status
     assert said in text
+
+
+def test_a_slow_network_beside_a_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(speeds: dict[str, int]) -> Finding:
+        monkeypatch.setattr(doctor, "networks", lambda: speeds)
+        return next(finding for finding in doctor.fabric() if finding.what == "network")
+
+    assert found({"eth0": 1000, "ib0": 200_000}).advice.endswith("set run.interface=ib0")
+    assert found({"eth0": 25_000, "ib0": 200_000}).grade == "good"
+    assert found({"eth0": 1000}).grade == "good"  # there is no other
+
+
+def test_infiniband_that_a_container_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def found() -> list[Finding]:
+        return [finding for finding in doctor.fabric() if finding.what == "InfiniBand"]
+
+    monkeypatch.setattr(doctor, "INFINIBAND", tmp_path / "class")
+    monkeypatch.setattr(doctor, "DEVICES", tmp_path / "dev")
+    assert found() == []
+    (tmp_path / "class" / "mlx5_0").mkdir(parents=True)
+    assert "--device=/dev/infiniband" in found()[0].advice
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "uverbs0").touch()
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (65536, 65536))
+    assert "memlock" in found()[0].advice
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (doctor.resource.RLIM_INFINITY,) * 2)
+    assert (found()[0].grade, found()[0].found) == ("good", "mlx5_0")
+
+
+@pytest.mark.parametrize(("status", "found"), [("GPU 0: …\n\t Link 0: 26.562 GB/s", "between the GPUs"), ("", "none")])
+def test_gpus_without_nvlink(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, found: str) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{status}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (finding,) = [finding for finding in doctor.fabric() if finding.what == "NVLink"]
+    assert finding.found == found
+    assert bool(finding.advice) == (found == "none")

@@ -4,14 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from megarl.core.base.process import shared_memory_mark
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
+from megarl.run import devices
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand, task
 from megarl.run.nodes import here
 from megarl.run.placement import Place
@@ -160,7 +163,7 @@ def test_a_stopped_rank_is_seen_and_a_stopped_program_is_not(tmp_path: Path, kin
     process = start(child, tmp_path, kind)
     try:
         limit = time.monotonic() + 60
-        while not (children := psutil.Process(process.pid).children()):
+        while not (children := psutil.Process(process.pid).children()) or os.getsid(children[0].pid) != children[0].pid:
             assert time.monotonic() < limit
             time.sleep(0.01)
         assert process.still() is None
@@ -189,3 +192,31 @@ def test_stopped_process_is_seen(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait_gone()
+
+
+def test_compiled_kernels_are_kept_on_the_node_and_by_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/chosen")
+    found = devices.kernel_caches()
+    (folder,) = tmp_path.iterdir()
+    assert set(found) == set(devices.CACHES) - {"TRITON_CACHE_DIR"}
+    assert all(Path(path).parent == folder for path in found.values())
+    assert folder.stat().st_mode & 0o077 == 0
+    folder.chmod(0o777)  # others could leave their code there
+    assert devices.kernel_caches() == {}
+
+
+def test_shared_memory_of_roles_without_a_supervisor_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    """Not that of a session which is there, nor that of another PID namespace, such as a container's."""
+    ended = subprocess.Popen(["true"], start_new_session=True)
+    ended.wait()
+    names = [shared_memory_mark(ended.pid), shared_memory_mark(os.getsid(0)), f"megarl-1-{ended.pid}-"]
+    files = [Path(f"/dev/shm/{name}test") for name in names]
+    for file in files:
+        file.touch()
+    try:
+        start(SLEEP, tmp_path).kill()
+        assert [file.exists() for file in files] == [False, True, True]
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)

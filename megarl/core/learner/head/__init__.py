@@ -35,6 +35,7 @@ from torch.autograd.function import FunctionCtx
 
 from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.models.layers import ValueHead
+from megarl.core.models.products import add_product, product
 
 CHUNK = (4096, 8192)
 """Rows (tokens) and columns (of the vocabulary) of a chunk: 128 MiB of FP32, in products large enough for a GPU."""
@@ -93,9 +94,11 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             add_product(of_hidden[rows], d, weight[columns])
             add_product(weight.main_grad[columns], d.T, hidden[rows])
             del logits, d
-        # As megatron's fused layers do: DDP's hook must run, and where the weight is also the embedding it adds that part.
+        # As in megatron's fused layers DDP's hook must run. It drops what it gets for the weight or, where that is also the
+        # embedding, adds it, because it holds that part.
         weight.grad_added_to_main_grad = True
-        return of_hidden.to(hidden.dtype), torch.zeros_like(weight), None, None
+        dropped = torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else weight.detach()
+        return of_hidden.to(hidden.dtype), dropped, None, None
 
 
 def _over_ranks(sums: Tensor, here: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -192,22 +195,3 @@ def trained_positions(
     if in_parts and not output_layer.sequence_parallel:
         chosen = copy_to_tensor_model_parallel_region(chosen, group=output_layer.tp_group)
     return chosen
-
-
-def product(a: Tensor, b: Tensor, precision: torch.dtype) -> Tensor:
-    """Multiply a [m, k] by b [k, n], of one type, to `precision`: float32, or the type of both, to which sums are rounded."""
-    if a.dtype == precision:
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=precision)
-    return a.to(precision) @ b.to(precision)
-
-
-def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a [m, k] times b [k, n], of one type, to `into` [m, n] float32."""
-    if a.dtype == into.dtype:
-        into.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
-    else:
-        into.addmm_(a.to(into.dtype), b.to(into.dtype))

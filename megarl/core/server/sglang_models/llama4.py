@@ -24,6 +24,8 @@ from torch import Tensor
 
 from megarl.core.server.served import rotary_order
 
+SHARDS = {"gate_proj": ("w13_weight", "w1"), "up_proj": ("w13_weight", "w3"), "down_proj": ("w2_weight", "w2")}
+
 
 class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
     """The text model, loaded from any of its Hugging Face tensors."""
@@ -36,7 +38,12 @@ class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
         parameters = dict(self.named_parameters())
         for name, weight in weights:
             prefix, experts, part = name.partition(".experts.")
-            if experts:
+            if experts and part[0].isdigit():  # a published expert [rows, columns]
+                number, kind, _ = part.split(".")
+                served, shard = SHARDS[kind]
+                parameter = parameters[f"{prefix}.experts.{served}"]
+                parameter.weight_loader(parameter, weight, served, shard_id=shard, expert_id=int(number))
+            elif experts:
                 served, shards = ("w13_weight", ("w1", "w3")) if part == "gate_up_proj" else ("w2_weight", ("w2",))
                 parameter = parameters[f"{prefix}.experts.{served}"]
                 for shard, stacked in zip(shards, weight.chunk(len(shards), -1), strict=True):

@@ -53,17 +53,22 @@ def test_padding_of_the_vocabulary_is_never_looked_at() -> None:
     assert not mine.of_weight[11:].any()
 
 
-def test_the_weights_gradient_is_added_to_what_is_there() -> None:
-    """Over micro-batches, as DDP wants it; autograd's own is zero, so that nothing is counted twice."""
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_weights_gradient_is_added_to_what_is_there(tied: bool) -> None:
+    """Over micro-batches, as DDP wants it. What autograd gets is dropped and takes no memory; DDP adds it where the embedding's
+    part is in it, so there it is zero.
+    """
     case = make_case(3, rows=6, width=5, vocabulary=9)
     weight = case.weight.requires_grad_()
-    weight.main_grad = torch.zeros(9, 5)
+    weight.main_grad, weight.zero_out_wgrad = torch.zeros(9, 5), tied
     for _ in range(2):
+        weight.grad = None
         logprobs, entropy = logprobs_and_entropy(case.hidden, weight, case.labels, vocab_size=9)
         (torch.stack([logprobs, entropy]) * case.upstream).sum().backward()
     expected = 2 * exact(case).of_weight
     assert (weight.main_grad - expected).abs().max() <= 1e-6 * expected.abs().max()
-    assert not weight.grad.any()
+    assert weight.grad.any() != tied
+    assert (weight.grad.data_ptr() == weight.data_ptr()) != tied
     assert weight.grad_added_to_main_grad is True
 
 

@@ -1,6 +1,7 @@
 """The Triton kernels without a GPU: run by the interpreter, and compiled for the GPUs that people have."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from megarl.core.learner.head import kernels
 
@@ -30,19 +31,40 @@ def test_interpreted_kernels_are_the_formula() -> None:
     assert done.stdout.endswith("interpreted\n")
 
 
+def compiled(kernel: triton.JITFunction, logits: str, capability: int, block: int, warps: int) -> CompiledKernel:
+    signature = {name: ({"logits": logits} | POINTERS | SIZES).get(name, "*fp32") for name in kernel.arg_names}
+    return triton.compile(
+        ASTSource(kernel, signature, constexprs={"BLOCK": block}),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps},
+    )
+
+
+def spilled(ptx: str, folder: Path) -> int:
+    """Bytes that a thread writes to memory because it has no registers left, as the assembler says."""
+    (folder / "kernel.ptx").write_text(ptx)
+    target = next(line.split()[1] for line in ptx.splitlines() if line.startswith(".target")).rstrip(",")
+    assembler = triton.knobs.nvidia.ptxas_blackwell if target.startswith("sm_10") else triton.knobs.nvidia.ptxas
+    words = [assembler.path, "-v", f"--gpu-name={target}", str(folder / "kernel.ptx"), "-o", os.devnull]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stderr
+    return int(re.findall(r"(\d+) bytes spill stores", said)[0])
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
 @pytest.mark.parametrize("kernel", [kernels._reduce, kernels._gradient], ids=["reduce", "gradient"])
 def test_kernels_compile(
     kernel: triton.JITFunction, logits: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For A100, H100 and H200, B200: to machine code, by the compiler that comes with Triton."""
+    """For A100, H100 and H200, B200: to machine code, by the compiler that comes with Triton, and all of it in registers."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    signature = {name: ({"logits": logits} | POINTERS | SIZES).get(name, "*fp32") for name in kernel.arg_names}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constexprs={"BLOCK": kernels.BLOCK}),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": kernels.WARPS},
-    )
-    assert f"sm_{capability}" in compiled.asm["ptx"]
-    assert compiled.asm["cubin"].startswith(b"\x7fELF")
+    made = compiled(kernel, logits, capability, kernels.BLOCK, kernels.WARPS)
+    assert f"sm_{capability}" in made.asm["ptx"]
+    assert made.asm["cubin"].startswith(b"\x7fELF")
+    assert spilled(made.asm["ptx"], tmp_path) == 0
+
+
+def test_a_kernel_that_spills_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = compiled(kernels._reduce, "*fp32", 90, block=4 * kernels.BLOCK, warps=1)
+    assert spilled(made.asm["ptx"], tmp_path) > 0

@@ -36,13 +36,6 @@ def a_recipe(path: Path, positions: int = 512, config: dict[str, Any] | None = N
     return from_tree({k: tree.get(k, {}) | sections.get(k, {}) for k in tree | sections})
 
 
-def test_labels_are_exact_in_both_pause_modes(tmp_path: Path) -> None:
-    """The overlap schedule mislabels a token after an in-place pause only."""
-    for mode, disabled in (("in_place", True), ("retract", False)):
-        recipe = a_recipe(tmp_path, weights={"pause": mode})
-        assert engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True)["disable_overlap_schedule"] is disabled
-
-
 def test_arguments_follow_the_recipe(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, model={"dtype": "fp32", "path": str(tmp_path), "fp32_head": "learner"}, run={"seed": 2})
     arguments = engine_arguments(recipe, 3, "127.0.0.1", 1234, cuda=False)

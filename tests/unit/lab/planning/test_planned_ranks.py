@@ -1,0 +1,75 @@
+"""What `megarl plan` counts, beside what megatron allocates on ranks of learners of 16 to 256 GPUs (tests/fake_ranks.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.base import architecture
+from megarl.core.recipe import Recipe, load
+from megarl.lab.planning import memory
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[4]
+ALLOWED = 0.02
+EIGHT = ("scalerl-8b", "llama-3.1-8b")
+SCOUT = ("scalerl-17bx16", "llama-4-scout")
+
+
+def ranks(recipe: str, config: str, numbers: list[int], *overrides: str) -> list[dict[str, Any]]:
+    words = [sys.executable, "-W", "ignore", "-m", "tests.fake_ranks", recipe, config, *map(str, numbers), *overrides]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def planned(recipe: Recipe, config: str) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and AdamW on the rank with most, without what is offloaded; of a checkpoint; of a bucket."""
+    shape = architecture.read(config)
+    whole = recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"optimizer_offload": 0.0})})
+    found = memory.learner(whole, shape, 8192, 8)
+    return found.state, found.host, memory.largest_bucket(recipe, shape)
+
+
+def off(found: dict[str, Any], recipe: Recipe, config: str) -> tuple[float, float, float]:
+    """How far the plan is from this rank, as shares of the rank's bytes."""
+    state, host, bucket = planned(recipe, config)
+    held = found["weights"] + found["gradients"] + found["adamw"]
+    return state / held - 1, host / (found["saved"] + found["adamw"]) - 1, bucket / found["largest_bucket"] - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "numbers", "overrides"),
+    [
+        pytest.param(*EIGHT, [0, 1, 7, 15], [], id="8b-16"),
+        pytest.param(*EIGHT, [0, 255], ["resources.learner_ranks=256", "batch.prompts=64"], id="8b-256"),
+        pytest.param(*SCOUT, [0, 7, 8, 15], [], id="17bx16-16"),
+        pytest.param(*SCOUT, [0, 79], ["resources.learner_ranks=80", "batch.prompts=50"], id="17bx16-80"),
+        pytest.param("qwen3-8b-2nodes", "qwen3-8b", [0, 3], [], id="qwen3-8b"),
+        pytest.param("qwen3-30b-a3b-2nodes", "qwen3-30b-a3b", [0], [], id="qwen3-30b-a3b", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_holds_what_is_planned(name: str, config: str, numbers: list[int], overrides: list[str]) -> None:
+    """The plan is of the rank that holds most: of a pipeline's stages one or the other."""
+    recipe = load(name, overrides)
+    found = ranks(name, config, numbers, *overrides)
+    assert [each["rank"] for each in found] == numbers
+    fullest = max(found, key=lambda each: each["weights"] + each["gradients"] + each["adamw"])
+    assert max(map(abs, off(fullest, recipe, config))) < ALLOWED, (fullest, planned(recipe, config))
+    for each in found:
+        assert off(each, recipe, config)[0] > -ALLOWED
+    stages = recipe.model.pipeline_parallel
+    published = {each["rank"] // (recipe.resources.learner_ranks // stages): each["published"] for each in found}
+    if len(published) == stages:
+        assert sum(published.values()) == pytest.approx(2 * architecture.read(config).parameters, rel=ALLOWED)
+
+
+def test_another_layout_is_not_what_is_planned() -> None:
+    (found,) = ranks(*EIGHT, [0], "model.tensor_parallel=2")
+    assert max(map(abs, off(found, load(EIGHT[0]), EIGHT[1]))) > 0.3
