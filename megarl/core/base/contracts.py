@@ -3,7 +3,7 @@
     controller ─► TaskPrompts ─► sampler ⇄ PlayedEnvironment ─► Grader ─► Grade
 
 megarl/tasks/ has the implementations; megarl/cli passes them to the controller as one `Tasks`. Users write an
-`Environment` (docs/tools.md) or a grading function (docs/data.md).
+`Environment` (docs/tools.md) or a grading function (docs/grading.md).
 """
 
 import re
