@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,17 @@ from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear  #
 from transformer_engine.pytorch.attention import dot_product_attention
 
 # isort: split
+from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.microbatch import RowLayout, assemble
+from megarl.core.learner.trainer import Trainer
 from megarl.core.models import Family, build, checkpoint, family_of, hf, parallel
 from megarl.core.models.products import add_gradients_in_fp32
 from megarl.core.recipe import Model
 
 # isort: split
+from megatron.core import optimizer
 from megatron.core.transformer.moe import token_dispatcher
 from safetensors.torch import load_file
 
@@ -58,11 +63,14 @@ def a_gpu_answers() -> Iterator[None]:
         yield
 
 
-def built(model: Model, path: Path, engine: bool) -> list[Any]:
+plain_build = build.build
+
+
+def built(model: Model, path: Path, engine: bool, recompute: str = "none") -> list[Any]:
     if not engine:
-        return build.build(model, path, transformer_engine=False)
+        return plain_build(model, path, False, recompute)
     with a_gpu_answers():
-        return build.build(model, path)
+        return plain_build(model, path, None, recompute)
 
 
 def main(directory: Path) -> None:
@@ -100,6 +108,7 @@ def check(path: Path, family: Family, model: Model, what: str, output: Path, oth
     fused_gradients(chunks[True], what)
     if model.pipeline_parallel == 1:
         attention_takes_our_rows(chunks[True], family, model, what)
+    a_run_continues(path, model, what, output)
     return output / "True"
 
 
@@ -125,6 +134,48 @@ def fused_gradients(chunks: list[Any], what: str) -> None:
     assert all(m.fuse_wgrad_accumulation for m in engines), what
     matrices = {id(p) for layer in layers for n, p in layer.named_parameters() if p.dim() > 1 and "router" not in n}
     assert matrices == {id(p) for m in engines for p in m.parameters() if p.dim() > 1}, what
+
+
+def a_run_continues(path: Path, model: Model, what: str, output: Path) -> None:
+    """The state of a run, AdamW's too, goes from megarl's layers to Transformer Engine's and back, and is the same."""
+    recipe = recipes.from_tree(
+        {
+            "model": model.model_dump(),
+            "resources": {"learner_ranks": dist.get_world_size()},
+            "learner": {"microbatch_tokens": 64},
+        }
+    )
+
+    def trainer(engine: bool) -> Trainer:
+        torchs = patch.multiple(optimizer, Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True)  # theirs needs a GPU
+        with torchs, patch.object(build, "build", partial(built, engine=engine)):
+            return Trainer(recipe, path)
+
+    def adamw(trainer: Trainer) -> list[torch.Tensor]:
+        """Numbers of each parameter that this rank updates: in FP32, their moments, their count of steps."""
+        found = []
+        for part in trainer.policy.optimizer.chained_optimizers:
+            part.state_dict()  # makes what there is only after the first step
+            parameters = [] if part.is_stub_optimizer else [p for g in part.optimizer.param_groups for p in g["params"]]
+            found += [tensor for p in parameters for tensor in (p.data, *part.optimizer.state[p].values())]
+        return found
+
+    run = trainer(engine=False)
+    run.step = 3
+    for number, tensor in enumerate(adamw(run)):
+        tensor.copy_(number + torch.rand(tensor.shape) if tensor.dim() else torch.tensor(3.0))
+    states = []
+    for engine in (False, True, False):  # the first makes copies alike that ranks have of a tensor
+        folder = output / f"run-{len(states)}"
+        checkpoints = Checkpoints(folder, 1, run, path)
+        checkpoints.save()
+        checkpoints.finish()
+        run = trainer(engine)
+        assert Checkpoints(folder, 1, run, path).load_latest(), what
+        states.append(adamw(run))
+    before, _, after = states
+    assert len(before) >= 4 * 9, what
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), f"{what}: AdamW's state differs"
 
 
 class OnGpu(torch.Tensor):
