@@ -161,7 +161,7 @@ def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
 
 @contextmanager
 def _places_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Within this context megatron finds parameters among the gathered ones, of which it leaves out the padding between buckets.
+    """Within this context megatron finds parameters among the gathered ones, where it leaves out the padding between buckets.
 
     It looks where they would be with the padding. Where a bucket ends off a multiple of 128 numbers and of the data-parallel
     ranks, all further state would be stored shifted: with several buckets, or a tied head, which has a bucket of its own.

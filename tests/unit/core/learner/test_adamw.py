@@ -84,7 +84,8 @@ def test_a_checkpoint_has_the_state_of_all_buckets(
     recipe = from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}})
     before, after = (Trainer(recipe, tmp_path / "hf") for _ in range(2))
     (buffer,) = before.policy.ddp[0].buffers
-    assert (len(buffer.buckets) >= buckets) and (any(b.numel_unpadded % 128 for b in buffer.buckets))
+    assert len(buffer.buckets) >= buckets
+    assert any(bucket.numel_unpadded % 128 for bucket in buffer.buckets)
     before.step = 3
     for number, tensor in enumerate(state(before)):
         tensor.copy_(number + torch.rand(tensor.shape) if tensor.dim() else torch.tensor(3.0))
