@@ -124,16 +124,17 @@ IMPORT_S = 120
 def transformer_engine() -> Finding:
     """Check that the learner's fused layers on GPUs can be imported, in another process: a library may end the one it is in."""
     what = "Transformer Engine"
-    if importlib.util.find_spec("transformer_engine") is None:
+    try:
+        version = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
         return noted(what, "not installed", "only needed with GPUs: docs/install.md says how to build it")
-    code = "import torch, transformer_engine.pytorch, importlib.metadata as m; print(m.version('transformer-engine'))"
-    words = [sys.executable, "-W", "ignore", "-c", code]
+    words = [sys.executable, "-W", "ignore", "-c", "import torch, transformer_engine.pytorch"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=IMPORT_S)
     except subprocess.TimeoutExpired:
         return noted(what, f"not imported within {IMPORT_S} s", "try again; is its disk slow?")
     if done.returncode == 0:
-        return noted(what, done.stdout.split()[-1])
+        return noted(what, version)
     why = (done.stderr.strip().splitlines() or [f"Python ended with {done.returncode}"])[-1]
     return noted(what, "cannot be imported", f"{why}; build it again for this torch, or uninstall it (docs/install.md)")
 
