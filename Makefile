@@ -2,7 +2,8 @@
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
-.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-slow test-faults test-recipes soak lint bench bench-gpu lock clean
+TE := $(HOME)/.cache/megarl/transformer-engine
+.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-slow test-faults test-recipes test-gpu-paths soak lint bench bench-gpu lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -20,7 +21,7 @@ quickstart-tools: setup ## the same with products and a calculator to call
 	@launch/quickstart.sh quickstart-tools $(ARGS)
 
 test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real roles together, the quicker faults
-	$(PYTEST) tests -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PYTEST) tests -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not te"
 
 test-unit: setup ## what needs no server, no process group and no process of its own: under three minutes
 	$(PYTEST) tests/unit -n 2 -m "not slow and not processes"
@@ -33,6 +34,10 @@ test-faults: setup ## every fault of docs/failures.md, those of "make test" too,
 
 test-recipes: setup ## every shipped recipe at a tiny size, by "megarl train" in its own precision: about a minute each
 	$(PYTEST) tests/unit/test_recipe_twins.py tests/e2e/test_recipe_twins.py -v
+
+test-gpu-paths: setup ## what goes on a CPU of a GPU's layers, Transformer Engine's: the first time it compiles them, with a CUDA toolkit
+	launch/build_te.sh $(PYTHON) $(TE) $(TE)/site
+	PYTHONPATH=$(TE)/site $(PYTEST) tests/parallel/test_te_layers.py -m te
 
 soak: setup      ## two hours of the quickstart with a random fault every few minutes (ARGS="--seconds 900")
 	$(PYTHON) -m tests.soak $(ARGS)

@@ -1,4 +1,4 @@
-"""Packaging of megarl. The CPU stack is requirements/cpu.txt; `pip install megarl[gpu]` is the pinned GPU stack."""
+"""Packaging of megarl. The pinned stacks are requirements/cpu.txt and gpu.txt."""
 
 from setuptools import find_packages, setup
 
@@ -37,15 +37,6 @@ setup(
         "tensorboard",
         "typer>=0.29",
     ],
-    extras_require={
-        "wandb": ["wandb"],
-        "gpu": [
-            "sglang==0.5.23",
-            "torch==2.14.1",
-            "megatron-core==0.19.2",
-            "transformers==5.19.0",
-            "transformer-engine[pytorch,core_cu13]==2.20.2",
-        ],
-    },
+    extras_require={"wandb": ["wandb"]},
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},
 )

@@ -31,7 +31,7 @@ GIB = 1 << 30
 PINS = {"torch": "2.14.1", "megatron-core": "0.19.2", "sglang": "0.5.23", "transformers": "5.19.0"}
 """Versions this code was made for; it relies on internals of all four."""
 MODULES = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
-SETUP = "run `make setup` and use .venv/bin/megarl (with GPUs: pip install 'megarl[gpu]')"
+SETUP = "run `make setup` and use .venv/bin/megarl (with GPUs: docs/install.md)"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def examine() -> list[Finding]:
-    return [python(), *map(package, PINS), cuda(), *fused(), bytecode(), *machine(), *fabric(), sandbox()]
+    return [python(), *map(package, PINS), cuda(), transformer_engine(), bytecode(), *machine(), *fabric(), sandbox()]
 
 
 def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
@@ -117,22 +117,26 @@ def cuda() -> Finding:
     return noted("CUDA", "no GPU", "tiny models run on the CPU; for others use a machine with NVIDIA GPUs")
 
 
-def fused() -> Iterator[Finding]:
-    """Check for the learner's fused kernels on GPUs: Transformer Engine, and NVIDIA Apex, which PyPI's `apex` is not."""
-    if importlib.util.find_spec("transformer_engine") is not None:
-        yield noted("Transformer Engine", importlib.metadata.version("transformer-engine"))
-    else:
-        advice = "only needed with GPUs: pip install --no-build-isolation 'transformer-engine[pytorch]'"
-        yield noted("Transformer Engine", "not installed", advice)
-    source = "build https://github.com/NVIDIA/apex"
-    if importlib.util.find_spec("apex") is None:
-        advice = f"optional, with GPUs: {source} from source (PyPI's `apex` is another project)"
-        yield noted("NVIDIA Apex", "not installed", advice)
-    elif importlib.util.find_spec("amp_C") is None:
-        advice = f"pip uninstall apex, then {source} with its CUDA extensions"
-        yield noted("NVIDIA Apex", "another `apex`, or one without CUDA extensions", advice)
-    else:
-        yield noted("NVIDIA Apex", "with CUDA extensions")
+IMPORT_S = 120
+"""Limit on the import of Transformer Engine, in seconds; on two busy cores it takes six."""
+
+
+def transformer_engine() -> Finding:
+    """Check that the learner's fused layers on GPUs can be imported, in another process: a library may end the one it is in."""
+    what = "Transformer Engine"
+    try:
+        version = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return noted(what, "not installed", "only needed with GPUs: docs/install.md says how to build it")
+    words = [sys.executable, "-W", "ignore", "-c", "import torch, transformer_engine.pytorch"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=IMPORT_S)
+    except subprocess.TimeoutExpired:
+        return noted(what, f"not imported within {IMPORT_S} s", "try again; is its disk slow?")
+    if done.returncode == 0:
+        return noted(what, version)
+    why = (done.stderr.strip().splitlines() or [f"Python ended with {done.returncode}"])[-1]
+    return noted(what, "cannot be imported", f"{why}; build it again for this torch, or uninstall it (docs/install.md)")
 
 
 def bytecode() -> Finding:

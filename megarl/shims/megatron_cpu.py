@@ -10,6 +10,7 @@ process, so a server never shares one with a learner. Every change says what fai
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ def run_on_cpu() -> None:
     """Point what megatron-core takes from torch.cuda at the CPU. Idempotent."""
     if torch.cuda.is_available() or isinstance(torch.cuda.default_generators, _Generators):
         return
+    # The AdamW and the norms of Transformer Engine, which megatron takes where it finds them, need a GPU ("no NVIDIA driver").
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
     # megatron hands small functions (fused activations, routing) to torch.compile: on a CPU a run of the C++ compiler in
     # every process, and a failure where there is none.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")

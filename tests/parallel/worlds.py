@@ -25,7 +25,7 @@ def run_world(ranks: int, module: str, *args: str, timeout_s: float = 240.0) -> 
     """Run `python -m module args` as `ranks` ranks over gloo; their output. AssertionError with it if one fails."""
     (port,) = free_ports(1)
     env = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megarl.core.recipe import shipped
+from megarl.lab.doctor import PINS
 
 pytestmark = pytest.mark.processes
 
@@ -38,9 +40,34 @@ def test_both_stacks_are_pinned_and_agree() -> None:
     )
     assert "msgspec" in asked
     assert [name for name in asked if name not in gpu or name not in cpu] == []
-    extras = dict(re.findall(r'"([a-z-]+)==([0-9.]+)"', setup))
-    assert extras.keys() == {"sglang", "torch", "megatron-core", "transformers"}
-    assert {name: (cpu[name], gpu[name]) for name in extras} == {name: (v, v) for name, v in extras.items()}
+    assert PINS.keys() == {"sglang", "torch", "megatron-core", "transformers"}
+    assert {name: (cpu[name], gpu[name]) for name in PINS} == {name: (v, v) for name, v in PINS.items()}
+    assert gpu["transformer-engine"] == gpu["transformer-engine-cu13"]
+
+
+def test_the_image_compiles_transformer_engine_by_the_script(tmp_path: Path) -> None:
+    """With what its stage copies, the script comes to its check of the toolkit; where the wheel is, it does nothing."""
+    stage = DOCKERFILE.read_text().split(" AS compiled\n")[1].split("\nFROM ")[0]
+    for source, target in re.findall(r"^COPY (\S+) (\S+)$", stage, flags=re.MULTILINE):
+        (tmp_path / target).mkdir()
+        shutil.copy(ROOT / source, tmp_path / target)
+    assert 'RUN launch/build_te.sh "$VIRTUAL_ENV/bin/python" /wheels' in stage
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+
+    def run() -> subprocess.CompletedProcess[str]:
+        words = ["launch/build_te.sh", sys.executable, "wheels"]
+        environment = os.environ | {"CUDA_HOME": str(tmp_path / "cuda")}
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    assert "has no nvcc: name a toolkit 13.0" in run().stderr
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.4, V12.4.131\n")
+    nvcc.chmod(0o755)
+    assert "has 12.4: name a toolkit 13.0" in run().stderr
+    built_for = f"transformer-engine-torch {pinned('gpu.txt')['transformer-engine']} for torch {torch.__version__}\n"
+    (tmp_path / "wheels" / "built-for").write_text(built_for)
+    done = run()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:

@@ -16,13 +16,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import StateDict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megarl.core.algorithm.advantages import Moments
@@ -143,16 +146,40 @@ def _state(trainer: Trainer, is_loading: bool) -> StateDict:
 def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
     """Return the state of weights and optimiser."""
     state: StateDict = checkpoint.model_state(network.chunks)
-    optimizers = [
-        optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())
-        for optimizer in network.optimizer.chained_optimizers
-    ]
+    optimizers = []
+    for optimizer in network.optimizer.chained_optimizers:
+        with _places_without_padding(optimizer):
+            sharded = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())
+        optimizers.append(sharded)
     if network.loss_scale is not None:
         state["loss_scale"] = network.loss_scale.plain_state()
     return state | {
         "optimizer": {i: optimizer["param_state"] for i, optimizer in enumerate(optimizers)},
         "adam_steps": optimizers[0]["optimizer"]["param_groups"][0].get("step", 0),
     }
+
+
+@contextmanager
+def _places_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Within this context megatron finds parameters among the gathered ones, where it leaves out the padding between buckets.
+
+    It looks where they would be with the padding. Where a bucket ends off a multiple of 128 numbers and of the data-parallel
+    ranks, all further state would be stored shifted: with several buckets, or a tied head, which has a bucket of its own.
+    """
+    buffers = getattr(optimizer, "buffers", [])  # a rank without parameters has none
+    padded = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        starts = accumulate((bucket.numel_unpadded for bucket in buffer.buckets), initial=0)
+        padding = [bucket.offset - start for bucket, start in zip(buffer.buckets, starts, strict=False)]
+        buffer.param_index_map = {
+            parameter: (start - padding[bucket], end - padding[bucket], bucket)
+            for parameter, (start, end, bucket) in buffer.param_index_map.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, places in zip(buffers, padded, strict=True):
+            buffer.param_index_map = places
 
 
 def _restore(network: TrainedNetwork, loaded: StateDict) -> None:

@@ -33,7 +33,7 @@ from megarl.core.learner.link import ControllerLink, Interrupted
 from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer
-from megarl.core.models import parallel
+from megarl.core.models import build, parallel
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient
 from megarl.core.telemetry.profiler import Profiler
@@ -137,7 +137,7 @@ class LearnerRank:
         self.trainer.within = self.clock.within
         self.profiler = Profiler(recipe.monitor.profile, rundir.profile, dist.get_rank())
         self.metrics = open_metrics(recipe, rundir, endpoints) if self.leader else None
-        log.info("learner %s ready at step %d", self.incarnation, first)
+        log.info("learner %s ready at step %d, layers by %s", self.incarnation, first, build.layers_made_by())
 
     def run(self) -> None:
         """Execute commands until Stop."""

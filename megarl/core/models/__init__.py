@@ -11,8 +11,29 @@
 Importing any module of this package (or `megarl.core.models` itself) before megatron makes megatron-core importable on a CPU.
 """
 
+import importlib.util
+
+import torch
+
+from megarl.core.base.errors import MegarlError
 from megarl.shims.megatron_cpu import run_on_cpu
 
+
+def _check_transformer_engine() -> None:
+    """Raise MegarlError if there are a GPU and a Transformer Engine that cannot be imported: megatron-core would silently do
+    without it, or fail with another error."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
+        return
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:
+        raise MegarlError(
+            f"Transformer Engine is installed, but cannot be imported: {type(error).__name__}: {error}. Build it again for "
+            "this torch, or uninstall it to train with megarl's own layers (docs/install.md)"
+        ) from error
+
+
+_check_transformer_engine()
 run_on_cpu()
 
 from megarl.core.models.families import Family, family_of  # noqa: E402  these import megatron

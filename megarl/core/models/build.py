@@ -30,6 +30,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_te_version
 
 from megarl.core.base.architecture import Architecture, in_directory
 from megarl.core.base.errors import MegarlError
@@ -63,13 +64,23 @@ def build(
     """
     architecture = in_directory(hf_dir)
     if transformer_engine is None:
-        transformer_engine = HAVE_TE and torch.cuda.is_available()
+        transformer_engine = with_transformer_engine()
     check(model, transformer_engine)
     if model.dtype == "fp16":
         fp16_on_cpu.install()
     config = transformer_config(model, architecture, transformer_engine, recompute)
     stages = parallel.virtual_stages(model)
     return [_chunk(model, architecture, config, transformer_engine, i) for i in (range(stages) if stages else [None])]
+
+
+def with_transformer_engine() -> bool:
+    """Return whether layers are built from Transformer Engine's unless the caller says otherwise."""
+    return HAVE_TE and torch.cuda.is_available()
+
+
+def layers_made_by() -> str:
+    """Return whose layers `build` takes, for logs."""
+    return f"Transformer Engine {get_te_version()}" if with_transformer_engine() else "megarl"
 
 
 def transformer_config(

@@ -23,7 +23,6 @@ def test_this_machine_can_run_something(capsys: pytest.CaptureFixture[str]) -> N
         "sglang",
         "CUDA",
         "Transformer Engine",
-        "NVIDIA Apex",
         "/dev/shm",
         "ports",
         "bubblewrap",
@@ -48,6 +47,44 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor.package("sglang")
     assert found.grade == "note"
     assert "0.0.1" in found.advice
+
+
+def engine(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> Finding:
+    """What is found where a Transformer Engine runs this code when it is imported."""
+    (folder / "transformer_engine").mkdir()
+    (folder / "transformer_engine" / "__init__.py").write_text(code)
+    (folder / "transformer_engine" / "pytorch.py").touch()
+    (folder / "transformer_engine-2.20.2.dist-info").mkdir()
+    (folder / "transformer_engine-2.20.2.dist-info" / "METADATA").write_text(
+        "Name: transformer-engine\nVersion: 2.20.2\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return doctor.transformer_engine()
+
+
+def test_a_whole_transformer_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = engine(tmp_path, "", monkeypatch)
+    assert (found.grade, found.found) == ("good", "2.20.2")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise OSError('libcudnn.so.9: not found')", "OSError: libcudnn.so.9: not found"),
+        ("import os; os.kill(os.getpid(), 11)", "Python ended with -11"),
+    ],
+)
+def test_a_broken_transformer_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, said: str) -> None:
+    found = engine(tmp_path, code, monkeypatch)
+    assert (found.grade, found.found) == ("note", "cannot be imported")
+    assert found.advice.startswith(said)
+
+
+def test_a_transformer_engine_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "IMPORT_S", 0.1)
+    found = engine(tmp_path, "import time; time.sleep(9)", monkeypatch)
+    assert (found.grade, found.found) == ("note", "not imported within 0.1 s")
 
 
 GOOD = [Finding(name, "good", "") for name in ("Python", "CUDA", "Transformer Engine")]

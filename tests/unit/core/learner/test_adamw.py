@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.core.learner import optimizer
+from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf
 from megarl.core.recipe import from_tree
@@ -36,8 +38,8 @@ def test_three_updates_are_those_of_adamw_and_norms_are_not_decayed(tmp_path: Pa
     """Clipped, with bias correction, decay apart from the gradient. A norm that is decayed too is off by LR * DECAY after one
     update."""
     tiny_llama(tmp_path / "hf", num_hidden_layers=1)
-    optimizer = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "grad_clip": CLIP}
-    tree = {"model": {"path": str(tmp_path / "hf"), "dtype": "fp32"}, "learner": {"optimizer": optimizer}}
+    settings = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "grad_clip": CLIP}
+    tree = {"model": {"path": str(tmp_path / "hf"), "dtype": "fp32"}, "learner": {"optimizer": settings}}
     trainer = Trainer(from_tree(tree), tmp_path / "hf")
     weights = exported(trainer)
     first = {name: torch.zeros_like(w) for name, w in weights.items()}
@@ -60,3 +62,35 @@ def test_three_updates_are_those_of_adamw_and_norms_are_not_decayed(tmp_path: Pa
     assert {name for name, w in weights.items() if w.dim() == 1} == {n for n in now if "norm" in n}
     off = {name: float((now[name] - w).abs().max()) for name, w in weights.items()}
     assert max(off.values()) <= 1e-6, off
+
+
+def state(trainer: Trainer) -> list[torch.Tensor]:
+    (part,) = trainer.policy.optimizer.chained_optimizers
+    part.state_dict()  # makes what there is only after the first step
+    parameters = [p for group in part.optimizer.param_groups for p in group["params"]]
+    return [tensor for p in parameters for tensor in (p.data, *part.optimizer.state[p].values())]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("buckets", [1, 4])
+def test_a_checkpoint_has_the_state_of_all_buckets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, buckets: int
+) -> None:
+    """Megatron gathers parameters without the padding between buckets, and finds them by places with it."""
+    if buckets > 1:
+        monkeypatch.setattr(optimizer, "overlaps", lambda: True)
+        monkeypatch.setattr(optimizer, "BUCKET", 20_000)
+    tiny_llama(tmp_path / "hf", num_hidden_layers=2)
+    recipe = from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}})
+    before, after = (Trainer(recipe, tmp_path / "hf") for _ in range(2))
+    (buffer,) = before.policy.ddp[0].buffers
+    assert len(buffer.buckets) >= buckets
+    assert any(bucket.numel_unpadded % 128 for bucket in buffer.buckets)
+    before.step = 3
+    for number, tensor in enumerate(state(before)):
+        tensor.copy_(number + torch.rand(tensor.shape) if tensor.dim() else torch.tensor(3.0))
+    checkpoints = Checkpoints(tmp_path / "run", 1, before, tmp_path / "hf")
+    checkpoints.save()
+    checkpoints.finish()
+    assert Checkpoints(tmp_path / "run", 1, after, tmp_path / "hf").load_latest()
+    assert all(torch.equal(a, b) for a, b in zip(state(before), state(after), strict=True))

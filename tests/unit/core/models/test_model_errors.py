@@ -1,11 +1,13 @@
 """Bad directories and layouts end in one message that says what and where; nothing half-written stays."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from megarl.core import models
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.recipe import Model
@@ -212,3 +214,25 @@ def test_checkpoint_cleans_up_when_it_fails(one_rank: None, directory: Path) -> 
     with files_no_larger_than(20_000), pytest.raises(MegarlError, match="step-1: the checkpoint could not be written"):
         checkpoint.save(directory.parent / "step-1", checkpoint.model_state(chunks), meta)
     assert sorted(directory.parent.rglob("*")) == before
+
+
+def broken_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "transformer_engine.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda')")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)  # megarl hides it on a CPU
+
+
+def test_a_broken_transformer_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    models._check_transformer_engine()  # where there is none, layers are megarl's
+    broken_engine(tmp_path, monkeypatch)
+    with pytest.raises(
+        MegarlError, match=r"cannot be imported: ImportError: undefined symbol: _ZN3c104cuda\. Build it again"
+    ):
+        models._check_transformer_engine()
+
+
+def test_a_broken_transformer_engine_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken_engine(tmp_path, monkeypatch)
+    models._check_transformer_engine()
+    assert build.layers_made_by() == "megarl"

@@ -1,0 +1,217 @@
+"""One rank of test_te_layers: every layout of its world size with Transformer Engine's layers, which hold weights on a CPU too.
+
+`python -m tests.parallel.te_world DIR` with DIR/models holding a Hugging Face directory of each model.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear  # before megarl, which hides it on a CPU
+from transformer_engine.pytorch.attention import dot_product_attention
+
+# isort: split
+from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.microbatch import RowLayout, assemble
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import Family, build, checkpoint, family_of, hf, parallel
+from megarl.core.models.products import add_gradients_in_fp32
+from megarl.core.recipe import Model
+
+# isort: split
+from megatron.core import optimizer
+from megatron.core.transformer.moe import token_dispatcher
+from safetensors.torch import load_file
+
+SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [SP2, SP2 | {"expert_parallel": 2}, {"pipeline_parallel": 2}],
+    4: [SP2 | {"pipeline_parallel": 2}, SP2 | {"pipeline_parallel": 2, "expert_parallel": 2}],
+}
+
+
+@contextmanager
+def a_gpu_answers() -> Iterator[None]:
+    """What constructors of Transformer Engine's layers, and of megatron's around them, ask a GPU for."""
+    hopper = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="stand-in")
+
+    class OnCpu:
+        def __getattr__(self, name: str) -> object:
+            return getattr(torch, name)
+
+        def arange(self, *args: int, device: object = None, **kwargs: Any) -> torch.Tensor:
+            return torch.arange(*args, **kwargs)
+
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "get_device_properties", lambda *_: hopper),
+        patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        patch.object(token_dispatcher, "torch", OnCpu()),
+    ):
+        yield
+
+
+plain_build = build.build
+
+
+def built(model: Model, path: Path, engine: bool, recompute: str = "none") -> list[Any]:
+    if not engine:
+        return plain_build(model, path, False, recompute)
+    with a_gpu_answers():
+        return plain_build(model, path, None, recompute)
+
+
+def main(directory: Path) -> None:
+    for path in sorted((directory / "models").iterdir()):
+        family, other = family_of(path), None
+        for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
+            if "expert_parallel" in layout and not family.architecture.experts:
+                continue
+            model = Model(path=str(path), dtype="bf16", **layout)
+            what = f"{path.name} {layout}"
+            output = directory / "checkpoints" / f"{path.name}-{'-'.join(f'{k}{v}' for k, v in layout.items())}"
+            other = check(path, family, model, what, output, other)
+            if dist.get_rank() == 0:
+                print(what, flush=True)
+    parallel.stop()
+
+
+def check(path: Path, family: Family, model: Model, what: str, output: Path, other: Path | None) -> Path:
+    """`other`: a checkpoint of Transformer Engine's layers at another layout. Returns the one at this layout."""
+    parallel.start(model, seed=1, timeout_s=60)
+    chunks = {engine: built(model, path, engine) for engine in (False, True)}
+    stored = load_file(path / "model.safetensors")
+    meta = checkpoint.Meta(step=1, version=1, hf_source=str(path), model=model.model_dump())
+    for engine, mine in chunks.items():
+        hf.load(mine, family, path)
+        exported_as_stored(mine, family, stored, f"{what}, {engine=}")
+        checkpoint.save(output / f"{engine}", checkpoint.model_state(mine), meta)
+    for engine, mine in chunks.items():
+        for source in [output / f"{not engine}", *([other] if other else [])]:
+            with torch.no_grad():
+                for parameter in (p for chunk in mine for p in chunk.parameters()):
+                    parameter.fill_(float("nan"))
+            checkpoint.load_model(source, mine)
+            exported_as_stored(mine, family, stored, f"{what}, {engine=} loaded from {source}")
+    fused_gradients(chunks[True], what)
+    if model.pipeline_parallel == 1:
+        attention_takes_our_rows(chunks[True], family, model, what)
+    a_run_continues(path, model, what, output)
+    return output / "True"
+
+
+def exported_as_stored(chunks: list[Any], family: Family, stored: dict[str, torch.Tensor], what: str) -> None:
+    exported = dict(hf.export(chunks, family))
+    differ = [name for name, tensor in exported.items() if not torch.equal(stored[name], tensor)]
+    assert not differ, f"{what}: {differ}"
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(exported))
+    assert {name for mine in names for name in mine} == stored.keys(), what
+
+
+def fused_gradients(chunks: list[Any], what: str) -> None:
+    """Every linear map of Transformer Engine's is told to add weight gradients in FP32; they have all matrices of layers."""
+    engines = [
+        m for chunk in chunks for m in chunk.modules() if isinstance(m, GroupedLinear | LayerNormLinear | Linear)
+    ]
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    assert len(engines) >= 4 * len(layers), f"{what}: {len(engines)} linear maps in {len(layers)} layers"
+    assert not any(m.fuse_wgrad_accumulation for m in engines), what
+    for chunk in chunks:
+        add_gradients_in_fp32(chunk)
+    assert all(m.fuse_wgrad_accumulation for m in engines), what
+    matrices = {id(p) for layer in layers for n, p in layer.named_parameters() if p.dim() > 1 and "router" not in n}
+    assert matrices == {id(p) for m in engines for p in m.parameters() if p.dim() > 1}, what
+
+
+def a_run_continues(path: Path, model: Model, what: str, output: Path) -> None:
+    """The state of a run, AdamW's too, goes from megarl's layers to Transformer Engine's and back, and is the same."""
+    recipe = recipes.from_tree(
+        {
+            "model": model.model_dump(),
+            "resources": {"learner_ranks": dist.get_world_size()},
+            "learner": {"microbatch_tokens": 64},
+        }
+    )
+
+    def trainer(engine: bool) -> Trainer:
+        torchs = patch.multiple(optimizer, Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True)  # theirs needs a GPU
+        with torchs, patch.object(build, "build", partial(built, engine=engine)):
+            return Trainer(recipe, path)
+
+    def adamw(trainer: Trainer) -> list[torch.Tensor]:
+        """Numbers of each parameter that this rank updates: in FP32, their moments, their count of steps."""
+        found = []
+        for part in trainer.policy.optimizer.chained_optimizers:
+            part.state_dict()  # makes what there is only after the first step
+            parameters = [] if part.is_stub_optimizer else [p for g in part.optimizer.param_groups for p in g["params"]]
+            found += [tensor for p in parameters for tensor in (p.data, *part.optimizer.state[p].values())]
+        return found
+
+    run = trainer(engine=False)
+    run.step = 3
+    for number, tensor in enumerate(adamw(run)):
+        tensor.copy_(number + torch.rand(tensor.shape) if tensor.dim() else torch.tensor(3.0))
+    states = []
+    for engine in (False, True, False):  # the first makes copies alike that ranks have of a tensor
+        folder = output / f"run-{len(states)}"
+        checkpoints = Checkpoints(folder, 1, run, path)
+        checkpoints.save()
+        checkpoints.finish()
+        run = trainer(engine)
+        assert Checkpoints(folder, 1, run, path).load_latest(), what
+        states.append(adamw(run))
+    before, _, after = states
+    assert len(before) >= 4 * 9, what
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), f"{what}: AdamW's state differs"
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+class KernelAsked(Exception):
+    """Transformer Engine's attention has checked its arguments, and is about to choose a kernel for these parameters."""
+
+
+def attention_takes_our_rows(chunks: list[Any], family: Family, model: Model, what: str) -> None:
+    """The row that the learner assembles, as Transformer Engine's attention understands it."""
+    lengths, chunk = [40, 7, 13, 4], family.architecture.attention_chunk
+    zeros = [np.zeros(n, np.float32) for n in lengths]
+    sequences = [TrainSequence(i, 0, z.astype(np.int32), z, z + 1, 0.0) for i, z in enumerate(zeros)]
+    packed = assemble(sequences, 1, 64, RowLayout(model), torch.device("cpu")).packed
+    choice = patch.object(dot_product_attention.utils, "get_attention_backend", side_effect=KernelAsked)
+    for number, layer in enumerate(chunks[0].decoder.layers):
+        module = layer.self_attention
+        tp, config = model.tensor_parallel, module.config
+        heads = (config.num_attention_heads // tp, *[config.num_query_groups // tp] * 2)
+        q, k, v = (torch.zeros(64, n, config.kv_channels, dtype=torch.bfloat16).as_subclass(OnGpu) for n in heads)
+        with a_gpu_answers(), choice as asked, suppress(KernelAsked):
+            module.core_attention(
+                q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=packed, attention_bias=None
+            )
+        ((found,), _) = asked.call_args
+        divided = chunk is not None and number not in family.architecture.unrotated_layers
+        assert (found.qkv_layout, found.attn_mask_type) == ("thd_thd_thd", "padding_causal"), what
+        rows = (6, 16, 16) if divided else (4, 40, 40)
+        assert (found.batch_size, found.max_seqlen_q, found.max_seqlen_kv) == rows, what
+        assert (found.num_heads, found.num_gqa_groups, found.head_dim_qk) == (*heads[:2], config.kv_channels), what
+        assert (found.window_size, found.pad_between_seqs, found.context_parallel) == ((-1, 0), False, False), what
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
