@@ -22,8 +22,8 @@ WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}  # bytes of a number, by `mod
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """Bytes on the rank that holds most. state: weights, gradients, optimiser. publication: buckets being sent. host: in the
-    host's memory, not counted in `total`.
+    """Bytes on the rank that holds most. state: weights, gradients, optimiser. publication: buckets being sent, between
+    steps, when there are no activations. host: in the host's memory, not counted in `total`.
     """
 
     state: float
@@ -34,7 +34,7 @@ class LearnerMemory:
 
     @property
     def total(self) -> float:
-        return self.state + self.activations + self.head + self.publication
+        return self.state + max(self.activations + self.head, self.publication)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def server(recipe: Recipe, shape: Architecture, gpu: Gpu) -> ServerMemory:
         weights=weights,
         kv=max(0.0, (recipe.serving.memory_fraction or ASSUMED.static_share) * gpu.memory - weights),
         kv_token=kv_bytes(shape, ranks, width),
-        transient=logits + largest_bucket(recipe, shape),
+        transient=max(logits, largest_bucket(recipe, shape)),  # a bucket comes in a pause
     )
 
 
