@@ -20,6 +20,7 @@ TESTED_ELSEWHERE = {
     "make test-slow": "the rest of it",
     "make test-faults": "tests/e2e/test_faults.py",
     "make test-recipes": "tests/e2e/test_recipe_twins.py",
+    "make test-gpu-paths": "tests/parallel/test_te_layers.py, after minutes of compilation",
     "make quickstart": "its three commands: the fixture `workplace`, test_run.py, test_launch.py",
     'make quickstart ARGS="run.name=seed-1 run.seed=1 pipeline.k=4"': "the same",
     "make quickstart-moe": "its three commands: test_run_moe.py",
