@@ -49,11 +49,14 @@ def held(recipe: Recipe, rank: int) -> dict[str, Any]:
         buffers = [buffer for network in ddp for buffer in (*network.buffers, *network.expert_parallel_buffers)]
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         main = [p for part in parts for group in part.shard_fp32_from_float16_groups for p in group]
+        own = [
+            p for part in parts for group in part.shard_fp32_groups for p in group
+        ]  # FP32 already, with moments alone
         found = {
             "parameters": sum(p.numel() for chunk in chunks for p in chunk.parameters()),
             "weights": sum(buffer.param_data.nbytes for buffer in buffers),
             "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
-            "adamw": 3 * sum(p.nbytes for p in main),
+            "adamw": 3 * sum(p.nbytes for p in main) + 2 * sum(p.nbytes for p in own),
             "saved": sum(shard.data.nbytes for shard in saved if hasattr(shard, "data") and shard.data is not None),
             "buckets": len(sizes),
             "largest_bucket": max(sizes),

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megarl.core.models import build, family_of, hf
+from megarl.core.models.families import SourceView
 from megarl.core.recipe import Model
 from tests.tiny import (
     gradients,
@@ -105,3 +106,16 @@ def test_logits_gradients_and_export_are_those_of_transformers(one_rank: None, t
     print(f"{case}: {worst / largest:.1e}")
     # float32 against float64, through four layers: rounding alone comes to 1.3e-6 of the largest gradient.
     assert worst <= min(1e-6, 2e-6 * largest)
+
+
+@pytest.mark.parametrize(
+    ("view", "name"),
+    [
+        (SourceView("layers.1.experts.gate_up_proj", 3, (0, 2)), "layers.1.experts.3.gate_proj.weight"),
+        (SourceView("layers.1.experts.gate_up_proj", 12, (1, 2)), "layers.1.experts.12.up_proj.weight"),
+        (SourceView("layers.1.experts.down_proj", 0), "layers.1.experts.0.down_proj.weight"),
+    ],
+)
+def test_an_expert_of_a_stack_has_a_name_of_its_own(view: SourceView, name: str) -> None:
+    """The names by which SGLang's loader takes experts one by one."""
+    assert view.alone == name
