@@ -1,9 +1,9 @@
 """Rows of published measurements as the planner sees them: which are left out, by rule, and what it says of the others.
 
-    row ─► shape of the model (models.yaml), recipe with the row's layout ─► Case: the published value, and a function of the GPU
+    row ─► shape of the model (models.yaml), recipe with the row's layout ─► Case: the published value, the planner's by GPU
 
-Sequences of training have one length, those of serving are uniform, those of RL log-normal, cut at the longest. Megatron-Bridge and
-what names DeepEP send a token once to a node of experts; megarl and the others send it once to each expert.
+Sequences of training have one length, those of serving are uniform, those of RL log-normal, cut at the longest. Megatron-Bridge
+and what names DeepEP send a token once to a node of experts; megarl and the others send it once to each expert.
 """
 
 import csv
@@ -116,7 +116,9 @@ def cases_of(file: str, row: Row) -> list[Case]:
         raise Refused("sequences x length / seconds is not its tokens a second, within 10 %")
     name, kinds = model_of(row["model"]), set(re.findall(KINDS, row["gpu_kind"].lower()))
     if not name or (file != "sync" and models()[name].get("only") == "sync"):
-        raise Refused("the model's layers are not ones that the planner knows (state spaces, sparse attention, vision), or unnamed")
+        raise Refused(
+            "the model's layers are not ones that the planner knows (state spaces, sparse attention, vision), or unnamed"
+        )
     if len(kinds) != 1 or (kind := kinds.pop()) not in GPUS or "HBM2e" in row["gpu_kind"]:
         raise Refused("the kind of GPU is not stated, or not in hardware.yaml")
     case = {"train": train, "serve": serve, "sync": sync, "rl_steps": step}[file]
@@ -164,7 +166,9 @@ def whole(row: Row, name: str, otherwise: int | None = None) -> int:
 def changed(**sections: dict[str, object]) -> Recipe:
     """Return scalerl-8b with these values, none of which is checked: published layouts break rules of megarl's recipes."""
     base = _base()
-    return base.model_copy(update={name: getattr(base, name).model_copy(update=values) for name, values in sections.items()})
+    return base.model_copy(
+        update={name: getattr(base, name).model_copy(update=values) for name, values in sections.items()}
+    )
 
 
 @cache
@@ -178,7 +182,9 @@ def parallel(row: Row, shape: Published, precision: str, sharded: bool) -> dict[
         raise Refused("the precision is not stated, or FP4, which the planner has not")
     one = 1 if sharded else None
     pipeline = whole(row, "pp", one)
-    unknown = pipeline > 1 and "Bridge" not in row["engine"] and "vLLM" not in row["engine"]  # their tables have VP or n/a
+    unknown = (
+        pipeline > 1 and "Bridge" not in row["engine"] and "vLLM" not in row["engine"]
+    )  # their tables have VP or n/a
     tensor = whole(row, "tp", one)
     return {
         "tensor_parallel": tensor, "pipeline_parallel": pipeline, "context_parallel": whole(row, "cp", 1),
@@ -201,7 +207,9 @@ def train(row: Row, name: str, kind: str) -> list[Case]:
         raise Refused("the batch does not divide by ranks and micro-batches as stated")
     packed = Packing(microbatches, micro * length, microbatches * micro * length, length / 2)
     by_node = "Bridge" in row["engine"] or bool(re.search("deepep|hybridep", row["notes"], re.I))
-    seconds = batch * length / gpus / number(row, "tokens_per_s_per_gpu") if not row["step_s"] else number(row, "step_s")
+    seconds = (
+        batch * length / gpus / number(row, "tokens_per_s_per_gpu") if not row["step_s"] else number(row, "step_s")
+    )
     engine = ("Megatron" if megatron else "FSDP") + (", FP8" if keys["fp8"] != "none" else ", BF16")
     fitted = ("" if megatron else "FSDP ") + ("training" if keys["fp8"] == "none" else "fp8_training")
     found = Case(
@@ -254,7 +262,10 @@ def sync(row: Row, name: str, kind: str) -> list[Case]:
     ranks, gpus = whole(row, "gen_tp"), whole(row, "gpus_total")
     resources = {"server_tensor_parallel": ranks, "servers": whole(row, "gpus_gen") // ranks}
     weights = {"bucket_mb": BUCKETS.get(row["bucket"], 512)}
-    recipe, shape = changed(resources=resources, model={"pipeline_parallel": whole(row, "pp", 1)}, weights=weights), shape_of(name)
+    recipe, shape = (
+        changed(resources=resources, model={"pipeline_parallel": whole(row, "pp", 1)}, weights=weights),
+        shape_of(name),
+    )
     value = (number(row, "sync_s_low") + number(row, "sync_s_high")) / 2
     seconds = lambda gpu: speed.publication(recipe, shape, gpu, gpus).transfer  # noqa: E731
     return [Case("sync", row, name, kind, "broadcast", (), value, (gpus,), (gpus, ranks), 1.0, seconds)]
@@ -267,10 +278,19 @@ def step(row: Row, name: str, kind: str) -> list[Case]:
     keys, tokens, longest = parallel(row, shape, row["precision_train"].lower(), False), number(row, "mean_gen_len"), 0
     prompt = max(1, round(number(row, "check_implied_tokens_per_rollout") - tokens))
     longest, ranks, shared = whole(row, "max_seq_len") - prompt, whole(row, "gen_tp"), row["colocated"] == "y"
-    prompts, generations, servers = whole(row, "prompts_per_step"), whole(row, "gens_per_prompt"), whole(row, "gpus_gen") // ranks
+    prompts, generations, servers = (
+        whole(row, "prompts_per_step"),
+        whole(row, "gens_per_prompt"),
+        whole(row, "gpus_gen") // ranks,
+    )
     if not servers:
         raise Refused("a server of more GPUs than generate")
-    resources = {"learner_ranks": whole(row, "gpus_train"), "server_tensor_parallel": ranks, "servers": servers, "colocate": shared}
+    resources = {
+        "learner_ranks": whole(row, "gpus_train"),
+        "server_tensor_parallel": ranks,
+        "servers": servers,
+        "colocate": shared,
+    }
     packed_tokens = whole(row, "max_seq_len") * whole(row, "micro_batch")
     full = "full" in row["recompute"]
     recipe = changed(
@@ -298,7 +318,22 @@ def step(row: Row, name: str, kind: str) -> list[Case]:
         return layouts.evaluate(problem, learner, server, ranks, servers).step_seconds
 
     engine = "colocated" if shared else f"{whole(row, 'async_lag', 0)} step ahead"
-    rival, layout = (prompts, generations, row["max_seq_len"]), (row["gpus_total"], ranks, servers, shared, *keys.values())
+    rival, layout = (
+        (prompts, generations, row["max_seq_len"]),
+        (row["gpus_total"], ranks, servers, shared, *keys.values()),
+    )
     return [
-        Case("rl_steps", row, name, kind, engine, (), number(row, "step_s"), rival, layout, whole(row, "gpus_total"), seconds)
+        Case(
+            "rl_steps",
+            row,
+            name,
+            kind,
+            engine,
+            (),
+            number(row, "step_s"),
+            rival,
+            layout,
+            whole(row, "gpus_total"),
+            seconds,
+        )
     ]

@@ -72,6 +72,8 @@ GPUS = {
     for name, row in _TREE["gpus"].items()
 }
 ASSUMED = Assumed(**_TREE["assumed"])
+ERRORS: dict[str, float] = _TREE["errors"]
+"""Of training, generation, publication and a step: half of the published rows are nearer than this share."""
 
 
 def gpu_named(name: str) -> Gpu:

@@ -54,7 +54,7 @@ def packing(
 
 
 def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu, by_node: bool = False) -> float:
-    """Return seconds of forward, backward, gradients and optimiser of a step on the slowest rank. by_node: see _link_seconds."""
+    """Return seconds of forward, backward, gradients and optimiser of a step on the slowest rank. by_node: of _link_seconds."""
     model, stages, microbatches = recipe.model, recipe.model.pipeline_parallel, packed.microbatches
     # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest sets the pace.
     tokens = (packed.rank_tokens / microbatches if stages == 1 else packed.largest) / model.context_parallel
@@ -72,9 +72,9 @@ def _layer_seconds(
 ) -> float:
     """Return seconds of forward and backward of one micro-batch in all layers, on one rank with `tokens` of it.
 
-    Products, what their results' memory traffic takes, and exchanges follow each other on the GPU; the processor that starts the
-    kernels runs ahead of it, so a layer takes the longer of both. Each number that is kept for the backward pass is written and
-    read in each of three passes by a product and an element-wise kernel; weights are read in each pass. [Roof], [AR] 4.1
+    Products, memory traffic and exchanges follow each other on the GPU; the processor that starts the kernels runs ahead of it,
+    so a layer takes the longer of both. Each number that is kept for the backward pass is written and read in each of three
+    passes, by a product and an element-wise kernel; weights are read in each pass. [Roof], [AR] 4.1
     """
     model, recompute = recipe.model, recipe.learner.recompute
     body, ranks = shape.body_parameters, model.tensor_parallel
@@ -87,8 +87,9 @@ def _layer_seconds(
     kept = memory.activation_bytes(recipe, shape, "none")[0] * model.pipeline_parallel
     passes = LAYER_PASSES + again / body
     # Rows of tokens are put in order before each of two exchanges with experts, and after it: read and written in two passes.
-    kept += 8 * HALF * shape.hidden * shape.experts_per_token * shape.moe_layers / (ranks if model.sequence_parallel else 1) / 3
-    traffic = passes * (2 * tokens * kept + WIDTH[model.dtype] * memory.layer_parameters(recipe, shape))
+    ordered = 2 * 2 * 2 * 2 * HALF * shape.hidden * shape.experts_per_token * shape.moe_layers
+    ordered /= LAYER_PASSES * (ranks if model.sequence_parallel else 1)
+    traffic = passes * (tokens * (2 * kept + ordered) + WIDTH[model.dtype] * memory.layer_parameters(recipe, shape))
     moved = traffic / (gpu.memory_rate * ASSUMED.bandwidth_efficiency)
     device = tokens * products / ranks + moved + _link_seconds(recipe, shape, tokens, gpu, by_node)
     dense = shape.layers - shape.moe_layers
@@ -97,23 +98,29 @@ def _layer_seconds(
 
 
 def _link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, by_node: bool) -> float:
-    """Return seconds of tensor and expert parallelism's exchanges that nothing hides, in all layers.
+    """Return seconds of tensor, context and expert parallelism's exchanges that nothing hides, in all layers.
 
     by_node: rows for several experts of a node cross the network once, as with DeepEP (github.com/deepseek-ai/DeepEP).
     """
     model, again, row = recipe.model, recipe.learner.recompute, HALF * shape.hidden
     tensor, experts, seconds = model.tensor_parallel, model.expert_parallel, 0.0
     if tensor > 1:
-        # [AR] 4.2.2. Sequence parallelism: three gathers and three scatters of [tokens, hidden]. Two scatters of the backward pass
+        # [AR] 4.2.2. Sequence parallelism: four gathers and two scatters of [tokens, hidden]. Two scatters of the backward pass
         # and two gathers for weight gradients are hidden by the products beside them (megatron's tensor_parallel/layers.py).
         # Without it: two all-reduces, each a gather and a scatter; two are hidden. Recomputation repeats two exchanges or one.
         passes = (6 if model.sequence_parallel else 4) + {"none": 0, "selective": 2, "full": 4}[again]
         size = passes * tokens * row * (tensor - 1) / tensor
         seconds += shape.layers * size / (gpu.nvlink * ASSUMED.network_efficiency)
+    if (context := model.context_parallel) > 1:
+        # k and v of all ranks are gathered, their gradients scattered (models/layers.py); recomputation gathers again.
+        size = (3 if again == "full" else 2) * tokens * (context - 1) * 2 * HALF * shape.key / tensor
+        seconds += shape.layers * size / (gpu.nvlink * ASSUMED.network_efficiency)
     if experts > 1:  # each pass there and back: GShard, arXiv 2006.16668
         passes, chosen = 4 if again == "none" else 6, shape.experts_per_token
         nodes = max(1.0, experts / gpu.nvlink_gpus)
-        reached = nodes * (1 - (1 - 1 / nodes) ** chosen) if by_node else chosen  # rows that leave, each choosing uniformly
+        reached = (
+            nodes * (1 - (1 - 1 / nodes) ** chosen) if by_node else chosen
+        )  # rows that leave, each choosing uniformly
         far, near = reached * (nodes - 1) / nodes / gpu.network, chosen * (experts - 1) / experts / gpu.nvlink
         local = tokens / (tensor if model.sequence_parallel else 1)
         seconds += shape.moe_layers * passes * local * row * max(far, near) / ASSUMED.network_efficiency
@@ -158,8 +165,12 @@ class Decoder:
         dense, routed = shape.layers - shape.moe_layers, shape.moe_layers
         self.fixed_seconds = dense * ASSUMED.decode_layer_s + routed * gpu.decode_expert_layer_s
         self.fixed_seconds += shape.layers * allreduce + ASSUMED.decode_overhead_s
-        self.host_seconds = dense * ASSUMED.layer_s / LAYER_PASSES + routed * ASSUMED.prefill_expert_layer_s  # of a prompt's chunk
-        self.exchanged = 2 * shape.layers * 2 * HALF * shape.hidden * (self.ranks - 1) / self.ranks  # [AR] 4.2.2: bytes a token
+        self.host_seconds = (
+            dense * ASSUMED.layer_s / LAYER_PASSES + routed * ASSUMED.prefill_expert_layer_s
+        )  # of a prompt's chunk
+        self.exchanged = (
+            2 * shape.layers * 2 * HALF * shape.hidden * (self.ranks - 1) / self.ranks
+        )  # [AR] 4.2.2: bytes a token
         self.memory_rate = gpu.memory_rate * gpu.serving
         self.flop_rate = gpu.bf16 * ASSUMED.decode_efficiency
         self.link_rate = gpu.nvlink * ASSUMED.network_efficiency
@@ -186,9 +197,9 @@ class Decoder:
         return max(device, chunks * self.host_seconds)
 
     def batch_seconds(self, lengths: np.ndarray, prompt: float, requests: float, limit: float) -> float:
-        """Return seconds until the last of `requests` ends, whose completions are like `lengths` (sorted), at most `limit` at once.
+        """Return seconds until the last of `requests` ends, whose completions are like `lengths`, with at most `limit` at once.
 
-        Those that wait are worked off at the limit's rate; then ever fewer run until the longest ends.
+        Those that wait are worked off at the limit's rate; then ever fewer run until the longest ends. prompt: tokens of each.
         """
         last, mean = min(requests, limit), float(lengths.mean())
         waiting = (requests - last) * mean * self.step_seconds(last, last * (prompt + mean / 2)) / last
