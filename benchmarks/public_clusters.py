@@ -46,6 +46,8 @@ COLUMNS = {
 FIGURES = {"training": "train", "generation": "serve", "publication": "sync", "step": "rl_steps"}  # of a plan
 Fitted = dict[str, dict[str, float]]
 """By kind of GPU, and "general": what hardware.yaml calls fitted."""
+Known = dict[tuple[int, float | None], np.ndarray]
+"""log_errors of cases by id and efficiency of BF16, so that no two fits compute the same."""
 
 
 def main() -> None:
@@ -58,9 +60,8 @@ def main() -> None:
     cases, left_out = read(options.rows)
     if options.keep:
         keep(cases)
-    errors = {id(case): log_errors(case) for case in cases if case.fitted}
-    predicted = held_out(cases, errors)
-    fitted = fit(cases, errors)
+    known: Known = {}
+    predicted, fitted = held_out(cases, known), fit(cases, known)
     found = {"left_out": left_out, "fitted": fitted, **figures(cases, predicted)}
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     draw(cases, predicted, options.picture)
@@ -101,7 +102,7 @@ def keep(cases: Iterable[Case]) -> None:
 
 def with_fitted(case: Case, fitted: Fitted) -> Gpu:
     """Return the case's GPU with these efficiencies; FSDP engines have their own, which hardware.yaml does not keep."""
-    values = fitted["general"] | fitted.get(case.kind, {})
+    values = fitted.get("general", {}) | fitted.get(case.kind, {})
     own = {
         key: values[f"FSDP {key}"]
         for key in ("training", "fp8_training")
@@ -110,33 +111,38 @@ def with_fitted(case: Case, fitted: Fitted) -> Gpu:
     return replace(GPUS[case.kind], **{k: v for k, v in values.items() if "FSDP" not in k} | own)
 
 
-def log_errors(case: Case) -> np.ndarray:
+def log_errors(case: Case, gpu: Gpu) -> np.ndarray:
     """Return |log(planned / published)| [seconds, seconds, efficiencies], with each that fits choose from.
 
     An axis that does not matter has one element.
     """
     share = case.fitted[0].removeprefix("FSDP ")
     axes = [
-        [(k, float(x)) for x in values] if k in case.fitted else [(k, getattr(GPUS[case.kind], k))]
-        for k, values in SECONDS.items()
+        [(k, float(x)) for x in values] if k in case.fitted else [(k, getattr(gpu, k))] for k, values in SECONDS.items()
     ]
-    gpus = (
-        replace(GPUS[case.kind], **{share: float(x)} | dict(rest))
-        for *rest, x in itertools.product(*axes, EFFICIENCIES)
-    )
-    planned = np.array([case.seconds(gpu) for gpu in gpus]).reshape(*map(len, axes), -1)
+    gpus = (replace(gpu, **{share: float(x)} | dict(rest)) for *rest, x in itertools.product(*axes, EFFICIENCIES))
+    planned = np.array([case.seconds(each) for each in gpus]).reshape(*map(len, axes), -1)
     return np.abs(np.log(planned / case.value))
 
 
-def fit(cases: Sequence[Case], errors: dict[int, np.ndarray]) -> Fitted:
+def fit(cases: Sequence[Case], known: Known) -> Fitted:
     """Return what makes the mean of |log(planned / published)| least, all models of a kind of GPU counting alike.
 
-    An efficiency of all kinds together, one of each kind that is drawn to it, and seconds of a layer for all of them.
+    First without rows of FP8, because attention and head are of BF16 there, too.
     """
+    fitted = [case for case in cases if case.fitted]
+    return _fit(fitted, known, _fit([case for case in fitted if "fp8" not in case.fitted[0]], known, {}))
+
+
+def _fit(cases: Sequence[Case], known: Known, before: Fitted) -> Fitted:
+    """Return an efficiency of all kinds together, one of each kind that is drawn to it, and seconds of a layer for all."""
     loss: dict[tuple[str, str], dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for case in cases:
-        if case.fitted:
-            loss[case.fitted[0], case.kind][case.model].append(errors[id(case)])
+        gpu = with_fitted(case, before)
+        key = id(case), gpu.training if "fp8" in case.fitted[0] else None  # nothing else of it matters
+        if key not in known:
+            known[key] = log_errors(case, gpu)
+        loss[case.fitted[0], case.kind][case.model].append(known[key])
     sums = {key: sum(np.mean(of, 0) for of in models.values()) for key, models in loss.items()}
     together: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(1))
     for (share, _), of in sums.items():
@@ -154,9 +160,9 @@ def fit(cases: Sequence[Case], errors: dict[int, np.ndarray]) -> Fitted:
     return found
 
 
-def held_out(cases: Sequence[Case], errors: dict[int, np.ndarray]) -> list[float]:
+def held_out(cases: Sequence[Case], known: Known) -> list[float]:
     """Return what is planned for each case with what is fitted to the other models alone."""
-    fitted = {model: fit([c for c in cases if c.model != model], errors) for model in {c.model for c in cases}}
+    fitted = {model: fit([c for c in cases if c.model != model], known) for model in {c.model for c in cases}}
     return [case.seconds(with_fitted(case, fitted[case.model])) for case in cases]
 
 

@@ -202,9 +202,11 @@ def train(row: Row, name: str, kind: str) -> list[Case]:
     gpus, batch, length, micro = (whole(row, k) for k in ("gpus_total", "global_batch", "max_seq_len", "micro_batch"))
     recompute = "none" if not row["recompute"] else "selective" if "elective" in row["recompute"] else "full"
     recipe = changed(model=keys, resources={"learner_ranks": gpus}, learner={"recompute": recompute})
-    microbatches, rest = divmod(batch, recipe.data_parallel * micro)
-    if rest or not microbatches:
-        raise Refused("the batch does not divide by ranks and micro-batches as stated")
+    ranks = recipe.model.tensor_parallel * recipe.model.pipeline_parallel * recipe.model.context_parallel
+    uneven = gpus % ranks or gpus % (recipe.model.expert_parallel * recipe.model.pipeline_parallel)
+    if uneven or not batch or batch % (gpus // ranks * micro):
+        raise Refused("GPUs or batch do not divide by ranks and micro-batches as stated")
+    microbatches = batch * ranks // (gpus * micro)
     packed = Packing(microbatches, micro * length, microbatches * micro * length, length / 2)
     by_node = "Bridge" in row["engine"] or bool(re.search("deepep|hybridep", row["notes"], re.I))
     seconds = (
@@ -299,6 +301,8 @@ def step(row: Row, name: str, kind: str) -> list[Case]:
         serving={"memory_fraction": number(row, "recipe_vllm_gpu_mem_util")},
         learner={"recompute": "full" if full else "none", "microbatch_tokens": packed_tokens},
     )  # fmt: skip
+    if recipe.data_parallel < 1 or not memory.server(recipe, shape, GPUS[kind]).kv_tokens:
+        raise Refused("weights do not fit the GPUs as the planner counts them")
     alone = recipe.model_copy(update={"reference": recipe.reference.model_copy(update={"coefficient": 0.0})})
     lengths = LogNormal(tokens, SPREAD, longest)
     work = Workload(
