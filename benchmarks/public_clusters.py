@@ -31,7 +31,8 @@ RESULTS = Path(__file__).parent / "results"
 EFFICIENCIES = np.geomspace(0.15, 0.95, 32)  # 6 % apart
 SECONDS = {"expert_layer_s": np.geomspace(0.002, 0.0088, 8), "decode_expert_layer_s": np.geomspace(4e-5, 2.4e-4, 8)}
 """What a layer takes at least cannot be more than the quickest published: 8.8 ms, Qwen3-30B-A3B's micro-batches of 4,096."""
-DRAWN_TO_GENERAL = 1.0  # a kind's efficiency is drawn to that of all kinds as if one more model had it
+KINDS_DIFFER, MODELS_DIFFER = 0.2, 0.15
+"""Logarithms. Efficiencies of kinds are expected to be normal about that of all kinds, errors of models Laplacian."""
 TIE = 0.05  # published costs nearer than this are not ranked: a repeated run differs as much
 COLUMNS = {
     "": "id source_repo source_path source_commit source_row row_status model gpu_kind notes",
@@ -147,7 +148,7 @@ def _fit(cases: Sequence[Case], known: Known, before: Fitted) -> Fitted:
     together: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(1))
     for (share, _), of in sums.items():
         together[share] = together[share] + of
-    distance = np.abs(np.log(EFFICIENCIES[:, None] / EFFICIENCIES)) * DRAWN_TO_GENERAL
+    distance = np.log(EFFICIENCIES[:, None] / EFFICIENCIES) ** 2 / 2 / KINDS_DIFFER**2 * MODELS_DIFFER
     # For each choice of seconds the best general efficiencies; around them the best of each kind.
     drawn = {key: of + distance[together[key[0]].argmin(-1)] for key, of in sums.items()}
     total = sum(of.min(-1) for of in drawn.values())

@@ -159,7 +159,7 @@ PAPER = {"scalerl-8b": ("llama-3.1-8b", 100_000 / 7.4), "scalerl-17bx16": ("llam
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_papers_runs_took_up_to_eleven_times_what_is_planned(name: str) -> None:
-    """Peak rates of well-tuned code, and a mean length the paper does not state: benchmarks/scaling-out.md says why."""
+    """Rates that published clusters reach, and a mean length the paper does not state: docs/plan.md says why."""
     config, hours = PAPER[name]
     plan = written(problem(name, config, "gb200", 80, 8000, "batch.prompts=128"))
     assert 0.8 < hours / plan.gpu_hours_per_1000_steps < 11
