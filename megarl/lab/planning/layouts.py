@@ -279,11 +279,11 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
         # their group, and half of them are sampled in the first half of that time.
         lag = k if busy > generate else min(k, 0.5 + longest / 2 / step)
     else:  # nothing is made ahead: the halves take turns, each phase waits for its last rollout; lag is half a phase
-        requests, limit = pipeline.phase_steps * work.rollouts / servers, recipe.serving.max_running_requests
-        limit = min(limit, server.kv_tokens / work.live_context)
+        requests = pipeline.phase_steps * work.rollouts / servers
+        limit = min(recipe.serving.max_running_requests, server.kv_tokens / work.live_context)
         phase = decoder.batch_seconds(work.sample, work.prompt_tokens, requests, limit)
         generate = phase / pipeline.phase_steps + transfers
-        step, lag = generate + busy, (pipeline.phase_steps - 1) / 2
+        step, lag = phase / pipeline.phase_steps + busy, (pipeline.phase_steps - 1) / 2
     scoring = min(recipe.evaluation.servers, servers) * running / seconds
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(

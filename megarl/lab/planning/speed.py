@@ -86,9 +86,9 @@ def _layer_seconds(
     products = linear / (bf16 if model.fp8 == "none" else gpu.fp8 * gpu.fp8_training) + attention / bf16
     kept = memory.activation_bytes(recipe, shape, "none")[0] * model.pipeline_parallel
     passes = LAYER_PASSES + again / body
-    # Rows of tokens are put in order before each of two exchanges with experts, and after it: read and written in two passes.
-    ordered = 2 * 2 * 2 * 2 * HALF * shape.hidden * shape.experts_per_token * shape.moe_layers
-    ordered /= LAYER_PASSES * (ranks if model.sequence_parallel else 1)
+    # A token's row for each expert is put in order before and after two exchanges: read and written, forward and backward.
+    rows = shape.experts_per_token * shape.moe_layers / (ranks if model.sequence_parallel else 1)
+    ordered = 16 * HALF * shape.hidden * rows / LAYER_PASSES
     traffic = passes * (tokens * (2 * kept + ordered) + WIDTH[model.dtype] * memory.layer_parameters(recipe, shape))
     moved = traffic / (gpu.memory_rate * ASSUMED.bandwidth_efficiency)
     device = tokens * products / ranks + moved + _link_seconds(recipe, shape, tokens, gpu, by_node)

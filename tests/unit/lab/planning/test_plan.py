@@ -348,13 +348,15 @@ def test_auto_plans_with_the_largest_micro_batch_that_fits() -> None:
     assert less.learner.total <= room
 
 
-def test_estimate_and_simulation_agree() -> None:
-    """A learner that limits, and servers that limit: within 15 %."""
-    small = ("batch.prompts=16", "resources.servers=6", "resources.learner_ranks=8", "pipeline.k=4")
+@pytest.mark.parametrize(("k", "within"), [(4, 0.15), (0, 0.2)])
+def test_estimate_and_simulation_agree(k: int, within: float) -> None:
+    """A learner that limits, and servers that limit. Halves that take turns: a step ends with its longest rollout, which the
+    estimate has of one draw and the simulation of twenty."""
+    small = ("batch.prompts=16", "resources.servers=6", "resources.learner_ranks=8", f"pipeline.k={k}")
     asked = problem("scalerl-8b", "llama-3.1-8b", "h100", 14, 3000, *small)
     plan = written(asked)
     result = simulate.simulated(asked, plan, 20).summary
-    assert result.tokens_per_second == pytest.approx(plan.tokens_per_second, rel=0.15)
+    assert result.tokens_per_second == pytest.approx(plan.tokens_per_second, rel=within)
 
 
 def test_one_gpu_is_planned_as_it_is_shared(capsys: pytest.CaptureFixture[str]) -> None:
