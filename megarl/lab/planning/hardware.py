@@ -73,7 +73,7 @@ GPUS = {
 }
 ASSUMED = Assumed(**_TREE["assumed"])
 ERRORS: dict[str, float] = _TREE["errors"]
-"""Of training, generation, publication and a step: half of the published rows are nearer than this share."""
+"""Shares, of training, generation, publication and a step: half of the published rows are nearer."""
 
 
 def gpu_named(name: str) -> Gpu:
