@@ -108,9 +108,7 @@ def cases_of(file: str, row: Row) -> list[Case]:
     """Return the row's seconds and, of training, its memory. Raises Refused by rule, whatever the error would be."""
     if any(word in row["notes"] for word in UNTRUSTED):
         raise Refused("its notes or its source say that it is no consistent measurement of performance")
-    if not re.match("|historical|current|archived|older-release", row["row_status"]) or re.search(
-        "older-revision|duplicate", row["row_status"]
-    ):
+    if re.search("older-revision|duplicate", row["row_status"]):
         raise Refused("revised, or a copy of another row")
     if row.get("check_ratio") and not 0.9 <= float(row["check_ratio"]) <= 1.1:
         raise Refused("sequences x length / seconds is not its tokens a second, within 10 %")
@@ -194,6 +192,17 @@ def parallel(row: Row, shape: Published, precision: str, sharded: bool) -> dict[
     }  # fmt: skip
 
 
+def copies(recipe: Recipe, kind: str) -> int:
+    """Return the number of data-parallel ranks; Refused if the layout is none."""
+    model, ranks = recipe.model, recipe.resources.learner_ranks
+    dense = model.tensor_parallel * model.pipeline_parallel * model.context_parallel
+    if ranks % dense or ranks % (model.expert_parallel * model.pipeline_parallel):
+        raise Refused("the GPUs do not divide by the layout as stated")
+    if model.fp8 != "none" and not GPUS[kind].fp8:
+        raise Refused("FP8 on a GPU that has none")
+    return ranks // dense
+
+
 def train(row: Row, name: str, kind: str) -> list[Case]:
     if row["task"] not in ("pretrain", "sft"):
         raise Refused("adapters (LoRA) or an RL trainer's parts, which the planner has not")
@@ -202,11 +211,9 @@ def train(row: Row, name: str, kind: str) -> list[Case]:
     gpus, batch, length, micro = (whole(row, k) for k in ("gpus_total", "global_batch", "max_seq_len", "micro_batch"))
     recompute = "none" if not row["recompute"] else "selective" if "elective" in row["recompute"] else "full"
     recipe = changed(model=keys, resources={"learner_ranks": gpus}, learner={"recompute": recompute})
-    ranks = recipe.model.tensor_parallel * recipe.model.pipeline_parallel * recipe.model.context_parallel
-    uneven = gpus % ranks or gpus % (recipe.model.expert_parallel * recipe.model.pipeline_parallel)
-    if uneven or not batch or batch % (gpus // ranks * micro):
-        raise Refused("GPUs or batch do not divide by ranks and micro-batches as stated")
-    microbatches = batch * ranks // (gpus * micro)
+    microbatches, rest = divmod(batch, copies(recipe, kind) * micro)
+    if rest or not microbatches:
+        raise Refused("the batch does not divide by ranks and micro-batches as stated")
     packed = Packing(microbatches, micro * length, microbatches * micro * length, length / 2)
     by_node = "Bridge" in row["engine"] or bool(re.search("deepep|hybridep", row["notes"], re.I))
     seconds = (
@@ -276,8 +283,8 @@ def sync(row: Row, name: str, kind: str) -> list[Case]:
 def step(row: Row, name: str, kind: str) -> list[Case]:
     shape = shape_of(name)
     if row["precision_rollout"].lower() != "bf16":
-        raise Refused("servers that are not known to be of BF16")
-    keys, tokens, longest = parallel(row, shape, row["precision_train"].lower(), False), number(row, "mean_gen_len"), 0
+        raise Refused("servers that are not of BF16")
+    keys, tokens = parallel(row, shape, row["precision_train"].lower(), False), number(row, "mean_gen_len")
     prompt = max(1, round(number(row, "check_implied_tokens_per_rollout") - tokens))
     longest, ranks, shared = whole(row, "max_seq_len") - prompt, whole(row, "gen_tp"), row["colocated"] == "y"
     prompts, generations, servers = (
@@ -301,7 +308,7 @@ def step(row: Row, name: str, kind: str) -> list[Case]:
         serving={"memory_fraction": number(row, "recipe_vllm_gpu_mem_util")},
         learner={"recompute": "full" if full else "none", "microbatch_tokens": packed_tokens},
     )  # fmt: skip
-    if recipe.data_parallel < 1 or not memory.server(recipe, shape, GPUS[kind]).kv_tokens:
+    if copies(recipe, kind) > prompts * generations or not memory.server(recipe, shape, GPUS[kind]).kv_tokens:
         raise Refused("weights do not fit the GPUs as the planner counts them")
     alone = recipe.model_copy(update={"reference": recipe.reference.model_copy(update={"coefficient": 0.0})})
     lengths = LogNormal(tokens, SPREAD, longest)

@@ -273,21 +273,21 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
     transfers = published.transfer / pipeline.phase_steps
     busy = learner.train_seconds + transfers + published.parity / pipeline.phase_steps
     if k := float(pipeline.max_lag):
-        generate = tokens / (servers * running / seconds) + transfers
-        step = generate + busy if shared else max(generate, busy)  # who shares a GPU has it for part of the time
+        decode = tokens / (servers * running / seconds)
+        # Who shares a GPU has it for part of the time; both stand still for a publication.
+        step = decode + busy if shared else max(decode + transfers, busy)
         # A learner that limits finds the window full: k steps' tickets are ahead of it. Otherwise tokens wait for the last of
         # their group, and half of them are sampled in the first half of that time.
-        lag = k if busy > generate else min(k, 0.5 + longest / 2 / step)
+        lag = k if busy > decode + transfers else min(k, 0.5 + longest / 2 / step)
     else:  # nothing is made ahead: the halves take turns, each phase waits for its last rollout; lag is half a phase
         requests = pipeline.phase_steps * work.rollouts / servers
         limit = min(recipe.serving.max_running_requests, server.kv_tokens / work.live_context)
-        phase = decoder.batch_seconds(work.sample, work.prompt_tokens, requests, limit)
-        generate = phase / pipeline.phase_steps + transfers
-        step, lag = phase / pipeline.phase_steps + busy, (pipeline.phase_steps - 1) / 2
+        decode = decoder.batch_seconds(work.sample, work.prompt_tokens, requests, limit) / pipeline.phase_steps
+        step, lag = decode + busy, (pipeline.phase_steps - 1) / 2
     scoring = min(recipe.evaluation.servers, servers) * running / seconds
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(
         recipe=recipe, gpus=gpus, learner=learner.memory, server=server, decoder=decoder, publication=published,
-        running=running, train_seconds=learner.train_seconds, generate_seconds=generate, step_seconds=step,
+        running=running, train_seconds=learner.train_seconds, generate_seconds=decode + transfers, step_seconds=step,
         tokens_per_second=tokens / step, lag=lag, evaluation_seconds=evaluated,
     )  # fmt: skip

@@ -6,6 +6,7 @@
 [AR], [PP], [ZeRO]: memory.py
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -161,7 +162,10 @@ class Decoder:
         self.read = width * (shape.dense_parameters + shape.embedding_parameters) / self.ranks
         self.read_expert = width * shape.moe_layers * shape.expert_parameters / self.ranks
         self.flop = (layer_flop(shape) + head_flop(shape)) / self.ranks
-        allreduce = 2 * ASSUMED.allreduce_latency_s if self.ranks > 1 else 0.0
+        nodes = max(1.0, self.ranks / gpu.nvlink_gpus)  # an all-reduce goes up and down a tree of them: [Ring]
+        allreduce = (
+            2 * (ASSUMED.allreduce_latency_s + 2 * math.log2(nodes) * ASSUMED.hop_latency_s) if self.ranks > 1 else 0.0
+        )
         dense, routed = shape.layers - shape.moe_layers, shape.moe_layers
         self.fixed_seconds = dense * ASSUMED.decode_layer_s + routed * gpu.decode_expert_layer_s
         self.fixed_seconds += shape.layers * allreduce + ASSUMED.decode_overhead_s
@@ -173,7 +177,7 @@ class Decoder:
         )  # [AR] 4.2.2: bytes a token
         self.memory_rate = gpu.memory_rate * gpu.serving
         self.flop_rate = gpu.bf16 * ASSUMED.decode_efficiency
-        self.link_rate = gpu.nvlink * ASSUMED.network_efficiency
+        self.link_rate = (gpu.nvlink if nodes == 1 else gpu.network) * ASSUMED.network_efficiency
 
     def step_seconds(self, running: float, context_tokens: float) -> float:
         """Return seconds to decode one token for each of `running` requests that hold `context_tokens` in total."""

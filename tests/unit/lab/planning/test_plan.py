@@ -180,6 +180,18 @@ def test_one_request_is_limited_by_reading_the_weights() -> None:
     assert seconds == pytest.approx(15.01e9 / (3350e9 * share) + 32 * 0.00003 + 0.0005, rel=0.02)
 
 
+def test_a_server_over_two_nodes_pays_their_network() -> None:
+    """Two all-reduces a layer: a row's 16 KB there and back, 15 of 16 parts, at 40 GB/s instead of 360; a hop up and down."""
+    apart, together = (decoder("llama-3.1-8b", gpu, 16).step_seconds(10, 10) for gpu in ("h100", "gb200"))
+    gpu = replace(gpu_named("gb200"), nvlink_gpus=8)
+    recipe = load("scalerl-8b", ["resources.server_tensor_parallel=16"])
+    split = Decoder(recipe, architecture.read("llama-3.1-8b"), gpu, 131072 / 16).step_seconds(10, 10)
+    moved = 10 * 32 * 2 * 2 * 2 * 4096 * 15 / 16
+    slower = moved / (gpu.network * 0.8) - moved / (gpu.nvlink * 0.8) + 32 * 2 * 2 * 1e-5
+    assert split - together == pytest.approx(slower, rel=1e-6)
+    assert apart > together
+
+
 def test_many_short_requests_are_limited_by_products() -> None:
     """10,000 tokens x 15 GFLOP at half of 989 TFLOP/s."""
     seconds = decoder("llama-3.1-8b").step_seconds(10_000, 10_000)

@@ -48,7 +48,9 @@ def test_rows_are_read_as_the_planner_sees_them() -> None:
         ({"task": "lora"}, "LoRA"),
         ({"micro_batch": ""}, "not stated: micro_batch"),
         ({"pp": "2"}, "not stated: vpp"),
-        ({"global_batch": "127"}, "do not divide"),
+        ({"global_batch": "127"}, "does not divide"),
+        ({"gpus_total": "9"}, "do not divide"),
+        ({"gpu_kind": "A100", "precision_train": "FP8"}, "has none"),
         ({"model": "Qwen3_30B_a3B"}, "not stated: ep"),
     ],
 )
