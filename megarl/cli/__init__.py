@@ -169,6 +169,7 @@ def plan(
     simulate: Annotated[bool, Option("--simulate", help="run the pipeline in virtual time, and draw it")] = False,
     steps: Annotated[int, Option(min=1, help="of --simulate")] = 20,
     out: Annotated[Path, Option(help="picture of --simulate")] = Path("plan.png"),
+    price: p.Price = None,
     as_json: p.Json = False,
 ) -> int:
     """Say what a recipe needs on N GPUs, and how fast it will be."""
@@ -176,7 +177,7 @@ def plan(
 
     loaded = _load(recipe, overrides)
     expected = work(loaded, mean_tokens, spread, lengths, trained_share)
-    return main(problem(loaded, gpus, gpu, model_config, expected), (steps, out) if simulate else None, as_json)
+    return main(problem(loaded, gpus, gpu, model_config, expected), (steps, out) if simulate else None, as_json, price)
 
 
 @app.command()
@@ -193,13 +194,14 @@ def submit(
     container: Literal["none", "pyxis", "apptainer"] = "none",
     image: Annotated[str, Option(help="of the container")] = "",
     mounts: Annotated[str, Option(metavar="A,B", help="folders that the container sees")] = "",
+    price: p.Price = None,
     out: Annotated[Path | None, Option(help="the script; else run.dir/run.name.sbatch")] = None,
     yes: Annotated[bool, Option("--yes", help="submit it")] = False,
 ) -> int:
     """Write a Slurm batch script for a recipe, and submit it."""
     from megarl.lab.submit import SlurmJob, main
 
-    slurm = nodes, gpus_per_node, gpu, model_config, time, partition, account, container, image, mounts
+    slurm = nodes, gpus_per_node, gpu, model_config, time, partition, account, container, image, mounts, price
     return main(SlurmJob(recipe, overrides, *slurm), out, yes)
 
 

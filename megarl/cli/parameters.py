@@ -30,6 +30,7 @@ Overrides = Annotated[
 DryRun = Annotated[bool, Option("--dry-run", help="show what would run, and start nothing")]
 Run = Annotated[Path, Argument(help="run directory")]
 Json = Annotated[bool, Option("--json", help="print JSON")]
+Price = Annotated[float | None, Option(min=0, help="money of a GPU-hour: say what all steps cost")]
 ModelConfig = Annotated[str | None, Option(help="config.json, or a name such as llama-3.1-8b; else that of model.path")]
 
 SUITES = (

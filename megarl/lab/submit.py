@@ -26,7 +26,8 @@ SUBMIT_LIMIT_S = 60.0
 
 
 class SlurmJob(NamedTuple):
-    """What is asked of Slurm: options of the command. gpu: "" if none is named; mounts: with commas."""
+    """What is asked of Slurm: options of the command. gpu: "" if none is named; mounts: with commas;
+    price: money of a GPU-hour."""
 
     recipe: str
     overrides: Sequence[str]
@@ -40,6 +41,7 @@ class SlurmJob(NamedTuple):
     container: str
     image: str
     mounts: str
+    price: float | None
 
 
 class ChosenLayout(NamedTuple):
@@ -98,7 +100,7 @@ def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
     problem = command.problem(recipe, len(nodes) * per_node, job.gpu, job.model_config, command.work(recipe))
     if not misfit:
         if not isinstance(written := as_written(problem), str):
-            return ChosenLayout(recipe, (), (*described(placed, nodes), *spare, *_figures(written)))
+            return ChosenLayout(recipe, (), (*described(placed, nodes), *spare, *_figures(written, job.price)))
         misfit = written
     for plan in search(problem).plans:
         try:
@@ -106,17 +108,20 @@ def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
         except MegarlError:
             continue
         why = f"the layout is the plan's; as written it does not fit: {misfit}"
-        return ChosenLayout(plan.recipe, tuple(show.overrides(plan)), (why, *described(placed, nodes), *_figures(plan)))
+        return ChosenLayout(
+            plan.recipe, tuple(show.overrides(plan)), (why, *described(placed, nodes), *_figures(plan, job.price))
+        )
     nothing = f"no layout fits {job.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is refused"
     raise MegarlError(f"as written: {misfit}\n{nothing}")
 
 
-def _figures(plan: Plan) -> tuple[str, ...]:
+def _figures(plan: Plan, price: float | None) -> tuple[str, ...]:
     return (
-        f"a step takes {plan.step_seconds:.1f} s (training {plan.train_seconds:.1f}, generating {plan.generate_seconds:.1f}), "
-        f"{plan.tokens_per_second:,.0f} tokens/s",
+        f"a step takes {plan.step_seconds:.1f} s ({show.error('step')}), training {plan.train_seconds:.1f} "
+        f"({show.error('training')}), generating {plan.generate_seconds:.1f} ({show.error('generation')}); "
+        f"{plan.tokens_per_second:,.0f} tokens/s; {show.NEARER}",
         f"the learner needs {plan.learner.total / GB:.0f} GB a GPU; a server holds {plan.server.kv_tokens:,.0f} tokens",
-        show.cost(plan),
+        show.cost(plan, price),
     )
 
 

@@ -61,7 +61,7 @@ def test_every_command_works(folder: Path, capsys: pytest.CaptureFixture[str]) -
     (script,) = [text for command, text in printed.items() if "submit" in command and "run.name" not in command]
     assert script.strip() == (folder / "runs/qwen3-8b-2nodes.sbatch").read_text().strip()
     assert "# node 1: controller-0, servers 0-7\n# node 2: learner ranks 0-3, servers 8-11\n" in script
-    assert "418 GPU-hours" in script
+    assert "380 GPU-hours" in script
 
 
 ROW = re.compile(r"^\| `(\S+)` \| `(\S+)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
@@ -91,4 +91,4 @@ def test_the_stated_error_is_that_of_the_plans_page() -> None:
     )
     ratios = [float(ratio) for row in rows for ratio in row]
     assert (min(ratios), max(ratios)) == show.TAKEN_OVER_PLANNED
-    assert "1.3 to 14 times" in PAGE
+    assert "1.2 to 14 times" in PAGE

@@ -3,7 +3,7 @@
     recipe + model configuration + GPUs ─► layouts.py ─► those that fit, with memory and step time ─► show.py: table, JSON
                                                               └─► simulate.py: the pipeline in virtual time ─► figures.py
 
-command.py      the command                                hardware.py     hardware.yaml: datasheets, assumed efficiencies
+command.py      the command                                hardware.py     hardware.yaml: datasheets, fitted efficiencies
 memory.py       bytes of a learner rank and a server       speed.py        seconds of training, decoding, publishing
 workload.py     lengths, and the work of a step            show.py         tables, JSON
 layouts.py      enumerates layouts and splits              server_model.py a server's requests, token by token

@@ -21,8 +21,8 @@ from megarl.run.devices import gpus
 SIMULATED = 3
 
 
-def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool) -> int:
-    """Search and show. drawn: steps to simulate, and where their picture goes."""
+def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool, price: float | None) -> int:
+    """Search and show. drawn: steps to simulate, and where their picture goes; price: money of a GPU-hour."""
     if posed.gpus < 2 and not posed.recipe.resources.colocate:
         unless = "unless they share it (resources.colocate, as in scalerl-1gpu)"
         raise MegarlError(f"--gpus: {posed.gpus} is too few: at least one generates and one trains, {unless}")
@@ -30,9 +30,9 @@ def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool) 
     chosen = show.named(posed, written, found, SIMULATED)
     simulated = _simulated(posed, chosen, found, *drawn) if drawn and chosen else show.Simulated()
     if as_json:
-        print(json.dumps(show.as_json(posed, written, found, simulated), indent=2))
+        print(json.dumps(show.as_json(posed, written, found, simulated, price), indent=2))
     else:
-        show.tables(posed, written, found, simulated)
+        show.tables(posed, written, found, simulated, price)
         if drawn and simulated.plans:
             print(f"\n{drawn[1]}")
     return 0 if found.plans or not isinstance(written, str) else 1

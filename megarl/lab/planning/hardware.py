@@ -12,7 +12,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator: bytes, bytes/s (one direction), FLOP/s (dense)."""
+    """One accelerator: bytes, bytes/s (one direction), FLOP/s (dense); then what is fitted, see hardware.yaml."""
 
     name: str
     memory: float
@@ -24,6 +24,11 @@ class Gpu:
     network: float
     host: float
     host_memory: float
+    training: float
+    fp8_training: float
+    serving: float
+    expert_layer_s: float
+    decode_expert_layer_s: float
 
     @property
     def usable(self) -> float:
@@ -42,9 +47,10 @@ UNITS = {
 class Assumed:
     """What no datasheet says; see hardware.yaml."""
 
-    training_efficiency: float
-    fp8_efficiency: float
     bandwidth_efficiency: float
+    layer_s: float
+    decode_layer_s: float
+    prefill_expert_layer_s: float
     decode_efficiency: float
     network_efficiency: float
     decode_overhead_s: float
@@ -60,8 +66,14 @@ class Assumed:
 
 
 _TREE = yaml.safe_load((Path(__file__).parent / "hardware.yaml").read_text())
-GPUS = {name: Gpu(name, *(row[key] * unit for key, unit in UNITS.items())) for name, row in _TREE["gpus"].items()}
+_FITTED = _TREE["fitted"]
+GPUS = {
+    name: Gpu(name, *(row[key] * unit for key, unit in UNITS.items()), **_FITTED["general"] | _FITTED.get(name, {}))
+    for name, row in _TREE["gpus"].items()
+}
 ASSUMED = Assumed(**_TREE["assumed"])
+ERRORS: dict[str, float] = _TREE["errors"]
+"""Shares, of training, generation, publication and a step: half of the published rows are nearer."""
 
 
 def gpu_named(name: str) -> Gpu:

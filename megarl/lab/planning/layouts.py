@@ -184,8 +184,8 @@ def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
         return f"TP x CP is beyond the {problem.gpu.nvlink_gpus} GPUs of one NVLink domain"
     recipe, shape, room = _with_microbatch_tokens(problem, recipe), problem.shape, problem.gpu.usable
     tokens, one_size = recipe.learner.microbatch_tokens, model.pipeline_parallel > 1
-    packed = _packed(problem.work, shape, tokens, recipe.data_parallel, one_size)
-    need = memory.learner(recipe, shape, packed.largest, packed.microbatches)
+    micro = packed(problem.work, shape, tokens, recipe.data_parallel, one_size)
+    need = memory.learner(recipe, shape, micro.largest, micro.microbatches)
     if need.total > room:
         parts = {"weights, gradients and AdamW are": need.state, "activations are": need.activations}
         parts["the head's logits are"] = need.head
@@ -194,7 +194,7 @@ def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
     if need.host > problem.gpu.host_memory:
         has = f"{problem.gpu.host_memory / GB:.0f} GB of host memory a GPU"
         return f"learner: {has} do not hold a checkpoint's copy and what of AdamW is offloaded; more ranks share them"
-    return LearnerChoice(recipe, need, speed.train_seconds(recipe, shape, packed, problem.gpu))
+    return LearnerChoice(recipe, need, speed.train_seconds(recipe, shape, micro, problem.gpu))
 
 
 def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
@@ -222,7 +222,7 @@ _RULES = {
 
 
 @lru_cache(maxsize=4096)
-def _packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
+def packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
     """Pack the step's sequences; if there are very many, a share of them on a share of the ranks."""
     count = len(work.trained)
     ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
@@ -267,22 +267,27 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
     # A batch is complete when its longest rollout is, and only the window's batches are in progress: mean / longest of these.
     window = pipeline.window_steps * work.rollouts / servers * work.mean_tokens / most_tokens
     running = min(recipe.serving.max_running_requests, server.kv_tokens / work.live_context, window)
-    seconds = decoder.step_seconds(running, running * work.live_context)
+    prefill = decoder.prefill_seconds(work.prompt_tokens)
+    seconds = decoder.step_seconds(running, running * work.live_context) + running * prefill / work.mean_tokens
     tokens, longest = work.rollouts * work.mean_tokens, most_tokens * seconds
     transfers = published.transfer / pipeline.phase_steps
-    generate = tokens / (servers * running / seconds) + transfers
     busy = learner.train_seconds + transfers + published.parity / pipeline.phase_steps
     if k := float(pipeline.max_lag):
-        step = generate + busy if shared else max(generate, busy)  # who shares a GPU has it for part of the time
+        decode = tokens / (servers * running / seconds)
+        # Who shares a GPU has it for part of the time; both stand still for a publication.
+        step = decode + busy if shared else max(decode + transfers, busy)
         # A learner that limits finds the window full: k steps' tickets are ahead of it. Otherwise tokens wait for the last of
         # their group, and half of them are sampled in the first half of that time.
-        lag = k if busy > generate else min(k, 0.5 + longest / 2 / step)
+        lag = k if busy > decode + transfers else min(k, 0.5 + longest / 2 / step)
     else:  # nothing is made ahead: the halves take turns, each phase waits for its last rollout; lag is half a phase
-        step, lag = generate + busy + longest / pipeline.phase_steps, (pipeline.phase_steps - 1) / 2
+        requests = pipeline.phase_steps * work.rollouts / servers
+        limit = min(recipe.serving.max_running_requests, server.kv_tokens / work.live_context)
+        decode = decoder.batch_seconds(work.sample, work.prompt_tokens, requests, limit) / pipeline.phase_steps
+        step, lag = decode + busy, (pipeline.phase_steps - 1) / 2
     scoring = min(recipe.evaluation.servers, servers) * running / seconds
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(
         recipe=recipe, gpus=gpus, learner=learner.memory, server=server, decoder=decoder, publication=published,
-        running=running, train_seconds=learner.train_seconds, generate_seconds=generate, step_seconds=step,
+        running=running, train_seconds=learner.train_seconds, generate_seconds=decode + transfers, step_seconds=step,
         tokens_per_second=tokens / step, lag=lag, evaluation_seconds=evaluated,
     )  # fmt: skip

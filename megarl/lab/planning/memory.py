@@ -57,7 +57,7 @@ def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, micro
     width = WIDTH[model.dtype]
     tokens = microbatch_tokens / model.context_parallel
     held = in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
-    layers, again = (each * tokens for each in _activations(recipe, shape))
+    layers, again = (each * tokens for each in activation_bytes(recipe, shape, recipe.learner.recompute))
     head = head_bytes(tokens, shape, model.tensor_parallel, width)
     ends = shape.embedding_parameters / model.tensor_parallel
     publication = recipe.weights.bucket_mb * 2**20 + 2 * largest_bucket(recipe, shape)
@@ -82,6 +82,11 @@ def _parameters(recipe: Recipe, shape: Architecture, ends: float) -> float:
     experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
     dense = shape.dense_parameters / (model.tensor_parallel * model.pipeline_parallel)
     return dense + ends + shape.routed_parameters / experts
+
+
+def layer_parameters(recipe: Recipe, shape: Architecture) -> float:
+    """Return the number of parameters that one of the ranks that share a layer holds of all layers."""
+    return _parameters(recipe, shape, 0.0) * recipe.model.pipeline_parallel
 
 
 def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
@@ -113,9 +118,9 @@ def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
     return copied + offloaded * (copied - _parameters(recipe, shape, ends) * WIDTH[model.dtype])
 
 
-def _activations(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
+def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tuple[float, float]:
     """Return bytes of each token on a rank: of a stage's layers until its backward pass; in a layer that is computed again."""
-    model, recompute, width = recipe.model, recipe.learner.recompute, WIDTH[recipe.model.dtype]
+    model, width = recipe.model, WIDTH[recipe.model.dtype]
     tensor, shards = model.tensor_parallel, model.tensor_parallel if model.sequence_parallel else 1
     kept = width if model.fp8 == "none" else FP8
     attention = replicated_activation_bytes(shape, width, kept) / shards

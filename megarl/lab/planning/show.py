@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megarl.lab.planning import memory
-from megarl.lab.planning.hardware import ASSUMED, GB
+from megarl.lab.planning.hardware import ASSUMED, ERRORS, GB
 from megarl.lab.planning.layouts import Found, Plan, PlanningProblem
 from megarl.lab.planning.simulate import Summary
 
@@ -24,12 +24,15 @@ class Simulated:
 
 
 BEST, MOST_REASONS = 5, 12
-TAKEN_OVER_PLANNED = (1.3, 14)
+NEARER = "±: half of the published rows are nearer (docs/plan.md)"
+TAKEN_OVER_PLANNED = (1.2, 14)
 """GPU-hours that the ScaleRL paper's two runs took, relative to those planned for them: the table of docs/plan.md."""
 
 
-def tables(problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated) -> None:
-    """Print the recipe as written, the best plans, why others are refused, and what the simulator says."""
+def tables(
+    problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated, price: float | None
+) -> None:
+    """Print the recipe as written, the best plans, why others are refused, and what the simulator says. price: see cost."""
     console, work, shape = Console(highlight=False), problem.work, problem.shape
     console.print(
         f"{problem.gpus} x {problem.gpu.name} ({problem.gpu.memory / GB:.0f} GB); model of {shape.parameters / 1e9:.2f}B "
@@ -47,7 +50,8 @@ def tables(problem: PlanningProblem, written: Plan | str, found: Found, simulate
         table.add_row(label, *(texts[label] for texts in figures))
     console.print(table)
     for name, plan in list(plans.items())[:1]:
-        console.print(f"{name}: {cost(plan)}")
+        console.print(NEARER)
+        console.print(f"{name}: {cost(plan, price)}")
     if found.plans:
         console.print(f"plan 1 is: {' '.join(overrides(found.plans[0]))}", soft_wrap=True)
     if isinstance(written, str):
@@ -97,14 +101,20 @@ def overrides(plan: Plan) -> list[str]:
     return [*saving, *(f"{key}={str(attrgetter(key)(plan.recipe)).lower()}" for key in LAYOUT)]
 
 
-def cost(plan: Plan) -> str:
-    """Say what all steps of the recipe take, and how far such estimates have been from real runs."""
+def error(figure: str) -> str:
+    """Return the expected error of training, generation, publication or a step."""
+    return f"±{ERRORS[figure]:.0%}"
+
+
+def cost(plan: Plan, price: float | None = None) -> str:
+    """Say what all steps of the recipe take, and how far such estimates are from real runs. price: money of a GPU-hour."""
     steps = plan.recipe.run.steps
     hours = plan.step_seconds * steps / 3600
+    money = "" if price is None else f", which cost {hours * plan.gpus * price:,.0f}"
     least, most = TAKEN_OVER_PLANNED
     return (
-        f"{steps:,} steps take {hours:,.1f} h and {hours * plan.gpus:,.0f} GPU-hours, without starts and evaluations; "
-        f"the ScaleRL paper's runs took {least:g} to {most:g} times what is planned for them (docs/plan.md)"
+        f"{steps:,} steps take {hours:,.1f} h and {hours * plan.gpus:,.0f} GPU-hours{money} ({error('step')}), without starts "
+        f"and evaluations; the ScaleRL paper's runs took {least:g} to {most:g} times what is planned for them (docs/plan.md)"
     )
 
 
@@ -118,14 +128,15 @@ def _figures(plan: Plan) -> dict[str, str]:
         "learner, GB a GPU": f"{plan.learner.total / GB:.0f}",
         "server: KV tokens": f"{plan.server.kv_tokens / 1000:,.0f}k",
         "rollouts at once": f"{plan.running:.0f}",
-        "step, s": f"{plan.step_seconds:.1f}",
+        f"step, s {error('step')}": f"{plan.step_seconds:.1f}",
         "tokens/s": f"{plan.tokens_per_second:,.0f}",
-        "training, s": f"{plan.train_seconds:.1f}",
-        "publication, s": f"{plan.publication.transfer:.1f}",
+        f"training, s {error('training')}": f"{plan.train_seconds:.1f}",
+        f"generation, s {error('generation')}": f"{plan.generate_seconds:.1f}",
+        f"publication, s {error('publication')}": f"{plan.publication.transfer:.1f}",
         "lag": f"{plan.lag:.1f}",
         "learner idle": f"{plan.learner_idle:.0%}",
         "servers idle": f"{plan.server_idle:.0%}",
-        "GPU-h a 1,000 steps": f"{plan.gpu_hours_per_1000_steps:,.0f}",
+        f"GPU-h/1k steps {error('step')}": f"{plan.gpu_hours_per_1000_steps:,.0f}",
     }
 
 
@@ -134,7 +145,7 @@ def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     if plan.gpus != problem.gpus:
         yield f"note: the recipe's resources use {plan.gpus} GPUs, not {problem.gpus}"
     if recipe.has_critic or recipe.reference.coefficient:
-        yield "note: the recipe trains a critic or holds a reference model: neither is counted in the learner"
+        yield "note: the recipe trains a critic or holds a reference model: their memory is not counted, nor the critic's time"
     if recipe.has_critic:
         size = memory.critic_state(recipe, problem.shape) / 1e9
         what = f"weights, gradients and optimiser of a critic of the policy's size in {recipe.critic.dtype}"
@@ -163,7 +174,9 @@ def _simulated(simulated: Simulated) -> Table:
     return table
 
 
-def as_json(problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated) -> dict[str, object]:
+def as_json(
+    problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated, price: float | None
+) -> dict[str, object]:
     """Return the same as JSON, all figures unrounded."""
     return {
         "gpus": problem.gpus,
@@ -173,15 +186,16 @@ def as_json(problem: PlanningProblem, written: Plan | str, found: Found, simulat
         "rollouts": problem.work.rollouts,
         "mean_tokens": problem.work.mean_tokens,
         "assumed": asdict(ASSUMED),
-        "as_written": written if isinstance(written, str) else _plan(written),
-        "plans": [_plan(plan) for plan in found.plans[:BEST]],
+        "errors": ERRORS,
+        "as_written": written if isinstance(written, str) else _plan(written, price),
+        "plans": [_plan(plan, price) for plan in found.plans[:BEST]],
         "saving": found.saving,
         "refused": dict(found.refused.most_common()),
         "simulated": asdict(simulated),
     }
 
 
-def _plan(plan: Plan) -> dict[str, object]:
+def _plan(plan: Plan, price: float | None) -> dict[str, object]:
     layout = [key for key in LAYOUT if not key.endswith(("sequence_parallel", "expert_tensor_parallel"))]
     return {
         **{key.partition(".")[2]: attrgetter(key)(plan.recipe) for key in layout},
@@ -192,4 +206,5 @@ def _plan(plan: Plan) -> dict[str, object]:
         "sync_seconds": plan.publication.transfer,
         "evaluation_steps": plan.evaluation_seconds / plan.step_seconds,
         **{key: getattr(plan, key) for key in FIGURES},
+        "cost_of_1000_steps": None if price is None else plan.gpu_hours_per_1000_steps * price,
     }

@@ -3,8 +3,8 @@
     groups    generations x (GroupPlaces.take ─► SimulatedServer ─► give back)
     learner   decide(Next) ─► TrainStep: seconds of training this batch │ Publish: servers stand still, then parity │ Wait
 
-Modelled are lengths, and the seconds of a decode step, of training and of a publication. Not modelled are prefill, grading,
-the network between controller and servers, and failures. One seed gives all randomness.
+Modelled are lengths, and the seconds of prompts, decode steps, training and publications. Not modelled are grading, the network
+between controller and servers, and failures. One seed gives all randomness.
 
 `run` gives asyncio a clock that jumps to the next timer when nothing is ready, and asyncio.sleep, call_later and timeouts
 follow it, so asyncio code (core/sampling/places.py) runs unchanged. Nothing may wait for a socket or a thread: a simulation
@@ -308,8 +308,14 @@ def costs(problem: PlanningProblem, plan: Plan) -> Costs:
         packed = speed.packing(lengths, microbatch_tokens, recipe.data_parallel, cost, one_size)
         return speed.train_seconds(recipe, problem.shape, packed, problem.gpu)
 
+    # Each token of a request carries its share of reading the prompt, while which nothing is decoded.
+    decoder, prefill = plan.decoder, plan.decoder.prefill_seconds(problem.work.prompt_tokens) / problem.work.mean_tokens
+
+    def step_seconds(running: float, held: float) -> float:
+        return decoder.step_seconds(running, held) + running * prefill
+
     limit = min(recipe.serving.max_running_requests, plan.server.kv_tokens / problem.work.live_context)
-    return Costs(plan.decoder.step_seconds, train_seconds, *plan.publication, limit=max(1, int(limit)))
+    return Costs(step_seconds, train_seconds, *plan.publication, limit=max(1, int(limit)))
 
 
 def simulated(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:
