@@ -40,6 +40,7 @@ SMALL = (
     "evaluation.samples=2",
     "checkpoint.every=4",
     "batch.prompts=12",
+    "pipeline.k=3",  # most batches are then generated while weights change, however long the learner takes to come up
 )
 """Overrides of the quickstart: one minute."""
 
