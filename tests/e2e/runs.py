@@ -40,7 +40,8 @@ SMALL = (
     "evaluation.samples=2",
     "checkpoint.every=4",
     "batch.prompts=12",
-    "pipeline.k=3",  # most batches are then generated while weights change, however long the learner takes to come up
+    "pipeline.k=3",  # so that most batches are generated while weights change, however long the learner takes to come up,
+    "serving.max_running_requests=64",  # and one after another
 )
 """Overrides of the quickstart: one minute."""
 
