@@ -31,9 +31,10 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A folder in which `megarl train quickstart` can run: data, and a policy that has seen half the warm start.
+    """A folder in which `megarl train quickstart` can run: data, and a policy.
 
-    The first worker that needs it makes it, and each works in a copy.
+    Its warm start, though short, is long enough that each batch has groups to train. The first worker that needs the
+    folder makes it, and each works in a copy.
     """
     from filelock import FileLock
 
@@ -47,7 +48,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
             making.mkdir()
             made = megarl("data", "arithmetic", "runs/quickstart-data", cwd=making)
             assert made.returncode == 0, made.stderr
-            warm = megarl("sft", "quickstart", "sft.steps=150", cwd=making)
+            warm = megarl("sft", "quickstart", "sft.steps=250", cwd=making)
             assert warm.returncode == 0, warm.stderr
             making.rename(shared / "workplace")
     shutil.copytree(shared / "workplace", own, dirs_exist_ok=True)
