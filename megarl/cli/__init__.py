@@ -386,6 +386,17 @@ def compare_recipes(
     return compare(recipes, StudyOptions(seeds, directory, task, dry_run, overrides))
 
 
+@study.command()
+def corpus(
+    overrides: p.Overrides,
+    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.Task = None, dry_run: p.DryRun = False,
+) -> int:  # fmt: skip
+    """Make many small runs to judge forecasts by, in hours of two cores."""
+    from megarl.lab.study.main import StudyOptions, corpus
+
+    return corpus(StudyOptions(seeds, directory, task, dry_run, overrides))
+
+
 @study.command("results")
 def study_results(directory: Path) -> int:
     """Write table, plots and CSVs of a study, also of an unfinished one."""

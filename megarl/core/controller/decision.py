@@ -19,6 +19,7 @@ are not published and so not evaluated: the next published one is due instead.
 from dataclasses import dataclass
 
 from megarl.core.base.messages import Next, Publish, Refused, Score, Stop, Wait
+from megarl.core.recipe import Evaluation
 from megarl.core.server.membership import Membership
 
 
@@ -81,14 +82,18 @@ def decide(asked: Next, now: ControllerView) -> Decision:
     return Wait(reason=f"batch {step}: {now.waiting_for or 'not complete'}; {_servers(members)}")
 
 
-def is_due(version: int, last_scored: int | None, every: int, final_version: int) -> bool:
+def is_due(version: int, last_scored: int | None, settings: Evaluation, final_version: int) -> bool:
     """Return whether this version needs a score, given the newest scored version (None: none has one).
 
     If an evaluation is lost with its server, the next version is due instead: 100 lost, 101 scored, then 200.
     """
     if last_scored is None:
         return True
-    return version > last_scored and (version // every > last_scored // every or version >= final_version)
+    if version <= last_scored or version >= final_version:
+        return version > last_scored
+    if settings.growth > 1:
+        return version >= max(last_scored + settings.every, last_scored * settings.growth)
+    return version // settings.every > last_scored // settings.every
 
 
 def _impossible(asked: Next, now: ControllerView) -> str:

@@ -153,19 +153,19 @@ class EvaluationSchedule:
     """Which versions are evaluated on which servers. running: the servers of each running evaluation, by version."""
 
     def __init__(self, recipe: Recipe, places: Places, state: State) -> None:
-        self._every, self._most = recipe.evaluation.every, recipe.evaluation.servers
+        self._settings = recipe.evaluation
         self._membership, self._places, self._state = places.membership, places, state
         self.running: dict[int, set[int]] = {}
 
     def is_due(self, version: int, final_version: int) -> bool:
         """Return whether these weights need an evaluation that has not begun."""
         newest = max((*self._state.evaluations, *self.running), default=None)
-        return is_due(version, newest, self._every, final_version)
+        return is_due(version, newest, self._settings, final_version)
 
     def begin(self, version: int) -> set[int]:
         """Pin some of the servers that have these weights, those with the fewest requests; return none if none has them."""
         held = [s for s, v in self._membership.clean().items() if v == version]
-        servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._most])
+        servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._settings.servers])
         for server in servers:
             self._membership.pin(server)
         if servers:

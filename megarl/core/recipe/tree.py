@@ -464,6 +464,9 @@ class Serving(Section):
 
 class Evaluation(Section):
     every: int = Field(100, ge=1, description="steps; also at step 0 and after the last")
+    growth: float = Field(
+        1.0, ge=1, description="above 1: at this many times the step of the one before, `every` steps later at least"
+    )
     prompts: int = Field(1000, ge=1, description="of each task")
     samples: int = Field(16, ge=1, description="mean@samples")
     servers: int = Field(1, ge=1, description="held at the scored version meanwhile, as far as there are so many")

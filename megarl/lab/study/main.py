@@ -1,4 +1,4 @@
-"""`megarl study loo | compare | results`: its tasks run one after another, or only that of a job of a Slurm array.
+"""`megarl study loo | compare | corpus | results`: its tasks run one after another, or only that of a job of a Slurm array.
 
     waiting or begun ─► `megarl train STUDY/recipes/NAME.yaml` ─► done | failed        (a begun run resumes from its checkpoint)
 
@@ -61,6 +61,16 @@ def compare(names: Sequence[str], options: StudyOptions) -> int:
     return _study("-".join(["compare", *recipes]), recipes, options)
 
 
+def corpus(options: StudyOptions) -> int:
+    """Run the corpus, or one task of it, and record each run as it ends."""
+    from megarl.lab.study import corpus as kinds  # imports transformers: not before it is needed
+
+    path = Path(options.directory or "runs/studies/corpus")
+    recipes = kinds.recipes(path, tuple(options.overrides))
+    hooks = StudyHooks(lambda task: kinds.prepare(path, task), lambda task: kinds.record(path, task), lambda _: 0)
+    return _study("corpus", recipes, options, hooks)
+
+
 def table_and_plots(path: Path) -> int:
     """Write the results of a study, even an unfinished one."""
     from megarl.lab.study import results  # imports scipy and matplotlib: not before they are needed
@@ -68,7 +78,15 @@ def table_and_plots(path: Path) -> int:
     return results.write(plan.opened(path), Console())
 
 
-def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions) -> int:
+class StudyHooks(NamedTuple):
+    """What is done before a task begins or goes on, once it is done, and when all are; the last returns the exit status."""
+
+    before: Callable[[StudyTask], None] = lambda task: None
+    done: Callable[[StudyTask], object] = lambda task: None
+    end: Callable[[Path], int] = table_and_plots
+
+
+def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hooks: StudyHooks | None = None) -> int:
     path = Path(options.directory or f"runs/studies/{kind}")
     console = Console()
     try:
@@ -85,13 +103,13 @@ def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions) -> i
             planned.add_row(name, " ".join(words))
         console.print(planned)
         return 0
-    study = plan.prepare(path, recipes, seeds)
+    study, hooks = plan.prepare(path, recipes, seeds), hooks or StudyHooks()
     tasks = study.tasks
     if options.task is None:
-        return run(study, tasks, console) or table_and_plots(path)
+        return run(study, tasks, console, hooks) or hooks.end(path)
     if not 0 <= options.task < len(tasks):
         raise MegarlError(f"--task: the study has tasks 0 to {len(tasks) - 1}, no {options.task}")
-    return run(study, [tasks[options.task]], console)
+    return run(study, [tasks[options.task]], console, hooks)
 
 
 PENALTY_SHARE = 2 / 14  # the length penalty falls on the last 2k of 14k tokens
@@ -125,12 +143,13 @@ def side_by_side(recipes: Sequence[str], overrides: Sequence[str]) -> dict[str, 
     return {name: load(recipe, overrides) for name, recipe in zip(names, recipes, strict=True)}
 
 
-def run(study: Study, tasks: Sequence[StudyTask], console: Console) -> int:
+def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: StudyHooks | None = None) -> int:
     """Bring each of `tasks` to its end. Return 0: all done; 1: some failed; 128 + signal: asked to stop.
 
     A terminal shows a table of all tasks; other output gets a line when a task ends, and one a minute.
     """
     outlive_screen()
+    hooks = hooks or StudyHooks()
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     began = last = time.monotonic()
 
@@ -147,7 +166,10 @@ def run(study: Study, tasks: Sequence[StudyTask], console: Console) -> int:
     with stop_requests() as stop_request, live or nullcontext():
         for task in tasks:
             if task.state() != "done":
+                hooks.before(task)
                 _finish(task, stop_request, show)
+                if task.state() == "done":
+                    hooks.done(task)
             if stop_request.count:
                 console.print("stopped as asked; the same command goes on from here", highlight=False)
                 return 128 + stop_request.signal

@@ -4,6 +4,7 @@ import pytest
 
 from megarl.core.base.messages import Next, Publish, Refused, ServerAddress, Stop, Wait
 from megarl.core.controller.decision import ControllerView, TrainStep, decide, is_due
+from megarl.core.recipe import Evaluation
 from megarl.core.server.membership import Membership
 
 ADDRESSES = [ServerAddress(id=n, url=f"http://127.0.0.1:{n}") for n in range(2)]
@@ -126,4 +127,13 @@ def test_a_learner_that_is_not_of_this_run_is_refused(step: int, version: int) -
      (20, 11, True), (35, 30, True), (35, 35, False), (30, 35, False)],
 )  # fmt: skip
 def test_versions_that_are_scored(version: int, last_scored: int | None, due: bool) -> None:
-    assert is_due(version, last_scored, every=10, final_version=35) is due
+    assert is_due(version, last_scored, Evaluation(every=10), final_version=35) is due
+
+
+@pytest.mark.parametrize(
+    ("version", "last_scored", "due"),
+    [(0, None, True), (9, 0, False), (10, 0, True), (19, 10, False), (20, 10, True), (29, 20, False), (30, 20, True),
+     (44, 30, False), (45, 30, True), (60, 45, False), (65, 45, True), (65, 65, False)],
+)  # fmt: skip
+def test_versions_that_are_scored_with_growing_distances(version: int, last_scored: int | None, due: bool) -> None:
+    assert is_due(version, last_scored, Evaluation(every=10, growth=1.5), final_version=65) is due

@@ -1,0 +1,240 @@
+"""`megarl study corpus`: many small runs that end, to judge forecasts by.
+
+    DIR/data ─► DIR/models/SIZE ─`megarl sft`─► DIR/models/SIZE-TASK ─► a study of KINDS ─► DIR/records/NAME.jsonl.gz, run by run
+
+A kind is a shipped recipe with a size of policy and a dtype. Runs are scored at steps that grow by a factor, on 4,096 answers,
+so that each part of the curve has its points; a run goes on until its curve has bent. All runs of a size, a task and a family
+start from one warm start.
+
+A record is JSON lines: what the run was (`CorpusRun`), its scores, and its steps with all their metrics. Compute is in FLOP,
+from the tokens that were generated and the active parameters, so that no other work of the machine moves a point.
+"""
+
+import gzip
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
+from megarl.core.recipe import Recipe, load
+from megarl.lab.scaling.points import Curve
+from megarl.lab.study.plan import StudyTask
+from megarl.tasks.data import arithmetic
+from megarl.tasks.data.arithmetic_models import LLAMA, LLAMA4, save_model
+
+Row = dict[str, Any]
+
+
+class Size(NamedTuple):
+    """A tiny policy: hidden size, layers, heads, key-value heads, and what its training takes."""
+
+    hidden: int
+    layers: int
+    heads: int
+    groups: int
+    lr: float
+    sft_steps: int
+
+    def config(self, experts: bool) -> dict[str, Any]:
+        """Return a config.json in which each token meets as many parameters with experts as without."""
+        base = LLAMA4 | {"head_dim": self.hidden // self.heads} if experts else LLAMA
+        widths = {"intermediate_size": self.hidden * 3 // 2, "intermediate_size_mlp": self.hidden * 3}
+        return base | {
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.groups,
+            **(widths if experts else {"intermediate_size": self.hidden * 3}),
+        }
+
+    @property
+    def active(self) -> int:
+        """Return the parameters that a token meets in the layers, about."""
+        return self.layers * self.hidden**2 * (2 + 2 * self.groups // self.heads + 9)
+
+
+SIZES = {
+    "0.3m": Size(96, 3, 3, 1, 3e-4, 600),
+    "0.8m": Size(128, 4, 4, 2, 2e-4, 500),
+    "2m": Size(192, 5, 6, 2, 1.5e-4, 400),
+    "5m": Size(256, 6, 8, 4, 1e-4, 350),
+}
+
+
+class Kind(NamedTuple):
+    """Runs that differ in their seed alone."""
+
+    recipe: str
+    size: str
+    dtype: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        return "-".join(self)
+
+    @property
+    def task(self) -> str:
+        return "products" if self.recipe == "quickstart-tools" else "arithmetic"
+
+    @property
+    def experts(self) -> bool:
+        return self.recipe == "quickstart-moe"
+
+    @property
+    def init(self) -> str:
+        return f"{self.size}-moe" if self.experts else self.size
+
+
+KINDS = (
+    Kind("quickstart", "0.3m"),
+    Kind("quickstart", "5m"),
+    Kind("quickstart-moe", "0.8m", "bf16"),
+    Kind("quickstart-tools", "0.8m", "bf16"),
+    Kind("quickstart", "0.8m"),
+    Kind("quickstart", "2m"),
+    Kind("quickstart", "0.8m", "bf16"),
+    Kind("quickstart", "2m", "fp16"),
+    Kind("quickstart-moe", "0.3m"),
+    Kind("quickstart-moe", "2m"),
+    Kind("quickstart-tools", "0.3m"),
+    Kind("quickstart-tools", "2m"),
+    Kind("grpo-tiny", "0.8m"),
+    Kind("dapo-tiny", "0.3m", "bf16"),
+    Kind("gspo-tiny", "0.8m", "fp16"),
+    Kind("dr-grpo-tiny", "2m"),
+)
+"""The first four are a pilot: they tell the hours of all."""
+
+RUN = (
+    "run.steps=160",
+    "evaluation.prompts=512",
+    "evaluation.samples=8",  # 4,096 answers: noise of at most .008
+    "evaluation.every=3",
+    "evaluation.growth=1.3",
+    "checkpoint.every=80",
+    "checkpoint.keep=1",
+)
+
+
+def recipes(directory: Path, overrides: tuple[str, ...] = ()) -> dict[str, Recipe]:
+    """Return the recipe of each kind, by its name."""
+    return {kind.name: load(kind.recipe, [*_places(directory, kind), *RUN, *overrides]) for kind in KINDS}
+
+
+def _places(directory: Path, kind: Kind) -> Iterator[str]:
+    prefix, size = "products-" if kind.task == "products" else "", SIZES[kind.size]
+    for part in ("train", "heldout"):
+        yield f"data.tasks.{kind.task}.{part}={directory}/data/{prefix}{part}.jsonl"
+    yield f"model.path={warm_start(directory, kind)}"
+    yield f"model.dtype={kind.dtype}"
+    yield f"learner.optimizer.lr={size.lr}"
+    yield f"sft.init={directory}/models/{kind.init}"
+    yield f"sft.data={directory}/data/{prefix}sft.jsonl"
+    yield f"sft.output={warm_start(directory, kind)}"
+    yield f"sft.steps={size.sft_steps}"
+
+
+def warm_start(directory: Path, kind: Kind) -> Path:
+    return directory / "models" / f"{kind.init}-{kind.task}"
+
+
+def prepare(directory: Path, task: StudyTask) -> None:
+    """Make what the run starts from, if it is not there yet; what other processes are making is waited for."""
+    from filelock import FileLock
+
+    kind = next(kind for kind in KINDS if kind.name == task.variant)
+    models, start = directory / "models", warm_start(directory, kind)
+    models.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory / "data.lock"):
+        if not (directory / "data" / "init-moe").exists():  # what `write` makes last
+            arithmetic.write(directory / "data", seed=0)
+    with FileLock(models / f"{start.name}.lock"):
+        if start.exists():
+            return
+        save_model(models / kind.init, SIZES[kind.size].config(kind.experts), seed=0)
+        # In fp32, so that runs of one size begin alike whatever their dtype.
+        words = [sys.executable, "-m", "megarl", "sft", str(task.recipe), "model.dtype=fp32", "run.seed=0"]
+        with task.log.open("ab") as log:
+            if subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).returncode:
+                raise MegarlError(f"the warm start of {task.name} failed or was stopped; see {task.log}")
+
+
+@dataclass(frozen=True)
+class CorpusRun:
+    """What a run was, and what came of it. scores: rows of eval.jsonl with `flop`; steps: rows of metrics.jsonl."""
+
+    recipe: str
+    size: str
+    dtype: str
+    task: str
+    seed: int
+    machine: str
+    versions: Mapping[str, str]
+    scores: tuple[Row, ...]
+    steps: tuple[Row, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{'-'.join((self.recipe, self.size, self.dtype))}-seed{self.seed}"
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it may not be looked at while forecasts are built; the same for all seeds and dtypes.
+
+        The leading 0 is the first salt that gives both parts each task, a dense model and experts, and low precision; it was
+        chosen before there was any run.
+        """
+        return sha256(f"0/{self.recipe}/{self.size}/{self.task}".encode()).digest()[0] % 2 == 0
+
+    @property
+    def curve(self) -> Curve:
+        """Return its held-out pass rates. Hours stand for petaFLOP."""
+        later = [row for row in self.scores if row["step"]]
+        flop, rates = (np.array([row[name] for row in later], float) for name in ("flop", "pass_rate"))
+        return Curve(self.name, flop / 1e15, rates, self.scores[0]["pass_rate"], "core", self.seed)
+
+
+def record(directory: Path, task: StudyTask) -> Path:
+    """Write the record of a run that is done."""
+    kind = next(kind for kind in KINDS if kind.name == task.variant)
+    steps = [_short(row) for row in latest_rows(task.rundir.metrics)]
+    scores = [_short(row) for row in latest_scores(task.rundir.eval)]
+    tokens = np.cumsum([0.0, *(row["generated_tokens"] for row in steps)])
+    for row in scores:
+        row["flop"] = float(8 * SIZES[kind.size].active * tokens[row["step"]])  # 2 to generate, 6 to train
+    packages = {name: version(name) for name in ("megarl", "torch", "sglang", "megatron-core")}
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    run = CorpusRun(kind.recipe, kind.size, kind.dtype, kind.task, task.seed, machine, packages, (), ())
+    lines = [asdict(run), *({"score": row} for row in scores), *({"step": row} for row in steps)]
+    path = directory / "records" / f"{task.name}.jsonl.gz"
+    path.parent.mkdir(exist_ok=True)
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    write_atomically(path, gzip.compress(data, mtime=0))
+    return path
+
+
+def _short(row: Row) -> Row:
+    """Return the row with numbers of six digits, without what a forecast said."""
+    return {
+        key: value if isinstance(value, str | int) else float(f"{value:.6g}")
+        for key, value in row.items()
+        if not key.startswith("predicted_")
+    }
+
+
+def read(path: Path) -> CorpusRun:
+    """Read a record."""
+    first, *rows = (json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines())
+    parts = {part: tuple(row[part] for row in rows if part in row) for part in ("score", "step")}
+    return CorpusRun(**first | {"scores": parts["score"], "steps": parts["step"]})
