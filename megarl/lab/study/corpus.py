@@ -1,6 +1,6 @@
 """`megarl study corpus`: many small runs that end, to judge forecasts by.
 
-    DIR/data ─► DIR/models/SIZE ─`megarl sft`─► DIR/models/SIZE-TASK ─► a study of KINDS ─► DIR/records/NAME.jsonl.gz, run by run
+    DIR/data ─► DIR/models/SIZE ─`megarl sft`─► DIR/models/SIZE-TASK ─► a study of KINDS ─► DIR/records/NAME.jsonl.gz
 
 A kind is a shipped recipe with a size of policy and a dtype. Runs are scored at steps that grow by a factor, on 4,096 answers,
 so that each part of the curve has its points; a run goes on until its curve has bent. All runs of a size, a task and a family
