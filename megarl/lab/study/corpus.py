@@ -14,7 +14,6 @@ import gzip
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -25,7 +24,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe, load
 from megarl.lab.scaling.points import Curve
@@ -65,10 +63,10 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "0.3m": Size(96, 3, 3, 1, 3e-4, 600),
-    "0.8m": Size(128, 4, 4, 2, 2e-4, 500),
-    "2m": Size(192, 5, 6, 2, 1.5e-4, 400),
-    "5m": Size(256, 6, 8, 4, 1e-4, 350),
+    "0.3m": Size(96, 3, 3, 1, 2e-4, 600),
+    "0.8m": Size(128, 4, 4, 2, 1.5e-4, 500),
+    "2m": Size(192, 5, 6, 2, 1e-4, 400),
+    "5m": Size(256, 6, 8, 4, 7e-5, 300),
 }
 
 
@@ -117,12 +115,12 @@ KINDS = (
 """The first four are a pilot: they tell the hours of all."""
 
 RUN = (
-    "run.steps=160",
+    "run.steps=150",
     "evaluation.prompts=512",
     "evaluation.samples=8",  # 4,096 answers: noise of at most .008
     "evaluation.every=3",
-    "evaluation.growth=1.3",
-    "checkpoint.every=80",
+    "evaluation.growth=1.4",
+    "checkpoint.every=50",
     "checkpoint.keep=1",
 )
 
@@ -149,25 +147,16 @@ def warm_start(directory: Path, kind: Kind) -> Path:
     return directory / "models" / f"{kind.init}-{kind.task}"
 
 
-def prepare(directory: Path, task: StudyTask) -> None:
-    """Make what the run starts from, if it is not there yet; what other processes are making is waited for."""
-    from filelock import FileLock
-
+def before(task: StudyTask) -> list[list[str]]:
+    """Make the data and the random model that the run starts from; return the command of the warm start if it is missing."""
     kind = next(kind for kind in KINDS if kind.name == task.variant)
-    models, start = directory / "models", warm_start(directory, kind)
-    models.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory / "data.lock"):
-        if not (directory / "data" / "init-moe").exists():  # what `write` makes last
-            arithmetic.write(directory / "data", seed=0)
-    with FileLock(models / f"{start.name}.lock"):
-        if start.exists():
-            return
-        save_model(models / kind.init, SIZES[kind.size].config(kind.experts), seed=0)
-        # In fp32, so that runs of one size begin alike whatever their dtype.
-        words = [sys.executable, "-m", "megarl", "sft", str(task.recipe), "model.dtype=fp32", "run.seed=0"]
-        with task.log.open("ab") as log:
-            if subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).returncode:
-                raise MegarlError(f"the warm start of {task.name} failed or was stopped; see {task.log}")
+    if not (task.study / "data" / "init-moe").exists():  # what `write` makes last
+        arithmetic.write(task.study / "data", seed=0)
+    if warm_start(task.study, kind).exists():
+        return []
+    save_model(task.study / "models" / kind.init, SIZES[kind.size].config(kind.experts), seed=0)
+    # In fp32, so that runs of one size begin alike whatever their dtype.
+    return [[sys.executable, "-m", "megarl", "sft", str(task.recipe), "model.dtype=fp32", "run.seed=0"]]
 
 
 @dataclass(frozen=True)
@@ -205,7 +194,11 @@ class CorpusRun:
         return Curve(self.name, flop / 1e15, rates, self.scores[0]["pass_rate"], "core", self.seed)
 
 
-def record(directory: Path, task: StudyTask) -> Path:
+def record_of(task: StudyTask) -> Path:
+    return task.study / "records" / f"{task.name}.jsonl.gz"
+
+
+def record(task: StudyTask) -> None:
     """Write the record of a run that is done."""
     kind = next(kind for kind in KINDS if kind.name == task.variant)
     steps = [_short(row) for row in latest_rows(task.rundir.metrics)]
@@ -217,11 +210,9 @@ def record(directory: Path, task: StudyTask) -> Path:
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
     run = CorpusRun(kind.recipe, kind.size, kind.dtype, kind.task, task.seed, machine, packages, (), ())
     lines = [asdict(run), *({"score": row} for row in scores), *({"step": row} for row in steps)]
-    path = directory / "records" / f"{task.name}.jsonl.gz"
-    path.parent.mkdir(exist_ok=True)
+    record_of(task).parent.mkdir(exist_ok=True)
     data = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    write_atomically(path, gzip.compress(data, mtime=0))
-    return path
+    write_atomically(record_of(task), gzip.compress(data, mtime=0))
 
 
 def _short(row: Row) -> Row:

@@ -67,7 +67,7 @@ def corpus(options: StudyOptions) -> int:
 
     path = Path(options.directory or "runs/studies/corpus")
     recipes = kinds.recipes(path, tuple(options.overrides))
-    hooks = StudyHooks(lambda task: kinds.prepare(path, task), lambda task: kinds.record(path, task), lambda _: 0)
+    hooks = StudyHooks(kinds.before, lambda task: kinds.record_of(task).exists(), kinds.record, lambda _: 0)
     return _study("corpus", recipes, options, hooks)
 
 
@@ -78,10 +78,18 @@ def table_and_plots(path: Path) -> int:
     return results.write(plan.opened(path), Console())
 
 
-class StudyHooks(NamedTuple):
-    """What is done before a task begins or goes on, once it is done, and when all are; the last returns the exit status."""
+Commands = Sequence[Sequence[str]]
 
-    before: Callable[[StudyTask], None] = lambda task: None
+
+class StudyHooks(NamedTuple):
+    """What differs between kinds of study.
+
+    before: commands that a task needs before `megarl train`; ended: whether a task has nothing left to do; done: called after
+    its run; end: called after all of them, returns the exit status.
+    """
+
+    before: Callable[[StudyTask], Commands] = lambda task: ()
+    ended: Callable[[StudyTask], bool] = lambda task: task.state() == "done"
     done: Callable[[StudyTask], object] = lambda task: None
     end: Callable[[Path], int] = table_and_plots
 
@@ -159,34 +167,37 @@ def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: Study
             live.update(table(study, now, time.monotonic() - began), refresh=True)
         elif ended or time.monotonic() - last > LINE_S:
             last = time.monotonic()
-            done = sum(task.state() == "done" for task in study.tasks)
+            done = sum(hooks.ended(task) for task in study.tasks)
             at = "step {}, pass rate {}".format(*_progress(now))
             print(f"{done}/{len(study.tasks)} done · {now.name}: {now.state()}, {at}", flush=True)
 
     with stop_requests() as stop_request, live or nullcontext():
         for task in tasks:
+            if hooks.ended(task):
+                continue
             if task.state() != "done":
-                hooks.before(task)
-                _finish(task, stop_request, show)
-                if task.state() == "done":
-                    hooks.done(task)
+                task.rundir.summary.unlink(missing_ok=True)  # left by an earlier life that was stopped
+                for command in (*hooks.before(task), [*TRAIN, str(task.recipe)]):
+                    if _finish(command, task, stop_request, show) or stop_request.count:
+                        break
+            if task.state() == "done":
+                hooks.done(task)
             if stop_request.count:
                 console.print("stopped as asked; the same command goes on from here", highlight=False)
                 return 128 + stop_request.signal
-    failed = [task for task in tasks if task.state() != "done"]
+    failed = [task for task in tasks if not hooks.ended(task)]
     for task in failed:
         console.print(f"failed: {task.name}; see {task.log}", style="red", highlight=False)
     return 1 if failed else 0
 
 
-def _finish(task: StudyTask, stop_request: StopRequest, show: Callable[..., None]) -> None:
-    """Run `megarl train` to its end; requests to stop are passed on to it, once each."""
-    task.rundir.summary.unlink(missing_ok=True)  # left by an earlier life that was stopped
+def _finish(command: Sequence[str], task: StudyTask, stop_request: StopRequest, show: Callable[..., None]) -> int:
+    """Run a command to its end and return its status; requests to stop are passed on to it, once each."""
     environment = os.environ | {SUPERVISOR: str(os.getpid())}
     heard = 0
     with task.log.open("ab") as log:
         process = subprocess.Popen(
-            [*TRAIN, str(task.recipe)],
+            command,
             env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         while process.poll() is None:
@@ -196,6 +207,7 @@ def _finish(task: StudyTask, stop_request: StopRequest, show: Callable[..., None
             show(task)
             time.sleep(LOOK_S)
     show(task, ended=True)
+    return process.returncode
 
 
 def table(study: Study, now: StudyTask, elapsed_s: float) -> Table:
