@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -96,6 +96,9 @@ def compare(
     form: p.Form = "sigmoid", grid: p.Grid = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,
     score_column: p.ScoreColumn = None, to: p.DrawTo = None, as_json: p.Json = False,
     output: Annotated[Path | None, p.PICTURE] = None,
+    ceiling: Annotated[
+        float | None, Option(min=0.01, max=1, metavar="A", help="compare B of all runs at this A; left out: at their mean A")
+    ] = None,
 ) -> int:  # fmt: skip
     """Say which run has the higher ceiling, and which is quicker."""
     from megarl.lab.scaling import tables
@@ -104,14 +107,14 @@ def compare(
     runs = _named(points, seed, hours_column, score_column)
     if len(runs) < 2:
         raise MegarlError("compare needs two runs or more; for one there is `megarl scaling fit`")
-    comparison = compare(runs, **_how(r0, start, until, form, grid))
+    comparison = compare(runs, **_how(r0, start, until, form, grid) | {"ceiling": ceiling})
     if as_json:
         print(json.dumps({"runs": comparison.rows(), "verdict": comparison.verdict.splitlines()}, allow_nan=False))
     else:
         tables.show(tables.compared(comparison))
         tables.say_verdict(comparison)
     if output:
-        _draw(output, to, published, runs, comparison, comparison.fits)
+        _draw(output, to, published, runs, comparison, comparison.at_ceiling)
     return 0
 
 
@@ -193,7 +196,7 @@ def _how(r0: float | None, start: float | None, until: float | None, form: str, 
 
 def _draw(
     base: Path, to: float | None, published: Sequence[str], runs: dict[str, list["Curve"]], comparison: "RunComparison",
-    efficiency: dict[str, "Fit"],
+    efficiency: "Mapping[str, Fit]",
 ) -> None:  # fmt: skip
     """Draw all pictures; the efficiency plot shows the fits that are given for it."""
     from megarl.lab.scaling.plot import plot_efficiency, plot_fits

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl
-from megarl.core.evaluation.forecast import enough
+from megarl.core.evaluation.forecast import not_worth_it
 from megarl.core.recipe import Recipe
 from megarl.run import checks
 from megarl.run.closing import Death, RunEnd, WriteReport, closing, how
@@ -238,8 +238,8 @@ class Supervisor:
 
     def _finished(self) -> str:
         newest = max(self.observer.evaluations.items(), default=(0, {}))[1]
-        if self.recipe.run.stop_at_asymptote and newest.get("enough"):
-            return f"at the asymptote: {enough(newest)}"
+        if why := not_worth_it(newest, self.recipe.run.stop_when):
+            return f"as run.stop_when says: {why}"
         made, asked = self.observer.latest.get("step", -1) + 1, self.recipe.run.steps
         return "all steps done" if made >= asked else f"the prompts are used up after {made} of {asked} steps"
 

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megarl.core.evaluation.forecast import enough, words
+from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
 from megarl.run.observe import Observer, ServerStatus
@@ -113,9 +113,6 @@ def warnings(frame: Frame) -> list[str]:
     """List what the user should look at."""
     observer = frame.observer
     messages = flagged(partial(recent, observer), frame.recipe.length.end_of_thinking)
-    newest = observer.evaluations[max(observer.evaluations)] if observer.evaluations else {}
-    if newest.get("enough"):
-        messages.append(f"{enough(newest)}: the run may as well stop (run.stop_at_asymptote ends one by itself)")
     row = frame.observer.latest
     if observer.status is not None and observer.status.parity:
         messages.append(observer.status.parity)

@@ -251,7 +251,7 @@ TEXTS = ("compute_unit", "predicted_score")
 """Keys of an eval.jsonl row that are not numbers."""
 FORECAST = (
     "predicted_hours", "predicted_asymptote", "predicted_final", "predicted_final_low", "predicted_final_high",
-    "predicted_gain", "predicted_next_gain", "evaluation_noise", "enough",
+    "predicted_gain", "predicted_rest_high",
 )  # fmt: skip
 """Keys that a row has either all of or none."""
 

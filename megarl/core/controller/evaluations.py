@@ -20,7 +20,7 @@ from megarl.core.base.rundir import RunDir, append_jsonl, lacking, latest_rows, 
 from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.controller.pipeline import Pipeline
 from megarl.core.evaluation.answers import Answer, SuiteDir
-from megarl.core.evaluation.forecast import Forecast, Row, enough
+from megarl.core.evaluation.forecast import Forecast, Row, not_worth_it
 from megarl.core.evaluation.metrics import Outcome, result_of, settings_of, summarise
 from megarl.core.evaluation.score import Asker, Questions, score
 from megarl.core.journal.records import Evaluated
@@ -100,8 +100,8 @@ class Evaluations:
             )  # fmt: skip
             self.latest, self._failures, done = new, 0, True
             log.info("version %d: held-out pass rate %.4f", version, scores["pass_rate"])
-            if new.get("enough") and self._recipe.run.stop_at_asymptote:
-                self._stop(f"run.stop_at_asymptote: {enough(new)}")
+            if why := not_worth_it(new, self._recipe.run.stop_when):
+                self._stop(f"run.stop_when: {why}")
         except* GraderDown as errors:
             self._grader_down(version, errors)
         finally:

@@ -1,5 +1,6 @@
 """The forecast in a row of eval.jsonl, in words. Whoever starts the controller passes the function that makes one."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,20 +14,29 @@ FURTHER_HOURS = {"gpu": 1000.0, "core": 1.0}
 """The compute whose gain a forecast states, by unit."""
 
 
-def enough(row: Row) -> str:
-    """Return in words why the run may stop, for a row of eval.jsonl that says so."""
-    gain, noise = f"{_of(row)}{row['predicted_next_gain']:.4f}", f"{row['evaluation_noise']:.4f}"
-    return f"the next tenth of the budget is predicted to bring {gain}, less than the noise of an evaluation ({noise})"
+STOP_WHEN = re.compile(r"gain < (\S+) per (GPU|core)-hour")
+
+
+def not_worth_it(row: Row, stop_when: str) -> str:
+    """Return in words why a run with this `run.stop_when` may end at a row of eval.jsonl; empty if it may not."""
+    if not (price := STOP_WHEN.fullmatch(stop_when)) or "predicted_rest_high" not in row:
+        return ""
+    rest = row["predicted_hours"] - row["compute_hours"]
+    if rest <= 0 or row["predicted_rest_high"] >= float(price[1]) * rest:
+        return ""
+    return f"the last {rest:,.4g} {price[2]}-hours are predicted to gain {_of(row)}{row['predicted_rest_high']:.4f} at most"
 
 
 def words(row: Row) -> str:
     """Return the forecast of a row in words; empty if it has none."""
     if "predicted_final" not in row:
         return ""
-    low, high, unit = row["predicted_final_low"], row["predicted_final_high"], row["compute_unit"]
-    gain = f"{row['predicted_gain']:+.3f} in {FURTHER_HOURS[unit]:,.0f} {'GPU' if unit == 'gpu' else 'core'} h"
-    ceiling = f"ceiling {row['predicted_asymptote']:.3f}"
-    return f"{_of(row)}{row['predicted_final']:.3f} ({low:.3f}–{high:.3f}) at the end · {ceiling} · {gain}"
+    low, high = row["predicted_final_low"], row["predicted_final_high"]
+    ceiling, rest = (
+        f"ceiling {row['predicted_asymptote']:.3f}",
+        f"{row['predicted_rest_high']:+.3f} at most in the rest",
+    )
+    return f"{_of(row)}{row['predicted_final']:.3f} ({low:.3f}–{high:.3f}) at the end · {ceiling} · {rest}"
 
 
 def _of(row: Row) -> str:

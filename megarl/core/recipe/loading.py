@@ -327,6 +327,7 @@ REMOVED = {
     "monitor.wandb.mode": RemovedKey("export WANDB_MODE=offline", ("online",)),
     "monitor.profile.memory": RemovedKey("with a GPU its memory is always recorded"),
     "sft.checkpoint_every": RemovedKey("it is checkpoint.every"),
+    "run.stop_at_asymptote": RemovedKey("run.stop_when has a price, such as gain < 1e-5 per GPU-hour", (False,)),
     **{
         f"sft.optimizer.{key}": RemovedKey("the warm start has ScaleRL's value", kept)
         for key, kept in {

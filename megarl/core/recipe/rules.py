@@ -46,9 +46,9 @@ def impossible(r: Recipe) -> Iterator[str]:
             f"evaluation.forecast: {r.evaluation.forecast!r} is no task and no suite of this recipe; "
             f"{_known(r.evaluation.forecast, scored)}"
         )
-    if r.run.stop_at_asymptote and len(r.data.tasks) > 1 and not r.forecast_column:
+    if r.run.stop_when and len(r.data.tasks) > 1 and not r.forecast_column:
         yield (
-            f"run.stop_at_asymptote: of several tasks ({', '.join(r.data.tasks)}) one has to decide; name it in "
+            f"run.stop_when: of several tasks ({', '.join(r.data.tasks)}) one has to decide; name it in "
             "evaluation.forecast"
         )
     if r.sampling.top_p < 1:

@@ -175,9 +175,11 @@ class Run(Section):
         "",
         description="network interface all roles listen on, such as ib0; slurm: by which it reaches the nodes; empty: loopback",
     )
-    stop_at_asymptote: bool = Field(
-        False, description="end when the next tenth of the budget is predicted to bring less than an evaluation's noise"
-    )
+    stop_when: str = Field(
+        "", pattern=r"^$|^gain < [0-9.]+(e-?[0-9]+)? per (GPU|core)-hour$",
+        description="such as gain < 1e-5 per GPU-hour: end when the rest of the run is predicted to gain less, even at the "
+        "upper end of the 95 % interval",
+    )  # fmt: skip
 
     @property
     def path(self) -> Path:

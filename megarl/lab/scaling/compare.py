@@ -1,13 +1,14 @@
 """Compares runs: ceilings, speed, and which is ahead from what compute on.
 
-    {name: curves} ──► a fit each ──► each against the first: same ceiling? then B at the mean A ──► table, verdict
+    {name: curves} ──► a fit each ──► all refitted at one A ──► each against the first ──► table, verdict
 
-Exponents B of two fits are comparable only at one ceiling. ScaleRL compares them if A agree within 0.02, by which three seeds
-of one recipe differ, after refitting both at the mean A (arXiv 2510.13786, section 2).
+Exponents B of two fits are comparable only at one ceiling. ScaleRL compares those of all arms at one fixed A (section 4; .605),
+if A agree within 0.02, by which three seeds of one recipe differ (arXiv 2510.13786, section 2). That A is given, or the mean of
+all runs', in which each counts by how narrow its interval is.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Unpack
 
 import numpy as np
@@ -29,19 +30,23 @@ class RunFit(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The reference and another run. at_mean: both refitted at the mean A; None if their A differ too much."""
+    """The reference and another run."""
 
     reference: str
     other: str
-    at_mean: tuple[Fit, Fit] | None
+    same_ceiling: bool
     overtakes: tuple[tuple[str, float], ...]
     """Who takes the lead, at which hours, in order; the first entry is who leads where both begin."""
     text: str
 
 
 class RunComparison(NamedTuple):
+    """ceiling: the A at which `at_ceiling` refits every run, whose B are comparable there."""
+
     entries: tuple[RunFit, ...]
     pairs: tuple[Pair, ...]
+    ceiling: float
+    at_ceiling: Mapping[str, Fit]
 
     @property
     def verdict(self) -> str:
@@ -49,52 +54,53 @@ class RunComparison(NamedTuple):
         failed = [f"{entry.name} was not fitted: {entry.problem}" for entry in self.entries if entry.fit is None]
         return "\n".join([*(pair.text for pair in self.pairs), *failed])
 
-    @property
-    def fits(self) -> dict[str, Fit]:
-        """All fits; if two runs have the same ceiling, those at the mean A, where their B are comparable."""
-        if len(self.pairs) == 1 and (pair := self.pairs[0]).at_mean is not None:
-            return dict(zip((pair.reference, pair.other), pair.at_mean, strict=True))
-        return {entry.name: entry.fit for entry in self.entries if entry.fit is not None}
-
-    @property
-    def at_mean(self) -> dict[str, Fit]:
-        """Runs with the ceiling of the first, refitted at the mean A."""
-        return {pair.other: pair.at_mean[1] for pair in self.pairs if pair.at_mean}
-
     def rows(self) -> list[dict[str, object]]:
-        """Return the table as records: the fit's keys, `name`, and B and C_mid at the mean A with the first run."""
+        """Return the table as records: the fit's keys, `name`, and B with interval and C_mid at the common A."""
         records = []
         for entry in self.entries:
             row: dict[str, object] = {"name": entry.name}
             row |= {"problem": entry.problem} if entry.fit is None else entry.fit.record()
-            if refitted := self.at_mean.get(entry.name):
-                row |= {"A_mean": refitted.A, "B_at_A_mean": refitted.B, "C_mid_at_A_mean": refitted.C_mid}
+            if refitted := self.at_ceiling.get(entry.name):
+                row |= {"A_common": self.ceiling, "B_at_A_common": refitted.B, "C_mid_at_A_common": refitted.C_mid}
+                row["B_at_A_common_interval"] = list(refitted.B_interval)
             records.append(row)
         return records
 
 
 def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) -> RunComparison:
-    """Compare all runs with the first that can be fitted."""
+    """Compare all runs with the first that can be fitted. ceiling: the common A; None: the runs' mean."""
     if len({curve.unit for curves in runs.values() for curve in curves}) > 1:
         raise MegarlError("runs on GPUs and runs on CPU cores cannot be compared by their hours")
     entries, fits = [], {}
+    alone: FitOptions = {**options, "ceiling": None}
     for name, curves in runs.items():
         try:
-            fits[name] = fit(curves, **options)
+            fits[name] = fit(curves, **alone)
             entries.append(RunFit(name, fits[name]))
         except MegarlError as error:
             entries.append(RunFit(name, None, str(error)))
+    ceiling = options.get("ceiling") or _pooled(fits.values())
+    common: FitOptions = {**options, "ceiling": ceiling}
+    at_ceiling = {name: fit(runs[name], **common) for name in fits} if len(fits) > 1 else {}
     pairs = []
     for other, second in list(fits.items())[1:]:
         reference, first = next(iter(fits.items()))
-        named, at_mean = (reference, first, other, second), None
-        if abs(first.A - second.A) <= SAME_CEILING:
-            ceiling: FitOptions = {**options, "ceiling": (first.A + second.A) / 2}
-            at_mean = (fit(runs[reference], **ceiling), fit(runs[other], **ceiling))
+        named = (reference, first, other, second)
+        same = abs(first.A - second.A) <= SAME_CEILING
         crossings = overtakes(*named)
-        text = f"{_ceiling(*named, at_mean)} {_speed(*named)} {_lead(crossings, first, second)}"
-        pairs.append(Pair(reference, other, at_mean, crossings, text))
-    return RunComparison(tuple(entries), tuple(pairs))
+        said = _exponents(*named, at_ceiling) if same else _ceiling(*named)
+        pairs.append(
+            Pair(reference, other, same, crossings, f"{said} {_speed(*named)} {_lead(crossings, first, second)}")
+        )
+    return RunComparison(tuple(entries), tuple(pairs), ceiling, at_ceiling)
+
+
+def _pooled(fits: Iterable[Fit]) -> float:
+    """Return the mean A; 0 if there is none."""
+    if not (fits := list(fits)):
+        return 0.0
+    ceilings, widths = (np.array(part) for part in zip(*((f.A, np.ptp(f.A_interval)) for f in fits), strict=True))
+    return float(np.average(ceilings, weights=np.maximum(widths, 1e-3) ** -2))
 
 
 def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, float], ...]:
@@ -124,17 +130,19 @@ def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.n
     return np.log10(hours[inside]), log_f
 
 
-def _ceiling(name_a: str, a: Fit, name_b: str, b: Fit, at_mean: tuple[Fit, Fit] | None) -> str:
-    if at_mean is not None:
-        x, y = at_mean
-        apart = x.B_interval[1] < y.B_interval[0] or y.B_interval[1] < x.B_interval[0]
-        says, against = ("B differs", "against") if apart else ("B does not differ measurably", "and")
-        wide = [(n, f.A_interval) for n, f in ((name_a, a), (name_b, b)) if np.ptp(f.A_interval) > WIDE_INTERVAL]
-        unsure = "".join(f" But A of {n} may be anywhere in {low:.3f} … {high:.3f}." for n, (low, high) in wide)
-        return (
-            f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} (A {a.A:.3f} and {b.A:.3f}); "
-            f"refitted at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f} ({name_b}).{unsure}"
-        )
+def _exponents(name_a: str, a: Fit, name_b: str, b: Fit, at_ceiling: Mapping[str, Fit]) -> str:
+    x, y = at_ceiling[name_a], at_ceiling[name_b]
+    apart = x.B_interval[1] < y.B_interval[0] or y.B_interval[1] < x.B_interval[0]
+    says, against = ("B differs", "against") if apart else ("B does not differ measurably", "and")
+    wide = [(n, f.A_interval) for n, f in ((name_a, a), (name_b, b)) if np.ptp(f.A_interval) > WIDE_INTERVAL]
+    unsure = "".join(f" But A of {n} may be anywhere in {low:.3f} … {high:.3f}." for n, (low, high) in wide)
+    return (
+        f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} (A {a.A:.3f} and {b.A:.3f}); "
+        f"with all at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f} ({name_b}).{unsure}"
+    )
+
+
+def _ceiling(name_a: str, a: Fit, name_b: str, b: Fit) -> str:
     (low_name, low), (high_name, high) = sorted(((name_a, a), (name_b, b)), key=lambda pair: pair[1].A)
     sure = "" if low.A_interval[1] < high.A_interval[0] else "; their 95 % intervals overlap, so this is not certain"
     return f"{high_name} has the higher ceiling: A {high.A:.3f} against {low.A:.3f} of {low_name}{sure}."

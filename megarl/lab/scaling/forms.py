@@ -6,7 +6,7 @@
     logistic   s = 1/(1 + e^−z)   z = B · (C − C_mid)       the same in linear compute: another curve, B is per hour
     power      s = 1 − e^−z       z = B · ln(C / C_mid)     A − (A − R_0)(C_mid/C)^B: the sigmoid's tail for C ≫ C_mid
 
-For the power law C_mid is where the curve leaves R_0, not its middle.
+For the power law C_mid is where the curve leaves R_0, not its middle; before it s is 0.
 """
 
 import math
@@ -25,7 +25,6 @@ class Form:
     name: str
     log: bool
     share: Callable[[Array], Array]  # s as a function of z
-    slope: Callable[[Array], Array]  # ds/dz as a function of z
     inverse: Callable[[float], float]  # z as a function of s
     below: float  # how far u may lie below the smallest x, and above the largest
     above: float
@@ -46,17 +45,8 @@ def _logistic(z: Array) -> Array:
     return 0.5 * (1 + np.tanh(0.5 * z))  # no overflow at either end
 
 
-def _logistic_slope(z: Array) -> Array:
-    s = _logistic(z)
-    return s * (1 - s)
-
-
-def _decay(z: Array) -> Array:
-    return np.exp(-np.maximum(z, -50.0))
-
-
 def _rise(z: Array) -> Array:
-    return 1 - _decay(z)
+    return -np.expm1(-np.maximum(z, 0.0))
 
 
 def _logit(s: float) -> float:
@@ -67,8 +57,8 @@ _WIDE = math.log(1000)
 FORMS = {
     form.name: form
     for form in (
-        Form("sigmoid", True, _logistic, _logistic_slope, _logit, _WIDE, _WIDE, (math.log(0.05), math.log(50))),
-        Form("logistic", False, _logistic, _logistic_slope, _logit, 2.0, 10.0, (math.log(0.1), math.log(500))),
-        Form("power", True, _rise, _decay, lambda s: -math.log(1 - s), 2 * _WIDE, 0.0, (math.log(0.02), math.log(50))),
+        Form("sigmoid", True, _logistic, _logit, _WIDE, _WIDE, (math.log(0.05), math.log(50))),
+        Form("logistic", False, _logistic, _logit, 2.0, 10.0, (math.log(0.1), math.log(500))),
+        Form("power", True, _rise, lambda s: -math.log(1 - s), 2 * _WIDE, 0.0, (math.log(0.02), math.log(50))),
     )
 }

@@ -36,6 +36,8 @@ class Curve:
     seed: int | None = None
     first_epoch: float | None = None
     """Hours at which the first epoch over the prompts ended; infinite while it lasts; None: unknown."""
+    answers: int | None = None
+    """Answers that each score is the mean of: its noise is binomial. None: unknown, the points tell."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,20 @@ def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointCol
         seed = None if seed is None else int(seed)
         point = _point(at, row, hours, score, step)
         seeds.setdefault(seed, {})[step if step is not None else -1 - n] = point
-    unit: Unit = "core" if rows[0][1].get("compute_unit") == "core" else "gpu"
-    return [_curve(name, seed, list(points.values()), unit, where) for seed, points in seeds.items()]
+    unit: Unit = "core" if known.get("compute_unit") == "core" else "gpu"
+    answers = _answers(where, known, score)
+    return [
+        replace(_curve(name, seed, list(points.values()), unit, where), answers=answers)
+        for seed, points in seeds.items()
+    ]
+
+
+def _answers(where: str, row: Row, score: str) -> int | None:
+    """Return the column `answers` of a file, or prompts times samples of a row of eval.jsonl, as the first row has them."""
+    suffix = score.removeprefix("pass_rate")
+    if (samples := row.get(f"samples{suffix}", row.get("samples"))) and (prompts := row.get(f"n_prompts{suffix}")):
+        return int(prompts * samples)
+    return int(_number(where, row, "answers")) or None if row.get("answers") else None
 
 
 def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> tuple[float, float, bool]:

@@ -45,11 +45,11 @@ def window(found: Fit) -> str:
 
 
 def between_seeds(each: Sequence[Fit]) -> str:
-    """Describe how seeds differ: by more than the noise of evaluations, which is all that an interval covers."""
+    """Describe how seeds differ."""
     ceilings = [found.A for found in each]
     return (
-        f"A of the {len(each)} seeds alone: {min(ceilings):.3f} to {max(ceilings):.3f} (ScaleRL's three: ±0.015). The pooled "
-        "interval knows the noise of evaluations, not what seeds differ by."
+        f"A of the {len(each)} seeds alone: {min(ceilings):.3f} to {max(ceilings):.3f} (ScaleRL's three: ±0.015). The interval "
+        "of each holds what another seed would give."
     )
 
 
@@ -76,11 +76,11 @@ def forms(curves: Sequence[Curve], how: FitOptions) -> Table:
 
 def compared(comparison: RunComparison) -> Table:
     unit = next((f", {HOURS[entry.fit.unit]}" for entry in comparison.entries if entry.fit), "")
-    table = _table("", "A", "B", f"C_mid{unit}", "B at the mean A")
+    table = _table("", "A", "B", f"C_mid{unit}", f"B at A = {comparison.ceiling:.3f}")
     for entry in comparison.entries:
-        refitted = comparison.at_mean.get(entry.name)
-        mean = f"{refitted.B:.2f}\n[dim]A = {refitted.A:.3f}[/]" if refitted else ""
-        table.add_row(entry.name, *(_parameters(entry.fit) if entry.fit else ("no fit", "", "")), mean)
+        common = comparison.at_ceiling.get(entry.name)
+        at_common = _parameters(common)[1] if common else ""
+        table.add_row(entry.name, *(_parameters(entry.fit) if entry.fit else ("no fit", "", "")), at_common)
     return table
 
 

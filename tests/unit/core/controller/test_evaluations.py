@@ -218,10 +218,11 @@ def test_it_waits_before_it_tries_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_the_run_ends_at_its_asymptote_if_the_recipe_says_so(tmp_path: Path, wanted: bool) -> None:
+def test_the_run_ends_when_the_rest_is_not_worth_its_price(tmp_path: Path, wanted: bool) -> None:
     """Twenty scores on a curve that has come to its ceiling; the twenty-first is a perfect one."""
     recipe = recipe_of(tmp_path, math=1)
-    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"stop_at_asymptote": wanted})})
+    price = "gain < 0.02 per core-hour" if wanted else "gain < 1e-9 per core-hour"
+    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"stop_when": price, "steps": 60})})
     rundir = RunDir(recipe.run.path)
     rundir.create()
     for step in range(21):
@@ -232,19 +233,16 @@ def test_the_run_ends_at_its_asymptote_if_the_recipe_says_so(tmp_path: Path, wan
     assert asyncio.run(scored(recipe, 0, stops, version=21)) == ([], 1)
     row = list(read_jsonl(rundir.eval))[-1]
     assert row["step"] == 21
-    assert row["enough"] == 1.0
     assert row["predicted_final"] == pytest.approx(1.0, abs=0.01)
     assert len(stops) == wanted
-    assert all(
-        s.startswith("run.stop_at_asymptote: the next tenth of the budget is predicted to bring 0.00") for s in stops
-    )
+    assert all(s.startswith("run.stop_when: the last ") and s.endswith(" at most") for s in stops)
 
 
 @pytest.mark.parametrize(("forecast", "stopped"), [("code", True), ("math", False), ("", False)])
 def test_of_several_tasks_the_named_one_is_forecast_and_decides(tmp_path: Path, forecast: str, stopped: bool) -> None:
     """One has come to its ceiling, the other rises on, and the pooled score looks as if it had come to one."""
     recipe = recipe_of(tmp_path, math=1, code=1)
-    run = recipe.run.model_copy(update={"stop_at_asymptote": True})
+    run = recipe.run.model_copy(update={"stop_when": "gain < 0.0004 per core-hour", "steps": 60})
     evaluation = recipe.evaluation.model_copy(update={"forecast": forecast})
     recipe = recipe.model_copy(update={"run": run, "evaluation": evaluation})
     rundir = RunDir(recipe.run.path)
@@ -259,7 +257,7 @@ def test_of_several_tasks_the_named_one_is_forecast_and_decides(tmp_path: Path, 
     row = list(read_jsonl(rundir.eval))[-1]
     assert row.get("predicted_score") == (f"pass_rate/{forecast}" if forecast else None)
     assert len(stops) == stopped
-    assert all("predicted to bring code 0.00" in s for s in stops)
+    assert all("predicted to gain code 0.0" in s for s in stops)
 
 
 def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:

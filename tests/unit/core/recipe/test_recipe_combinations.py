@@ -29,7 +29,10 @@ def shared(**sections: Tree) -> Tree:
 SEVERAL = {"tasks": {name: {"train": "", "heldout": ""} for name in ("math", "code")}}
 IMPOSSIBLE = [
     ({"sampling": {"top_p": 0.95}}, "sampling.top_p: a server's log-probs are then of what top_p leaves"),
-    ({"data": SEVERAL, "run": {"stop_at_asymptote": True}}, "run.stop_at_asymptote: of several tasks (math, code) one"),
+    (
+        {"data": SEVERAL, "run": {"stop_when": "gain < 1e-5 per GPU-hour"}},
+        "run.stop_when: of several tasks (math, code) one",
+    ),
     (
         {"data": SEVERAL, "evaluation": {"forecast": "cod"}},
         "evaluation.forecast: 'cod' is no task and no suite of this recipe; did you mean code? known: math, code",
@@ -161,7 +164,8 @@ def test_neighbours_of_the_impossible_are_possible() -> None:
     )
     from_tree({"model": {"tensor_parallel": 2, "expert_tensor_parallel": 2}, "resources": {"learner_ranks": 2}})
     from_tree({"pipeline": {"k": 0}})
-    stopped = {"data": SEVERAL, "evaluation": {"forecast": "code", "top_p": 0.95}, "run": {"stop_at_asymptote": True}}
+    run = {"stop_when": "gain < 1e-5 per GPU-hour"}
+    stopped = {"data": SEVERAL, "evaluation": {"forecast": "code", "top_p": 0.95}, "run": run}
     assert from_tree(stopped).forecast_column == "pass_rate/code"
     assert from_tree({"data": {"tasks": {"math": SEVERAL["tasks"]["math"]}}}).forecast_column == "pass_rate"
     for pipeline in ({"k": 0}, {"kind": "ppo-off-policy", "k": 8}):

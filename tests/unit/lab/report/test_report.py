@@ -258,7 +258,7 @@ def test_report_with_a_fit(recipe: Recipe, write_run: Callable[[int], RunDir]) -
     rundir = write_run(0)
     rows = [{"step": 0, "compute_hours": 0.0, "pass_rate": 0.2}]
     rows += [{"step": n, "compute_hours": n / 10, "pass_rate": 0.2 + 0.6 / (1 + (5 / n) ** 2)} for n in range(1, 21)]
-    rows = [row | {"compute_unit": "core", "n_prompts": 100, "samples": 4} for row in rows]
+    rows = [row | {"compute_unit": "core", "n_prompts": 10_000, "samples": 4} for row in rows]
     found = forecast(rows, [], steps=40)
     rundir.eval.unlink()
     for row in [*rows[:-1], rows[-1] | found]:
@@ -266,4 +266,4 @@ def test_report_with_a_fit(recipe: Recipe, write_run: Callable[[int], RunDir]) -
     report.write_report(rundir)
     page = rundir.report.read_text()
     assert "fitted, with 95 % interval" in page
-    assert "ceiling 0.800" in page
+    assert "ceiling 0.80" in page

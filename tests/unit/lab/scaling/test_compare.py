@@ -13,32 +13,39 @@ from megarl.lab.scaling.points import Curve
 from tests.unit.lab.scaling.curves import HOURS, exact, law, noisy
 
 
-def test_same_ceiling_is_refitted_at_the_mean() -> None:
-    found = compare({"scalerl": [exact(0.61, 1.92, 2542)], "off-policy": [exact(0.6, 1.5, 3409)]})
-    (pair,) = found.pairs
-    assert pair.at_mean is not None
-    for refitted in pair.at_mean:
-        assert pytest.approx(0.605) == refitted.A
-        assert refitted.A_interval == (refitted.A, refitted.A)
-    assert "same ceiling within 0.02 (A 0.610 and 0.600); refitted at 0.605, B differs" in found.verdict
+def test_all_are_refitted_at_one_ceiling() -> None:
+    """The paper's figure 7: B of every arm at .605, whatever each one's own A."""
+    runs = {
+        "scalerl": [exact(0.61, 1.92, 2542)],
+        "off-policy": [exact(0.6, 1.5, 3409)],
+        "dapo": [exact(0.61, 1.77, 3093)],
+    }
+    found = compare(runs, ceiling=0.605)
+    assert found.ceiling == 0.605
+    for name, refitted in found.at_ceiling.items():
+        assert pytest.approx(0.605, abs=1e-5) == refitted.A
+        alone = fit(runs[name], ceiling=0.605)
+        assert (refitted.B, refitted.B_interval) == (alone.B, alone.B_interval)
+    assert "same ceiling within 0.02 (A 0.610 and 0.600); with all at 0.605, B differs" in found.verdict
     assert "scalerl is quicker" in found.verdict
     assert "scalerl is ahead throughout" in found.verdict
     row = found.rows()[1]
-    assert (row["name"], row["A_mean"], row["B_at_A_mean"]) == ("off-policy", pytest.approx(0.605), pair.at_mean[1].B)
+    assert (row["name"], row["A_common"]) == ("off-policy", 0.605)
+    assert row["B_at_A_common"] == found.at_ceiling["off-policy"].B
+    assert row["B_at_A_common_interval"][0] <= row["B_at_A_common"] <= row["B_at_A_common_interval"][1]  # type: ignore[index, operator]
+    assert 0.6 < compare(runs).ceiling < 0.61, "left out: the mean"
 
 
 def test_exponents_of_different_ceilings_are_not_compared() -> None:
     found = compare({"scalerl": [exact(0.61, 1.92, 2542)], "magistral": [exact(0.535, 1.44, 2800)]})
-    assert found.pairs[0].at_mean is None
+    assert not found.pairs[0].same_ceiling
     assert "scalerl has the higher ceiling: A 0.610 against 0.535 of magistral." in found.verdict
     assert "B " not in found.verdict
-    assert "B_at_A_mean" not in found.rows()[1]
 
 
 def test_noise_of_exponents_is_no_difference() -> None:
     found = compare({"a": [noisy(0.61, 1.92, 2542, 1)], "b": [noisy(0.61, 1.92, 2542, 2)]})
     assert "B does not differ measurably" in found.verdict
-    assert "Neither is quicker" in found.verdict
     assert "within the noise" in found.verdict
 
 
@@ -54,8 +61,8 @@ def test_overtaking() -> None:
 
 
 def test_what_is_not_certain_is_said() -> None:
-    early = {"a": [noisy(0.61, 1.92, 2542)], "b": [noisy(0.645, 1.89, 11272, 2)]}
-    assert "But A of b may be anywhere in 0." in compare(early, end=8000).verdict
+    early = {"a": [noisy(0.61, 1.92, 2542)], "b": [noisy(0.61, 1.92, 2542, 4, np.linspace(1000, 6000, 6))]}
+    assert "But A of b may be anywhere in 0." in compare(early).verdict
     apart = {"a": [noisy(0.61, 1.92, 2542)], "b": [noisy(0.645, 1.89, 11272, 1)]}
     assert "intervals overlap, so this is not certain" in compare(apart, end=12_000).verdict
 
@@ -65,7 +72,7 @@ def test_a_run_that_cannot_be_fitted_does_not_stop_the_others() -> None:
     found = compare({"short": [short], "a": [exact(0.61, 1.92, 2542)], "b": [exact(0.5, 1.2, 2542)]})
     assert [pair.reference for pair in found.pairs] == ["a"]
     assert "short was not fitted: short: 2 points in the window" in found.verdict
-    assert set(found.fits) == {"a", "b"}
+    assert set(found.at_ceiling) == {"a", "b"}
     assert found.rows()[0]["problem"]
 
 

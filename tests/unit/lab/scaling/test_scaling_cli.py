@@ -82,7 +82,7 @@ def test_extrapolate(points: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["interval"][0] < found["pass_rate"] < found["interval"][1]
     assert found["later"]["n"] == 16
     assert "16 points are later" in scaling(capsys, *asked, "--to", 16_000)
-    assert "0.5 is reached after 2,4" in scaling(capsys, *asked, "--reach", 0.5)
+    assert "0.5 is reached after 2," in scaling(capsys, *asked, "--reach", 0.5)
     assert "0.9 is never reached" in scaling(capsys, *asked, "--reach", 0.9)
     assert "--to is 0" in scaling(capsys, *asked, "--to", 0, status=2)
 

@@ -35,7 +35,7 @@ def study(tmp_path: Path) -> Study:
         points = [(0.0, R_0), *zip(hours, sigmoid(hours, *TRUTH[task.variant]) + shift, strict=True)]
         for step, (hour, value) in enumerate(points):
             row = {"step": step, "compute_hours": float(hour), "pass_rate": float(value), "compute_unit": "core"}
-            append_jsonl(task.rundir.eval, row | {"n_prompts": 100, "samples": 4})
+            append_jsonl(task.rundir.eval, row | {"n_prompts": 10_000, "samples": 4})
         task.rundir.summary.write_text('{"outcome": "finished"}')
     return study
 

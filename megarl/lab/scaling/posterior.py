@@ -1,0 +1,272 @@
+"""The posterior of a law's parameters, by quadrature, and the scores that it predicts.
+
+    y = R_0 (1 − s) + A s + misfit + seed + noise           s = share(e^w (x − u))     (forms.py)
+
+    misfit    the law is only nearly right: an Ornstein-Uhlenbeck process over log compute, a share of the gain seen so far
+    seed      another seed ends elsewhere: an offset of each curve that grows as its score does
+    noise     of evaluations: from the number of answers where it is known
+
+Given (u, w) and the sizes of these three, y is linear in R_0 and A and everything is Gaussian, so R_0 and A are integrated in
+closed form. What is left is a sum over a grid of (u, w), of misfits, and of noises: exact to the grid's spacing, the same each
+time, and a tenth of a second for 64 points. R_0 and A are a truncated Gaussian in each cell, from which `Posterior` draws.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from megarl.lab.scaling.forms import Array, Form
+
+A, U, W, R0 = range(4)
+CELLS = (72, 40)  # of u and w
+ROUNDS = 3  # grids, each over the mass of the one before
+TRACE = 1e-6
+DRAWS = 4000
+MOST = 64  # points; more are averaged with their neighbours
+EXACT = 1e-6  # standard deviation of what is given
+FLAT = 10.0  # of what nothing is known about, among scores from 0 to 1
+
+_Z = np.linspace(-9, 9, 6001)
+_CDF = np.array([0.5 * (1 + math.erf(z / math.sqrt(2))) for z in _Z])
+
+
+@dataclass(frozen=True, eq=False)
+class Points:
+    """Evaluations of one or more curves, [points] each. x: compute as the form has it; curve: the number of the curve."""
+
+    x: Array
+    y: Array
+    curve: Array
+    noise: Array | None = None  # standard deviation of each score; None: unknown, the same for all
+
+    def merged(self, most: int = MOST) -> "Points":
+        """Return at most about this many points: neighbours of a curve are averaged."""
+        if len(self.x) <= most:
+            return self
+        together = math.ceil(len(self.x) / most)
+        parts = []
+        for curve in np.unique(self.curve):
+            rows = np.flatnonzero(self.curve == curve)
+            parts += [rows[i : i + together] for i in range(0, len(rows), together)]
+        size = np.array([len(part) for part in parts])
+        x, y, noise = (np.array([values[part].mean() for part in parts]) for values in (self.x, self.y, self._relative))
+        return Points(x, y, np.array([self.curve[part[0]] for part in parts]), noise / np.sqrt(size))
+
+    @property
+    def _relative(self) -> Array:
+        return np.ones(len(self.x)) if self.noise is None else self.noise
+
+
+class Normal(NamedTuple):
+    mean: float
+    deviation: float
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What is known before the points. Misfits and seeds are shares of the gain that the points show."""
+
+    w: Normal | None  # None: flat within the form's bounds
+    r0: Normal
+    a: Normal
+    misfits: tuple[float, ...]
+    lengths: tuple[float, ...]  # of the misfit's memory, in units of x
+    seeds: float
+    noises: tuple[float, ...]  # times the points' noise, or times the gain where it is unknown
+    beyond: tuple[float, float] | None = None  # how far u may lie below and above all x; None: as the form has it
+
+
+class _Sizes(NamedTuple):
+    """One choice of misfit, length and noise, with the covariance of the points under it, decomposed."""
+
+    misfit: float
+    length: float
+    noise: float
+    vectors: Array  # [points, points]
+    weights: Array  # [points] 1 / eigenvalue
+
+
+class _Cells(NamedTuple):
+    """Cells of one choice of sizes: log of their mass and of their peak, and the Gaussian of (R_0, A) in each, all [cells]."""
+
+    log_mass: Array
+    log_peak: Array
+    r0: Array
+    a: Array
+    p00: Array  # precisions
+    paa: Array
+    p0a: Array
+
+
+class Posterior:
+    """The posterior; `theta` [draws, 4] are its parameters (A, u, w, R_0)."""
+
+    def __init__(self, form: Form, points: Points, prior: Prior) -> None:
+        self.form, self.prior, self.points = form, prior, points.merged()
+        x = self.points.x
+        low, high = form.w_bounds
+        if prior.w is not None:
+            low = max(low, prior.w.mean - 3 * prior.w.deviation)
+            high = min(high, prior.w.mean + 3 * prior.w.deviation)
+        below, above = prior.beyond or (form.below, form.above)
+        self._sizes = list(self._each_size())
+        self._widest = box = np.array([[x.min() - below, x.max() + above], [low, high]])
+        for _ in range(ROUNDS):
+            self._integrate(box)
+            box = self._around()
+
+    @cached_property
+    def gain(self) -> float:
+        """The gain that the points show; misfits and seeds are in proportion to it."""
+        y, start = self.points.y, self.prior.r0
+        low = start.mean if start.deviation < 1 else float(y.min())
+        return max(float(np.sort(y)[-3:].mean()) - min(low, float(y.min())), 0.02)
+
+    def _integrate(self, box: Array) -> None:
+        """Integrate over the cells of a box [u, w; low, high]."""
+        self._axes = np.linspace(box[0, 0], box[0, 1], CELLS[0]), np.linspace(box[1, 0], box[1, 1], CELLS[1])
+        self._u, self._w = (part.ravel() for part in np.meshgrid(*self._axes, indexing="ij"))
+        self._cells = [self._integrated(sizes, self._u, self._w) for sizes in self._sizes]
+        mass = np.array([cells.log_mass for cells in self._cells])
+        mass = np.exp(mass - mass.max())
+        self._mass = mass / mass.sum()  # [sizes, cells]
+
+    def _around(self) -> Array:
+        """Return the box that has all the mass but a trace."""
+        grid, box = self._mass.sum(0).reshape(CELLS), []
+        for axis, other in ((0, 1), (1, 0)):
+            inside = np.flatnonzero(grid.sum(other) > TRACE)
+            ends = max(inside[0] - 1, 0), min(inside[-1] + 1, CELLS[axis] - 1)
+            box.append([self._axes[axis][end] for end in ends])
+        return np.array(box)
+
+    def _kernel(self, misfit: float, length: float, x: Array, other: Array) -> Array:
+        return (misfit * self.gain) ** 2 * np.exp(-np.abs(x[:, None] - other) / length)
+
+    def _rise(self) -> Array:
+        """How much of a seed's offset is in each point: none before training, all of it at the largest gain."""
+        start = float(self.points.y.min()) if self.prior.r0.deviation >= 1 else self.prior.r0.mean
+        return np.clip((self.points.y - start) / self.gain, 0, 1)
+
+    @property
+    def _unit(self) -> Array:
+        """What the noises are multiples of, [points]."""
+        return self.points._relative * (self.gain if self.points.noise is None else 1)
+
+    def _each_size(self) -> Iterator[_Sizes]:
+        points, same = self.points, self.points.curve[:, None] == self.points.curve
+        rise = self._rise()
+        offsets = (self.prior.seeds * self.gain) ** 2 * rise[:, None] * rise * same
+        for length in self.prior.lengths:
+            for misfit in self.prior.misfits:
+                covariance = self._kernel(misfit, length, points.x, points.x) * same + offsets
+                values, vectors = np.linalg.eigh(covariance / self._unit[:, None] / self._unit)
+                for noise in self.prior.noises:
+                    weights = 1 / (np.maximum(values, 0) + noise**2)
+                    yield _Sizes(misfit, length, noise, vectors / self._unit[:, None], weights)
+
+    def _integrated(self, sizes: _Sizes, u: Array, w: Array) -> _Cells:
+        """Integrate R_0 and A for cells (u, w)."""
+        share = self.form.share(np.exp(w)[:, None] * (self.points.x - u[:, None]))  # [cells, points]
+        y = sizes.vectors.T @ self.points.y
+        s = share @ sizes.vectors
+        q = sizes.vectors.sum(0) - s
+        v, r0, a = sizes.weights, self.prior.r0, self.prior.a
+        p00, paa, p0a = (q * q) @ v + r0.deviation**-2, (s * s) @ v + a.deviation**-2, (s * q) @ v
+        b0, ba = q @ (v * y) + r0.mean * r0.deviation**-2, s @ (v * y) + a.mean * a.deviation**-2
+        determinant = p00 * paa - p0a**2
+        mean_r0, mean_a = (paa * b0 - p0a * ba) / determinant, (p00 * ba - p0a * b0) / determinant
+        # Around the mean, not from sums of squares, which would cancel where the prior is exact.
+        misses = y - q * mean_r0[:, None] - s * mean_a[:, None]
+        error = (misses * misses) @ v
+        error += ((mean_r0 - r0.mean) / r0.deviation) ** 2 + ((mean_a - a.mean) / a.deviation) ** 2
+        log_peak = 0.5 * (np.log(v).sum() - error)
+        beyond = mean_a - mean_a.clip(0, 1)
+        if self.prior.w is not None:
+            log_peak -= 0.5 * ((w - self.prior.w.mean) / self.prior.w.deviation) ** 2
+        cells = _Cells(log_peak, log_peak, mean_r0, mean_a, p00, paa, p0a)
+        low, high = _ends(cells)
+        log_mass = log_peak - 0.5 * np.log(determinant) + np.log(np.maximum(high - low, 1e-300))
+        return cells._replace(log_mass=log_mass, log_peak=log_peak - 0.5 * beyond**2 * determinant / p00)
+
+    def mode(self) -> Array:
+        """Return the parameters [4] that fit these curves best if the law is exact, from the best cell and those around it."""
+        unit = self._unit
+        plain = [
+            _Sizes(0.0, 1.0, noise, np.diag(1 / unit), np.full(len(unit), noise**-2)) for noise in self.prior.noises
+        ]
+        masses = np.array([self._integrated(sizes, self._u, self._w).log_mass for sizes in plain])
+        n, best = divmod(int(masses.argmax()), masses.shape[1])
+        u, w, wide = self._u[best], self._w[best], 1.5
+        across = np.linspace(-1, 1, 9)
+        for _ in range(24):
+            us, ws = (
+                value + wide * (axis[1] - axis[0]) * steps.ravel()
+                for value, axis, steps in zip(
+                    (u, w), self._axes, np.meshgrid(across, across, indexing="ij"), strict=True
+                )
+            )
+            us, ws = (np.clip(value, *ends) for value, ends in zip((us, ws), self._widest, strict=True))
+            cells = self._integrated(plain[n], us, ws)
+            best = int(cells.log_peak.argmax())
+            u, w, wide = us[best], ws[best], wide * 0.5
+        a = min(max(cells.a[best], 0.0), 1.0)
+        r0 = cells.r0[best] - cells.p0a[best] / cells.p00[best] * (a - cells.a[best])
+        return np.array([a, u, w, min(max(r0, 0.0), 1.0)])
+
+    @cached_property
+    def _drawn(self) -> tuple[Array, Array]:
+        """Parameters [draws, 4] and the number of the sizes of each draw."""
+        rng = np.random.default_rng(0)
+        steps = (np.arange(DRAWS) + rng.random()) / DRAWS  # systematic: each cell as often as its mass says
+        where = np.searchsorted(np.cumsum(self._mass.ravel()), steps).clip(max=self._mass.size - 1)
+        sizes, cell = np.divmod(where, self._mass.shape[1])
+        table = np.array([np.stack(cells, axis=1) for cells in self._cells])[sizes, cell]
+        cells = _Cells(*table.T)
+        low, high = _ends(cells)
+        determinant = cells.p00 * cells.paa - cells.p0a**2
+        chance = np.clip(low + (high - low) * rng.random(DRAWS), 1e-12, 1 - 1e-12)
+        a = cells.a + np.sqrt(cells.p00 / determinant) * np.interp(chance, _CDF, _Z)
+        r0 = cells.r0 - cells.p0a / cells.p00 * (a - cells.a) + rng.standard_normal(DRAWS) / np.sqrt(cells.p00)
+        jitter = [(axis[1] - axis[0]) * (rng.random(DRAWS) - 0.5) for axis in self._axes]
+        u, w = self._u[cell] + jitter[0], np.clip(self._w[cell] + jitter[1], self._axes[1][0], self._axes[1][-1])
+        return np.stack([a.clip(0, 1), u, w, r0.clip(0, 1)], axis=1), sizes
+
+    @property
+    def theta(self) -> Array:
+        return self._drawn[0]
+
+    def scores(self, x: Array) -> Array:
+        """Return draws [draws, x] of the mean score of these curves at x: with the misfit, without an evaluation's noise."""
+        theta, of_sizes = self._drawn
+        a, u, w, r0 = theta.T[:, :, None]
+
+        def law(at: Array) -> Array:
+            value: Array = r0 + (a - r0) * self.form.share(np.exp(w) * (at - u))
+            return value
+
+        scores, misses, rng = law(x), self.points.y - law(self.points.x), np.random.default_rng(1)
+        curves, rise = np.unique(self.points.curve), self._rise()
+        offsets = (self.prior.seeds * self.gain) ** 2
+        for n in np.unique(of_sizes):
+            rows, sizes = of_sizes == n, self._sizes[n]
+            across = (self._kernel(sizes.misfit, sizes.length, x, self.points.x) + offsets * rise) / len(curves)
+            prior = (self._kernel(sizes.misfit, sizes.length, x, x) + offsets) / len(curves)
+            projected = (across @ sizes.vectors) * sizes.weights
+            covariance = prior - projected @ (across @ sizes.vectors).T
+            values, vectors = np.linalg.eigh(covariance)
+            root = vectors * np.sqrt(np.maximum(values, 0))
+            scores[rows] += misses[rows] @ sizes.vectors @ projected.T
+            scores[rows] += rng.standard_normal((int(rows.sum()), len(x))) @ root.T
+        return scores.clip(0, 1)
+
+
+def _ends(cells: _Cells) -> tuple[Array, Array]:
+    """Return the chances of A below R_0 and below 1."""
+    deviation = np.sqrt(cells.p00 / (cells.p00 * cells.paa - cells.p0a**2))
+    low, high = (np.maximum(cells.r0, 0) - cells.a) / deviation, (1 - cells.a) / deviation
+    return np.interp(low, _Z, _CDF), np.interp(high, _Z, _CDF)
