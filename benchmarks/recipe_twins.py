@@ -30,7 +30,7 @@ def main() -> int:
     lengths = (f"run.steps={options.steps}", f"evaluation.every={options.steps}", f"checkpoint.every={options.steps}")
     overrides = [*twin(options.recipe), *lengths, *options.overrides]
     recipe = recipes.load(options.recipe, overrides)
-    write_workplace(options.directory)
+    write_workplace(options.directory, [Path(recipe.model.path).name])
     begin = time.monotonic()
     command = [sys.executable, "-m", "megarl", "train", options.recipe, *overrides]
     status = subprocess.run(command, cwd=options.directory, check=False).returncode

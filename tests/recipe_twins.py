@@ -104,7 +104,7 @@ RULES = (
     # Limits
     Rule("serving.kv_tokens", fixed(32768), "what fits is not known on a CPU"),
     Rule("serving.memory_fraction", fixed(None), "a GPU's"),
-    Rule("serving.max_running_requests", at_most(64), "all of a window run at once"),
+    Rule("serving.max_running_requests", at_most(16), "a batch at a time, so that weights change between them"),
     Rule("serving.stream_interval", at_most(16), "a completion has at most 52 tokens"),
     Rule("serving.start_timeout_s", fixed(300), "of a busy machine"),
     Rule("serving.request_timeout_s", fixed(300), "of a busy machine"),

@@ -1,4 +1,4 @@
-"""What the twins of tests/recipe_twins.py train: tiny models of five families, and prompts for each grader and environment.
+"""What the twins of tests/recipe_twins.py train: tiny models of several families, and prompts for each grader and environment.
 
     prompt  "k3?" (math)     the answer is the digit      <think>.........</think>\\boxed{3}
             "k3=" (exact)                                 <think>.........</think>3
@@ -14,7 +14,7 @@ as a whole (a program, the phrase of an interruption) is one token, which makes 
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.core import recipe as recipes
 from megarl.core.base.rundir import write_jsonl
 from megarl.tasks.data.chat import load_chat
-from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3, tiny_qwen3_moe
+from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
 DIGITS, LETTERS, HELDOUT_LETTERS = "1234", "abcdefghijklmnopqrst", "uvwxyz"
 SIGNS = {"math": "?", "exact": "=", "code": "!", "calculator": "+"}
@@ -59,6 +59,7 @@ SIZES: dict[str, Any] = {
 SCOUT: dict[str, Any] = {"moe_layers": [0, 1, 2, 3], "interleave_moe_layer_step": 1}  # experts in every layer
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": tiny_llama,
+    "qwen2": partial(tiny_qwen2, head_dim=8),  # SGLang's has hidden_size / num_attention_heads
     "qwen3": partial(tiny_qwen3, tie_word_embeddings=True),  # as the 1.7B
     "qwen3-moe": tiny_qwen3_moe,
     "qwen3-base": tiny_qwen3,
@@ -69,14 +70,14 @@ CHAT, BASE = ("qwen3", "qwen3-moe"), ("qwen3-base",)
 WARM_STEPS, WARM_BATCH, WARM_RATE = 60, 16, 3e-3
 
 
-def write_workplace(folder: Path) -> Path:
-    """Models and data of all twins in `folder`, if they are not there yet."""
+def write_workplace(folder: Path, families: Iterable[str]) -> Path:
+    """Models of these families, and the data of all twins, in `folder`, if they are not there yet."""
     for kind in SIGNS:
         for letters, name in ((LETTERS, kind), (HELDOUT_LETTERS, f"{kind}-heldout")):
             path = folder / "data" / f"{name}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_jsonl(path, prompt_rows(kind, letters))
-    for family in FAMILIES:
+    for family in families:
         if not (folder / "models" / family / "ready").exists():
             write_model(folder / "models" / family, family)
     return folder

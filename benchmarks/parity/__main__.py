@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.parity import models
 from megarl.core.base.rundir import RunDir, latest_rows
-from megarl.core.weights.parity import CAUSES
+from megarl.core.weights.parity import pooled
 from megarl.tasks.graders.answer import Submission
 
 FOLDER, ROOT = Path(__file__).parent, Path(__file__).parents[2]
@@ -96,23 +96,7 @@ def told(run: Path) -> dict[str, Any]:
     """Distribution by cause over the run's publications, and how it ended."""
     rows = [row for row in latest_rows(RunDir(run).metrics) if "parity_rollouts" in row]
     found: dict[str, Any] = {"publications": len(rows), "warnings": int(sum(row["warning_parity"] for row in rows))}
-    for cause in CAUSES:
-        measured = [row for row in rows if f"parity_mean/{cause}" in row]
-        if measured:
-            weights = [row[f"parity_tokens/{cause}"] for row in measured]
-            means = [row[f"parity_mean/{cause}"] for row in measured]
-            found[cause] = {
-                "mean": float(np.average(means, weights=weights)),
-                "worst_mean": max(means),
-                **{
-                    s: float(np.median([row[f"parity_{s}/{cause}"] for row in measured]))
-                    for s in ("p50", "p99", "p999")
-                },
-                "max": max(row[f"parity_max/{cause}"] for row in measured),
-                "share": float(np.average([row[f"parity_share/{cause}"] for row in measured], weights=weights)),
-                "k3": float(np.average([row[f"parity_k3/{cause}"] for row in measured], weights=weights)),
-                "tokens": int(sum(weights)),
-            }
+    found |= pooled(rows)
     routing = [row["parity_routing"] for row in rows if "parity_routing" in row]
     if routing:
         found["routing"], found["worst_routing"] = float(np.mean(routing)), max(routing)

@@ -93,30 +93,80 @@ def test_nothing_is_started_where_nothing_is_to_be_asked_or_it_would_be_mixed(pl
     assert logs.read_bytes() == written, "no server was started"
 
 
-@pytest.mark.slow
-def test_ctrl_c_leaves_whole_rows_and_no_process(place: tuple[Path, Any]) -> None:
-    folder, _ = place
-    command = [sys.executable, "-m", "megarl", "eval", "--model", "model", "--suite", "gsm8k", "--samples", "400"]
-    command += ["--data", "gsm8k.jsonl", "--out", "stopped", *LENGTHS, "serving.max_running_requests=4"]
+def command_of(out: str, samples: int) -> list[str]:
+    """An evaluation of 3 prompts, four requests at a time."""
+    command = [
+        sys.executable,
+        "-m",
+        "megarl",
+        "eval",
+        "--model",
+        "model",
+        "--suite",
+        "gsm8k",
+        "--samples",
+        str(samples),
+    ]
+    return [*command, "--data", "gsm8k.jsonl", "--out", out, *LENGTHS, "serving.max_running_requests=4"]
+
+
+def interrupted(folder: Path, out: str, samples: int, sent: signal.Signals) -> tuple[int, bytes, bytes]:
+    """Send it a signal after 20 answers: exit status, standard error and answers. None of its processes is left."""
     process = subprocess.Popen(
-        command, cwd=folder, env=quiet(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        command_of(out, samples),
+        cwd=folder,
+        env=quiet(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
-    answers = folder / "stopped" / "gsm8k" / "answers.jsonl"
+    answers = folder / out / "gsm8k" / "answers.jsonl"
     until = time.monotonic() + 240
     while not answers.exists() or answers.read_bytes().count(b"\n") < 20:
         assert process.poll() is None, process.communicate()[1].decode()
         assert time.monotonic() < until
         time.sleep(0.1)
     family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     _, said = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert b"Traceback" not in said
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
-    rows = [json.loads(line) for line in answers.read_bytes().splitlines()]
+    assert not (folder / out / "gsm8k" / "result.json").exists()
+    return process.returncode, said, answers.read_bytes()
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_whole_rows_and_no_process(place: tuple[Path, Any]) -> None:
+    folder, _ = place
+    status, said, written = interrupted(folder, "stopped", 400, signal.SIGINT)
+    assert status == 130
+    assert b"Traceback" not in said
+    rows = [json.loads(line) for line in written.splitlines()]
     assert 20 <= len(rows) < 1200
-    assert not (folder / "stopped" / "gsm8k" / "result.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_the_same_command_goes_on_after_kill_9(place: tuple[Path, Any]) -> None:
+    """What was answered stays and is not asked again; a row that was cut short is."""
+    folder, _ = place
+    status, _, written = interrupted(folder, "killed", 40, signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    suite = SuiteDir(folder / "killed", "gsm8k")
+    whole = written[: written.rindex(b"\n") + 1]
+    with suite.answers.open("ab") as file:  # as if it had died within the next row
+        file.write(whole[: whole.index(b"\n") // 2])
+    begun = len(suite.answers.read_bytes())
+    done = subprocess.run(
+        command_of("killed", 40), cwd=folder, env=quiet(), capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert suite.answers.read_bytes().startswith(whole)
+    assert len(suite.answers.read_bytes()) > begun
+    answers = suite.read_answers()
+    assert len({(answer.id, answer.sample) for answer in answers}) == len(answers) == 3 * 40
+    assert suite.read_result().metrics["n_prompts"] == 3
 
 
 def test_a_runs_checkpoint_on_its_own_task(finished: LiveRun) -> None:

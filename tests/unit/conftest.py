@@ -114,6 +114,13 @@ def pass_rate(step: int) -> float:
     return 0.36 + 0.58 / (1 + math.exp(-(step - 25) / 8))
 
 
+def parity(cause: str, mean: float, tokens: int) -> Tree:
+    """The distribution of one cause at one publication."""
+    statistics = {"p50": 0.5, "p99": 5, "p999": 8, "max": 9, "share": 1e3, "k3": 1e-3}
+    found = {"mean": mean, **{name: factor * mean for name, factor in statistics.items()}, "tokens": float(tokens)}
+    return {f"parity_{name}/{cause}": value for name, value in found.items()}
+
+
 def metrics_row(step: int, rng: random.Random) -> Tree:
     train, wait, publish = 0.9 + 0.1 * rng.random(), 0.5 * rng.random(), 0.12 + 0.02 * rng.random()
     return {
@@ -139,9 +146,8 @@ def metrics_row(step: int, rng: random.Random) -> Tree:
         "lag_max": float(rng.randint(2, 5)),
         "versions_per_rollout": 1.8,
         "parity_rollouts": 4.0,
-        "parity_mean/kernels": 2e-6 * (1 + rng.random()),
-        "parity_p99/kernels": 1e-5 * (1 + rng.random()),
-        "parity_mean/decode": 0.0,
+        **parity("kernels", 2e-6 * (1 + rng.random()), 400 + step),
+        **parity("decode", 0.0, 200),
         "parity_mean/staleness": 3e-3 * (1 + rng.random()),
         "warning_parity": 0.0,
         "trained_logprob_diff": 0.01 * rng.random(),

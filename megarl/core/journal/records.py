@@ -17,7 +17,8 @@ from megarl.core.base.types import Group, Record
 
 class Session(Record, frozen=True, tag="session"):
     """A controller has started within the life `session` of the supervisor, which began at `time` (Unix seconds) and holds
-    `devices`. A second one of the same session (a restarted controller) changes nothing.
+    `devices`. A second one of the same session (a restarted controller) changes nothing; one of an earlier session, which a
+    later one has ended, is refused.
     """
 
     session: str
@@ -116,11 +117,12 @@ class Snapshot(Record, frozen=True, tag="snapshot"):
     startup_hours: float = 0.0
     evaluation_hours: float = 0.0
     session_published: bool = False
+    earlier_sessions: tuple[str, ...] = ()
 
 
 SHARED = (
     "published_version", "session", "earlier_hours", "last_time", "generated_tokens", "finished", "void", "removed",
-    "startup_hours", "evaluation_hours", "session_published",
+    "startup_hours", "evaluation_hours", "session_published", "earlier_sessions",
 )  # fmt: skip
 """Fields that `Snapshot` has as `State` has them."""
 JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Evaluated | Snapshot
@@ -147,6 +149,7 @@ class State:
     startup_hours: float = 0.0  # compute of all lives (megarl/core/controller/metrics.py)
     evaluation_hours: float = 0.0
     session_published: bool = False  # whether weights were published in this life of the supervisor
+    earlier_sessions: tuple[str, ...] = ()  # names; those before a snapshot of an older version are not known
 
     def compute_hours(self, now: float) -> float:
         """Return devices held × wall time up to `now`; earlier sessions count up to their last record."""
@@ -193,7 +196,10 @@ class State:
                 self.last_time = max(self.last_time, record.time)
                 self.evaluation_hours = max(self.evaluation_hours, record.evaluation_hours)
             case Session():
+                if record.session in self.earlier_sessions:
+                    raise ValueError(f"session {record.session} begins again, which a later one has ended")
                 if self.session is None or record.session != self.session.session:
+                    self.earlier_sessions += () if self.session is None else (self.session.session,)
                     self.earlier_hours = self.compute_hours(self.last_time)
                     self.session, self.last_time, self.session_published = record, record.time, False
             case Snapshot():

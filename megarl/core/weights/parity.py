@@ -15,7 +15,8 @@ neighbouring pair differs for one cause:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -341,6 +342,29 @@ def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.nd
     low, high = np.quantile(at, (1 / 3, 2 / 3))
     early, late = size[at <= low], size[at >= high]
     return float(late.mean() / max(float(early.mean()), 1e-12))
+
+
+def pooled(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return each cause's distribution over the publications in rows of metrics; causes that were never measured are left out.
+
+    mean, share, k3: over all tokens. p50, p99, p999: medians of the publications. max, worst_mean (the largest mean of a
+    publication), tokens and publications: of all.
+    """
+    found = {}
+    for cause in CAUSES:
+        keys = {field.name: f"parity_{field.name}/{cause}" for field in fields(Distribution)}
+        measured = [row for row in rows if all(key in row for key in keys.values()) and row[keys["tokens"]] > 0]
+        if measured:
+            column = {name: np.array([row[key] for row in measured], np.float64) for name, key in keys.items()}
+            found[cause] = {
+                **{s: float(np.average(column[s], weights=column["tokens"])) for s in ("mean", "share", "k3")},
+                **{s: float(np.median(column[s])) for s in ("p50", "p99", "p999")},
+                "worst_mean": float(column["mean"].max()),
+                "max": float(column["max"].max()),
+                "tokens": float(column["tokens"].sum()),
+                "publications": float(len(measured)),
+            }
+    return found
 
 
 def shown(row: Mapping[str, float | None]) -> str:

@@ -168,14 +168,19 @@ def reward_png(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> bytes
         return rendered(figure, "png")
 
 
-PARITY = {"kernels": "equal weights", "decode": "decode", "stale_kv": "stale KV", "staleness": "staleness"}
+CAUSES = {
+    "kernels": "equal weights", "decode": "decode", "stale_kv": "stale KV", "staleness": "staleness",
+    "total": "all together",
+}  # fmt: skip
+"""What the report calls the causes of differences between servers and learner."""
 
 
 def parity(axes: Axes, rows: list[Row]) -> bool:
-    """Draw the causes of differences between servers and learner; those that are 0 throughout are named instead."""
-    measured = {c: [v for r in rows if (v := r.get(f"parity_mean/{c}")) is not None] for c in PARITY}
-    same = [PARITY[c] for c, values in measured.items() if values and not any(values)]
-    drawn = lines(axes, rows, {f"parity_mean/{c}": PARITY[c] for c, v in measured.items() if any(v)}, log=True)
+    """Draw the mean difference by cause; causes that are 0 throughout are named instead."""
+    drawable = [cause for cause in CAUSES if cause != "total"]
+    measured = {c: [v for r in rows if (v := r.get(f"parity_mean/{c}")) is not None] for c in drawable}
+    same = [CAUSES[c] for c, values in measured.items() if values and not any(values)]
+    drawn = lines(axes, rows, {f"parity_mean/{c}": CAUSES[c] for c, v in measured.items() if any(v)}, log=True)
     if same:
         axes.annotate(f"same bits: {', '.join(same)}", (0.02, 0.02), xycoords="axes fraction", fontsize=9)
     return drawn or bool(same)

@@ -4,7 +4,7 @@ recipe.yaml, metrics.jsonl, eval.jsonl, rollouts/ ──► tiles, charts (inlin
 """
 
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Group, Rollout
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, dump, load
+from megarl.core.weights import parity
 from megarl.lab.report import charts, pictures
 from megarl.run import summary
 
@@ -45,6 +46,7 @@ def write_report(rundir: RunDir) -> None:
         ),
         charts="".join(f"<div>{picture}</div>" for picture in drawn),
         table="".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(t)}</td></tr>" for n, t in summary.lines(values)),
+        parity=_parity(rows),
         rollouts=_rollouts(recipe, rundir),
         recipe=html.escape(dump(recipe)),
     )
@@ -60,6 +62,36 @@ def _tiles(v: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield "largest lag", f"{summary.show(v['lag_max'], '.0f')} of {v['lag_limit']}"
     same = v["parity_mean_max"] == 0
     yield "server − learner log-prob", "same bits" if same else summary.show(v["parity_mean"], ".1e")
+
+
+STATISTICS = {
+    "mean": "mean",
+    "worst_mean": "largest mean",
+    "p50": "p50",
+    "p99": "p99",
+    "p999": "p99.9",
+    "max": "largest",
+    "k3": "k3 KL, nats",
+}
+
+
+def _parity(rows: Sequence[dict[str, Any]]) -> str:
+    """Show how far servers and learner differ, a row for each cause; empty if nothing was compared."""
+    found = parity.pooled(rows)
+    if not found:
+        return ""
+    heads = ["", *STATISTICS.values(), f"above {parity.SHARE_ABOVE:g}", "tokens", "publications"]
+    table = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
+    for cause, d in found.items():
+        values = ["same bits"] if d["max"] == 0 else [summary.show(d[name], ".1e") for name in STATISTICS]
+        values += [""] * (len(STATISTICS) - len(values))
+        values += [summary.show(d["share"], ".2%"), summary.show(d["tokens"]), summary.show(d["publications"])]
+        cells = "".join(f"<td>{html.escape(value)}</td>" for value in (charts.CAUSES[cause], *values))
+        table += f"</tr><tr>{cells}"
+    text = "|difference| of log-probs, by cause; mean, share and k3 of all tokens, percentiles as medians of the publications."
+    routing = summary.mean(rows, "parity_routing")
+    text += "" if routing is None else f" Choices of experts that differ: {routing:.2%}."
+    return f'<h2>Servers against learner</h2><p class="sub">{text}</p><table class="parity"><tr>{table}</tr></table>'
 
 
 def _rollouts(recipe: Recipe, rundir: RunDir) -> str:

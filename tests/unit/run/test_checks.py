@@ -2,8 +2,11 @@
 
 import json
 import os
+import shlex
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -425,6 +428,22 @@ def test_a_folder_that_cannot_be_written_in(tree: Tree, tmp_path: Path, monkeypa
     monkeypatch.setattr("os.access", lambda path, mode: False)  # a file system that was mounted to be read
     with pytest.raises(MegarlError, match=r"run\.dir: cannot write in "):
         preflight.check_all(from_tree(tree))
+
+
+@pytest.mark.processes
+def test_a_file_system_that_is_mounted_to_be_read(tree: Tree, tmp_path: Path) -> None:
+    """Root may write wherever permissions are asked, but not there."""
+    (tmp_path / "mounted").mkdir()
+    (tmp_path / "recipe.yaml").write_text(dump(changed(tree, run={"dir": str(tmp_path / "mounted" / "runs")})))
+    mount = "mount --bind mounted mounted && mount -o remount,bind,ro mounted"
+    private = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*private, mount], cwd=tmp_path, capture_output=True).returncode:
+        pytest.skip("this system lets nobody mount in a namespace of his own")
+    dry = f"{shlex.quote(sys.executable)} -m megarl train recipe.yaml --dry-run"
+    done = subprocess.run([*private, f"{mount} && {dry}"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert f"run.dir: cannot write in {tmp_path}/mounted; give another run.dir" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_differences_are_dotted(tree: Tree) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -170,6 +171,19 @@ def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     assert "not finite" in said
     append_jsonl(rundir.metrics, {"step": 60, "skipped": 1.0, "groups_in_loss": 0.0})
     assert "nothing was learnt" in " ".join(warnings(frame(recipe, rundir)))
+
+
+def test_same_bits_are_said_so(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """Of the latest publication that was compared."""
+    rundir = write_run(5)
+    assert "same bits" not in text(frame(recipe, rundir))
+    append_jsonl(
+        rundir.metrics, {"step": 5, "parity_rollouts": 4.0, "parity_mean/kernels": 0.0, "parity_mean/decode": 2e-7}
+    )
+    append_jsonl(rundir.metrics, {"step": 6, "pass_rate_train": 0.5})
+    shown = frame(recipe, rundir)
+    assert re.search(r"server − learner +same bits · decode 2.0e-07\b", text(shown))
+    assert line(shown).endswith("parity same bits")
 
 
 @pytest.mark.parametrize(

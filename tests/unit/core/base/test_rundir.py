@@ -1,13 +1,17 @@
 """Rows and files of a run directory under crashes."""
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, append_jsonl, latest_rows, read_jsonl, write_atomically
+from megarl.core.journal.journal import Journal
+from megarl.core.journal.records import Admitted
 from megarl.run.observe import Observer
 from megarl.run.process import lock
 from tests.full_disk import files_no_larger_than
@@ -69,6 +73,31 @@ def test_a_wish_to_stop_that_does_not_fit_on_the_disk_is_one_message(tmp_path: P
     rundir.stop_file.symlink_to("/dev/full")
     with pytest.raises(MegarlError, match=r"stop: cannot be written: No space left on device"):
         rundir.stop(15)
+
+
+def test_a_quota_that_is_used_up_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network's file system says so when the file is synchronised. What was there is whole, and nothing lies beside it."""
+    journal = Journal.open(tmp_path / "rollouts", 2, 1)
+    (whole,) = (tmp_path / "rollouts").glob("*.journal")
+    before = whole.read_bytes()
+    write_atomically(tmp_path / "status.json", b"old")
+
+    def used_up(fd: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", used_up)
+        said = r"{}: cannot be written: Disk quota exceeded; make room and resume: what was written before is whole"
+        with pytest.raises(MegarlError, match=said.format(r"status\.json")):
+            write_atomically(tmp_path / "status.json", b"new")
+        with pytest.raises(MegarlError, match=said.format(r"000000\.journal")):
+            journal.append(Admitted(ticket=0, task="math", prompt_id="p", epoch=0, due=0))
+    assert (tmp_path / "status.json").read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rollouts", "status.json"]
+    assert whole.read_bytes() == before
+    again = Journal.open(tmp_path / "rollouts", 2, 1)
+    assert again.state.admission.next_ticket == 0
+    again.close()
 
 
 def test_a_run_that_cannot_even_be_locked_is_one_message(tmp_path: Path) -> None:

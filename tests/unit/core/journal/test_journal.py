@@ -287,6 +287,32 @@ def test_a_record_that_comes_twice_is_refused_or_changes_nothing(tmp_path_factor
         again.close()
 
 
+@pytest.mark.parametrize("rotate_bytes", [1 << 20, 2000])
+def test_a_copied_record_of_an_earlier_session_is_refused(tmp_path: Path, rotate_bytes: int):
+    """It would change compute hours. The first session is then in the last file, or only in the snapshot at its head."""
+    journal = Journal.open(tmp_path, 2, 1, rotate_bytes=rotate_bytes)
+    journal.append(Session(session="first-life", time=0.0, devices=4, compute_unit="gpu"), admitted(0))
+    journal.append(finished(0, time=3600.0), Session(session="second-life", time=9000.0, devices=4, compute_unit="gpu"))
+    for ticket in range(1, 20):
+        journal.append(admitted(ticket), finished(ticket, time=12_600.0))
+    hours = journal.state.compute_hours(12_600.0)
+    assert (hours, len(journal.files()) > 1) == (8.0, rotate_bytes == 2000)
+    journal.close()
+    first, second = (
+        path.read_bytes()[entry.offset : entry.end]
+        for path in sorted(tmp_path.glob("*.journal"))
+        for entry, payload in scan(path)
+        if isinstance(record_of(path, entry, payload), Session)
+    )
+    file = last_file(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(whole + second)  # as a restarted controller does
+    assert JournalReader(tmp_path).fold().compute_hours(12_600.0) == hours
+    file.write_bytes(whole + first)
+    with pytest.raises(MegarlError, match=rf"offset {len(whole)}: contradicts .*: session first-life begins again"):
+        Journal.open(tmp_path, 2, 1)
+
+
 def test_a_file_that_is_gone_is_named_when_its_groups_are_asked_for(tmp_path: Path):
     written(tmp_path, 40, rotate_bytes=2000)
     reader = JournalReader(tmp_path)

@@ -13,7 +13,7 @@ from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.recipe import Model
 from tests.damage import flip_a_bit
 from tests.full_disk import files_no_larger_than
-from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3_moe
+from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3_moe
 
 # isort: split
 from safetensors.torch import load_file, save_file
@@ -54,6 +54,16 @@ def test_unsupported_settings_are_refused(directory: Path, change: dict[str, obj
     edit_config(directory, **change)
     with pytest.raises(MegarlError, match=r"config.json: .* not supported"):
         family_of(directory)
+
+
+def test_sliding_windows_are_refused(tmp_path: Path) -> None:
+    """Qwen2 may have them; released configurations name a window and do not use it."""
+    tiny_qwen2(tmp_path, num_hidden_layers=1)
+    edit_config(tmp_path, sliding_window=4096, use_sliding_window=False)
+    family_of(tmp_path)
+    edit_config(tmp_path, use_sliding_window=True)
+    with pytest.raises(MegarlError, match=r"config.json: use_sliding_window=True is not supported, only False"):
+        family_of(tmp_path)
 
 
 def test_missing_and_extra_tensors_in_one_message(one_rank: None, directory: Path) -> None:

@@ -3,7 +3,9 @@
 That the limits hold for real kernels, and that real faults break them, is measured on the real stack (benchmarks/README.md).
 """
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from megarl.core.weights.parity import (
     Distribution,
     Measurement,
     ParityJudge,
+    ParityLimits,
     RolloutScores,
     explained_by_logprob,
     grid_share,
@@ -209,6 +212,21 @@ def test_patterns_of_noise_alone_name_nothing() -> None:
     one = scores(noise=0.1)
     assert explained_by_logprob(one.served, one.learner) < 0.1
     assert 0.7 < growth_along_sequence(one.served, one.learner, one.position) < 1.4
+
+
+LIMITS_ROW = re.compile(
+    r"^\| (fp32|bf16|fp16) \| (dense|experts) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+|–) \|$", re.MULTILINE
+)
+
+
+def test_the_documented_limits_are_the_judges() -> None:
+    page = (Path(__file__).parents[4] / "docs/monitoring.md").read_text()
+    found = {}
+    for dtype, model, kernels, decode, median, routing in LIMITS_ROW.findall(page):
+        limits = ParityLimits(float(kernels), float(median), 1.0 if routing == "–" else float(routing))
+        assert limits.mean_of("decode") == pytest.approx(float(decode))
+        found[dtype, model == "experts"] = limits
+    assert found == LIMITS
 
 
 def test_same_bits_are_said_so() -> None:

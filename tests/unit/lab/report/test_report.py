@@ -194,6 +194,53 @@ def test_what_is_no_score_is_passed_over(recipe: Recipe, write_run: Callable[[in
     assert [row["step"] for row in latest_scores(rundir.eval)] == [*(row["step"] for row in before), 4]
 
 
+def test_parity_by_cause(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """Each cause has a row, whose figures can be had from metrics.jsonl; 0 throughout is said as what it is."""
+    rundir = write_run(21)
+    append_jsonl(rundir.metrics, {"step": 21, "parity_rollouts": 0.0})  # a publication of which nothing was compared
+    report.write_report(rundir)
+    table = re.findall(
+        r"<tr>(.*?)</tr>", rundir.report.read_text().partition('class="parity"')[2].partition("</table>")[0]
+    )
+    head, *rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in table]
+    assert [row[0] for row in rows] == ["equal weights", "decode"]
+    kernels, decode = (dict(zip(head, row, strict=True)) for row in rows)
+
+    def column(name: str) -> np.ndarray:
+        return np.array([row[f"parity_{name}/kernels"] for row in latest_rows(rundir.metrics)[:21]])
+
+    tokens = column("tokens")
+    assert kernels["mean"] == f"{column('mean') @ tokens / tokens.sum():.1e}"
+    assert kernels["k3 KL, nats"] == f"{column('k3') @ tokens / tokens.sum():.1e}"
+    assert kernels["above 0.1"] == f"{column('share') @ tokens / tokens.sum():.2%}" != "0.00%"
+    assert kernels["largest mean"] == f"{column('mean').max():.1e}"
+    assert kernels["largest"] == f"{column('max').max():.1e}"
+    for name, shown in (("p50", "p50"), ("p99", "p99"), ("p999", "p99.9")):
+        assert kernels[shown] == f"{np.median(column(name)):.1e}"
+    assert (kernels["tokens"], kernels["publications"]) == (f"{tokens.sum():,.0f}", "21")
+    assert (decode["mean"], decode["largest"], decode["above 0.1"]) == ("same bits", "", "0.00%")
+
+
+def test_report_says_same_bits(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """At the top, below the chart and in the summary, if no log-prob ever differed; not if one did."""
+    rundir = write_run(6)
+    report.write_report(rundir)
+    tile, told = "<b>same bits</b><span>server − learner log-prob</span>", "same bits at 6 publications"
+    page = rundir.report.read_text()
+    assert "same bits: decode" in page
+    assert tile not in page
+    assert told not in page
+    for row in latest_rows(rundir.metrics):
+        append_jsonl(
+            rundir.metrics, {k: 0.0 if k.endswith("/kernels") and "tokens" not in k else v for k, v in row.items()}
+        )
+    report.write_report(rundir)
+    page = rundir.report.read_text()
+    assert "same bits: equal weights, decode" in page
+    assert tile in page
+    assert told in page
+
+
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match="not a run directory"):
         report.main(tmp_path)

@@ -3,6 +3,7 @@
 import pytest
 
 from megarl.core.recipe import Recipe, load, shipped
+from megarl.lab.scaling.published import law_named
 from megarl.tasks.data import arithmetic_models
 
 DEFAULT = Recipe()
@@ -102,6 +103,33 @@ def test_scalerl_17bx16_is_the_papers_where_it_differs_from_8b():
         dense.batch, dense.length, dense.learner, dense.sampling, dense.evaluation,
     )  # fmt: skip
     assert r.model.moe == DEFAULT.model.moe
+
+
+def test_scalerl_8b_32k_is_scalerl_8b_with_the_papers_longer_context():
+    """32,768 tokens, with room for the phrase; a micro-batch holds one rollout; all else is as it was."""
+    r, base = load("scalerl-8b-32k"), load("scalerl-8b")
+    assert r.length == base.length.model_copy(update={"thinking_tokens": (26_000, 28_000)})
+    assert (r.length.context_tokens, r.learner.microbatch_tokens) == (32_768 - 672, 32_768)
+    assert r.learner == base.learner.model_copy(update={"microbatch_tokens": 32_768})
+    for section in Recipe.model_fields.keys() - {"description", "run", "length", "learner"}:
+        assert getattr(r, section) == getattr(base, section)
+    assert r.run.model_copy(update={"name": base.run.name}) == base.run
+
+
+def test_scalerl_8b_batch_2048_is_the_papers_longest_run():
+    r, base = load("scalerl-8b-batch-2048"), load("scalerl-8b")
+    assert (r.batch.prompts * r.sampling.generations, r.run.steps) == (2048, 7400)
+    assert r.batch == base.batch.model_copy(update={"prompts": 128})
+    for section in Recipe.model_fields.keys() - {"description", "run", "batch"}:
+        assert getattr(r, section) == getattr(base, section)
+
+
+@pytest.mark.parametrize(("name", "law"), [("scalerl-8b-32k", "context-32k"), ("scalerl-8b-batch-2048", "batch-2048")])
+def test_the_fits_that_a_recipe_names_are_the_published_ones(name, law):
+    said = " ".join(shipped()[name].read_text().replace("#", "").split())
+    fit, base = law_named(law), law_named("scalerl-8b")
+    assert f"C_mid {fit.C_mid:,.0f} GPU-hours for {base.C_mid:,.0f}" in said
+    assert f"an asymptote of {fit.A:.3f} for {base.A:.3f}".replace("0.", ".") in said
 
 
 def test_math_and_code_is_scalerl_8b_with_a_second_task():

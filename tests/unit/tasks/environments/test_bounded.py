@@ -196,7 +196,9 @@ class Said:
     stops: Any = ()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=max(300, settings.default.max_examples), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     reply=st.one_of(
         ANYTHING, st.builds(Observation, st.one_of(TOKENS, TOKENS.map(np.array), ANYTHING), ANYTHING, ANYTHING)
