@@ -96,7 +96,7 @@ PRIOR = Prior(
     misfits=(0.001, 0.01, 0.03, 0.06), lengths=(1.5,), seeds=0.04, noises=(0.7, 1.0, 1.4), beyond=(4.0, 3.0),
 )  # fmt: skip
 """Known before the points, from the open half of the corpus (benchmarks/README.md)."""
-UNKNOWN_NOISE = tuple(np.geomspace(1e-4, 0.3, 15))  # shares of the gain
+UNKNOWN_NOISE = tuple(np.geomspace(1e-4, 0.3, 12))  # shares of the gain
 
 
 def fit(

@@ -22,11 +22,11 @@ import numpy as np
 from megarl.lab.scaling.forms import Array, Form
 
 A, U, W, R0 = range(4)
-CELLS = (72, 40)  # of u and w
+CELLS = (48, 28)  # of u and w
 ROUNDS = 3  # grids, each over the mass of the one before
 TRACE = 1e-6
 DRAWS = 4000
-MOST = 64  # points; more are averaged with their neighbours
+MOST = 48  # points; more are averaged with their neighbours
 EXACT = 1e-6  # standard deviation of what is given
 FLAT = 10.0  # of what nothing is known about, among scores from 0 to 1
 
@@ -81,17 +81,16 @@ class Prior:
 
 
 class _Sizes(NamedTuple):
-    """One choice of misfit, length and noise, with the covariance of the points under it, decomposed."""
+    """One choice of misfit and length, with each noise: the covariance of the points, decomposed."""
 
     misfit: float
     length: float
-    noise: float
     vectors: Array  # [points, points]
-    weights: Array  # [points] 1 / eigenvalue
+    weights: Array  # [points, noises] 1 / eigenvalue
 
 
 class _Cells(NamedTuple):
-    """Cells of one choice of sizes: log of their mass and of their peak, and the Gaussian of (R_0, A) in each, all [cells]."""
+    """Cells of (u, w): log of their mass and of their peak, and the Gaussian of (R_0, A) in each, all [noises, cells]."""
 
     log_mass: Array
     log_peak: Array
@@ -130,10 +129,10 @@ class Posterior:
         """Integrate over the cells of a box [u, w; low, high]."""
         self._axes = np.linspace(box[0, 0], box[0, 1], CELLS[0]), np.linspace(box[1, 0], box[1, 1], CELLS[1])
         self._u, self._w = (part.ravel() for part in np.meshgrid(*self._axes, indexing="ij"))
-        self._cells = [self._integrated(sizes, self._u, self._w) for sizes in self._sizes]
-        mass = np.array([cells.log_mass for cells in self._cells])
-        mass = np.exp(mass - mass.max())
-        self._mass = mass / mass.sum()  # [sizes, cells]
+        each = [self._integrated(sizes, self._u, self._w) for sizes in self._sizes]
+        self._cells = _Cells(*(np.concatenate(parts) for parts in zip(*each, strict=True)))  # [sizes x noises, cells]
+        mass = np.exp(self._cells.log_mass - self._cells.log_mass.max())
+        self._mass = mass / mass.sum()
 
     def _around(self) -> Array:
         """Return the box that has all the mass but a trace."""
@@ -165,42 +164,38 @@ class Posterior:
             for misfit in self.prior.misfits:
                 covariance = self._kernel(misfit, length, points.x, points.x) * same + offsets
                 values, vectors = np.linalg.eigh(covariance / self._unit[:, None] / self._unit)
-                for noise in self.prior.noises:
-                    weights = 1 / (np.maximum(values, 0) + noise**2)
-                    yield _Sizes(misfit, length, noise, vectors / self._unit[:, None], weights)
+                weights = 1 / (np.maximum(values, 0)[:, None] + np.array(self.prior.noises) ** 2)
+                yield _Sizes(misfit, length, vectors / self._unit[:, None], weights)
 
     def _integrated(self, sizes: _Sizes, u: Array, w: Array) -> _Cells:
         """Integrate R_0 and A for cells (u, w)."""
         share = self.form.share(np.exp(w)[:, None] * (self.points.x - u[:, None]))  # [cells, points]
-        y = sizes.vectors.T @ self.points.y
+        v, r0, a = sizes.weights, self.prior.r0, self.prior.a
         s = share @ sizes.vectors
         q = sizes.vectors.sum(0) - s
-        v, r0, a = sizes.weights, self.prior.r0, self.prior.a
-        p00, paa, p0a = (q * q) @ v + r0.deviation**-2, (s * s) @ v + a.deviation**-2, (s * q) @ v
-        b0, ba = q @ (v * y) + r0.mean * r0.deviation**-2, s @ (v * y) + a.mean * a.deviation**-2
+        y = self.points.y @ sizes.vectors - q * r0.mean - s * a.mean  # what the prior's means leave
+        p00, paa, p0a = (q * q) @ v + r0.deviation**-2, (s * s) @ v + a.deviation**-2, (s * q) @ v  # [cells, noises]
+        b0, ba = (q * y) @ v, (s * y) @ v
         determinant = p00 * paa - p0a**2
-        mean_r0, mean_a = (paa * b0 - p0a * ba) / determinant, (p00 * ba - p0a * b0) / determinant
-        # Around the mean, not from sums of squares, which would cancel where the prior is exact.
-        misses = y - q * mean_r0[:, None] - s * mean_a[:, None]
-        error = (misses * misses) @ v
-        error += ((mean_r0 - r0.mean) / r0.deviation) ** 2 + ((mean_a - a.mean) / a.deviation) ** 2
-        log_peak = 0.5 * (np.log(v).sum() - error)
+        to_r0, to_a = (paa * b0 - p0a * ba) / determinant, (p00 * ba - p0a * b0) / determinant
+        mean_r0, mean_a, error = r0.mean + to_r0, a.mean + to_a, (y * y) @ v - b0 * to_r0 - ba * to_a
+        log_peak = 0.5 * (np.log(v).sum(0) - error)
         beyond = mean_a - mean_a.clip(0, 1)
         if self.prior.w is not None:
-            log_peak -= 0.5 * ((w - self.prior.w.mean) / self.prior.w.deviation) ** 2
+            log_peak -= 0.5 * ((w[:, None] - self.prior.w.mean) / self.prior.w.deviation) ** 2
         cells = _Cells(log_peak, log_peak, mean_r0, mean_a, p00, paa, p0a)
         low, high = _ends(cells)
         log_mass = log_peak - 0.5 * np.log(determinant) + np.log(np.maximum(high - low, 1e-300))
-        return cells._replace(log_mass=log_mass, log_peak=log_peak - 0.5 * beyond**2 * determinant / p00)
+        log_peak = log_peak - 0.5 * beyond**2 * determinant / p00
+        return _Cells(*(part.T for part in cells._replace(log_mass=log_mass, log_peak=log_peak)))
 
     def mode(self) -> Array:
         """Return the parameters [4] that fit these curves best if the law is exact, from the best cell and those around it."""
-        unit = self._unit
-        plain = [
-            _Sizes(0.0, 1.0, noise, np.diag(1 / unit), np.full(len(unit), noise**-2)) for noise in self.prior.noises
-        ]
-        masses = np.array([self._integrated(sizes, self._u, self._w).log_mass for sizes in plain])
+        noises = np.array(self.prior.noises)
+        plain = _Sizes(0.0, 1.0, np.diag(1 / self._unit), np.broadcast_to(noises**-2, (len(self._unit), len(noises))))
+        masses = self._integrated(plain, self._u, self._w).log_mass
         n, best = divmod(int(masses.argmax()), masses.shape[1])
+        plain = plain._replace(weights=plain.weights[:, [n]])
         u, w, wide = self._u[best], self._w[best], 1.5
         across = np.linspace(-1, 1, 9)
         for _ in range(24):
@@ -211,7 +206,7 @@ class Posterior:
                 )
             )
             us, ws = (np.clip(value, *ends) for value, ends in zip((us, ws), self._widest, strict=True))
-            cells = self._integrated(plain[n], us, ws)
+            cells = _Cells(*(part[0] for part in self._integrated(plain, us, ws)))
             best = int(cells.log_peak.argmax())
             u, w, wide = us[best], ws[best], wide * 0.5
         a = min(max(cells.a[best], 0.0), 1.0)
@@ -220,13 +215,12 @@ class Posterior:
 
     @cached_property
     def _drawn(self) -> tuple[Array, Array]:
-        """Parameters [draws, 4] and the number of the sizes of each draw."""
+        """Parameters [draws, 4] and the row of the sizes and noise of each draw."""
         rng = np.random.default_rng(0)
         steps = (np.arange(DRAWS) + rng.random()) / DRAWS  # systematic: each cell as often as its mass says
         where = np.searchsorted(np.cumsum(self._mass.ravel()), steps).clip(max=self._mass.size - 1)
         sizes, cell = np.divmod(where, self._mass.shape[1])
-        table = np.array([np.stack(cells, axis=1) for cells in self._cells])[sizes, cell]
-        cells = _Cells(*table.T)
+        cells = _Cells(*(part[sizes, cell] for part in self._cells))
         low, high = _ends(cells)
         determinant = cells.p00 * cells.paa - cells.p0a**2
         chance = np.clip(low + (high - low) * rng.random(DRAWS), 1e-12, 1 - 1e-12)
@@ -253,10 +247,11 @@ class Posterior:
         curves, rise = np.unique(self.points.curve), self._rise()
         offsets = (self.prior.seeds * self.gain) ** 2
         for n in np.unique(of_sizes):
-            rows, sizes = of_sizes == n, self._sizes[n]
+            rows, (size, noise) = of_sizes == n, divmod(n, len(self.prior.noises))
+            sizes = self._sizes[size]
             across = (self._kernel(sizes.misfit, sizes.length, x, self.points.x) + offsets * rise) / len(curves)
             prior = (self._kernel(sizes.misfit, sizes.length, x, x) + offsets) / len(curves)
-            projected = (across @ sizes.vectors) * sizes.weights
+            projected = (across @ sizes.vectors) * sizes.weights[:, noise]
             covariance = prior - projected @ (across @ sizes.vectors).T
             values, vectors = np.linalg.eigh(covariance)
             root = vectors * np.sqrt(np.maximum(values, 0))
