@@ -191,7 +191,8 @@ class CorpusRun:
         """Return its held-out pass rates. Hours stand for petaFLOP."""
         later = [row for row in self.scores if row["step"]]
         flop, rates = (np.array([row[name] for row in later], float) for name in ("flop", "pass_rate"))
-        return Curve(self.name, flop / 1e15, rates, self.scores[0]["pass_rate"], "core", self.seed)
+        answers = int(self.scores[0]["n_prompts"] * self.scores[0]["samples"])
+        return Curve(self.name, flop / 1e15, rates, self.scores[0]["pass_rate"], "core", self.seed, answers=answers)
 
 
 def record_of(task: StudyTask) -> Path:

@@ -1,0 +1,205 @@
+"""How far forecasts hold on real runs: fitted up to some compute, judged at twice and at four times as much.
+
+    python -m benchmarks.forecasts DIR/records [--part open | held-out] [--out FILE.json]
+
+DIR is what `megarl study corpus` makes. A run is cut where it has made .3 to .8 of the gain that it ends with, and what is
+predicted is its own score at twice and four times the compute of the cut (within a tenth). Beside megarl's fit stand
+
+    last value    the score at the cut; its interval knows the noise of the two evaluations alone
+    power law     A − D / C^b, by scipy; interval of the linear approximation
+    least squares the law with R_0 held at the score before training, by scipy; interval of the linear approximation
+
+An interval is widened by the noise of the evaluation that it is compared with. Interval score (Gneiting and Raftery 2007): width
+plus 40 times the distance by which it was missed, mean; lower is better. Coverage has a 95 % interval from drawing runs again
+(bootstrap by run), since the cuts of a run are not independent.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy import optimize, stats
+
+from megarl.core.base.errors import MegarlError
+from megarl.lab.scaling.extrapolate import predict
+from megarl.lab.scaling.fit import fit
+from megarl.lab.scaling.points import Curve
+from megarl.lab.study.corpus import CorpusRun, read
+
+GAIN = (0.3, 0.8)
+AHEAD = (2.0, 4.0)
+NEAR = 0.1
+RESAMPLES = 2000
+
+Forecast = tuple[float, float, float]  # score, low, high
+Forecaster = Callable[[Curve, float], Forecast]
+
+
+def ours(curve: Curve, at: float) -> Forecast:
+    there = predict(fit([curve], start=0.0), np.array([at]))
+    return float(there.pass_rate[0]), float(there.low[0]), float(there.high[0])
+
+
+def last_value(curve: Curve, at: float) -> Forecast:
+    score = float(curve.pass_rate[-1])
+    half = 1.96 * noise(score, curve)
+    return score, score - half, score + half
+
+
+def _by_scipy(
+    law: Callable[..., np.ndarray], start: tuple[float, ...], low: list[float], high: list[float]
+) -> Forecaster:
+    def forecast(curve: Curve, at: float) -> Forecast:
+        scale = curve.hours[-1]
+        x, y = curve.hours / scale, curve.pass_rate
+        r0 = y.min() if curve.r0 is None else curve.r0
+        best, covariance = optimize.curve_fit(
+            lambda c, *p: law(c, r0, *p), x, y, np.clip(start, low, high), bounds=(low, high), maxfev=20_000
+        )
+        step = 1e-5
+        here = law(np.array([at / scale]), r0, *best)[0]
+        slopes = np.array(
+            [(law(np.array([at / scale]), r0, *(best + step * unit))[0] - here) / step for unit in np.eye(len(best))]
+        )
+        half = stats.t.ppf(0.975, max(1, len(x) - len(best))) * math.sqrt(max(0.0, slopes @ covariance @ slopes))
+        return float(here), float(here - half), float(here + half)
+
+    return forecast
+
+
+def _sigmoid(c: np.ndarray, r0: float, a: float, b: float, middle: float) -> np.ndarray:
+    scores: np.ndarray = r0 + (a - r0) / (1 + (np.exp(middle) / c) ** b)
+    return scores
+
+
+def _power(c: np.ndarray, r0: float, a: float, d: float, b: float) -> np.ndarray:
+    scores: np.ndarray = a - d * c**-b
+    return scores
+
+
+FORECASTERS: dict[str, Forecaster] = {
+    "megarl": ours,
+    "last value": last_value,
+    "power law": _by_scipy(_power, (0.9, 0.2, 0.5), [0, 0, 0.01], [1, 2, 5]),
+    "least squares": _by_scipy(_sigmoid, (0.9, 1.5, -1.0), [0, 0.05, -7], [1, 20, 7]),
+}
+
+
+class Judged(NamedTuple):
+    """One prediction and what came."""
+
+    run: str
+    ahead: float
+    score: float
+    predicted: float
+    low: float
+    high: float
+    noise: float
+
+    @property
+    def inside(self) -> bool:
+        return self.low <= self.score <= self.high
+
+    @property
+    def interval_score(self) -> float:
+        return self.high - self.low + 40 * (max(0.0, self.low - self.score) + max(0.0, self.score - self.high))
+
+
+def noise(score: float, curve: Curve) -> float:
+    rate = min(max(score, 1e-3), 1 - 1e-3)
+    return math.sqrt(rate * (1 - rate) / (curve.answers or 1))
+
+
+def origins(run: CorpusRun) -> Iterator[tuple[Curve, float, float, float]]:
+    """Yield the curve up to each cut, how many times its compute is ahead, the compute there, and the score that came."""
+    curve = run.curve
+    begin = curve.pass_rate[0] if curve.r0 is None else curve.r0
+    gain = curve.pass_rate[-1] - begin
+    for n in range(4, len(curve.hours)):
+        share = (curve.pass_rate[n - 1] - begin) / gain if gain > 0 else 0.0
+        if not GAIN[0] <= share <= GAIN[1]:
+            continue
+        seen = replace(curve, hours=curve.hours[:n], pass_rate=curve.pass_rate[:n])
+        for ahead in AHEAD:
+            later = int(np.abs(np.log(curve.hours / (seen.hours[-1] * ahead))).argmin())
+            if abs(curve.hours[later] / seen.hours[-1] / ahead - 1) <= NEAR:
+                yield seen, ahead, float(curve.hours[later]), float(curve.pass_rate[later])
+
+
+def judge(runs: list[CorpusRun]) -> dict[str, list[Judged]]:
+    judged: dict[str, list[Judged]] = {name: [] for name in FORECASTERS}
+    for run in runs:
+        for seen, ahead, at, score in origins(run):
+            for name, forecaster in FORECASTERS.items():
+                try:
+                    middle, low, high = forecaster(seen, at)
+                except (
+                    RuntimeError,
+                    MegarlError,
+                ):  # no fit: nothing better is known than the last score, and anything may come
+                    middle, low, high = float(seen.pass_rate[-1]), 0.0, 1.0
+                one = noise(score, seen)
+                wide_low, wide_high = math.hypot(middle - low, 1.96 * one), math.hypot(high - middle, 1.96 * one)
+                judged[name].append(Judged(run.name, ahead, score, middle, middle - wide_low, middle + wide_high, one))
+    return judged
+
+
+def row(rows: list[Judged]) -> dict[str, float]:
+    """Return the figures of one forecaster at one distance."""
+    names = sorted({r.run for r in rows})
+    inside = [np.array([r.inside for r in rows if r.run == name], float) for name in names]
+    rng = np.random.default_rng(0)
+    drawn = [
+        np.concatenate([inside[i] for i in rng.integers(len(names), size=len(names))]).mean() for _ in range(RESAMPLES)
+    ]
+    errors = np.array([r.score - r.predicted for r in rows])
+    net = (errors**2).mean() - np.mean([r.noise**2 for r in rows])
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return {
+        "runs": len(names),
+        "predictions": len(rows),
+        "coverage": float(np.mean([r.inside for r in rows])),
+        "coverage_low": float(low),
+        "coverage_high": float(high),
+        "rmse_net_of_noise": math.sqrt(max(0.0, net)),
+        "bias": float(errors.mean()),
+        "median_width": float(np.median([r.high - r.low for r in rows])),
+        "interval_score": float(np.mean([r.interval_score for r in rows])),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path)
+    parser.add_argument("--part", choices=("open", "held-out"), default="open")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    paths = sorted(options.records.glob("*.jsonl.gz"))
+    runs = [run for run in map(read, paths) if run.held_out == (options.part == "held-out")]
+    if not runs:
+        raise SystemExit(f"{options.records}: no records of the {options.part} part")
+    judged, figures = judge(runs), []
+    print(
+        "| ahead | forecast | runs, predictions | inside | RMSE net of noise | median width | interval score |\n"
+        + "|---" * 7
+        + "|"
+    )
+    for ahead in AHEAD:
+        for name, rows in judged.items():
+            if at := [r for r in rows if r.ahead == ahead]:
+                f = row(at)
+                inside = f"{f['coverage']:.2f} ({f['coverage_low']:.2f} to {f['coverage_high']:.2f})"
+                shown = f"{f['rmse_net_of_noise']:.4f} | {f['median_width']:.3f} | {f['interval_score']:.3f}"
+                print(f"| {ahead:g} times | {name} | {f['runs']}, {f['predictions']} | {inside} | {shown} |")
+                figures.append({"ahead": ahead, "forecast": name, **f})
+    if options.out:
+        options.out.write_text(json.dumps({"part": options.part, "rows": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
