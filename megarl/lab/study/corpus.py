@@ -154,6 +154,7 @@ def before(task: StudyTask) -> list[list[str]]:
         arithmetic.write(task.study / "data", seed=0)
     if warm_start(task.study, kind).exists():
         return []
+    (task.study / "models").mkdir(exist_ok=True)
     save_model(task.study / "models" / kind.init, SIZES[kind.size].config(kind.experts), seed=0)
     # In fp32, so that runs of one size begin alike whatever their dtype.
     return [[sys.executable, "-m", "megarl", "sft", str(task.recipe), "model.dtype=fp32", "run.seed=0"]]
