@@ -10,8 +10,8 @@ predicted is its own score at twice and four times the compute of the cut (withi
     least squares the law with R_0 held at the score before training, by scipy; interval of the linear approximation
 
 An interval is widened by the noise of the evaluation that it is compared with. Interval score: its width plus 40 times the
-distance by which the score missed it, mean; lower is better (Gneiting and Raftery 2007). Coverage has a 95 % interval from drawing runs
-again, since the cuts of a run are not independent.
+distance by which the score missed it, mean; lower is better (Gneiting and Raftery 2007). Coverage has a 95 % interval from
+drawing runs again, since the cuts of a run are not independent.
 """
 
 import argparse
