@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from megarl.core.base.rundir import RunDir, latest_rows
-from megarl.core.models.checkpoint import Meta
+from megarl.core.models.checkpoint import CheckpointMeta
 
 FILE = "README.md"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -16,7 +16,7 @@ FOLDERS = ("runs", "models", "data")
 UNITS = {"gpu": "GPU", "core": "core"}
 
 
-def render(checkpoint: Path, meta: Meta) -> str:
+def render(checkpoint: Path, meta: CheckpointMeta) -> str:
     """Return README.md, with training and evaluation if the checkpoint lies in a run directory."""
     run = run_of(checkpoint)
     recipe = yaml.safe_load(run.recipe.read_text()) or {} if run else {}
@@ -49,7 +49,7 @@ def _is_hub_id(base: str) -> bool:
     return HUB_ID.fullmatch(base) is not None and organisation not in FOLDERS and not Path(base).exists()
 
 
-def _training(run: RunDir, meta: Meta) -> list[tuple[str, str]]:
+def _training(run: RunDir, meta: CheckpointMeta) -> list[tuple[str, str]]:
     """Describe the steps up to this checkpoint's."""
     rows = [row for row in latest_rows(run.metrics) if row["step"] < meta.step]
     evaluations = [row for row in latest_rows(run.eval) if row["step"] <= meta.step]

@@ -20,7 +20,7 @@ from checkpoints_tools import card
 from checkpoints_tools.layout import WHOLE, Parallelism, StoredPart, parts
 from checkpoints_tools.partial import PROGRESS, Partial, fingerprint, refuse_existing, writing
 from checkpoints_tools.region import Region, Shape
-from checkpoints_tools.safetensors_files import Directory, File
+from checkpoints_tools.safetensors_files import Directory, SafetensorsFile
 from checkpoints_tools.shards import OPTIMIZER, Shards, Writer, no_objects, plan_files
 from checkpoints_tools.stored import (
     Dtype,
@@ -57,7 +57,7 @@ def hf_to_megatron(
     dtype = dtype or stored(source).dtype
     checked(directory, family, dtype)
     wanted = parts(source, layout, dtype)
-    meta = checkpoint.Meta(
+    meta = checkpoint.CheckpointMeta(
         step=0, version=0, hf_source=str(source.resolve()), model=layout.section(source, dtype).model_dump()
     )
 
@@ -128,7 +128,7 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
                 partial.skip(sum(group.nbytes for group in members))
                 continue
             shapes = {tensor: shape for group in members for tensor, shape in group.tensors.items()}
-            with closing(File(partial.unfinished(name), shapes)) as file:
+            with closing(SafetensorsFile(partial.unfinished(name), shapes)) as file:
                 for tensor, entry, value in _values(members, family, shards, untouched):
                     file.write(tensor, value, entry)
                     partial.wrote(name, value.nbytes)
@@ -148,7 +148,7 @@ def _write_checkpoint(
     objects: dict[str, bytes],
     file_bytes: int,
     description: Path,
-    meta: checkpoint.Meta,
+    meta: checkpoint.CheckpointMeta,
     copies: int = 1,
 ) -> None:
     """Write every part's shards into its rank's files. copies: tensors of a part's size that each part yields."""

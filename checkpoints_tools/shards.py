@@ -1,6 +1,6 @@
 """megatron's torch_dist checkpoints, shard by shard, without a process group.
 
-    .metadata           torch.distributed.checkpoint.Metadata: the shards of every tensor, and where each lies
+    .metadata           torch.distributed.checkpoint.CheckpointMetadata: the shards of every tensor, and where each lies
     __RANK_N.distcp     shards one after another, each as torch.save wrote it
 
 Reading finds the values of a shard within its file, checks them against the CRC in torch's archive, and maps them; writing

@@ -128,7 +128,7 @@ class StoredModel:
 
     path: Path
     hf_dir: Path
-    meta: checkpoint.Meta | None
+    meta: checkpoint.CheckpointMeta | None
 
     @property
     def dtype(self) -> Dtype:

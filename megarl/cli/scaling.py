@@ -24,8 +24,8 @@ app = typer.Typer(name="scaling", help="What a run will reach, from its evaluati
 
 @app.command()
 def fit(
-    points: p.Points, r0: p.R0 = None, start: p.Start = None, until: p.Until = None, form: p.Form = "sigmoid",
-    grid: p.Grid = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
+    points: p.Points, r0: p.R0 = None, start: p.Start = None, until: p.Until = None, form: p.FormName = "sigmoid",
+    grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
     as_json: p.Json = False,
 ) -> int:  # fmt: skip
     """Fit A, B and C_mid of a run, with 95 % intervals."""
@@ -48,8 +48,8 @@ def fit(
 
 @app.command()
 def extrapolate(
-    points: p.Points, r0: p.R0 = None, start: p.Start = None, until: p.Until = None, form: p.Form = "sigmoid",
-    grid: p.Grid = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
+    points: p.Points, r0: p.R0 = None, start: p.Start = None, until: p.Until = None, form: p.FormName = "sigmoid",
+    grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
     as_json: p.Json = False,
     to: Annotated[float | None, Option(metavar="H", help="predict the pass rate at this many hours")] = None,
     reach: Annotated[float | None, Option(metavar="R", help="or the hours at which this pass rate is reached")] = None,
@@ -92,8 +92,8 @@ def extrapolate(
 
 @app.command()
 def compare(
-    points: p.AllPoints, published: p.Published, r0: p.R0 = None, start: p.Start = None, until: p.Until = None,
-    form: p.Form = "sigmoid", grid: p.Grid = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,
+    points: p.AllPoints, published: p.PublishedNames, r0: p.R0 = None, start: p.Start = None, until: p.Until = None,
+    form: p.FormName = "sigmoid", grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,
     score_column: p.ScoreColumn = None, to: p.DrawTo = None, as_json: p.Json = False,
     output: Annotated[Path | None, p.PICTURE] = None,
 ) -> int:  # fmt: skip
@@ -117,8 +117,8 @@ def compare(
 
 @app.command()
 def plot(
-    points: p.AllPoints, published: p.Published, r0: p.R0 = None, start: p.Start = None, until: p.Until = None,
-    form: p.Form = "sigmoid", grid: p.Grid = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,
+    points: p.AllPoints, published: p.PublishedNames, r0: p.R0 = None, start: p.Start = None, until: p.Until = None,
+    form: p.FormName = "sigmoid", grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,
     score_column: p.ScoreColumn = None, to: p.DrawTo = None, output: Annotated[Path, p.PICTURE] = Path("scaling"),
 ) -> int:  # fmt: skip
     """Draw points, fits and what they predict, as PNG, SVG and interactive HTML."""

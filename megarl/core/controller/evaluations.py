@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.core.base.contracts import GraderDown
-from megarl.core.base.rundir import RunDir, append_jsonl, lacking, latest_rows, latest_scores, step_folder
+from megarl.core.base.rundir import Row, RunDir, append_jsonl, lacking, latest_rows, latest_scores, step_folder
 from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.controller.pipeline import Pipeline
 from megarl.core.evaluation.answers import Answer, SuiteDir
-from megarl.core.evaluation.forecast import Forecast, Row, enough
+from megarl.core.evaluation.forecast import Forecast, enough
 from megarl.core.evaluation.metrics import Outcome, result_of, settings_of, summarise
 from megarl.core.evaluation.score import Asker, Questions, score
 from megarl.core.journal.records import Evaluated

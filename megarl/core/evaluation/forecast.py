@@ -1,9 +1,9 @@
 """The forecast in a row of eval.jsonl, in words. Whoever starts the controller passes the function that makes one."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-Row = dict[str, Any]
+from megarl.core.base.rundir import Row as Row
+
 Forecast = Callable[[Sequence[Row], Sequence[Row], int, str], Row]
 """Makes the forecast's columns from the rows of eval.jsonl, those of metrics.jsonl, run.steps and the forecast column; empty
 while there is none.

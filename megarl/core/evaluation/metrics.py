@@ -126,7 +126,7 @@ Z = 1.959963984540054
 """The normal quantile of a two-sided 95 % interval."""
 
 
-class Interval(NamedTuple):
+class Estimate(NamedTuple):
     """A mean and its 95 % interval."""
 
     mean: float
@@ -171,7 +171,7 @@ def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> floa
     return total
 
 
-def over_prompts(values: Sequence[float], answers: int) -> Interval:
+def over_prompts(values: Sequence[float], answers: int) -> Estimate:
     """Return the mean of a value in [0, 1] over prompts, with Wilson's score interval for the effective number of answers.
 
     Prompts were drawn at random; the answers to one are a cluster. With s^2 the variance of the values over n prompts, the
@@ -189,7 +189,7 @@ def over_prompts(values: Sequence[float], answers: int) -> Interval:
         effective = answers if bound > 0 else n
     centre = (p + Z * Z / (2 * effective)) / (1 + Z * Z / effective)
     half = Z / (1 + Z * Z / effective) * math.sqrt(bound / effective + (Z / (2 * effective)) ** 2)
-    return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
+    return Estimate(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
 
 
 def student(freedom: int) -> float:

@@ -164,11 +164,11 @@ def assemble(
     )
 
 
-type Places = tuple[np.ndarray, np.ndarray, np.ndarray]
+type PackedPlaces = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Boundaries of the sequences; for each token its place among all rows' tokens, and the hidden state's that predicts it."""
 
 
-def _packed(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> Places:
+def _packed(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> PackedPlaces:
     """Return the places of sequences end to end in one row."""
     padded = -(-lengths // layout.sequence_multiple) * layout.sequence_multiple
     starts = np.concatenate([[0], np.cumsum(padded)])
@@ -179,7 +179,7 @@ def _packed(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> P
     return boundaries, place, place - 1
 
 
-def _unpacked(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> Places:
+def _unpacked(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> PackedPlaces:
     """Return the places of one sequence a row; hidden states lie [length, rows]."""
     rows = max(rows, len(lengths))
     length = max(length, _up(int(lengths.max(initial=1)), layout.row_multiple))

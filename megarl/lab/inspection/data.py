@@ -27,7 +27,7 @@ from megarl.core.recipe import ColumnName, Recipe, load
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.mappings import MAPPINGS, mapping_of
 from megarl.tasks.data.prompts import BATCH, Render, renderer
-from megarl.tasks.data.rows import Row, digest
+from megarl.tasks.data.rows import PromptRow, digest
 from megarl.tasks.data.sources import is_source, problem
 from megarl.tasks.data.survey import Reader, Survey, chosen, survey
 from megarl.tasks.data.traces import are_traces, spoken, templated
@@ -65,9 +65,9 @@ class Seen:
     answers: array[int] = field(default_factory=lambda: array("L"))
     difficulties: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
-    sampled: list[tuple[int, int, Row]] = field(default_factory=list)
+    sampled: list[tuple[int, int, PromptRow]] = field(default_factory=list)
 
-    def add(self, row: Row, length: int, answer: int) -> None:
+    def add(self, row: PromptRow, length: int, answer: int) -> None:
         """Add a row. length, answer: those of its prompt and its answer."""
         self.lengths.append(length)
         self.answers.append(answer)

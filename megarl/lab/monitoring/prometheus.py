@@ -24,7 +24,7 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.telemetry.names import NAMES
 
 Families = Callable[[], Iterable[Metric]]
-Status = Mapping[str, Any]  # as in RUN/status.json, empty before the first
+StatusJson = Mapping[str, Any]  # as in RUN/status.json, empty before the first
 Totals = Mapping[int, Mapping[str, float]]  # totals by server: tokens, busy_seconds
 
 
@@ -62,7 +62,7 @@ def serve(address: str, key: str, families: Families) -> Callable[[], None]:
     return close
 
 
-def serve_controller(endpoints: Endpoints, latest: Callable[[], tuple[Status, Totals]]) -> Callable[[], None]:
+def serve_controller(endpoints: Endpoints, latest: Callable[[], tuple[StatusJson, Totals]]) -> Callable[[], None]:
     """Serve the controller's metrics, if the run exports any, and return what ends that. latest: called at each scrape."""
     return serve(endpoints.controller_metrics, endpoints.metrics_key, lambda: controller_families(*latest()))
 
@@ -129,7 +129,7 @@ def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[M
     yield from by_name.values()
 
 
-def controller_families(status: Status, totals: Totals) -> Iterator[Metric]:
+def controller_families(status: StatusJson, totals: Totals) -> Iterator[Metric]:
     if not status:
         return
     seconds, tickets = 3600 * status["compute_hours"], status["tickets"]

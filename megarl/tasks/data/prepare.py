@@ -23,7 +23,7 @@ from rich.text import Text
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_atomically
 from megarl.tasks.data.contamination import Hit, overlap_with
-from megarl.tasks.data.rows import Row
+from megarl.tasks.data.rows import PromptRow
 from megarl.tasks.data.survey import LeftOut, Reader, chosen, survey
 
 FORMATS = ("jsonl", "parquet", "arrow")
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
     left_out: LeftOut
 
 
-class _Rate(ProgressColumn):
+class _RowsPerSecond(ProgressColumn):
     """Rows per second."""
 
     def render(self, task: ProgressTask) -> Text:
@@ -58,14 +58,20 @@ def prepare(
     except OSError as error:
         raise MegarlError(f"{out}: cannot make this directory: {error.strerror}") from None
     evaluation = overlap_with(against)
-    bars = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeElapsedColumn())
+    bars = (
+        TextColumn("{task.description:>8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _RowsPerSecond(),
+        TimeElapsedColumn(),
+    )
     with Progress(*bars, console=console) as progress, ExitStack() as stack:
         if evaluation is None:
             (out / "removed.jsonl").unlink(missing_ok=True)  # left by an earlier preparation
         else:
             add_removed = stack.enter_context(_file(out / "removed.jsonl"))
 
-        def removed(row: Row, number: int, hit: Hit) -> None:
+        def removed(row: PromptRow, number: int, hit: Hit) -> None:
             add_removed({"number": number, "id": row.id, "prompt": row.prompt, **hit._asdict()})
 
         def watched[T](rows: Iterable[T]) -> Iterable[T]:

@@ -34,7 +34,7 @@ from megarl.core.recipe import Recipe, Rows, Task
 from megarl.tasks.data.chat import Message, load_chat
 from megarl.tasks.data.contamination import Overlap, overlap_with
 from megarl.tasks.data.mappings import mapping_of, own
-from megarl.tasks.data.rows import Row, UnfitError, fingerprint
+from megarl.tasks.data.rows import PromptRow, UnfitError, fingerprint
 from megarl.tasks.data.survey import FAULTS, NONE, Reader, Survey, chosen, survey_of
 from megarl.tasks.graders.code import read_tests
 
@@ -141,7 +141,9 @@ def load_set(
     return sets
 
 
-def _encoded(source: str, part: Sequence[tuple[Row, bool]], render: Render, tokenizer: Tokenizer) -> list[np.ndarray]:
+def _encoded(
+    source: str, part: Sequence[tuple[PromptRow, bool]], render: Render, tokenizer: Tokenizer
+) -> list[np.ndarray]:
     """Return the token ids of these rows as the model sees them. MegarlError names the first that cannot be encoded."""
     try:
         return tokenizer.encode_all([render(row.prompt) for row, _ in part])
@@ -185,7 +187,7 @@ def _load_task(
 def of_programs(read: Reader) -> Reader:
     """Wrap a reader of rows whose answers are program tests: parse the tests once to check them."""
 
-    def row(raw: Any) -> Row:
+    def row(raw: Any) -> PromptRow:
         result = read(raw)
         try:
             read_tests(result.answer)

@@ -35,7 +35,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import int32
 from megarl.tasks.data.chat import Message, load_chat
 from megarl.tasks.data.contamination import overlap_with
-from megarl.tasks.data.rows import Row, UnfitError, fingerprint
+from megarl.tasks.data.rows import PromptRow, UnfitError, fingerprint
 from megarl.tasks.data.sources import Unreadable, stream
 from megarl.tasks.data.survey import UNFIT, Survey, chosen, survey_of
 
@@ -47,7 +47,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 """Our names for ShareGPT's roles."""
 
 
-class Taught(Row, frozen=True):
+class Taught(PromptRow, frozen=True):
     """A trace as a row. answer: the whole completion; parts: its texts, the model's (first and last) and a tool's in turn."""
 
     parts: tuple[str, ...] = ()
