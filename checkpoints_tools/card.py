@@ -53,12 +53,12 @@ def _training(run: RunDir, meta: CheckpointMeta) -> list[tuple[str, str]]:
     """Describe the steps up to this checkpoint's."""
     rows = [row for row in latest_rows(run.metrics) if row["step"] < meta.step]
     evaluations = [row for row in latest_rows(run.eval) if row["step"] <= meta.step]
-    found = []
+    facts = []
     if rows:
-        found.append((f"{UNITS[rows[-1]['compute_unit']]}-hours", f"{rows[-1]['compute_hours']:.4g}"))
-        found.append(("tokens trained", f"{sum(row['tokens_trained'] for row in rows):,.0f}"))
+        facts.append((f"{UNITS[rows[-1]['compute_unit']]}-hours", f"{rows[-1]['compute_hours']:.4g}"))
+        facts.append(("tokens trained", f"{sum(row['tokens_trained'] for row in rows):,.0f}"))
     if evaluations:
         last = evaluations[-1]
         how = f"mean of {last['samples']} samples on {last['n_prompts']} held-out prompts"
-        found.append(("evaluation", f"pass rate {last['pass_rate']:.4g} at step {last['step']}: {how}"))
-    return found
+        facts.append(("evaluation", f"pass rate {last['pass_rate']:.4g} at step {last['step']}: {how}"))
+    return facts

@@ -197,12 +197,12 @@ def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> PromptOrder:
 
 def draw_metrics(mixture: Mixture) -> dict[str, float]:
     """Return the progress of the passes over the data, of all tasks together, and of each if there are several."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, together, value in (
         ("epoch", min, lambda c: c.epoch),
         ("pool_prompts", sum, lambda c: c.pool),
         ("excluded_prompts", sum, lambda c: len(c.excluded)),
     ):
         each = {f"{name}/{task}": float(value(c)) for task, c in mixture.curricula.items()}
-        found |= {name: together(each.values())} | (each if len(each) > 1 else {})
-    return found
+        metrics |= {name: together(each.values())} | (each if len(each) > 1 else {})
+    return metrics

@@ -101,10 +101,10 @@ class JournalReader:
         if number in self._searched:
             return self._searched[number]
         entries = (entry for entry, _ in file.scan(self._file(number), payloads=False))
-        found = {entry.ticket: entry.offset for entry in entries if entry.ticket >= 0}
+        offsets = {entry.ticket: entry.offset for entry in entries if entry.ticket >= 0}
         if number != self.files()[-1]:
-            self._searched[number] = found
-        return found
+            self._searched[number] = offsets
+        return offsets
 
     def _file(self, number: int) -> Path:
         return self.path / f"{number:06}.journal"

@@ -76,8 +76,8 @@ def settle(
         with within or nullcontext():
             tokens = _found(trainer, longest, batch_tokens, memory or gpu_memory())
         if record is not None and dist.get_rank() == 0:
-            found = {"microbatch_tokens": tokens, "of": conditions}
-            write_atomically(record, json.dumps(found, indent=2).encode() + b"\n")
+            chosen = {"microbatch_tokens": tokens, "of": conditions}
+            write_atomically(record, json.dumps(chosen, indent=2).encode() + b"\n")
     for network in trainer.networks:
         network.microbatch_tokens = tokens
     log.info("micro-batches have up to %d tokens", tokens)

@@ -101,12 +101,12 @@ class Trainer:
 
     def sequences(self, batch: Batch) -> list[TrainSequence]:
         """Return what the loss sees of the batch, with advantages unless a critic estimates them. Call it once a step."""
-        found = sequences_in_loss(batch, self.recipe)
-        if self.reference and found:
+        sequences = sequences_in_loss(batch, self.recipe)
+        if self.reference and sequences:
             with self.within("reference"):
-                found = self.reference.scored(found)
-        found, self.moments = with_advantages(found, batch, self.recipe, self.moments)
-        return found
+                sequences = self.reference.scored(sequences)
+        sequences, self.moments = with_advantages(sequences, batch, self.recipe, self.moments)
+        return sequences
 
     def train_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Train step `self.step` and count it, also when nothing is trained. Return the same metrics on all ranks."""

@@ -277,8 +277,8 @@ def check(folder: Path, expected: Mapping[str, int]) -> None:
         file = folder / name
         if not file.is_file():
             raise MegarlError(f"{file}: missing; the checkpoint is damaged, use an older one")
-        if (found := checksum(file)) != wanted:
-            changed = f"its checksum is {found:08x}, and was {wanted:08x} when it was written"
+        if (now := checksum(file)) != wanted:
+            changed = f"its checksum is {now:08x}, and was {wanted:08x} when it was written"
             raise MegarlError(f"{file}: {changed}; the checkpoint is damaged, use an older one")
 
 

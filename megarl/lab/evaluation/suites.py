@@ -46,13 +46,13 @@ def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, deconta
         read = of_programs(read)
     within = renderer(suite, tokenizer)
     if suite.heldout is None:
-        found = survey(suite.data, read, largest=math.inf)
-        rows, left_out = len(found.kept), dict(found.left_out.counts)
+        surveyed = survey(suite.data, read, largest=math.inf)
+        rows, left_out = len(surveyed.kept), dict(surveyed.left_out.counts)
     else:
-        found = survey(suite.data, read, suite.heldout, overlap_with(decontaminate))
+        surveyed = survey(suite.data, read, suite.heldout, overlap_with(decontaminate))
         rows, left_out = suite.heldout, {}
     sets = load_set(
-        found, lambda text: within(suite.prompt.replace("{prompt}", text)), tokenizer, max_tokens, name, suite.data
+        surveyed, lambda text: within(suite.prompt.replace("{prompt}", text)), tokenizer, max_tokens, name, suite.data
     )
     prompts = sets[suite.heldout is not None].prompts
     if too_long := rows - sum(left_out.values()) - len(prompts):

@@ -116,7 +116,7 @@ class LearnerMetrics:
 
 
 def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[Metric]:
-    """Yield a gauge for each number: in `name/label` the label (a task, a suite, a reward) becomes Prometheus label `of`."""
+    """Yield a gauge for each number: of `name/label` the label (a task, a suite, a reward) becomes Prometheus' label `name`."""
     by_name: dict[str, GaugeMetricFamily] = {}
     for whole, value in row.items():
         name, _, label = whole.partition("/")
@@ -124,7 +124,7 @@ def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[M
             continue
         if name not in by_name:
             clean = prefix + re.sub(r"[^a-zA-Z0-9_]", "_", name.replace("@", "_at_"))
-            by_name[name] = GaugeMetricFamily(clean, NAMES.get(name, ("", "of the latest row"))[1], labels=["of"])
+            by_name[name] = GaugeMetricFamily(clean, NAMES.get(name, ("", "of the latest row"))[1], labels=["name"])
         by_name[name].add_metric([label], value)
     yield from by_name.values()
 

@@ -239,14 +239,14 @@ def _server(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
         return f"server TP {ranks}: does not divide the heads"
     if ranks > gpu.nvlink_gpus:
         return f"server TP {ranks}: beyond one NVLink domain"
-    found = memory.server(_with_servers(problem.recipe, 1, ranks), shape, gpu)
-    if found.kv_tokens < longest:
+    needed = memory.server(_with_servers(problem.recipe, 1, ranks), shape, gpu)
+    if needed.kv_tokens < longest:
         return f"server TP {ranks}: weights leave no room for the KV of one longest sequence"
-    room = gpu.usable - found.weights - found.transient
-    found = replace(found, kv=min(found.kv, max(room, 0.0)))
-    if found.kv_tokens < longest:
+    room = gpu.usable - needed.weights - needed.transient
+    needed = replace(needed, kv=min(needed.kv, max(room, 0.0)))
+    if needed.kv_tokens < longest:
         return f"server TP {ranks}: weights and logits leave no room for the KV of one longest sequence"
-    return found
+    return needed
 
 
 def _with_servers(recipe: Recipe, servers: int, ranks: int) -> Recipe:

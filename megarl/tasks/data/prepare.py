@@ -77,23 +77,23 @@ def prepare(
         def watched[T](rows: Iterable[T]) -> Iterable[T]:
             return progress.track(rows, description="reading")
 
-        found = survey(source, read, heldout, evaluation, watched, removed)
-        progress.update(progress.task_ids[0], total=len(found.kept))
-        kept, held = int(found.kept.sum()), int(found.heldout.sum())
+        surveyed = survey(source, read, heldout, evaluation, watched, removed)
+        progress.update(progress.task_ids[0], total=len(surveyed.kept))
+        kept, held = int(surveyed.kept.sum()), int(surveyed.heldout.sum())
         paths = [out / f"{side}.{form}" for side in ("train", "heldout")[: 2 if held else 1]]
         adds = [stack.enter_context(_file(path)) for path in paths]
-        for row, is_held in progress.track(chosen(found), total=kept, description="writing"):
+        for row, is_held in progress.track(chosen(surveyed), total=kept, description="writing"):
             adds[is_held](msgspec.structs.asdict(row))
     for stale in outputs - set(paths):
         stale.unlink(missing_ok=True)
-    left_out = found.left_out
+    left_out = surveyed.left_out
     report = {
-        "source": source, "rows": len(found.kept), "train": kept - held, "heldout": held,
+        "source": source, "rows": len(surveyed.kept), "train": kept - held, "heldout": held,
         "evaluation_texts": len(evaluation or ()), "left_out": dict(left_out.counts),
         "first": {name: [f"{number}: {what}" for number, what in first] for name, first in left_out.first.items()},
     }  # fmt: skip
     write_atomically(out / "report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    return Prepared(len(found.kept), kept - held, held, left_out)
+    return Prepared(len(surveyed.kept), kept - held, held, left_out)
 
 
 @contextmanager

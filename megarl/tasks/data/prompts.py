@@ -121,14 +121,14 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
 
 
 def load_set(
-    found: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
+    source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
 ) -> tuple[PromptSet, PromptSet]:
     """Load a source's training and held-out prompts; those of more than `max_tokens` are left out and counted."""
     sets = PromptSet(name, Stored(), array("Q")), PromptSet(name, Stored(), array("Q"))
     rows = 0
-    for part in batched(chosen(found), BATCH):
+    for part in batched(chosen(source), BATCH):
         rows += len(part)
-        for (row, held), tokens in zip(part, _encoded(found.source, part, render, tokenizer), strict=True):
+        for (row, held), tokens in zip(part, _encoded(source.source, part, render, tokenizer), strict=True):
             if len(tokens) <= max_tokens:
                 prompt = Prompt(id=row.id, tokens=tokens, answer=row.answer, task=task, difficulty=row.difficulty)
                 sets[held].prompts.append(prompt)
@@ -136,8 +136,8 @@ def load_set(
     prompts = sum(len(one.prompts) for one in sets)
     if not prompts:
         why = f"all {rows} prompts are longer than {max_tokens} tokens; raise length.prompt_tokens"
-        raise MegarlError(f"{found.source}: {why}")
-    log.info("%s: %d prompts, %d left out (longer than %d tokens)", found.source, prompts, rows - prompts, max_tokens)
+        raise MegarlError(f"{source.source}: {why}")
+    log.info("%s: %d prompts, %d left out (longer than %d tokens)", source.source, prompts, rows - prompts, max_tokens)
     return sets
 
 

@@ -106,7 +106,7 @@ def spoken(raw: Mapping[str, Any]) -> Taught:
     return Taught(f"{name:016x}", said, "".join(parts), parts=tuple(parts))
 
 
-def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
+def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
     """Return the same traces with prompt and completion exactly as the model sees them."""
 
     chat = cache(partial(load_chat, tokenizer.path))
@@ -115,7 +115,7 @@ def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
         before, _ = _parts(raw)
         return replace(spoken(raw), prompt=before if isinstance(before, str) else chat().prompt(before))
 
-    return found._replace(read=read)
+    return source._replace(read=read)
 
 
 def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:

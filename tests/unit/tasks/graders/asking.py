@@ -40,6 +40,6 @@ def why_not(kind: SandboxKind) -> str:
 
 
 def sandbox(kind: SandboxKind, limits: Limits = LIMITS) -> Sandbox:
-    """Of rlimits with the system's Python, for root's own may be where nobody can read it."""
+    """With rlimits, use the system's Python: the user nobody may not be able to read root's own."""
     system = Path("/usr/bin/python3")
     return Sandbox(kind, 2, limits, python=system if kind == "rlimits" and system.exists() else None)
