@@ -235,6 +235,19 @@ def report(run: p.RunDirectory) -> int:
 
 
 @app.command()
+def metrics(
+    name: Annotated[str, Argument(metavar="NAME", show_default=False, help="only names that contain this")] = "",
+) -> int:
+    """Explain the metrics of metrics.jsonl."""
+    from megarl.core.telemetry.names import explained
+
+    if not (text := explained(name)):
+        raise MegarlError(f"no metric's name contains {name!r}")
+    print(text)
+    return 0
+
+
+@app.command()
 def trace(
     run: p.RunDirectory,
     steps: Annotated[int, Option(min=1, help="the last so many")] = 20,
