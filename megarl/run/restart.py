@@ -123,7 +123,7 @@ class RestartPolicy:
         return Restart(role, 0.0 if count == 1 else min(2.0 ** (count - 1), LONGEST_DELAY_S))
 
     def _message(self, role: Role, steps: int) -> Reaction | None:
-        """Decide on an exit with an error message; None if a second try is worthwhile."""
+        """Decide after an exit with an error message. Return None if a second try is worthwhile."""
         again = self._steps_at_message.get(role) == steps
         self._steps_at_message[role] = steps
         if role.kind == "server" and not steps:

@@ -45,7 +45,7 @@ def main(run: Path) -> int:
 
 
 def roles_of(rundir: RunDir) -> tuple[dict[Role, RoleView], float]:
-    """Return, from the supervisor's notes of the run's current life, its roles as they are now and when it began."""
+    """Return the run's roles as they are now, and when this life began, from the supervisor's log."""
     roles: dict[Role, RoleView] = {}
     restarts: dict[Role, int] = {}
     session, began = "", time.time()

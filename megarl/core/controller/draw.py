@@ -121,7 +121,7 @@ class PromptOrder:
             self.excluded.discard(prompt_id)
 
     def _pool(self) -> int:
-        """Return the pool of an epoch that begins now: the pace's share, or more if that leaves less than a batch."""
+        """Return the pool of an epoch that begins now: the curriculum's share, enlarged if it is less than a batch."""
         wanted, left = math.ceil(self._pace.share(self.drawn) * len(self._ids)), 0
         for n, prompt_id in enumerate(self._easiest_first, 1):
             left += prompt_id not in self.excluded

@@ -119,7 +119,7 @@ class Spent:
 
 
 class ComputeClock:
-    """`hours()` at any moment of this life, and what they were `spent()` on."""
+    """Counts device-hours: `hours()` is the total so far, `spent()` what they went into."""
 
     def __init__(self, state: State, resources: Resources) -> None:
         assert state.session is not None

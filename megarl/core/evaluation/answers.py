@@ -79,7 +79,7 @@ class SuiteDir:
         self.result = self.path / "result.json"
 
     def add(self, answer: Answer) -> None:
-        """Append one whole line; an unfinished line of a crash spoils only itself. MegarlError if the disk is full."""
+        """Append one line; a line that a crash cut off is lost alone. MegarlError if the disk is full."""
         append_jsonl(self.answers, msgspec.to_builtins(answer))
 
     def read_answers(self) -> list[Answer]:

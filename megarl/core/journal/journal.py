@@ -174,8 +174,8 @@ class Journal(JournalReader):
         return Applied(data, record.group.ticket if isinstance(record, Finished) else -1, next_file)
 
     def put(self, applied: Sequence[Applied]) -> None:
-        """Write these bytes to disk before returning, with one fsync a file. MegarlError if that fails: the file then ends with
-        what was put before, and the journal is closed.
+        """Write these bytes to disk, with one fsync per file, and return afterwards. If that fails, raise MegarlError: the file
+        then ends with the bytes of earlier calls, and the journal is closed.
         """
         while applied:
             count = next((n for n, one in enumerate(applied, 1) if one.next_file), len(applied))

@@ -96,7 +96,7 @@ class Checkpoints:
         self.poll(blocking=True)
 
     def load_latest(self) -> bool:
-        """Continue from the newest readable checkpoint, newer ones put aside; False if there is none at all."""
+        """Continue from the newest readable checkpoint and put unreadable newer ones aside. Return False if there is none."""
         unreadable: list[Path] = []
         for path in reversed(from_rank_0(checkpoint.complete(self.folder))):
             try:

@@ -108,7 +108,7 @@ def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost 
 def assemble(
     sequences: Sequence[TrainSequence], rows: int, length: int, layout: RowLayout, device: torch.device
 ) -> MicroBatch:
-    """Make this rank's tensors of a micro-batch of these sequences (none: filler only), of at least `rows` x `length`."""
+    """Make this rank's tensors of one micro-batch, of at least `rows` rows of `length`; without sequences all filler."""
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
     boundaries, place, at = (_packed if layout.packing else _unpacked)(lengths, rows, length, layout)
     ids = _joined([s.tokens for s in sequences], np.int64)

@@ -43,7 +43,7 @@ class SourceView:
 
     @property
     def alone(self) -> str:
-        """The name of this view of a stack as a tensor of its own, turned: `experts.3.gate_proj.weight`."""
+        """The name that this view of a stack has as a tensor of its own, transposed: `experts.3.gate_proj.weight`."""
         stack, _, name = self.name.rpartition(".")
         if self.part is not None:
             name = name.removesuffix("_proj").split("_")[self.part[0]] + "_proj"

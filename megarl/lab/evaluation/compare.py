@@ -136,7 +136,7 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
 
 
 def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
-    """Return what the sides are compared by. k: the number of answers that every prompt has on both sides."""
+    """Return the quantities in which two sides are compared. k: the number of answers that every prompt has on both sides."""
     ours, theirs = ([[Outcome.of(answer) for answer in side.answers[name]] for name in prompts] for side in (a, b))
     every = list(chain.from_iterable(ours + theirs))
     k = min(map(len, ours + theirs))

@@ -36,7 +36,7 @@ class Loaded(NamedTuple):
 
 
 def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str] = ()) -> Loaded:
-    """Load a suite; MegarlError if no row can be asked. decontaminate: as in data.*, for a suite held out of training data."""
+    """Load a suite; MegarlError if no row is usable. decontaminate: as data.decontaminate, if a task holds the suite out."""
     if suite.choices:
         every, unfit = load_questions(suite.data, suite.choices)
         one_each = Choices(name, choose(every, suite.prompts), 1, rows=suite)  # whatever `samples` says

@@ -135,7 +135,7 @@ def _inspect_traces(
 def look(
     surveyed: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int, console: Console
 ) -> tuple[Seen, Seen]:
-    """Print what is left out of a source; return statistics of what is trained on and held out. render: None for traces."""
+    """Print what is left out; return statistics of the rows to train on and of those held out. render: None for traces."""
 
     def lengths(texts: list[str], counted: Tokenizer | None) -> Iterable[int]:
         return map(len, texts if counted is None else counted.encode_all(texts))

@@ -168,7 +168,7 @@ def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
 def _load_task(
     name: str, task: Task, tokenizer: Tokenizer, max_tokens: int, evaluation: Overlap | None
 ) -> tuple[PromptSet, PromptSet]:
-    """Load what a task trains on and what it holds out: rows of its one file, or of one file each."""
+    """Load a task's training and held-out prompts, from one file or from one file each."""
     read, render = mapping_of(task.mapping, task.columns), renderer(task, tokenizer)
     refuse, counted = FAULTS if read is own else NONE, task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:

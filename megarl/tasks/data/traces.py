@@ -95,7 +95,7 @@ def are_traces(source: str) -> bool:
 
 
 def spoken(raw: Mapping[str, Any]) -> Taught:
-    """Read a trace as the user's text and the completion, without a template. Its id is a hash of it all, up to blanks."""
+    """Read a trace as user text and completion, without a template. Its id is a hash of both that ignores blanks."""
     before, parts = _parts(raw)
     if isinstance(before, str):
         whole = said = before
