@@ -41,7 +41,7 @@ COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
 
 @dataclass(frozen=True)
 class RoleCommand:
-    """What to run for a role. arguments: what follows `python`; environment: variables that differ from ours (None: unset)."""
+    """The command of a role. arguments: what follows `python`; environment: variables that differ from ours (None: unset)."""
 
     role: Role
     arguments: tuple[str, ...]

@@ -169,7 +169,7 @@ class Group(Record, frozen=True):
 
     @property
     def has_variance(self) -> bool:
-        """Whether its answers were graded differently; if only as right or wrong, whether there are both.
+        """Whether its answers were graded differently: for right-or-wrong grades, whether both occur.
 
         The overlong penalty does not count: a group of right answers would teach nothing but their lengths.
         """

@@ -196,7 +196,7 @@ def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> PromptOrder:
 
 
 def draw_metrics(mixture: Mixture) -> dict[str, float]:
-    """Return the progress of the passes over the data, of all tasks together, and of each if there are several."""
+    """Return the progress through the data for all tasks together and, if there are several, for each."""
     metrics: dict[str, float] = {}
     for name, together, value in (
         ("epoch", min, lambda c: c.epoch),

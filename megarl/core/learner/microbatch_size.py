@@ -39,7 +39,7 @@ type Memory = Callable[[Callable[[], None]], float]
 
 
 def gpu_memory() -> Memory:
-    """Measure this rank's GPU, of which trials may take what other processes leave free now."""
+    """Measure this rank's GPU. Trials may use the memory that other processes leave free now."""
     torch.cuda.empty_cache()
     room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 

@@ -169,7 +169,7 @@ class Trainer:
         return metrics, [], overflowed
 
     def score(self, command: Score, incarnation: str) -> Scored:
-        """Score the command's rollouts by the policy as it is now, with its own choice of experts. The same on all ranks."""
+        """Score the command's rollouts with the current policy and its own choice of experts. All ranks return the same."""
         sequences = [
             unrewarded(i, r.tokens, r.first, None if r.experts is None else r.experts.table)
             for i, r in enumerate(command.rollouts)

@@ -309,7 +309,7 @@ def _apply(tree: dict[str, Any], override: str, origin: Origin) -> None:
 
 @dataclass(frozen=True)
 class RemovedKey:
-    """A key of earlier versions. A recipe may still have it with the values that mean what is done now."""
+    """A key of earlier versions. A recipe may keep it with a value that means today's behaviour."""
 
     instead: str  # what is done now
     kept: tuple[object, ...] | None = None  # those values; None: any value, because the key never changed a result
@@ -343,7 +343,7 @@ REMOVED = {
 
 
 def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[str, Any]:
-    """Drop removed keys whose value means what is done now. MegarlError names any other. Run directories keep all keys."""
+    """Drop removed keys whose value means today's behaviour. MegarlError names any other. Run directories keep all keys."""
     tree = copy.deepcopy(tree)
     for key, removed in REMOVED.items():
         *sections, last = key.split(".")

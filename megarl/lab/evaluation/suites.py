@@ -27,7 +27,7 @@ type SuiteQuestions = Sampled | Choices
 
 
 class Loaded(NamedTuple):
-    """A loaded suite. questions: those asked, of `rows`; left_out: number by reason; digest: of all that could be asked."""
+    """A loaded suite. questions: those to ask, out of `rows`; left_out: number by reason; digest: of all usable rows."""
 
     questions: SuiteQuestions
     rows: int

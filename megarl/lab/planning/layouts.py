@@ -32,7 +32,7 @@ MOST_PACKED = 1024
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """What is planned for: the recipe's layout and GPU counts are open, the rest of it is given."""
+    """The input of a search: the recipe's layout and GPU counts are open, everything else in it is given."""
 
     recipe: Recipe
     shape: Architecture
@@ -223,7 +223,7 @@ _RULES = {
 
 @lru_cache(maxsize=4096)
 def packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
-    """Pack the step's sequences; if there are very many, a share of them on a share of the ranks."""
+    """Pack the step's sequences. If there are very many, pack a share of them on a share of the ranks."""
     count = len(work.trained)
     ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
     taken = min(count * ranks // data_parallel, MOST_PACKED)

@@ -264,7 +264,7 @@ class Summary:
 
 
 def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summary:
-    """Summarise the steps after number `warm_up`, whose end starts the clock."""
+    """Summarise the steps after step `warm_up`; the clock starts at its end."""
     if len(steps) < warm_up + 2:
         raise MegarlError(f"--steps: {len(steps)} leave nothing behind the first {warm_up}, which fill the pipeline")
     before, counted = steps[warm_up], steps[warm_up + 1 :]

@@ -201,7 +201,7 @@ class Decoder:
         return max(device, chunks * self.host_seconds)
 
     def batch_seconds(self, lengths: np.ndarray, prompt: float, requests: float, limit: float) -> float:
-        """Return seconds until the last of `requests` ends, whose completions are like `lengths`, with at most `limit` at once.
+        """Return seconds until the last of `requests` ends. Completions are like `lengths`; at most `limit` run at once.
 
         Those that wait are worked off at the limit's rate; then ever fewer run until the longest ends. prompt: tokens of each.
         """
