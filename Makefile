@@ -29,7 +29,7 @@ test-unit: setup ## what needs no server, no process group and no process of its
 test-slow: setup ## what "make test" leaves out: more recipes, layouts and faults, real runs on a real Slurm: about an hour
 	$(PYTEST) tests -m slow
 
-test-faults: setup ## every fault of docs/failures.md, those of "make test" too, and real runs on a real Slurm
+test-faults: setup ## every fault of benchmarks/faults.md, those of "make test" too, and real runs on a real Slurm
 	$(PYTEST) tests -m faults
 
 test-recipes: setup ## every shipped recipe at a tiny size, by "megarl train" in its own precision: about a minute each

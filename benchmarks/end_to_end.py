@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload import EOS, Workload, make_model, prompt_texts
+from benchmarks.workload import EOS, GrpoStepSizes, make_model, prompt_texts
 from megarl.core import recipe as recipes
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import RunDir, latest_rows
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--fixed", action="store_true", help="all completions of 80 tokens instead of ragged ones")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
-    work = Workload(mean_tokens=None, max_tokens=80) if options.fixed else Workload()
+    work = GrpoStepSizes(mean_tokens=None, max_tokens=80) if options.fixed else GrpoStepSizes()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         make_model(place / "model", work)
@@ -70,7 +70,7 @@ def main() -> None:
         options.json.write_text(json.dumps(figures | {"workload": dataclasses.asdict(work)}, indent=1) + "\n")
 
 
-def table(figures: dict[str, float], work: Workload) -> str:
+def table(figures: dict[str, float], work: GrpoStepSizes) -> str:
     lengths = f"mean {work.mean_tokens}, at most {work.max_tokens}" if work.mean_tokens else f"all {work.max_tokens}"
     rows = [
         f"{work.completions} completions a step, tokens: {lengths}; {os.cpu_count()} cores ({platform.machine()}), "
@@ -85,7 +85,7 @@ def table(figures: dict[str, float], work: Workload) -> str:
     return "\n".join(rows)
 
 
-def write_data(place: Path, work: Workload, steps: int) -> None:
+def write_data(place: Path, work: GrpoStepSizes, steps: int) -> None:
     """Prompts for all steps, the window and the evaluation; no answer is ever right."""
     texts = prompt_texts(work, (steps + 16) * work.prompts)
     for name, part in (("heldout", texts[:2]), ("train", texts[2:])):
@@ -93,7 +93,7 @@ def write_data(place: Path, work: Workload, steps: int) -> None:
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def recipe_of(place: Path, work: Workload, steps: int) -> Recipe:
+def recipe_of(place: Path, work: GrpoStepSizes, steps: int) -> Recipe:
     """ScaleRL's structure with the workload's sizes. Groups without variance are trained: all of them have none."""
     return recipes.from_tree(
         {
@@ -125,7 +125,7 @@ def recipe_of(place: Path, work: Workload, steps: int) -> Recipe:
     )
 
 
-def server_alone(recipe: Recipe, work: Workload) -> float:
+def server_alone(recipe: Recipe, work: GrpoStepSizes) -> float:
     """Median of three rounds of three steps' prompts, as many requests at once as the controller keeps up."""
     from benchmarks.server import start
 
@@ -181,7 +181,7 @@ def end_to_end(recipe: Recipe) -> float:
     return sum(row["generated_tokens"] for row in counted) / (rows[-1]["time"] - rows[PIPELINE_FILL]["time"])
 
 
-def trl(place: Path, work: Workload) -> float:
+def trl(place: Path, work: GrpoStepSizes) -> float:
     command = [sys.executable, "-m", "benchmarks.trl_grpo", str(place / "model"), json.dumps(dataclasses.asdict(work))]
     path = os.pathsep.join([str(ROOT / ".bench"), str(ROOT)])
     printed = output(command, {"OMP_NUM_THREADS": "2", "PYTHONPATH": path})

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.workload import VOCABULARY, Workload, make_model
+from benchmarks.workload import VOCABULARY, GrpoStepSizes, make_model
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.learner.trainer import Trainer
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    work = Workload(mean_tokens=None, max_tokens=80) if options.fixed else Workload()
+    work = GrpoStepSizes(mean_tokens=None, max_tokens=80) if options.fixed else GrpoStepSizes()
     batch = sequences(work)
     tokens = sum(map(len, batch))
     with tempfile.TemporaryDirectory() as directory:
@@ -68,7 +68,7 @@ def main() -> None:
     print(f"ratio          {speed['megarl'] / speed['transformers']:9.2f}")
 
 
-def sequences(work: Workload) -> list[TrainSequence]:
+def sequences(work: GrpoStepSizes) -> list[TrainSequence]:
     """One step's completions: geometric lengths cut off at the cap, or the cap for all."""
     draw = np.random.default_rng(0)
     lengths = np.full(work.completions, work.max_tokens)

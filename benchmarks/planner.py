@@ -50,14 +50,14 @@ CASES = {
 }
 CONCURRENCY = (8, 32, 128, 256)
 TOKENS = 24
-"""Of a request of the server alone: near the mean of the quickstart's completions."""
+"""Tokens of a request when the server is measured alone: near the mean of the quickstart's completions."""
 PROMPT_TOKENS = 10
 REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the counted steps: completion tokens/s, share of time the learner waits, share the server has nothing to do."""
+    """Figures of the counted steps: tokens/s, share of time the learner waits, share the server has nothing to do."""
 
     tokens_per_second: float
     learner_idle: float
@@ -125,7 +125,7 @@ def server_alone(recipe: Recipe) -> tuple[float, float]:
 
 
 async def _decode_seconds(recipe: Recipe, url: str, api_key: str, admin_key: str) -> list[float]:
-    """Of one decode step at each concurrency: requests follow each other, each of TOKENS tokens; the best of REPEATS."""
+    """Seconds of one decode step at each concurrency: successive requests each with TOKENS tokens; the best of REPEATS."""
     random = np.random.default_rng(0)
 
     async def follow(client: ServerClient, count: int) -> None:
@@ -228,7 +228,7 @@ def linear(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
 
 
 def prediction(recipe: Recipe, known: Calibration, lengths: Lengths) -> Figures:
-    """Of the simulator, with as many steps as are counted in the real run."""
+    """Figures of the simulator, with as many steps as are counted in the real run."""
     sample = lengths.draw(np.random.default_rng(0), recipe.batch.prompts * recipe.sampling.generations)
     work = Workload(
         recipe.batch.prompts, recipe.sampling.generations, PROMPT_TOKENS, lengths, known.trained_share, sample

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.public.cases import FILES, HERE, Case, Refused, cases_of
+from benchmarks.public.cases import FILES, HERE, Case, RowLeftOut, cases_of
 from megarl.lab.planning.hardware import GPUS, Gpu
 from megarl.lab.report.pictures import COLORS, GREY, drawing, rendered
 
@@ -81,7 +81,7 @@ def read(folder: Path) -> tuple[list[Case], dict[str, dict[str, int]]]:
             for row in csv.DictReader(lines):
                 try:
                     cases.extend(cases_of(file, row))
-                except Refused as reason:
+                except RowLeftOut as reason:
                     refused[str(reason)] += 1
         left_out[file] = dict(refused.most_common())
     return cases, left_out

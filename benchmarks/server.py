@@ -85,7 +85,7 @@ def start(recipe: Recipe) -> tuple[subprocess.Popen[bytes], Endpoints]:
 async def measured(
     recipe: Recipe, endpoints: Endpoints, pid: int, tokens: int, concurrency: int
 ) -> dict[str, tuple[float, float, float]]:
-    """Of each load, `bare` and `streamed`: median tokens/s, tokens per CPU-second of the server, CPU share of the client."""
+    """Each load, `bare` and `streamed`: median tokens/s, tokens per CPU-second of the server, CPU share of the client."""
     url, limit = endpoints.servers[0], recipe.serving.request_timeout_s
     vocabulary = in_directory(recipe.model.path).vocabulary
     generator = np.random.default_rng(0)

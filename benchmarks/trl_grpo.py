@@ -20,7 +20,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from benchmarks.workload import Workload, prompt_texts  # noqa: E402
+from benchmarks.workload import GrpoStepSizes, prompt_texts  # noqa: E402
 
 
 class Clock(TrainerCallback):
@@ -34,7 +34,7 @@ class Clock(TrainerCallback):
 
 
 def main() -> None:
-    path, work = sys.argv[1], Workload(**json.loads(sys.argv[2]))
+    path, work = sys.argv[1], GrpoStepSizes(**json.loads(sys.argv[2]))
     torch.set_num_threads(2)
     tokens: list[int] = []
     random.seed(0)

@@ -17,7 +17,7 @@ EOS = 2
 
 
 @dataclass(frozen=True)
-class Workload:
+class GrpoStepSizes:
     """Sizes of one optimiser step. `mean_tokens` None: every completion runs to `max_tokens`."""
 
     prompts: int = 16
@@ -33,7 +33,7 @@ class Workload:
         return self.prompts * self.generations
 
 
-def make_model(path: Path, work: Workload) -> None:
+def make_model(path: Path, work: GrpoStepSizes) -> None:
     """Llama, 4 layers of hidden 256, fp32; words w4 … w1023 as tokens; the end token drawn with chance 1/mean_tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -73,7 +73,7 @@ def _set_end_probability(model: LlamaForCausalLM, probability: float) -> None:
     model.lm_head.weight[EOS, 0] = math.log(VOCABULARY * probability) / hidden[..., 0].mean()
 
 
-def prompt_texts(work: Workload, count: int) -> list[str]:
+def prompt_texts(work: GrpoStepSizes, count: int) -> list[str]:
     """`count` different prompts of the same number of tokens."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(4, VOCABULARY, (count, work.prompt_tokens), generator=generator)

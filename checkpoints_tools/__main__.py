@@ -17,11 +17,13 @@ from typer import Argument, Option
 from megarl.core.base.errors import MegarlError
 
 INTERRUPTED = 130
-Checkpoint = Annotated[Path, Argument(help="RUN, RUN/checkpoints (the latest complete one) or RUN/checkpoints/step-N")]
+CheckpointPath = Annotated[
+    Path, Argument(help="RUN, RUN/checkpoints (the latest complete one) or RUN/checkpoints/step-N")
+]
 Destination = Annotated[Path, Argument(help="must not exist; a killed conversion is continued")]
-Tensor = Annotated[int, Option("--tp", min=1, metavar="N", help="tensor parallelism")]
-Pipeline = Annotated[int, Option("--pp", min=1, metavar="N", help="pipeline parallelism")]
-Expert = Annotated[int, Option("--ep", min=1, metavar="N", help="expert parallelism")]
+TensorParallel = Annotated[int, Option("--tp", min=1, metavar="N", help="tensor parallelism")]
+PipelineParallel = Annotated[int, Option("--pp", min=1, metavar="N", help="pipeline parallelism")]
+ExpertParallel = Annotated[int, Option("--ep", min=1, metavar="N", help="expert parallelism")]
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @conversion.command()
 def megatron_to_hf(
-    source: Checkpoint,
+    source: CheckpointPath,
     destination: Destination,
     base: Annotated[
         Path | None, Option(help="directory with the tensors that are not trained (a vision tower); else its origin")
@@ -69,9 +71,9 @@ def megatron_to_hf(
 def hf_to_megatron(
     source: Annotated[Path, Argument(help="Hugging Face directory")],
     destination: Destination,
-    tp: Tensor = 1,
-    pp: Pipeline = 1,
-    ep: Expert = 1,
+    tp: TensorParallel = 1,
+    pp: PipelineParallel = 1,
+    ep: ExpertParallel = 1,
     dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, Option(help="else that of the source")] = None,
 ) -> None:
     """Convert a Hugging Face directory into a checkpoint of weights."""
@@ -81,7 +83,13 @@ def hf_to_megatron(
 
 
 @app.command()
-def reshard(source: Checkpoint, destination: Destination, tp: Tensor = 1, pp: Pipeline = 1, ep: Expert = 1) -> None:
+def reshard(
+    source: CheckpointPath,
+    destination: Destination,
+    tp: TensorParallel = 1,
+    pp: PipelineParallel = 1,
+    ep: ExpertParallel = 1,
+) -> None:
     """Write a checkpoint in the shards of another layout, optimiser included."""
     from checkpoints_tools import convert
 

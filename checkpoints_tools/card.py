@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from megarl.core.base.rundir import RunDir, latest_rows
-from megarl.core.models.checkpoint import Meta
+from megarl.core.models.checkpoint import CheckpointMeta
 
 FILE = "README.md"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -16,7 +16,7 @@ FOLDERS = ("runs", "models", "data")
 UNITS = {"gpu": "GPU", "core": "core"}
 
 
-def render(checkpoint: Path, meta: Meta) -> str:
+def render(checkpoint: Path, meta: CheckpointMeta) -> str:
     """Return README.md, with training and evaluation if the checkpoint lies in a run directory."""
     run = run_of(checkpoint)
     recipe = yaml.safe_load(run.recipe.read_text()) or {} if run else {}
@@ -49,16 +49,16 @@ def _is_hub_id(base: str) -> bool:
     return HUB_ID.fullmatch(base) is not None and organisation not in FOLDERS and not Path(base).exists()
 
 
-def _training(run: RunDir, meta: Meta) -> list[tuple[str, str]]:
+def _training(run: RunDir, meta: CheckpointMeta) -> list[tuple[str, str]]:
     """Describe the steps up to this checkpoint's."""
     rows = [row for row in latest_rows(run.metrics) if row["step"] < meta.step]
     evaluations = [row for row in latest_rows(run.eval) if row["step"] <= meta.step]
-    found = []
+    facts = []
     if rows:
-        found.append((f"{UNITS[rows[-1]['compute_unit']]}-hours", f"{rows[-1]['compute_hours']:.4g}"))
-        found.append(("tokens trained", f"{sum(row['tokens_trained'] for row in rows):,.0f}"))
+        facts.append((f"{UNITS[rows[-1]['compute_unit']]}-hours", f"{rows[-1]['compute_hours']:.4g}"))
+        facts.append(("tokens trained", f"{sum(row['tokens_trained'] for row in rows):,.0f}"))
     if evaluations:
         last = evaluations[-1]
         how = f"mean of {last['samples']} samples on {last['n_prompts']} held-out prompts"
-        found.append(("evaluation", f"pass rate {last['pass_rate']:.4g} at step {last['step']}: {how}"))
-    return found
+        facts.append(("evaluation", f"pass rate {last['pass_rate']:.4g} at step {last['step']}: {how}"))
+    return facts

@@ -20,7 +20,7 @@ from checkpoints_tools import card
 from checkpoints_tools.layout import WHOLE, Parallelism, StoredPart, parts
 from checkpoints_tools.partial import PROGRESS, Partial, fingerprint, refuse_existing, writing
 from checkpoints_tools.region import Region, Shape
-from checkpoints_tools.safetensors_files import Directory, File
+from checkpoints_tools.safetensors_files import Directory, SafetensorsFile
 from checkpoints_tools.shards import OPTIMIZER, Shards, Writer, no_objects, plan_files
 from checkpoints_tools.stored import (
     Dtype,
@@ -57,7 +57,7 @@ def hf_to_megatron(
     dtype = dtype or stored(source).dtype
     checked(directory, family, dtype)
     wanted = parts(source, layout, dtype)
-    meta = checkpoint.Meta(
+    meta = checkpoint.CheckpointMeta(
         step=0, version=0, hf_source=str(source.resolve()), model=layout.section(source, dtype).model_dump()
     )
 
@@ -116,11 +116,11 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
         raise MegarlError(f"{source}: a Hugging Face directory already")
     refuse_existing(destination)
     family, shards = family_of(what.hf_dir), Shards(what.path)
-    found = groups(what.hf_dir, family, what.dtype)
-    check_keys(shards, [part for group in found for part in group.parts])
+    tensors = groups(what.hf_dir, family, what.dtype)
+    check_keys(shards, [part for group in tensors for part in group.parts])
     untouched = _untouched(base or Path(what.meta.hf_source), family)
-    found += [TensorGroup((), {name: Shape(region.shape, region.dtype)}) for name, region in untouched.items()]
-    files, total = _planned(found, file_bytes), sum(group.nbytes for group in found)
+    tensors += [TensorGroup((), {name: Shape(region.shape, region.dtype)}) for name, region in untouched.items()]
+    files, total = _planned(tensors, file_bytes), sum(group.nbytes for group in tensors)
     with writing(destination, _identity("megatron-to-hf", what.path, WHOLE, what.dtype, file_bytes)) as partial:
         partial.expect("safetensors", total)
         for name, members in files.items():
@@ -128,7 +128,7 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
                 partial.skip(sum(group.nbytes for group in members))
                 continue
             shapes = {tensor: shape for group in members for tensor, shape in group.tensors.items()}
-            with closing(File(partial.unfinished(name), shapes)) as file:
+            with closing(SafetensorsFile(partial.unfinished(name), shapes)) as file:
                 for tensor, entry, value in _values(members, family, shards, untouched):
                     file.write(tensor, value, entry)
                     partial.wrote(name, value.nbytes)
@@ -148,7 +148,7 @@ def _write_checkpoint(
     objects: dict[str, bytes],
     file_bytes: int,
     description: Path,
-    meta: checkpoint.Meta,
+    meta: checkpoint.CheckpointMeta,
     copies: int = 1,
 ) -> None:
     """Write every part's shards into its rank's files. copies: tensors of a part's size that each part yields."""
@@ -168,23 +168,23 @@ def _write_checkpoint(
         writer.abandon()
     writer.complete()
     copy_description(description, partial.path / "hf", DTYPES[meta.model["dtype"]])
-    found = checksums(partial.path)
-    checkpoint.seal(partial.path, meta, {name: value for name, value in found.items() if name != PROGRESS})
+    sums = checksums(partial.path)
+    checkpoint.seal(partial.path, meta, {name: value for name, value in sums.items() if name != PROGRESS})
 
 
 def _untouched(base: Path, family: Family) -> dict[str, Region]:
     """Return the tensors of the original model that are not trained here."""
     if not family.elsewhere:
         return {}
-    found = {}
+    untouched = {}
     if (base / "config.json").is_file():
-        found = {name: region for name, region in Directory(base).regions.items() if family.passthrough(name)}
-    if not found:
+        untouched = {name: region for name, region in Directory(base).regions.items() if family.passthrough(name)}
+    if not untouched:
         raise MegarlError(
             f"{base}: no tensors {', '.join(f'{start}*' for start in family.elsewhere)} there, which the exported model needs; "
             "give the original model with --base"
         )
-    return found
+    return untouched
 
 
 def _values(
@@ -202,11 +202,11 @@ def _values(
                 yield name, 0, untouched[name].tensor()
 
 
-def _planned(found: Sequence[TensorGroup], file_bytes: int) -> dict[str, list[TensorGroup]]:
+def _planned(tensors: Sequence[TensorGroup], file_bytes: int) -> dict[str, list[TensorGroup]]:
     """Divide groups into files by name."""
     filled: list[list[TensorGroup]] = []
     size = 0
-    for group in found:
+    for group in tensors:
         if not filled or size + group.nbytes > file_bytes:
             filled.append([])
             size = 0

@@ -61,7 +61,7 @@ class Directory(Mapping[str, Tensor]):
         return len(self.regions)
 
 
-class File:
+class SafetensorsFile:
     """One safetensors file being written: its header is there from the beginning, values come in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Shape]) -> None:

@@ -1,6 +1,6 @@
 """megatron's torch_dist checkpoints, shard by shard, without a process group.
 
-    .metadata           torch.distributed.checkpoint.Metadata: the shards of every tensor, and where each lies
+    .metadata           torch.distributed.checkpoint.CheckpointMetadata: the shards of every tensor, and where each lies
     __RANK_N.distcp     shards one after another, each as torch.save wrote it
 
 Reading finds the values of a shard within its file, checks them against the CRC in torch's archive, and maps them; writing
@@ -98,16 +98,16 @@ class Shards:
             return self._shard(key, box)
         out = torch.zeros(sizes, dtype=stored.dtype)
         wanted = [max(0, min(o + n, end) - o) for o, n, end in zip(offsets, sizes, stored.shape, strict=True)]
-        found = 0
+        count = 0
         for shard in stored.boxes:
             begin = [max(a, b) for a, b in zip(offsets, shard[0], strict=True)]
             end = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, *shard, strict=True)]
             length = [e - b for b, e in zip(begin, end, strict=True)]
             if min(length, default=1) > 0:
                 out[_slices(begin, offsets, length)] = self._shard(key, shard)[_slices(begin, shard[0], length)]
-                found += math.prod(length)
-        if found != math.prod(wanted):
-            raise MegarlError(f"{self.path}: {found} of {math.prod(wanted)} values of {key} at {offsets} are stored")
+                count += math.prod(length)
+        if count != math.prod(wanted):
+            raise MegarlError(f"{self.path}: {count} of {math.prod(wanted)} values of {key} at {offsets} are stored")
         return out
 
     def _shard(self, key: str, box: Box) -> Tensor:

@@ -80,9 +80,11 @@ def views(part: StoredPart, family: Family, value: Tensor) -> Iterator[tuple[Sou
         yield SourceView(name, expert), pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
-def check_names_and_shapes(hf_dir: Path, present: Mapping[str, tuple[int, ...]], found: Sequence[TensorGroup]) -> None:
+def check_names_and_shapes(
+    hf_dir: Path, present: Mapping[str, tuple[int, ...]], wanted_groups: Sequence[TensorGroup]
+) -> None:
     """Raise MegarlError that names every tensor without the shape that config.json says."""
-    expected = {name: tensor.shape for group in found for name, tensor in group.tensors.items()}
+    expected = {name: tensor.shape for group in wanted_groups for name, tensor in group.tensors.items()}
     wrong = [
         f"{name} {list(present[name])} instead of {list(shape)}"
         for name, shape in expected.items()
@@ -128,7 +130,7 @@ class StoredModel:
 
     path: Path
     hf_dir: Path
-    meta: checkpoint.Meta | None
+    meta: checkpoint.CheckpointMeta | None
 
     @property
     def dtype(self) -> Dtype:
@@ -155,10 +157,10 @@ def stored(path: Path) -> StoredModel:
     """
     if (path / "config.json").is_file():
         return StoredModel(path, path, None)
-    found = checkpoint.find(path)
-    meta = checkpoint.read_meta(found)
-    check(found, {name: value for name, value in meta.files.items() if not name.endswith(DISTCP)})
-    return StoredModel(found, found / "hf", meta)
+    folder = checkpoint.find(path)
+    meta = checkpoint.read_meta(folder)
+    check(folder, {name: value for name, value in meta.files.items() if not name.endswith(DISTCP)})
+    return StoredModel(folder, folder / "hf", meta)
 
 
 class HuggingFaceTensors(Mapping[str, Tensor]):
@@ -167,9 +169,9 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     def __init__(self, source: StoredModel, family: Family) -> None:
         self._family = family
         self._shards = Shards(source.path)
-        found = groups(source.hf_dir, family, source.dtype)
-        check_keys(self._shards, [part for group in found for part in group.parts])
-        self._groups = {name: group for group in found for name in group.tensors}
+        stored = groups(source.hf_dir, family, source.dtype)
+        check_keys(self._shards, [part for group in stored for part in group.parts])
+        self._groups = {name: group for group in stored for name in group.tensors}
         self._last: tuple[TensorGroup | None, dict[str, Tensor]] = (None, {})
 
     def __getitem__(self, name: str) -> Tensor:
@@ -209,6 +211,6 @@ def tensors_of(source: StoredModel, everything: bool) -> Mapping[str, Tensor]:
 def checked(directory: Directory, family: Family, dtype: Dtype) -> list[TensorGroup]:
     """Return the model's groups; MegarlError unless the directory holds just their tensors."""
     check_names(directory.path, directory.keys(), family)
-    found = groups(directory.path, family, dtype)
-    check_names_and_shapes(directory.path, {name: r.shape for name, r in directory.regions.items()}, found)
-    return found
+    expected = groups(directory.path, family, dtype)
+    check_names_and_shapes(directory.path, {name: r.shape for name, r in directory.regions.items()}, expected)
+    return expected

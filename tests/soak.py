@@ -31,7 +31,7 @@ from tests.e2e.runs import LiveRun, check_history, check_nothing_left
 LOOK_S = 5.0
 RECOVERY_LIMIT_S = 900.0
 GROWTH = 1.15
-"""Of the memory of a role, from the second quarter of its samples to the last. Caches are full by then."""
+"""Largest growth of a role's memory from the second quarter of its samples, when caches are full, to the last."""
 SETTLED_S = 60.0
 """A role that is younger is still loading: it is not counted."""
 OVERRIDES = (

@@ -57,7 +57,7 @@ def recomputed(run: Path, lag_limit: int) -> dict[str, Any]:
 
 
 WORDS = {"run", "warnings", "steps_planned", "compute_unit", "predicted", "tasks", "outcome", "reason", "wall_seconds"}
-"""Of a summary, what is no figure of the run's files."""
+"""Keys of a summary that are not computed from the run's files."""
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ SPREAD = 0.5  # of the lengths' logarithm, as in `megarl plan`; no source states
 
 
 @dataclass(frozen=True)
-class Published(Architecture):
+class PublishedModel(Architecture):
     """A model that megarl may not train. latent: of attention with low ranks; see models.yaml."""
 
     latent: tuple[int, ...] = ()
@@ -61,11 +61,11 @@ class Published(Architecture):
         return self.heads * sum(self.latent[2:]) // 2 if self.latent else super().query
 
 
-class Refused(Exception):
+class RowLeftOut(Exception):
     """Why a row is left out."""
 
 
-Row = Mapping[str, str]
+CaseRow = Mapping[str, str]
 
 
 class Case(NamedTuple):
@@ -77,7 +77,7 @@ class Case(NamedTuple):
     """
 
     file: str
-    row: Row
+    row: CaseRow
     model: str
     kind: str
     engine: str
@@ -98,27 +98,27 @@ def read(folder: Path) -> tuple[list[Case], dict[str, dict[str, int]]]:
             for row in csv.DictReader(lines):
                 try:
                     cases.extend(cases_of(file, row))
-                except Refused as reason:
+                except RowLeftOut as reason:
                     refused[str(reason)] += 1
         left_out[file] = dict(refused.most_common())
     return cases, left_out
 
 
-def cases_of(file: str, row: Row) -> list[Case]:
-    """Return the row's seconds and, of training, its memory. Raises Refused by rule, whatever the error would be."""
+def cases_of(file: str, row: CaseRow) -> list[Case]:
+    """Return the row's seconds and, of training, its memory. Raises RowLeftOut by rule, whatever the error would be."""
     if any(word in row["notes"] for word in UNTRUSTED):
-        raise Refused("its notes or its source say that it is no consistent measurement of performance")
+        raise RowLeftOut("its notes or its source say that it is no consistent measurement of performance")
     if re.search("older-revision|duplicate", row["row_status"]):
-        raise Refused("revised, or a copy of another row")
+        raise RowLeftOut("revised, or a copy of another row")
     if row.get("check_ratio") and not 0.9 <= float(row["check_ratio"]) <= 1.1:
-        raise Refused("sequences x length / seconds is not its tokens a second, within 10 %")
+        raise RowLeftOut("sequences x length / seconds is not its tokens a second, within 10 %")
     name, kinds = model_of(row["model"]), set(re.findall(KINDS, row["gpu_kind"].lower()))
     if not name or (file != "sync" and models()[name].get("only") == "sync"):
-        raise Refused(
+        raise RowLeftOut(
             "the model's layers are not ones that the planner knows (state spaces, sparse attention, vision), or unnamed"
         )
     if len(kinds) != 1 or (kind := kinds.pop()) not in GPUS or "HBM2e" in row["gpu_kind"]:
-        raise Refused("the kind of GPU is not stated, or not in hardware.yaml")
+        raise RowLeftOut("the kind of GPU is not stated, or not in hardware.yaml")
     case = {"train": train, "serve": serve, "sync": sync, "rl_steps": step}[file]
     return case(row, name, kind)
 
@@ -134,11 +134,11 @@ def model_of(text: str) -> str | None:
 
 
 @cache
-def shape_of(name: str, layers: int = 0) -> Published:
+def shape_of(name: str, layers: int = 0) -> PublishedModel:
     m = models()[name]
     layers = layers or m["layers"]
     routed = tuple(i for i in range(m.get("dense", 0), layers) if not (i + 1) % m.get("every", 1))
-    return Published(
+    return PublishedModel(
         name=name, layers=layers, hidden=m["hidden"], heads=m["heads"], groups=m["groups"],
         head_dim=m.get("head_dim", m["hidden"] // m["heads"]), vocabulary=m["vocabulary"], context=1 << 20,
         feed_forward=m["feed_forward"] * 2 // 3 if m.get("ungated") else m["feed_forward"], tied=m.get("tied", False),
@@ -149,15 +149,15 @@ def shape_of(name: str, layers: int = 0) -> Published:
     )  # fmt: skip
 
 
-def number(row: Row, *names: str) -> float:
-    """Return the first of these columns that has a number; Refused if none has."""
+def number(row: CaseRow, *names: str) -> float:
+    """Return the first of these columns that has a number; RowLeftOut if none has."""
     for name in names:
         if re.fullmatch(r"[\d.]+(e[+-]?\d+)?", row.get(name, "")):
             return float(row[name])
-    raise Refused(f"not stated: {names[0]}")
+    raise RowLeftOut(f"not stated: {names[0]}")
 
 
-def whole(row: Row, name: str, otherwise: int | None = None) -> int:
+def whole(row: CaseRow, name: str, otherwise: int | None = None) -> int:
     return otherwise if otherwise is not None and not row.get(name) else int(number(row, name))
 
 
@@ -174,10 +174,10 @@ def _base() -> Recipe:
     return recipes.load("scalerl-8b", [])
 
 
-def parallel(row: Row, shape: Published, precision: str, sharded: bool) -> dict[str, object]:
+def parallel(row: CaseRow, shape: PublishedModel, precision: str, sharded: bool) -> dict[str, object]:
     """Return the keys of `model`; what a source does not state is refused, where it could be more than one."""
     if "4" in precision or not re.search("fp8|bf16", precision):
-        raise Refused("the precision is not stated, or FP4, which the planner has not")
+        raise RowLeftOut("the precision is not stated, or FP4, which the planner has not")
     one = 1 if sharded else None
     pipeline = whole(row, "pp", one)
     unknown = (
@@ -193,19 +193,19 @@ def parallel(row: Row, shape: Published, precision: str, sharded: bool) -> dict[
 
 
 def copies(recipe: Recipe, kind: str) -> int:
-    """Return the number of data-parallel ranks; Refused if the layout is none."""
+    """Return the number of data-parallel ranks; RowLeftOut if the layout is none."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     dense = model.tensor_parallel * model.pipeline_parallel * model.context_parallel
     if ranks % dense or ranks % (model.expert_parallel * model.pipeline_parallel):
-        raise Refused("the GPUs do not divide by the layout as stated")
+        raise RowLeftOut("the GPUs do not divide by the layout as stated")
     if model.fp8 != "none" and not GPUS[kind].fp8:
-        raise Refused("FP8 on a GPU that has none")
+        raise RowLeftOut("FP8 on a GPU that has none")
     return ranks // dense
 
 
-def train(row: Row, name: str, kind: str) -> list[Case]:
+def train(row: CaseRow, name: str, kind: str) -> list[Case]:
     if row["task"] not in ("pretrain", "sft"):
-        raise Refused("adapters (LoRA) or an RL trainer's parts, which the planner has not")
+        raise RowLeftOut("adapters (LoRA) or an RL trainer's parts, which the planner has not")
     shape, megatron = shape_of(name, whole(row, "n_layers", 0)), "Megatron" in row["engine"]
     keys = parallel(row, shape, row["precision_train"].lower(), not megatron)
     gpus, batch, length, micro = (whole(row, k) for k in ("gpus_total", "global_batch", "max_seq_len", "micro_batch"))
@@ -213,7 +213,7 @@ def train(row: Row, name: str, kind: str) -> list[Case]:
     recipe = changed(model=keys, resources={"learner_ranks": gpus}, learner={"recompute": recompute})
     microbatches, rest = divmod(batch, copies(recipe, kind) * micro)
     if rest or not microbatches:
-        raise Refused("the batch does not divide by ranks and micro-batches as stated")
+        raise RowLeftOut("the batch does not divide by ranks and micro-batches as stated")
     packed = Packing(microbatches, micro * length, microbatches * micro * length, length / 2)
     by_node = "Bridge" in row["engine"] or bool(re.search("deepep|hybridep", row["notes"], re.I))
     seconds = (
@@ -232,10 +232,10 @@ def train(row: Row, name: str, kind: str) -> list[Case]:
     return [found, found._replace(file="memory", fitted=(), value=number(row, "peak_mem_gib"), seconds=lambda gpu: gib)]
 
 
-def serve(row: Row, name: str, kind: str) -> list[Case]:
+def serve(row: CaseRow, name: str, kind: str) -> list[Case]:
     shape = shape_of(name)
     if row["engine"] not in ("SGLang", "vLLM") or row["speculative"] or row["dataset"] != "random" or shape.weights < 1:
-        raise Refused("an engine, speculation, data or 4-bit weights that the planner has not")
+        raise RowLeftOut("an engine, speculation, data or 4-bit weights that the planner has not")
     ranks, requests, most = whole(row, "gen_tp"), number(row, "num_prompts"), number(row, "max_concurrency")
     prompt, tokens = number(row, "mean_input_len"), number(row, "mean_output_len")
     recipe, running = changed(resources={"server_tensor_parallel": ranks}), min(requests, most)
@@ -251,12 +251,12 @@ def serve(row: Row, name: str, kind: str) -> list[Case]:
     return [Case("serve", row, name, kind, "SGLang", fitted, value, layout, layout, 1.0, seconds)]
 
 
-def kv_token(shape: Published, ranks: int) -> float:
+def kv_token(shape: PublishedModel, ranks: int) -> float:
     """Return bytes on each GPU; latent k and v are one vector, which every rank holds."""
     return shape.layers * 2 * (shape.latent[1] + shape.latent[3]) if shape.latent else memory.kv_bytes(shape, ranks, 2)
 
 
-def decoder_of(recipe: Recipe, shape: Published, gpu: Gpu) -> Decoder:
+def decoder_of(recipe: Recipe, shape: PublishedModel, gpu: Gpu) -> Decoder:
     """Return the planner's, with weights as they are published: FP8 is read and multiplied twice as fast."""
     decoder = Decoder(recipe, shape, gpu, kv_token(shape, recipe.resources.server_tensor_parallel))
     decoder.read *= shape.weights / 2
@@ -265,9 +265,9 @@ def decoder_of(recipe: Recipe, shape: Published, gpu: Gpu) -> Decoder:
     return decoder
 
 
-def sync(row: Row, name: str, kind: str) -> list[Case]:
+def sync(row: CaseRow, name: str, kind: str) -> list[Case]:
     if row["method"] not in BROADCASTS:
-        raise Refused("another method than a broadcast of all weights between GPUs")
+        raise RowLeftOut("another method than a broadcast of all weights between GPUs")
     ranks, gpus = whole(row, "gen_tp"), whole(row, "gpus_total")
     resources = {"server_tensor_parallel": ranks, "servers": whole(row, "gpus_gen") // ranks}
     weights = {"bucket_mb": BUCKETS.get(row["bucket"], 512)}
@@ -280,10 +280,10 @@ def sync(row: Row, name: str, kind: str) -> list[Case]:
     return [Case("sync", row, name, kind, "broadcast", (), value, (gpus,), (gpus, ranks), 1.0, seconds)]
 
 
-def step(row: Row, name: str, kind: str) -> list[Case]:
+def step(row: CaseRow, name: str, kind: str) -> list[Case]:
     shape = shape_of(name)
     if row["precision_rollout"].lower() != "bf16":
-        raise Refused("servers that are not of BF16")
+        raise RowLeftOut("servers that are not of BF16")
     keys, tokens = parallel(row, shape, row["precision_train"].lower(), False), number(row, "mean_gen_len")
     prompt = max(1, round(number(row, "check_implied_tokens_per_rollout") - tokens))
     longest, ranks, shared = whole(row, "max_seq_len") - prompt, whole(row, "gen_tp"), row["colocated"] == "y"
@@ -293,7 +293,7 @@ def step(row: Row, name: str, kind: str) -> list[Case]:
         whole(row, "gpus_gen") // ranks,
     )
     if not servers:
-        raise Refused("a server of more GPUs than generate")
+        raise RowLeftOut("a server of more GPUs than generate")
     resources = {
         "learner_ranks": whole(row, "gpus_train"),
         "server_tensor_parallel": ranks,
@@ -309,7 +309,7 @@ def step(row: Row, name: str, kind: str) -> list[Case]:
         learner={"recompute": "full" if full else "none", "microbatch_tokens": packed_tokens},
     )  # fmt: skip
     if copies(recipe, kind) > prompts * generations or not memory.server(recipe, shape, GPUS[kind]).kv_tokens:
-        raise Refused("weights do not fit the GPUs as the planner counts them")
+        raise RowLeftOut("weights do not fit the GPUs as the planner counts them")
     alone = recipe.model_copy(update={"reference": recipe.reference.model_copy(update={"coefficient": 0.0})})
     lengths = LogNormal(tokens, SPREAD, longest)
     work = Workload(

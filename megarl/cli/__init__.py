@@ -96,7 +96,7 @@ def _top(
 
 @app.command()
 def train(
-    recipe: p.Recipe,
+    recipe: p.RecipeName,
     overrides: p.Overrides,
     dry_run: p.DryRun = False,
     plan: Annotated[str | None, Option(metavar="GPU", help="divide this machine's GPUs as `megarl plan` does")] = None,
@@ -124,7 +124,7 @@ def write_report(rundir: "RunDir") -> None:
 
 
 @app.command()
-def sft(recipe: p.Recipe, overrides: p.Overrides, dry_run: p.DryRun = False) -> int:
+def sft(recipe: p.RecipeName, overrides: p.Overrides, dry_run: p.DryRun = False) -> int:
     """Warm start, supervised, with the same learner."""
     from megarl.lab import preflight
 
@@ -157,7 +157,7 @@ def _dry_run(recipe: "Recipe", checked: Callable[["Recipe"], str]) -> int:
 
 @app.command()
 def plan(
-    recipe: p.Recipe,
+    recipe: p.RecipeName,
     overrides: p.Overrides,
     gpus: Annotated[int, Option(min=1, help="how many there are, generators and trainers together")],
     gpu: Annotated[str, Option(help="which: a name in megarl/lab/planning/hardware.yaml, such as h100")],
@@ -182,7 +182,7 @@ def plan(
 
 @app.command()
 def submit(
-    recipe: p.Recipe,
+    recipe: p.RecipeName,
     overrides: p.Overrides,
     nodes: Annotated[int, Option(min=1)],
     gpus_per_node: Annotated[int, Option(min=0, help="0: nodes without GPUs")] = 8,
@@ -206,7 +206,7 @@ def submit(
 
 
 @app.command()
-def status(run: p.Run) -> int:
+def status(run: p.RunDirectory) -> int:
     """Show how a run stands, from any terminal, also after its end."""
     from megarl.run.status import main
 
@@ -215,7 +215,7 @@ def status(run: p.Run) -> int:
 
 @app.command()
 def logs(
-    run: p.Run,
+    run: p.RunDirectory,
     role: Annotated[str, Option(help="server, server-3, learner, learner-0, controller or supervisor")] = "learner-0",
     lines: Annotated[int, Option("-n", min=1, metavar="LINES", help="of each file")] = 20,
     follow: Annotated[bool, Option("-f", "--follow", help="go on until the run has ended")] = False,
@@ -227,7 +227,7 @@ def logs(
 
 
 @app.command()
-def report(run: p.Run) -> int:
+def report(run: p.RunDirectory) -> int:
     """Write report.html and reward.png of a run anew."""
     from megarl.lab.report.report import main
 
@@ -235,8 +235,21 @@ def report(run: p.Run) -> int:
 
 
 @app.command()
+def metrics(
+    name: Annotated[str, Argument(metavar="NAME", show_default=False, help="only names that contain this")] = "",
+) -> int:
+    """Explain the metrics of metrics.jsonl."""
+    from megarl.core.telemetry.names import explained
+
+    if not (text := explained(name)):
+        raise MegarlError(f"no metric's name contains {name!r}")
+    print(text)
+    return 0
+
+
+@app.command()
 def trace(
-    run: p.Run,
+    run: p.RunDirectory,
     steps: Annotated[int, Option(min=1, help="the last so many")] = 20,
     output: Annotated[Path | None, Option(help="JSON, compressed if it ends in .gz; else RUN/trace.json.gz")] = None,
 ) -> int:
@@ -272,7 +285,7 @@ def doctor() -> int:
 
 @app.command()
 def serve(
-    recipe: p.Recipe,
+    recipe: p.RecipeName,
     overrides: p.Overrides,
     index: Annotated[int, Option(min=0, help="which of the recipe's servers this is, from 0")],
     port: Annotated[int, Option(min=1, max=65_535)],
@@ -289,7 +302,7 @@ def serve(
 
 
 @app.command()
-def rollout(recipe: p.Recipe, overrides: p.Overrides) -> int:
+def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     """Role: the controller, with the recipe's tasks and the forecast of its scores."""
     start_logging("controller")
     from megarl.core.base.contracts import Tasks
@@ -311,7 +324,7 @@ def rollout(recipe: p.Recipe, overrides: p.Overrides) -> int:
 
 
 @app.command()
-def learn(recipe: p.Recipe, overrides: p.Overrides) -> int:
+def learn(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     """Role: the learner."""
     from megarl.core.learner.main import main
     from megarl.lab.monitoring.metrics import MetricsWriter
@@ -341,7 +354,7 @@ def _recipes(context: typer.Context) -> int:
 
 
 @recipes.command("show")
-def show_recipe(recipe: p.Recipe, overrides: p.Overrides) -> int:
+def show_recipe(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     """Print a recipe, resolved, with what each key means."""
     from megarl.core.recipe import describe
 
@@ -362,10 +375,10 @@ def suggest(
 
 @study.command()
 def loo(
-    recipe: p.Recipe,
+    recipe: p.RecipeName,
     overrides: p.Overrides,
     beside: Annotated[str, Option("--with", metavar="A,B", help="more recipes to run beside the variants")] = "",
-    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.Task = None, dry_run: p.DryRun = False,
+    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
 ) -> int:  # fmt: skip
     """Leave one out: run variants of a recipe that revert one ScaleRL part each."""
     from megarl.lab.study.main import StudyOptions, loo
@@ -377,7 +390,7 @@ def loo(
 @study.command("compare")
 def compare_recipes(
     words: Annotated[list[str], Argument(metavar="recipe", help=p.RECIPES, autocompletion=p.recipe_names)],
-    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.Task = None, dry_run: p.DryRun = False,
+    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
 ) -> int:  # fmt: skip
     """Run and compare several recipes."""
     from megarl.lab.study.main import StudyOptions, compare
@@ -389,7 +402,7 @@ def compare_recipes(
 @study.command()
 def corpus(
     overrides: p.Overrides,
-    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.Task = None, dry_run: p.DryRun = False,
+    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
 ) -> int:  # fmt: skip
     """Make many small runs to judge forecasts by, in hours of two cores."""
     from megarl.lab.study.main import StudyOptions, corpus
@@ -407,7 +420,7 @@ def study_results(directory: Path) -> int:
 
 @rollouts.command("show")
 def show_rollouts(
-    run: p.Run,
+    run: p.RunDirectory,
     ticket: Annotated[int | None, Option(min=0, help="all rollouts of this ticket, token by token")] = None,
     step: Annotated[int | None, Option(min=0, help="the groups that this step trains")] = None,
     limit: Annotated[int, Option(min=1, help="how many groups, or rollouts of a ticket")] = 20,
@@ -426,7 +439,7 @@ def show_rollouts(
 @answers.command()
 def curve(
     out: Annotated[list[Path], Argument(help="of megarl eval, or RUN/evaluations/step-N; or RUN")],
-    suite: p.Suite = None,
+    suite: p.SuiteName = None,
     picture: Annotated[Path | None, Option(help="a PNG; else curve-SUITE.png in the first `out`")] = None,
 ) -> int:
     """Draw score against tokens generated: best of n by majority, reward, oracle."""
@@ -439,7 +452,7 @@ def curve(
 def compare_answers(
     out_a: Annotated[Path, Argument(help="of megarl eval, or RUN/evaluations/step-N")],
     out_b: Annotated[Path, Argument(help="the same, of the other model")],
-    suite: p.Suite = None,
+    suite: p.SuiteName = None,
     page: Annotated[Path | None, Option("-o", "--page", help="HTML; else compare-SUITE.html in `out_b`")] = None,
 ) -> int:
     """Compare two models on the same prompts: a table, and a page to read their answers side by side."""

@@ -22,13 +22,13 @@ def repeated(metavar: str, about: str) -> Any:
     return Option(metavar=metavar, default_factory=list, show_default=False, help=about)
 
 
-Recipe = Annotated[str, Argument(help=RECIPE, autocompletion=recipe_names)]
+RecipeName = Annotated[str, Argument(help=RECIPE, autocompletion=recipe_names)]
 Overrides = Annotated[
     list[str],
     Argument(metavar="key=value", default_factory=list, show_default=False, help="such as model.tensor_parallel=2"),
 ]
 DryRun = Annotated[bool, Option("--dry-run", help="show what would run, and start nothing")]
-Run = Annotated[Path, Argument(help="run directory")]
+RunDirectory = Annotated[Path, Argument(help="run directory")]
 Json = Annotated[bool, Option("--json", help="print JSON")]
 Price = Annotated[float | None, Option(min=0, help="money of a GPU-hour: say what all steps cost")]
 ModelConfig = Annotated[str | None, Option(help="config.json, or a name such as llama-3.1-8b; else that of model.path")]
@@ -41,10 +41,12 @@ SUITES = (
 # For studies.
 Seeds = Annotated[str, Option(help="values of run.seed")]
 StudyDirectory = Annotated[str, Option("--dir", help="the study's directory; else runs/studies/KIND-RECIPE")]
-Task = Annotated[int | None, Option(min=0, help="run this one alone, such as $SLURM_ARRAY_TASK_ID, and make no table")]
+TaskIndex = Annotated[
+    int | None, Option(min=0, help="run this one alone, such as $SLURM_ARRAY_TASK_ID, and make no table")
+]
 
 # For answers.
-Suite = Annotated[str | None, Option(help="a suite that all have; else each of those")]
+SuiteName = Annotated[str | None, Option(help="a suite that all have; else each of those")]
 
 # For sources of prompts.
 SETS = "polaris, deepscaler, dapo-math-17k, deepcoder, gsm8k, math, livecodebench, humaneval, mbpp"
@@ -60,12 +62,12 @@ R0 = Annotated[float | None, Option("--r0", help="pass rate before training, if 
 FROM = "leave out points before these hours; else before 1,500 GPU-hours, or a shorter first epoch"
 Start = Annotated[float | None, Option("--from", metavar="H", help=FROM)]
 Until = Annotated[float | None, Option(metavar="H", help="leave out points after these hours")]
-Form = Literal["sigmoid", "logistic", "power"]
-Grid = Annotated[Literal["free", "paper"], Option(help="A in 0 … 1, or 0.450, 0.455 … 0.800")]
+FormName = Literal["sigmoid", "logistic", "power"]
+GridName = Annotated[Literal["free", "paper"], Option(help="A in 0 … 1, or 0.450, 0.455 … 0.800")]
 Seed = Annotated[int | None, Option(min=0, help="only this seed of the file")]
 HoursColumn = Annotated[str | None, Option(help="header of the compute; else gpu_hours or compute_hours")]
 SCORE = "header of the score, such as pass_rate/math; else pass_rate, of a run what evaluation.forecast names"
 ScoreColumn = Annotated[str | None, Option(help=SCORE)]
 PICTURE = Option("-o", "--output", metavar="BASE", help="draw BASE.png, .svg, .html and beside")
 DrawTo = Annotated[float | None, Option("--to", metavar="H", help="draw curves to this many hours")]
-Published = Annotated[list[str], repeated("NAME", "lay it over this published fit")]
+PublishedNames = Annotated[list[str], repeated("NAME", "lay it over this published fit")]

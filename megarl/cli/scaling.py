@@ -24,8 +24,8 @@ app = typer.Typer(name="scaling", help="What a run will reach, from its evaluati
 
 @app.command()
 def fit(
-    points: p.Points, r0: p.R0 = None, start: p.Start = None, until: p.Until = None, form: p.Form = "sigmoid",
-    grid: p.Grid = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
+    points: p.Points, r0: p.R0 = None, start: p.Start = None, until: p.Until = None, form: p.FormName = "sigmoid",
+    grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
     as_json: p.Json = False,
 ) -> int:  # fmt: skip
     """Fit A, B and C_mid of a run, with 95 % intervals."""
@@ -34,22 +34,22 @@ def fit(
 
     how = _how(r0, start, until, form, grid)
     curves = _read(points, seed, hours_column, score_column)
-    found = fit(curves, **how)
+    fitted = fit(curves, **how)
     if as_json:
-        print(json.dumps(found.record(), allow_nan=False))
+        print(json.dumps(fitted.record(), allow_nan=False))
         return 0
     each = [fit([curve], **how) for curve in curves] if len(curves) > 1 else []
     rows = [(f"seed {curve.seed}", one) for curve, one in zip(curves, each, strict=False)]
-    tables.show(tables.fits([("pooled" if each else curves[0].name, found), *rows]))
+    tables.show(tables.fits([("pooled" if each else curves[0].name, fitted), *rows]))
     tables.show(tables.forms(curves, how))
-    tables.say(found, tables.window(found) + (f"\n{tables.between_seeds(each)}" if each else ""))
+    tables.say(fitted, tables.window(fitted) + (f"\n{tables.between_seeds(each)}" if each else ""))
     return 0
 
 
 @app.command()
 def extrapolate(
-    points: p.Points, r0: p.R0 = None, start: p.Start = None, until: p.Until = None, form: p.Form = "sigmoid",
-    grid: p.Grid = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
+    points: p.Points, r0: p.R0 = None, start: p.Start = None, until: p.Until = None, form: p.FormName = "sigmoid",
+    grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
     as_json: p.Json = False,
     to: Annotated[float | None, Option(metavar="H", help="predict the pass rate at this many hours")] = None,
     reach: Annotated[float | None, Option(metavar="R", help="or the hours at which this pass rate is reached")] = None,
@@ -67,33 +67,33 @@ def extrapolate(
     if to is not None and not to > 0:
         raise MegarlError(f"--to is {to:g}; it is compute in hours, above 0")
     curves = _read(points, seed, hours_column, score_column)
-    found = fit(curves, **_how(r0, start, until, form, grid))
+    fitted = fit(curves, **_how(r0, start, until, form, grid))
     record: dict[str, object]
     if to is not None:
-        there = predict(found, np.array([to]))
+        there = predict(fitted, np.array([to]))
         score, low, high = (float(part[0]) for part in (there.pass_rate, there.low, there.high))
         record = {"hours": to, "pass_rate": score, "interval": [low, high]}
-        at = amount(to, found.unit)
+        at = amount(to, fitted.unit)
         text = f"At {at} the fit predicts a pass rate of {score:.3f} (95 %: {low:.3f} to {high:.3f})."
     elif reach is not None:
-        reached = hours_to(found, reach)
+        reached = hours_to(fitted, reach)
         hours = [h if math.isfinite(h) else None for h in (reached.hours, *reached.interval)]
         record = {"pass_rate": reach, "hours": hours[0], "interval": hours[1:]}
-        text = tables.reached(found, reach, reached)
-    if (later := later_points(found, curves)) is not None:
+        text = tables.reached(fitted, reach, reached)
+    if (later := later_points(fitted, curves)) is not None:
         record["later"] = asdict(later)
-        text += "\n" + tables.later(found, later)
+        text += "\n" + tables.later(fitted, later)
     if as_json:
-        print(json.dumps(record | {"unit": found.unit, "warnings": list(found.warnings)}, allow_nan=False))
+        print(json.dumps(record | {"unit": fitted.unit, "warnings": list(fitted.warnings)}, allow_nan=False))
     else:
-        tables.say(found, text)
+        tables.say(fitted, text)
     return 0
 
 
 @app.command()
 def compare(
-    points: p.AllPoints, published: p.Published, r0: p.R0 = None, start: p.Start = None, until: p.Until = None,
-    form: p.Form = "sigmoid", grid: p.Grid = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,
+    points: p.AllPoints, published: p.PublishedNames, r0: p.R0 = None, start: p.Start = None, until: p.Until = None,
+    form: p.FormName = "sigmoid", grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,
     score_column: p.ScoreColumn = None, to: p.DrawTo = None, as_json: p.Json = False,
     output: Annotated[Path | None, p.PICTURE] = None,
     ceiling: Annotated[
@@ -120,8 +120,8 @@ def compare(
 
 @app.command()
 def plot(
-    points: p.AllPoints, published: p.Published, r0: p.R0 = None, start: p.Start = None, until: p.Until = None,
-    form: p.Form = "sigmoid", grid: p.Grid = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,
+    points: p.AllPoints, published: p.PublishedNames, r0: p.R0 = None, start: p.Start = None, until: p.Until = None,
+    form: p.FormName = "sigmoid", grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,
     score_column: p.ScoreColumn = None, to: p.DrawTo = None, output: Annotated[Path, p.PICTURE] = Path("scaling"),
 ) -> int:  # fmt: skip
     """Draw points, fits and what they predict, as PNG, SVG and interactive HTML."""

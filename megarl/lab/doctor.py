@@ -184,11 +184,11 @@ def fabric() -> Iterator[Finding]:
     speeds = networks()
     if speeds:
         slowest, fastest = min(speeds, key=speeds.__getitem__), max(speeds, key=speeds.__getitem__)
-        found = ", ".join(f"{name} {speed / 1000:g} Gb/s" for name, speed in sorted(speeds.items()))
+        interfaces = ", ".join(f"{name} {speed / 1000:g} Gb/s" for name, speed in sorted(speeds.items()))
         advice = ""
         if speeds[slowest] < SLOW and speeds[fastest] > speeds[slowest]:
             advice = f"batches take the network that Slurm uses unless told otherwise; set run.interface={fastest}"
-        yield noted("network", found, advice)
+        yield noted("network", interfaces, advice)
     adapters = sorted(path.name for path in INFINIBAND.glob("*"))
     if adapters:
         advice = ""

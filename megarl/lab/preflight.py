@@ -146,7 +146,7 @@ def _other_models(recipe: Recipe) -> dict[str, str]:
 
 
 def _hash_files(paths: Iterable[Path]) -> str:
-    """Hash the files that exist: names, sizes and contents, of large ones a sample."""
+    """Hash the files that exist by name, size and contents; large files by a sample of their contents."""
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
         try:

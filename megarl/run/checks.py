@@ -62,7 +62,7 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
 
 
 def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: int) -> None:
-    """Raise MegarlError if, without a GPU, the processes (by kind) far exceed the cores or the model is large."""
+    """Without a GPU, raise MegarlError if the processes (counted by kind) far exceed the cores, or if the model is large."""
     if recipe.resources.large_on_cpu:
         return
     threads = sum(processes.values()) * recipe.resources.threads

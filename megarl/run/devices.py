@@ -55,8 +55,8 @@ def kernel_caches() -> dict[str, str]:
     """
     folder = Path(tempfile.gettempdir()) / f"megarl-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    stats = folder.lstat()
+    if not stat.S_ISDIR(stats.st_mode) or stats.st_uid != os.getuid() or stats.st_mode & 0o022:
         return {}
     return {name: str(folder / name.lower()) for name in CACHES if name not in os.environ}
 

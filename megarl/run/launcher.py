@@ -41,7 +41,7 @@ COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
 
 @dataclass(frozen=True)
 class RoleCommand:
-    """What to run for a role. arguments: what follows `python`; environment: variables that differ from ours (None: unset)."""
+    """The command of a role. arguments: what follows `python`; environment: variables that differ from ours (None: unset)."""
 
     role: Role
     arguments: tuple[str, ...]
@@ -55,7 +55,7 @@ class RoleCommand:
         return self.rundir.log(self.role.kind, self.place.nodes[n].name, rank)
 
 
-class Running(Protocol):
+class RunningRole(Protocol):
     """A role that was started."""
 
     pid: int
@@ -84,9 +84,9 @@ class Launcher(Protocol):
     def survey(self, ports: int) -> tuple[Node, ...]:
         """Return the available nodes in the order of the allocation, each with this many free ports."""
 
-    def start(self, task: RoleCommand) -> Running: ...
+    def start(self, task: RoleCommand) -> RunningRole: ...
 
-    def sweep(self, running: Sequence[Running]) -> None:
+    def sweep(self, running: Sequence[RunningRole]) -> None:
         """End what dead roles have left behind and does not belong to `running`."""
 
 
@@ -139,7 +139,7 @@ class LocalLauncher:
             )
         return LocalProcess(process, whole=task.role.kind == "learner")
 
-    def sweep(self, running: Sequence[Running]) -> None:
+    def sweep(self, running: Sequence[RunningRole]) -> None:
         """End processes that left their role's session: orphans are our children (`megarl.run.process.adopt_orphans`)."""
         mine = [process.pid for process in running]
         orphans = [child for child in psutil.Process().children() if child.pid not in mine]

@@ -40,8 +40,8 @@ def logs_of(rundir: RunDir, role: str) -> list[Path]:
     if role == "supervisor":
         files = [rundir.logs / "supervisor.jsonl"]
     elif kind in KINDS and (not index or (index.isdecimal() and kind != "controller")):
-        found = rundir.logs.glob(f"{kind}/*.{index or '*'}.log")
-        files = sorted(found, key=lambda log: (log.stat().st_mtime, log.name))
+        logs = rundir.logs.glob(f"{kind}/*.{index or '*'}.log")
+        files = sorted(logs, key=lambda log: (log.stat().st_mtime, log.name))
     else:
         raise MegarlError(f"--role: {role!r} is none of {', '.join(KINDS)}, supervisor, server-N and learner-N")
     return [log for log in files if log.exists()]

@@ -166,7 +166,7 @@ def log_of(rundir: RunDir, role: Role) -> Path | None:
 
 
 def last_problem(log: Path) -> str:
-    """Return the last problem in the end of a log, or empty. Slurm's own messages count only if there is no other."""
+    """Return the last problem near the end of a log; empty if there is none. Slurm's messages count only if no other does."""
     lines = last_lines(log)[::-1]
     problems = [line for pattern in (PROBLEM, OF_SLURM) for line in lines if pattern.search(line)]
     return problems[0].strip() if problems else ""

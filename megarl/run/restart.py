@@ -32,14 +32,14 @@ LONGEST_DELAY_S = 30.0
 
 NodeState = Literal["up", "silent", "down"]
 """State of a dead role's node. silent: the role was started there and nothing was heard from it."""
-Kind = Literal["server", "controller", "learner"]
+RoleKind = Literal["server", "controller", "learner"]
 
 
 @dataclass(frozen=True, order=True)
 class Role:
     """One watched process. The learner counts as one: torchrun ends all its ranks when one dies."""
 
-    kind: Kind
+    kind: RoleKind
     index: int = 0
 
     @property
@@ -89,7 +89,7 @@ class Nothing:
     """The controller has nothing more to do; the learner exits next."""
 
 
-Decision = Restart | GiveUp | Drop | Elsewhere | Done | Nothing
+Reaction = Restart | GiveUp | Drop | Elsewhere | Done | Nothing
 
 
 class RestartPolicy:
@@ -103,7 +103,7 @@ class RestartPolicy:
         self._steps_at_message: dict[Role, int] = {}
         self._unable: set[Role] = set()  # servers that sent a message before the first step
 
-    def died(self, role: Role, status: int, at: float, steps: int, node: NodeState = "up") -> Decision:
+    def died(self, role: Role, status: int, at: float, steps: int, node: NodeState = "up") -> Reaction:
         """Decide after `role` ended with `status` (negative: a signal) at `at` seconds, `steps` steps after the start."""
         if status == 0 and role.kind == "learner":
             return Done()
@@ -122,8 +122,8 @@ class RestartPolicy:
             return GiveUp(role, f"{role.name} died {count} times within {(at - earlier[0][0]) / 60:.0f} minutes")
         return Restart(role, 0.0 if count == 1 else min(2.0 ** (count - 1), LONGEST_DELAY_S))
 
-    def _message(self, role: Role, steps: int) -> Decision | None:
-        """Decide on an exit with an error message; None if a second try is worthwhile."""
+    def _message(self, role: Role, steps: int) -> Reaction | None:
+        """Decide after an exit with an error message. Return None if a second try is worthwhile."""
         again = self._steps_at_message.get(role) == steps
         self._steps_at_message[role] = steps
         if role.kind == "server" and not steps:

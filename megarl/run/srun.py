@@ -26,7 +26,7 @@ import msgspec
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, writing
 from megarl.core.recipe import Recipe
-from megarl.run.launcher import Launcher, LocalLauncher, RoleCommand, Running, Still
+from megarl.run.launcher import Launcher, LocalLauncher, RoleCommand, RunningRole, Still
 from megarl.run.nodes import OF_SLURM, Node, parse
 from megarl.run.restart import MESSAGE_STATUS, NodeState
 from megarl.run.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Report, encoded
@@ -113,7 +113,7 @@ class SrunLauncher:
             )
         return SrunStep(process, names)
 
-    def sweep(self, running: Sequence[Running]) -> None:
+    def sweep(self, running: Sequence[RunningRole]) -> None:
         """Do nothing: each step cleans up for itself, on its node."""
 
 

@@ -15,7 +15,7 @@ from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import load
 from megarl.run import summary
 from megarl.run.observe import Observer
-from megarl.run.restart import Kind, Role
+from megarl.run.restart import Role, RoleKind
 from megarl.run.view import Frame, RoleView, clock, render
 
 DEAD_S = 60.0
@@ -45,7 +45,7 @@ def main(run: Path) -> int:
 
 
 def roles_of(rundir: RunDir) -> tuple[dict[Role, RoleView], float]:
-    """Return, from the supervisor's notes of the run's current life, its roles as they are now and when it began."""
+    """Return the run's roles as they are now, and when this life began, from the supervisor's log."""
     roles: dict[Role, RoleView] = {}
     restarts: dict[Role, int] = {}
     session, began = "", time.time()
@@ -56,7 +56,7 @@ def roles_of(rundir: RunDir) -> tuple[dict[Role, RoleView], float]:
         if not event.role:
             continue
         kind, _, index = event.role.partition("-")
-        role = Role(cast(Kind, kind), int(index))
+        role = Role(cast(RoleKind, kind), int(index))
         restarts[role] = restarts.get(role, 0) + (event.event == "restart")
         state = {"started": "running", "restart": "restarting"}.get(event.event, event.event)
         seconds = time.time() - event.time if state == "running" else 0.0

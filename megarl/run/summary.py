@@ -7,19 +7,16 @@ import bisect
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megarl.core.base.rundir import RunDir, latest_rows, latest_scores
+from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.run import warnings
-
-Row = dict[str, Any]
 
 
 def summarise(recipe: Recipe, rundir: RunDir) -> Row:
@@ -139,7 +136,7 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
         yield "mishaps", f"{v['restarts']} restarts of a role · {show(v['void_groups'], '.0f')} void groups"
 
 
-def _parity(v: dict[str, Any]) -> str:
+def _parity(v: Row) -> str:
     """Describe the difference between servers and learner in words."""
     if not v["parity_publications"]:
         return "not compared"

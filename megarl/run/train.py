@@ -22,7 +22,7 @@ from megarl.core.evaluation.forecast import not_worth_it
 from megarl.core.recipe import Recipe
 from megarl.run import checks
 from megarl.run.closing import Death, RunEnd, WriteReport, closing, how
-from megarl.run.launcher import Launcher, Running, task
+from megarl.run.launcher import Launcher, RunningRole, task
 from megarl.run.observe import Observer, last_problem, log_of
 from megarl.run.placement import Place, described, place
 from megarl.run.prepare import prepare
@@ -96,7 +96,7 @@ class Supervisor:
     stop_request: StopRequest
     deaths: list[Death] = field(default_factory=list)
     dropped: set[Role] = field(default_factory=set)
-    running: dict[Role, Running] = field(default_factory=dict)
+    running: dict[Role, RunningRole] = field(default_factory=dict)
     due: dict[Role, float] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     stopping_since: float | None = None
@@ -181,7 +181,7 @@ class Supervisor:
             self.launcher.sweep(list(self.running.values()))
         return None
 
-    def _after(self, role: Role, process: Running, status: int, now: float) -> RunEnd | None:
+    def _after(self, role: Role, process: RunningRole, status: int, now: float) -> RunEnd | None:
         if role.kind != "server" and self.rundir.failure_file.exists():
             return self._failure(role, now)
         if self.stopping_since is not None and not (role.kind == "learner" and status == 0):

@@ -34,12 +34,12 @@ def _in_fp32(name: str) -> Callable[..., object]:
     def widened(keys: object, *args: object, **options: object) -> object:
         if not any(isinstance(a, Tensor) and a.dtype == torch.float16 for a in args):
             return kernel.call_boxed(keys, *args, **options)
-        found = kernel.call_boxed(keys, *map(_wide, args), **{k: _wide(v) for k, v in options.items()})
-        if isinstance(found, Tensor):
-            return found.half()
+        result = kernel.call_boxed(keys, *map(_wide, args), **{k: _wide(v) for k, v in options.items()})
+        if isinstance(result, Tensor):
+            return result.half()
         if name == ATTENTION:  # the second result, which the backward pass gets again, is FP32 in torch's kernel too
-            return found[0].half(), found[1]
-        return tuple(gradient.half() for gradient in found)
+            return result[0].half(), result[1]
+        return tuple(gradient.half() for gradient in result)
 
     return widened
 

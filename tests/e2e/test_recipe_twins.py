@@ -112,7 +112,7 @@ def check_publications(run: LiveRun) -> None:
 
 
 def check_evaluations(run: LiveRun) -> None:
-    """Of the policy before the first step and after the last."""
+    """The policy is evaluated before the first step and after the last."""
     recipe, scores = run.recipe, latest_rows(run.rundir.eval)
     assert [score["step"] for score in scores] == [0, recipe.run.steps]
     assert scores[-1]["n_prompts"] == recipe.evaluation.prompts * len(recipe.data.tasks)

@@ -49,7 +49,7 @@ from tests.summaries import WORDS, recomputed
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 LONG_ENOUGH_US = 50_000.0
-"""Of a step, for its busy share to mean something."""
+"""Microseconds: the busy share of a shorter step means nothing."""
 
 
 @pytest.fixture(scope="module")

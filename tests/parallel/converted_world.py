@@ -42,7 +42,7 @@ def main(directory: Path) -> None:
         assert exported
         for name, tensor in exported.items():
             assert torch.equal(tensor, stored[name]), (path.name, name)
-        meta = checkpoint.Meta(step=1, version=1, hf_source=str(path / "hf"), model=model.model_dump())
+        meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(path / "hf"), model=model.model_dump())
         checkpoint.save(path / "real", checkpoint.model_state(chunks), meta)
         check_that_all_ranks_refuse_it_damaged(path / "real", chunks)
     parallel.stop()

@@ -112,7 +112,7 @@ def check_overlapped(recipe: Recipe, batch: Batch, what: str) -> None:
 
 
 class FakeMemory:
-    """Of the largest micro-batch so much a token of 1; more on higher ranks."""
+    """A GPU's memory: proportional to the tokens of the largest micro-batch, with more taken on higher ranks."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

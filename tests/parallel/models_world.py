@@ -103,7 +103,7 @@ def check(path: Path, model: Model, what: str, output: Path, other: Path | None)
     saved = {name: t for file in (output / "hf").glob("*.safetensors") for name, t in load_file(file).items()}
     assert saved.keys() == stored.keys(), what
     assert all(torch.equal(saved[n], stored[n]) for n in stored), f"{what}: saved differs"
-    meta = checkpoint.Meta(step=1, version=1, hf_source=str(path), model=model.model_dump())
+    meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(path), model=model.model_dump())
     checkpoint.save(output / "step", checkpoint.model_state(chunks), meta)
     if other is not None:
         with torch.no_grad():

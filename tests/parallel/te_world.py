@@ -93,7 +93,7 @@ def check(path: Path, family: Family, model: Model, what: str, output: Path, oth
     parallel.start(model, seed=1, timeout_s=60)
     chunks = {engine: built(model, path, engine) for engine in (False, True)}
     stored = load_file(path / "model.safetensors")
-    meta = checkpoint.Meta(step=1, version=1, hf_source=str(path), model=model.model_dump())
+    meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(path), model=model.model_dump())
     for engine, mine in chunks.items():
         hf.load(mine, family, path)
         exported_as_stored(mine, family, stored, f"{what}, {engine=}")

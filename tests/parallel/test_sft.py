@@ -76,7 +76,7 @@ def wait_for_a_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a warm start that was let run: data/, warm/, recipe.yaml."""
+    """The folder of an uninterrupted warm start: data/, warm/, recipe.yaml."""
     folder = tmp_path_factory.mktemp("whole")
     run_world(1, "megarl", "sft", str(written(folder, "warm")))
     return folder

@@ -168,7 +168,7 @@ class Cluster:
         return self.field(job, "JobState")
 
     def field(self, job: str, name: str) -> str:
-        """Of `scontrol show job`."""
+        """Return one field of `scontrol show job`; empty if it is not there."""
         words = self.says("scontrol", "show", "job", "-o", job).split()
         return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), "")
 

@@ -66,7 +66,7 @@ def down(cluster: Cluster) -> Iterator[list[str]]:
 
 @pytest.fixture
 def stand_in_jobs(cluster: Cluster, down: list[str], tmp_path: Path) -> Iterator[Jobs]:
-    """Of small processes as the roles."""
+    """Runs whose roles are small stand-in processes."""
     (tmp_path / "launch").symlink_to(ROOT / "launch", target_is_directory=True)
     megarl = tmp_path / "megarl"
     megarl.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("stand_in_megarl.py")} "$@"\n')

@@ -25,7 +25,7 @@ SMALL = (
 
 @dataclass
 class Jobs:
-    """Of one test."""
+    """The jobs of one test."""
 
     cluster: Cluster
     cwd: Path
@@ -75,7 +75,7 @@ class Job:
         return [e for e in read_jsonl(self.rundir.logs / "supervisor.jsonl") if e["event"] == name]
 
     def processes(self) -> list[psutil.Process]:
-        """Of the run, on any node: roles and their parents name its folder."""
+        """Processes of the run on any node: command lines of roles and their parents name its folder."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             if any(self.rundir.path.name in word for word in process.info["cmdline"] or []):

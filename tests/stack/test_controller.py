@@ -214,7 +214,7 @@ def write_prompts(path: Path, start: int, count: int) -> None:
 
 
 def controller_recipe(directory: Path, place: Path, thinking: list[int], evaluation: dict[str, int]) -> Recipe:
-    """Of a controller whose prompts are in `place`, for servers of the models in `directory`."""
+    """The recipe of a controller whose prompts are in `place`, for servers of the models in `directory`."""
     write_tokenizer(directory / "a")
     write_prompts(place / "train.jsonl", 0, 40)
     write_prompts(place / "heldout.jsonl", 40, 12)

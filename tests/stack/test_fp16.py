@@ -18,7 +18,7 @@ from tests.tiny_scores import scores
 pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(600)]
 
 LIMIT = 0.01
-"""Of a log-prob: three times what fp16 was seen to be off."""
+"""Largest error of a log-prob: three times what was measured with fp16."""
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ async def test_a_running_request_goes_on_over_a_publication(stack: Stack, learne
 
 
 async def test_requests_that_begin_as_weights_change_are_labelled_right(stack: Stack, learner: Any) -> None:
-    """Of some the first token is under way, which the schedule takes in after the pause."""
+    """Some requests have their first token under way; the scheduler takes it in after the pause."""
     chunks, family = learner("a")
     publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
     seen: set[int] = set()

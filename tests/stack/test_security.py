@@ -144,7 +144,7 @@ def ask(live: LiveRun, method: str, path: str, key: str = "", body: bytes = b"{}
 
 
 def paths_of_a_server() -> list[str]:
-    """Of every call that SGLang has, and of megarl/core/server/proxy.py."""
+    """List every path that SGLang answers, and those of megarl/core/server/proxy.py."""
     (package,) = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
     source = (Path(package) / "srt/entrypoints/http_server.py").read_text()
     return sorted({"/whereabouts", *re.findall(r'@app\.\w+\(\s*"(/[^"]*)"', source)})

@@ -139,6 +139,6 @@ async def test_divided_learners_publish_the_whole_model(served: Stack, request: 
 
 
 def language_bytes(model: Any) -> int:
-    """Of the parameters of transformers' model without a vision tower."""
+    """Return the bytes of the parameters of transformers' model, without a vision tower."""
     towers = ("vision_model", "model.vision_model", "multi_modal_projector", "model.multi_modal_projector")
     return sum(p.nbytes for name, p in model.named_parameters() if not name.startswith(towers))

@@ -60,13 +60,13 @@ class Pair:
         return published
 
     def difference(self, name: str) -> float:
-        """Of the first server's log-probs from those of the model of that name."""
+        """Difference of the first server's log-probs from those of the model of that name."""
         return difference(self.servers[0].address.url, self.endpoints, self.models[name])
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Of 2.4 MB, so that a publication has three buckets."""
+    """Models of 2.4 MB, so that a publication has three buckets."""
     directory = tmp_path_factory.mktemp("buckets")
     sizes = {"max_position_embeddings": POSITIONS, "eos_token_id": None, "intermediate_size": 640}
     return directory, two_models(directory, tiny_llama, **sizes)

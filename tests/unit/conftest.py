@@ -81,7 +81,7 @@ def write_run(recipe: Recipe) -> Callable[[int], RunDir]:
 
 
 TASKS = {"math": 0.0, "code": -0.2}
-"""Of a recipe with two, and how far their pass rates are from the middle."""
+"""Two tasks of a recipe, and how far their pass rates are from the mean."""
 
 
 @pytest.fixture

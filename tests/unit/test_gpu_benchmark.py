@@ -92,7 +92,7 @@ def test_over_its_limit(modules: Path) -> None:
 
 
 def test_files_of_tests_are_reported_as_they_pass() -> None:
-    """Of one that hangs nothing more comes; all files before it have been said by then."""
+    """A file that hangs reports nothing more; all files before it have reported by then."""
     lines = [
         "collecting ... collected 4 items\n",
         "tests/unit/test_a.py::test_x[one] PASSED [ 25%]\n",

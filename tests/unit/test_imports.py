@@ -60,7 +60,7 @@ def test_arrows_go_one_way() -> None:
 
 
 def test_no_circles() -> None:
-    """Of what a module imports when it is imported; in a function it may import what imports it."""
+    """Imports at the top of modules form no circle. Inside a function a module may import one that imports it."""
     trees = modules()
     graph = {
         module: set(imported(tree, set(trees), at_import=True)) & set(trees) - {module}

@@ -168,7 +168,7 @@ BODIES = {
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body[:60].decode())
 def test_ids_outside_the_vocabulary_never_reach_the_engine(body: bytes, parts: int) -> None:
-    """Of a vocabulary of ten. What is let through arrives whole."""
+    """A proxy for a vocabulary of ten tokens. What it lets through arrives whole."""
     size = -(-len(body) // parts)
     cut = [body[n * size : (n + 1) * size] for n in range(parts)]
     pieces = [{"type": "http.request", "body": part, "more_body": n + 1 < parts} for n, part in enumerate(cut)]

@@ -120,7 +120,7 @@ def _by_tokens(lengths: Sequence[int], order: list[int], bins: int, max_tokens: 
 def _by_cost(
     lengths: Sequence[int], order: list[int], bins: int, max_tokens: int, costs: Sequence[float]
 ) -> list[list[int]] | None:
-    """Put each sequence into the cheapest bin with room for it, in this order; None if there is none."""
+    """Put each sequence, in this order, into the cheapest bin that has room. Return None if one fits nowhere."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     tokens, so_far = np.zeros(bins, np.int64), np.zeros(bins)
     for i in order:

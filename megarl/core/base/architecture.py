@@ -151,7 +151,7 @@ class Architecture:
 
     @property
     def body_parameters(self) -> int:
-        """Matrices that one token is multiplied with, without the head: a look-up in the embedding is no product."""
+        """Parameters that one token is multiplied with, without the head. The embedding is looked up, not multiplied."""
         chosen = self.moe_layers * self.experts_per_token * self.expert_parameters
         return self.dense_parameters - self.vector_parameters + chosen
 
@@ -278,7 +278,7 @@ READERS: dict[str, Callable[[str, JsonObject, Path | str], Architecture]] = {
 
 
 def _decoder(name: str, config: JsonObject, where: Path | str, only: JsonObject, **more: Any) -> Architecture:
-    """What most architectures write alike, with `more`. only: settings of which no other value is implemented."""
+    """Read the fields that most architectures share, and add `more`. only: settings with a single implemented value."""
     for key, value in ({"hidden_act": "silu"} | only).items():
         if config.get(key, value) != value:
             raise MegarlError(f"{where}: {key}={config[key]!r} is not supported, only {value!r}")

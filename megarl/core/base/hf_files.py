@@ -52,7 +52,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def parameters(model: Path) -> int:
-    """Count the parameters in its weights; MegarlError if there are none, or a file is missing or truncated."""
+    """Count the parameters of a model's weights; MegarlError if there are none, or a file is missing or truncated."""
     from safetensors import SafetensorError, safe_open
 
     total = 0

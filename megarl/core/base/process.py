@@ -36,8 +36,9 @@ def ignore_late_signals() -> None:
 
 
 def shared_memory_mark(session: int | str) -> str:
-    """Return a mark for names in /dev/shm, by which whoever ends a session finds what its processes could not remove. Sessions
-    are numbered by PID namespace, and several of them, in containers, may share the folder.
+    """Return a mark for this session's names in /dev/shm, by which leftovers of its processes are found when it has ended.
+
+    It has the PID namespace too: containers number their sessions independently and may share the folder.
     """
     return f"megarl-{os.stat('/proc/self/ns/pid').st_ino}-{session}-"
 

@@ -184,7 +184,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write so that the file is the old one or the new one, never a part."""
+    """Replace a file in one move, so that readers see the old contents or the new, never a part."""
     with writing(path), tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(data)

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 2
 SHOWN_ANSWER = 200
 """Characters of a prompt's answer that a group keeps. The grader has the whole answer from the data."""
 
-Finish = Literal["stop", "length", "void"]
+FinishReason = Literal["stop", "length", "void"]
 """`stop`: the end token was sampled. `length`: the answer budget ran out first (a truncated rollout)."""
 
 
@@ -108,7 +108,7 @@ class Rollout(Record, frozen=True):
     segments: tuple[Segment, ...]
     reward: float
     correct: bool
-    finish: Finish
+    finish: FinishReason
     graded: float | None = None
     interrupted: bool = False  # the interruption phrase was inserted
     format_ok: bool = True  # the thinking trace was closed and something follows it
@@ -169,7 +169,7 @@ class Group(Record, frozen=True):
 
     @property
     def has_variance(self) -> bool:
-        """Whether its answers were graded differently; if only as right or wrong, whether there are both.
+        """Whether its answers were graded differently: for right-or-wrong grades, whether both occur.
 
         The overlong penalty does not count: a group of right answers would teach nothing but their lengths.
         """

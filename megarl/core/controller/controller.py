@@ -173,7 +173,7 @@ class Controller:
             self._tasks.create_task(self.servers.abort(broken))
 
     def published(self, result: Published) -> None:
-        """Note the end of a publication. The run ends if no server is clean and one of these has failed too often."""
+        """Note the end of a publication. End the run if no server has the current weights and one has failed too often."""
         membership, clean = self.servers.membership, []
         for r in result.results:
             if membership.published(r.id, result.version, result.incarnation, r.error):

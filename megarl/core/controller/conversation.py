@@ -128,7 +128,7 @@ class Responder(Protocol):
     async def carry_out(self, decision: Decision, asked: Next) -> Reply: ...
 
 
-class _Question(NamedTuple):
+class _WaitingNext(NamedTuple):
     """A Next that waits for its answer."""
 
     peer: bytes
@@ -144,7 +144,7 @@ class Conversation:
     def __init__(self, link: Link, answers: Responder) -> None:
         self._link, self._answers = link, answers
         self.incarnation, self._superseded = "", set[str]()
-        self._question: _Question | None = None
+        self._question: _WaitingNext | None = None
         self.changed = asyncio.Event()
 
     async def listen(self) -> None:
@@ -159,7 +159,7 @@ class Conversation:
                 await self._meet(request.incarnation)
             match request:
                 case Next():
-                    self._question = _Question(peer, request, time.monotonic() + HOLD_S)
+                    self._question = _WaitingNext(peer, request, time.monotonic() + HOLD_S)
                     self.changed.set()
                     continue
                 case Published():

@@ -121,7 +121,7 @@ class PromptOrder:
             self.excluded.discard(prompt_id)
 
     def _pool(self) -> int:
-        """Return the pool of an epoch that begins now: the pace's share, or more if that leaves less than a batch."""
+        """Return the pool of an epoch that begins now: the curriculum's share, enlarged if it is less than a batch."""
         wanted, left = math.ceil(self._pace.share(self.drawn) * len(self._ids)), 0
         for n, prompt_id in enumerate(self._easiest_first, 1):
             left += prompt_id not in self.excluded
@@ -196,13 +196,13 @@ def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> PromptOrder:
 
 
 def draw_metrics(mixture: Mixture) -> dict[str, float]:
-    """Return the progress of the passes over the data, of all tasks together, and of each if there are several."""
-    found: dict[str, float] = {}
+    """Return the progress through the data for all tasks together and, if there are several, for each."""
+    metrics: dict[str, float] = {}
     for name, together, value in (
         ("epoch", min, lambda c: c.epoch),
         ("pool_prompts", sum, lambda c: c.pool),
         ("excluded_prompts", sum, lambda c: len(c.excluded)),
     ):
         each = {f"{name}/{task}": float(value(c)) for task, c in mixture.curricula.items()}
-        found |= {name: together(each.values())} | (each if len(each) > 1 else {})
-    return found
+        metrics |= {name: together(each.values())} | (each if len(each) > 1 else {})
+    return metrics

@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.core.base.contracts import GraderDown
-from megarl.core.base.rundir import RunDir, append_jsonl, lacking, latest_rows, latest_scores, step_folder
+from megarl.core.base.rundir import Row, RunDir, append_jsonl, lacking, latest_rows, latest_scores, step_folder
 from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.controller.pipeline import Pipeline
 from megarl.core.evaluation.answers import Answer, SuiteDir
-from megarl.core.evaluation.forecast import Forecast, Row, not_worth_it
+from megarl.core.evaluation.forecast import Forecast, not_worth_it
 from megarl.core.evaluation.metrics import Outcome, result_of, settings_of, summarise
 from megarl.core.evaluation.score import Asker, Questions, score
 from megarl.core.journal.records import Evaluated
@@ -141,8 +141,8 @@ class Evaluations:
         folder, model = step_folder(self._rundir.evaluations, version), f"{self._rundir.path}@{version}"
         for suite in self._questions:
             settings = settings_of(self._recipe, suite.rows)
-            found = result_of(suite.name, model, suite.samples, settings, outcomes[suite.name])
-            SuiteDir(folder, suite.name).write_result(found)
+            result = result_of(suite.name, model, suite.samples, settings, outcomes[suite.name])
+            SuiteDir(folder, suite.name).write_result(result)
 
     def _with_forecast(self, row: Row) -> Row:
         """Return the forecast with this score; nothing while there are too few, or no column is chosen."""
@@ -166,10 +166,10 @@ def row(outcomes: Mapping[str, Sequence[Outcome]], recipe: Recipe, version: int)
     """Return a row of eval.jsonl: all held-out prompts, each task (`pass_rate/math`) if there are several, and each suite."""
     tasks = list(recipe.data.tasks)
     heldout = [one._replace(id=f"{task}/{one.id}") for task in tasks for one in outcomes[task]]
-    found: dict[str, float] = {"step": version, "weight_version": version, "samples": recipe.evaluation.samples}
-    found |= summarise(heldout)
+    row: dict[str, float] = {"step": version, "weight_version": version, "samples": recipe.evaluation.samples}
+    row |= summarise(heldout)
     alone = [*(tasks if len(tasks) > 1 else []), *recipe.evaluation.suites]
     for name in alone:
-        found |= {f"{metric}/{name}": value for metric, value in summarise(outcomes[name]).items()}
-    found |= {f"samples/{name}": suite.samples for name, suite in recipe.evaluation.suites.items()}
-    return found
+        row |= {f"{metric}/{name}": value for metric, value in summarise(outcomes[name]).items()}
+    row |= {f"samples/{name}": suite.samples for name, suite in recipe.evaluation.suites.items()}
+    return row

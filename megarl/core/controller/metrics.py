@@ -68,17 +68,17 @@ OF_EACH_TASK = (
 def task_statistics(batch: Batch, recipe: Recipe) -> dict[str, float]:
     """Return metrics of each task's groups in the batch; rates are nan for a task that has none there."""
     played = [name for name, task in recipe.data.tasks.items() if task.environment]
-    found = turn_statistics(batch) if played else {}
+    metrics = turn_statistics(batch) if played else {}
     if len(recipe.data.tasks) == 1:
-        return found
+        return metrics
     for task in recipe.data.tasks:
         of_task = Batch(step=batch.step, groups=tuple(g for g in batch.groups if g.prompt.task == task))
         statistics = batch_statistics(of_task)
         rewards = [name for name in statistics if name.startswith("reward/")]
-        found |= {f"{name}/{task}": statistics[name] for name in (*OF_EACH_TASK, *rewards)}
+        metrics |= {f"{name}/{task}": statistics[name] for name in (*OF_EACH_TASK, *rewards)}
         if task in played:
-            found |= {f"{name}/{task}": value for name, value in turn_statistics(of_task).items()}
-    return found
+            metrics |= {f"{name}/{task}": value for name, value in turn_statistics(of_task).items()}
+    return metrics
 
 
 def turn_statistics(batch: Batch) -> dict[str, float]:
@@ -119,7 +119,7 @@ class Spent:
 
 
 class ComputeClock:
-    """`hours()` at any moment of this life, and what they were `spent()` on."""
+    """Counts device-hours: `hours()` is the total so far, `spent()` what they went into."""
 
     def __init__(self, state: State, resources: Resources) -> None:
         assert state.session is not None

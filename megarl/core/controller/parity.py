@@ -153,13 +153,13 @@ class Parity:
         salt = f"{self._salt}/parity/{purpose}/{candidate.ticket}/{candidate.sample}"
         tokens, first, routing = candidate.tokens, len(candidate.prompt), self._routed is not None
         try:
-            (found,) = await self._clients[server].score(
+            (scored,) = await self._clients[server].score(
                 [tokens], [first], salt, against=self._against, routing=routing
             )
         except (ServerLost, ServerRefused) as error:
             log.warning("parity of ticket %d.%d: %s", candidate.ticket, candidate.sample, error)
             return None
-        return found if found.version == version else None
+        return scored if scored.version == version else None
 
     def request(self, version: int) -> Score | Wait | None:
         """Return what the learner, which has `version`, must score before it trains; None: nothing is to be compared."""
@@ -195,8 +195,8 @@ class Parity:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the latest comparison once, for the row of the step that follows it."""
-        found, self._latest = self._latest, {}
-        return found | {"warning_parity": float(bool(self.warning))} if found else found
+        metrics, self._latest = self._latest, {}
+        return metrics | {"warning_parity": float(bool(self.warning))} if metrics else metrics
 
     def cancel(self) -> None:
         self._drop_comparison()

@@ -163,7 +163,7 @@ class EvaluationSchedule:
         return is_due(version, newest, self._settings, final_version)
 
     def begin(self, version: int) -> set[int]:
-        """Pin some of the servers that have these weights, those with the fewest requests; return none if none has them."""
+        """Pin the least busy of the servers that have these weights, and return them; empty if no server has them."""
         held = [s for s, v in self._membership.clean().items() if v == version]
         servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._settings.servers])
         for server in servers:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Tickets:
-    """The source of a run's groups. `salt` separates the cached prefixes of this life from those of an earlier one."""
+    """The source of a run's groups. `salt` keeps prefixes that servers cached before a restart from being used after it."""
 
     def __init__(
         self,

@@ -79,13 +79,13 @@ class SuiteDir:
         self.result = self.path / "result.json"
 
     def add(self, answer: Answer) -> None:
-        """Append one whole line; an unfinished line of a crash spoils only itself. MegarlError if the disk is full."""
+        """Append one line; a line that a crash cut off is lost alone. MegarlError if the disk is full."""
         append_jsonl(self.answers, msgspec.to_builtins(answer))
 
     def read_answers(self) -> list[Answer]:
         """Return the newest answer of each id and sample; MegarlError names a line that is no answer."""
-        found = {(answer.id, answer.sample): answer for answer in read_answers(self.answers)}
-        return [found[key] for key in sorted(found)]
+        latest = {(answer.id, answer.sample): answer for answer in read_answers(self.answers)}
+        return [latest[key] for key in sorted(latest)]
 
     def write_result(self, result: Result) -> None:
         write_atomically(self.result, json.dumps(msgspec.to_builtins(result), indent=2).encode() + b"\n")
@@ -118,10 +118,10 @@ def _whole(line: bytes) -> bool:
 
 def _checked[T: (Answer, Result)](path: Path, number: int, data: bytes, kind: type[T]) -> T:
     try:
-        found = msgspec.json.decode(data, type=kind)
+        result = msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError as error:
         raise MegarlError(f"{path}:{number}: not of an evaluation: {error}") from None
-    if found.schema_version != SCHEMA_VERSION:
-        version = found.schema_version
+    if result.schema_version != SCHEMA_VERSION:
+        version = result.schema_version
         raise MegarlError(f"{path}:{number}: written in schema version {version}, this megarl reads {SCHEMA_VERSION}")
-    return found
+    return result

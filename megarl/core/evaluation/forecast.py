@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
-Row = dict[str, Any]
+from megarl.core.base.rundir import Row as Row
+
 Forecast = Callable[[Sequence[Row], Sequence[Row], int, str], Row]
 """Makes the forecast's columns from the rows of eval.jsonl, those of metrics.jsonl, run.steps and the forecast column; empty
 while there is none.

@@ -56,8 +56,8 @@ class Outcome(NamedTuple):
 
 def read_outcomes(answers: Path) -> list[Outcome]:
     """Read the newest outcome of each id and sample from a file of answers."""
-    found = {(answer.id, answer.sample): Outcome.of(answer) for answer in read_answers(answers)}
-    return [found[key] for key in sorted(found)]
+    outcomes = {(answer.id, answer.sample): Outcome.of(answer) for answer in read_answers(answers)}
+    return [outcomes[key] for key in sorted(outcomes)]
 
 
 type Choice = Callable[[Sequence[Outcome], int], float]
@@ -72,19 +72,19 @@ def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
     def best(group: Sequence[Outcome], k: int) -> float:
         return best_at_k([-math.inf if o.reward is None else o.reward for o in group], [o.correct for o in group], k)
 
-    found: dict[str, Choice] = {"pass": lambda group, k: pass_at_k(sum(o.correct for o in group), len(group), k)}
+    choosers: dict[str, Choice] = {"pass": lambda group, k: pass_at_k(sum(o.correct for o in group), len(group), k)}
     if any(o.vote for o in outcomes) and all(o.vote or not o.format_ok for o in outcomes):
-        found["maj"] = lambda group, k: maj_at_k([o.vote for o in group], [o.correct for o in group], k)
+        choosers["maj"] = lambda group, k: maj_at_k([o.vote for o in group], [o.correct for o in group], k)
     if any(o.reward is not None for o in outcomes):
-        found["best"] = best
-    return found
+        choosers["best"] = best
+    return choosers
 
 
 def by_prompt(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
-    found: defaultdict[str, list[Outcome]] = defaultdict(list)
+    groups: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
-        found[outcome.id].append(outcome)
-    return list(found.values())
+        groups[outcome.id].append(outcome)
+    return list(groups.values())
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -94,13 +94,13 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
     prompts, n = by_prompt(outcomes), len(outcomes)
     lengths = [o.tokens for o in outcomes]
     p50, p95 = np.quantile(lengths, (0.5, 0.95), method="inverted_cdf").tolist()
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
 
     def add(name: str, values: Sequence[float]) -> None:
-        found[name], found[f"{name}_low"], found[f"{name}_high"] = over_prompts(values, n)
+        metrics[name], metrics[f"{name}_low"], metrics[f"{name}_high"] = over_prompts(values, n)
 
     add("pass_rate", [sum(o.correct for o in group) / len(group) for group in prompts])
-    found |= {
+    metrics |= {
         "n_prompts": len(prompts),
         "truncation_rate": sum(o.truncated for o in outcomes) / n,
         "interruption_rate": sum(o.interrupted for o in outcomes) / n,
@@ -115,18 +115,18 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
     if any(o.by_length is not None for o in outcomes):
         add("pass_rate_by_length", [sum(bool(o.by_length) for o in group) / len(group) for group in prompts])
     if entropies := [o.entropy for o in outcomes if o.entropy is not None]:
-        found["entropy"] = math.fsum(entropies) / len(entropies)
+        metrics["entropy"] = math.fsum(entropies) / len(entropies)
     for name, chosen in choices(outcomes).items():
         for k in powers_up_to(min(len(group) for group in prompts)):
             add(f"{name}@{k}", [chosen(group, k) for group in prompts])
-    return found
+    return metrics
 
 
 Z = 1.959963984540054
 """The normal quantile of a two-sided 95 % interval."""
 
 
-class Interval(NamedTuple):
+class Estimate(NamedTuple):
     """A mean and its 95 % interval."""
 
     mean: float
@@ -145,13 +145,13 @@ def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
     votes, correct: [n]; "" is no vote. Tied votes are chosen with equal chance; if none of the k votes, the choice is wrong.
     If only some answers of a vote were found right, it counts as right to that share.
     """
-    found: defaultdict[str, list[bool]] = defaultdict(list)
+    by_vote: defaultdict[str, list[bool]] = defaultdict(list)
     for vote, ok in zip(votes, correct, strict=True):
-        found[vote].append(ok)
-    silent = len(found.pop("", []))
-    sizes = {vote: len(oks) for vote, oks in found.items()}
+        by_vote[vote].append(ok)
+    silent = len(by_vote.pop("", []))
+    sizes = {vote: len(oks) for vote, oks in by_vote.items()}
     total = 0.0
-    for vote, oks in found.items():
+    for vote, oks in by_vote.items():
         if any(oks):
             others = tuple(sorted(size for other, size in sizes.items() if other != vote))
             total += sum(oks) / len(oks) * _wins(len(oks), others, silent, k)
@@ -171,7 +171,7 @@ def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> floa
     return total
 
 
-def over_prompts(values: Sequence[float], answers: int) -> Interval:
+def over_prompts(values: Sequence[float], answers: int) -> Estimate:
     """Return the mean of a value in [0, 1] over prompts, with Wilson's score interval for the effective number of answers.
 
     Prompts were drawn at random; the answers to one are a cluster. With s^2 the variance of the values over n prompts, the
@@ -189,7 +189,7 @@ def over_prompts(values: Sequence[float], answers: int) -> Interval:
         effective = answers if bound > 0 else n
     centre = (p + Z * Z / (2 * effective)) / (1 + Z * Z / effective)
     half = Z / (1 + Z * Z / effective) * math.sqrt(bound / effective + (Z / (2 * effective)) ** 2)
-    return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
+    return Estimate(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
 
 
 def student(freedom: int) -> float:

@@ -76,7 +76,7 @@ def extracted(answer: str) -> str:
 def number(text: str) -> Decimal | None:
     """Return the number in the text, with or without thousands separators; None if it is no number."""
     try:
-        found = Decimal(text.replace(",", "").replace("\\!", "").strip())
+        number = Decimal(text.replace(",", "").replace("\\!", "").strip())
     except InvalidOperation:
         return None
-    return found if found.is_finite() else None
+    return number if number.is_finite() else None

@@ -87,8 +87,8 @@ def _entry(header: bytes, offset: int) -> Entry | None:
 
 
 def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
-    """Yield the sound records of a file; a torn last one ends it. MegarlError if sound records follow a damaged one, or it is
-    no journal of this version. payloads: False skips them (b"").
+    """Yield a file's intact records, up to a truncated last one. Raise MegarlError if intact records follow a damaged one,
+    or if the file is not a journal of this version. payloads: False yields b"" for each.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -101,10 +101,10 @@ class JournalReader:
         if number in self._searched:
             return self._searched[number]
         entries = (entry for entry, _ in file.scan(self._file(number), payloads=False))
-        found = {entry.ticket: entry.offset for entry in entries if entry.ticket >= 0}
+        offsets = {entry.ticket: entry.offset for entry in entries if entry.ticket >= 0}
         if number != self.files()[-1]:
-            self._searched[number] = found
-        return found
+            self._searched[number] = offsets
+        return offsets
 
     def _file(self, number: int) -> Path:
         return self.path / f"{number:06}.journal"
@@ -174,8 +174,8 @@ class Journal(JournalReader):
         return Applied(data, record.group.ticket if isinstance(record, Finished) else -1, next_file)
 
     def put(self, applied: Sequence[Applied]) -> None:
-        """Write these bytes to disk before returning, with one fsync a file. MegarlError if that fails: the file then ends with
-        what was put before, and the journal is closed.
+        """Write these bytes to disk, with one fsync per file, and return afterwards. If that fails, raise MegarlError: the file
+        then ends with the bytes of earlier calls, and the journal is closed.
         """
         while applied:
             count = next((n for n, one in enumerate(applied, 1) if one.next_file), len(applied))

@@ -61,7 +61,7 @@ class Removed(Record, frozen=True, tag="removed"):
 
 
 class PublishedVersion(Record, frozen=True, tag="published_version"):
-    """These servers have these weights. Seconds are of the slowest server; startup and evaluation hours of all so far."""
+    """These servers have these weights. Seconds are the slowest server's; startup and evaluation hours are totals so far."""
 
     version: int
     time: float

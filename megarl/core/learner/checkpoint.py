@@ -60,7 +60,9 @@ class Checkpoints:
             return
         begin = time.monotonic()
         model, critic = trainer.recipe.model.model_dump(mode="json"), trainer.critic is not None
-        meta = checkpoint.Meta(step=step, version=step, hf_source=str(self.hf_source), model=model, critic=critic)
+        meta = checkpoint.CheckpointMeta(
+            step=step, version=step, hf_source=str(self.hf_source), model=model, critic=critic
+        )
         with out_of_memory_named("learner.optimizer_offload", "gathering the optimiser for a checkpoint; set it"):
             state = _state(trainer, is_loading=False)
         request = checkpoint.begin(path, state, meta)
@@ -94,7 +96,7 @@ class Checkpoints:
         self.poll(blocking=True)
 
     def load_latest(self) -> bool:
-        """Continue from the newest readable checkpoint, newer ones put aside; False if there is none at all."""
+        """Continue from the newest readable checkpoint and put unreadable newer ones aside. Return False if there is none."""
         unreadable: list[Path] = []
         for path in reversed(from_rank_0(checkpoint.complete(self.folder))):
             try:

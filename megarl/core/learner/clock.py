@@ -15,7 +15,7 @@ from megarl.core.base.messages import Published
 from megarl.core.telemetry.spans import UNRECORDED, Spans
 
 PLACE = "learner/rank 0"
-Part = Literal["wait", "train", "publish", "parity", "checkpoint"]
+StepPart = Literal["wait", "train", "publish", "parity", "checkpoint"]
 
 
 class StepClock:
@@ -24,11 +24,11 @@ class StepClock:
     def __init__(self, spans: Spans = UNRECORDED) -> None:
         self._spans = spans
         self._begin = self._part_begin = time.monotonic()
-        self._spent: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
+        self._spent: dict[StepPart, float] = dict.fromkeys(get_args(StepPart), 0.0)
         self._publication: dict[str, float] = {}
 
     @contextmanager
-    def spent(self, part: Part, step: int) -> Iterator[None]:
+    def spent(self, part: StepPart, step: int) -> Iterator[None]:
         """Count the time within as this part of the step."""
         begin = self._part_begin = time.monotonic()
         self._spans.open(PLACE, part, begin, step=step)

@@ -66,9 +66,11 @@ class CriticModel(TrainedNetwork):
         return value_loss(output, micro.value, micro.value_target, self.critic.value_clip)
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        found = super().forward_backward(sequences)
+        metrics = super().forward_backward(sequences)
         kept = ("tokens_trained", "sequences", "microbatches", *VALUE_METRICS)
-        return {"value_loss": found["loss"]} | {name: found[name] for name in kept} | gae.value_statistics(sequences)
+        return (
+            {"value_loss": metrics["loss"]} | {name: metrics[name] for name in kept} | gae.value_statistics(sequences)
+        )
 
 
 def selected_values(*, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **_: object) -> Tensor:

@@ -242,7 +242,7 @@ class LearnerRank:
         return Stop(reason=self._failed(reason), error=True)
 
     def _failed(self, reason: str) -> str:
-        """Tell the supervisor by a file that the end to come is no crash, and return the reason."""
+        """Write the file that tells the supervisor that the coming exit is not a crash; return the reason."""
         if self.leader:
             write_atomically(self.rundir.failure_file, reason.encode())
         return reason

@@ -108,7 +108,7 @@ def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost 
 def assemble(
     sequences: Sequence[TrainSequence], rows: int, length: int, layout: RowLayout, device: torch.device
 ) -> MicroBatch:
-    """Make this rank's tensors of a micro-batch of these sequences (none: filler only), of at least `rows` x `length`."""
+    """Make this rank's tensors of one micro-batch, of at least `rows` rows of `length`; without sequences all filler."""
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
     boundaries, place, at = (_packed if layout.packing else _unpacked)(lengths, rows, length, layout)
     ids = _joined([s.tokens for s in sequences], np.int64)
@@ -164,11 +164,11 @@ def assemble(
     )
 
 
-type Places = tuple[np.ndarray, np.ndarray, np.ndarray]
+type PackedPlaces = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Boundaries of the sequences; for each token its place among all rows' tokens, and the hidden state's that predicts it."""
 
 
-def _packed(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> Places:
+def _packed(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> PackedPlaces:
     """Return the places of sequences end to end in one row."""
     padded = -(-lengths // layout.sequence_multiple) * layout.sequence_multiple
     starts = np.concatenate([[0], np.cumsum(padded)])
@@ -179,7 +179,7 @@ def _packed(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> P
     return boundaries, place, place - 1
 
 
-def _unpacked(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> Places:
+def _unpacked(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> PackedPlaces:
     """Return the places of one sequence a row; hidden states lie [length, rows]."""
     rows = max(rows, len(lengths))
     length = max(length, _up(int(lengths.max(initial=1)), layout.row_multiple))

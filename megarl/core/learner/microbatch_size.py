@@ -39,7 +39,7 @@ type Memory = Callable[[Callable[[], None]], float]
 
 
 def gpu_memory() -> Memory:
-    """Measure this rank's GPU, of which trials may take what other processes leave free now."""
+    """Measure this rank's GPU. Trials may use the memory that other processes leave free now."""
     torch.cuda.empty_cache()
     room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 
@@ -76,8 +76,8 @@ def settle(
         with within or nullcontext():
             tokens = _found(trainer, longest, batch_tokens, memory or gpu_memory())
         if record is not None and dist.get_rank() == 0:
-            found = {"microbatch_tokens": tokens, "of": conditions}
-            write_atomically(record, json.dumps(found, indent=2).encode() + b"\n")
+            chosen = {"microbatch_tokens": tokens, "of": conditions}
+            write_atomically(record, json.dumps(chosen, indent=2).encode() + b"\n")
     for network in trainer.networks:
         network.microbatch_tokens = tokens
     log.info("micro-batches have up to %d tokens", tokens)

@@ -130,7 +130,7 @@ class ExpertLoad:
                 router.register_forward_hook(partial(self._count, layer))
 
     def begin(self, step_tokens: int) -> None:
-        """Begin a step over so many tokens, of all ranks together."""
+        """Begin a step over this many tokens, all ranks counted together."""
         self._tokens.zero_()
         self._step_tokens = step_tokens
         for waiting in (queue for queues in self._waiting.values() for queue in queues):

@@ -37,9 +37,10 @@ each further overflow lowers it, until a window has passed without one."""
 
 
 class LossScale(DynamicGradScaler):
-    """The scale of one network on this rank; the same on all ranks, because all of them know the same norms. Megatron has an
-    optimiser for a rank's experts and one for the rest, each with a scaler of its own, but multiplies the loss by the first
-    one's scale only. So that an overflow in one does not have them differ, all parts of a network share one of these."""
+    """The loss scale of one network, the same on all ranks, because all of them know the same norms.
+
+    Megatron has an optimiser for a rank's experts and one for the rest, each with its own scaler, but multiplies the loss by
+    the first one's scale only. An overflow in one would make them differ, so all parts of a network share this scale."""
 
     def __init__(self) -> None:
         super().__init__(INITIAL, LEAST, 2.0, 0.5, WINDOW, HYSTERESIS)
@@ -81,8 +82,9 @@ BUCKET: int | None = None
 
 
 def overlaps() -> bool:
-    """Whether gradients are reduced while others are computed: if there is more than one rank, and a GPU to do both.
-    Not so with weights (overlap_param_gather): some of those published, saved and asked would be those of the step before."""
+    """Whether gradients are reduced while others are computed: yes with more than one rank, on GPUs.
+
+    Weights are not gathered that way (overlap_param_gather): some of those published or saved would be a step old."""
     return torch.cuda.is_available() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
 
 

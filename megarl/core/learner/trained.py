@@ -81,11 +81,11 @@ class TrainedNetwork(Network):
         dist.all_reduce(sums)
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         total_loss, tokens, *totals = sums.tolist()
-        found = {"loss": total_loss, "tokens_trained": tokens, "sequences": float(len(sequences))}
-        found["microbatches"] = float(len(steps.members[0]))
+        result = {"loss": total_loss, "tokens_trained": tokens, "sequences": float(len(sequences))}
+        result["microbatches"] = float(len(steps.members[0]))
         for name, total, largest in zip(self.metric_names, totals, maxima.tolist()[2:], strict=True):
-            found[name] = largest if name.endswith("_max") else total / tokens
-        return found | (self.expert_load.metrics() if self.expert_load else {})
+            result[name] = largest if name.endswith("_max") else total / tokens
+        return result | (self.expert_load.metrics() if self.expert_load else {})
 
     def broken(self, metrics: dict[str, float]) -> bool:
         """Whether the loss is not finite, or the gradient is not and no lower loss scale could change that."""
@@ -99,9 +99,9 @@ class TrainedNetwork(Network):
         for members, here, broken in self._nonfinite:
             if members:
                 mine.update(np.repeat(members, here.cpu().numpy())[broken.cpu().numpy()].tolist())
-        found = sorted(set().union(*gathered(mine)))
-        cause = "loss" if found else "step"
-        chosen = [sequences[i] for i in found] or sequences
+        not_finite = sorted(set().union(*gathered(mine)))
+        cause = "loss" if not_finite else "step"
+        chosen = [sequences[i] for i in not_finite] or sequences
         return [{"ticket": s.ticket, "sample": s.sample, "cause": cause} for s in chosen]
 
     def clear(self) -> None:

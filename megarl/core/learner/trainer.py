@@ -101,12 +101,12 @@ class Trainer:
 
     def sequences(self, batch: Batch) -> list[TrainSequence]:
         """Return what the loss sees of the batch, with advantages unless a critic estimates them. Call it once a step."""
-        found = sequences_in_loss(batch, self.recipe)
-        if self.reference and found:
+        sequences = sequences_in_loss(batch, self.recipe)
+        if self.reference and sequences:
             with self.within("reference"):
-                found = self.reference.scored(found)
-        found, self.moments = with_advantages(found, batch, self.recipe, self.moments)
-        return found
+                sequences = self.reference.scored(sequences)
+        sequences, self.moments = with_advantages(sequences, batch, self.recipe, self.moments)
+        return sequences
 
     def train_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Train step `self.step` and count it, also when nothing is trained. Return the same metrics on all ranks."""
@@ -169,7 +169,7 @@ class Trainer:
         return metrics, [], overflowed
 
     def score(self, command: Score, incarnation: str) -> Scored:
-        """Score the command's rollouts by the policy as it is now, with its own choice of experts. The same on all ranks."""
+        """Score the command's rollouts with the current policy and its own choice of experts. All ranks return the same."""
         sequences = [
             unrewarded(i, r.tokens, r.first, None if r.experts is None else r.experts.table)
             for i, r in enumerate(command.rollouts)

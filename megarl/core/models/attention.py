@@ -205,7 +205,7 @@ type Kernels = Flash | PaddedSegments
 
 
 def attention_of(boundaries: Sequence[int], chunk: int | None, cp_size: int, cp_rank: int, like: Tensor) -> Kernels:
-    """Return attention over sequences [boundaries[i], boundaries[i+1]) for this rank's queries, which are like `like`."""
+    """Return attention over the sequences [boundaries[i], boundaries[i+1]) for this rank's queries, shaped like `like`."""
     mine = segments(boundaries, chunk, cp_size, cp_rank)
     keys = None
     if cp_size > 1:

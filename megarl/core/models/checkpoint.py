@@ -3,7 +3,7 @@
     RUN/checkpoints/step-0000020/
         *.distcp, .metadata, metadata.json    megatron's torch_dist format, keyed by the whole model's names
         hf/                                   configuration and tokenizer: conversion needs nothing else
-        megarl.json                           Meta, with a checksum of each file; written last
+        megarl.json                           CheckpointMeta, with a checksum of each file; written last
     RUN/checkpoints/.step-0000020.partial/    being written; renamed when complete
 
 The state is whatever sharded state dict the caller passes; `model_state` is the part that every checkpoint has.
@@ -56,7 +56,7 @@ _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state\d*")
 """Transformer Engine's FP8 scales, of a layer or of one of its experts; megarl trains without, and other layers have none."""
 
 
-class Meta(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
     """Describes a checkpoint. `seal` fills in `files` and `checksum`.
 
     version: of the weights. hf_source: where configuration and tokenizer came from. model: the recipe's section, so the layout
@@ -108,7 +108,7 @@ def _named(chunks: Sequence[Module]) -> list[tuple[str, Module]]:
     return [(f"model{i}" if len(chunks) > 1 else "model", chunk) for i, chunk in enumerate(chunks)]
 
 
-def save(path: Path, state: ShardedStateDict, meta: Meta) -> None:
+def save(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> None:
     """Write a checkpoint at `path`. COLLECTIVE over all ranks; if any fails, all raise MegarlError and nothing is left."""
     request = begin(path, state, meta)
     with whole_or_gone(path):
@@ -116,7 +116,7 @@ def save(path: Path, state: ShardedStateDict, meta: Meta) -> None:
         dist.barrier()
 
 
-def begin(path: Path, state: ShardedStateDict, meta: Meta) -> AsyncRequest:
+def begin(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> AsyncRequest:
     """Return megatron's request to write a checkpoint: each rank's part, then, on all ranks, what makes it appear at `path`."""
 
     def fill(partial: Path) -> None:
@@ -143,7 +143,7 @@ def begin(path: Path, state: ShardedStateDict, meta: Meta) -> AsyncRequest:
     return request
 
 
-def seal(path: Path, meta: Meta, files: Mapping[str, int]) -> None:
+def seal(path: Path, meta: CheckpointMeta, files: Mapping[str, int]) -> None:
     """Write megarl.json, which turns the files in directory `path` into a checkpoint. files: checksums by name."""
     sealed = msgspec.structs.replace(meta, files=dict(files))
     sealed = msgspec.structs.replace(sealed, checksum=_own_checksum(sealed))
@@ -188,14 +188,14 @@ def load_model(path: Path, chunks: Sequence[Module]) -> None:
     set_model_state(chunks, load(path, model_state(chunks)))
 
 
-def read_meta(path: Path) -> Meta:
+def read_meta(path: Path) -> CheckpointMeta:
     """Read the description of the checkpoint at `path`."""
     if not path.is_dir():
         raise MegarlError(f"{path}: no such checkpoint")
     if not (path / META).is_file():
         raise MegarlError(f"{path}: not a complete checkpoint (no {META})")
     try:
-        meta = msgspec.json.decode((path / META).read_bytes(), type=Meta)
+        meta = msgspec.json.decode((path / META).read_bytes(), type=CheckpointMeta)
     except msgspec.DecodeError as error:
         raise MegarlError(f"{path / META}: unreadable: {error}") from None
     if meta.schema != SCHEMA_VERSION:
@@ -243,7 +243,7 @@ def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> Asy
     return request._replace(async_fn=write_and_sum)
 
 
-def _own_checksum(meta: Meta) -> int:
+def _own_checksum(meta: CheckpointMeta) -> int:
     return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(meta, checksum=0)))
 
 
@@ -277,8 +277,8 @@ def check(folder: Path, expected: Mapping[str, int]) -> None:
         file = folder / name
         if not file.is_file():
             raise MegarlError(f"{file}: missing; the checkpoint is damaged, use an older one")
-        if (found := checksum(file)) != wanted:
-            changed = f"its checksum is {found:08x}, and was {wanted:08x} when it was written"
+        if (now := checksum(file)) != wanted:
+            changed = f"its checksum is {now:08x}, and was {wanted:08x} when it was written"
             raise MegarlError(f"{file}: {changed}; the checkpoint is damaged, use an older one")
 
 

@@ -43,7 +43,7 @@ class SourceView:
 
     @property
     def alone(self) -> str:
-        """The name of this view of a stack as a tensor of its own, turned: `experts.3.gate_proj.weight`."""
+        """The name that this view of a stack has as a tensor of its own, transposed: `experts.3.gate_proj.weight`."""
         stack, _, name = self.name.rpartition(".")
         if self.part is not None:
             name = name.removesuffix("_proj").split("_")[self.part[0]] + "_proj"
@@ -65,7 +65,7 @@ class Weight:
     vocabulary: int | None = None
 
 
-Weights = dict[str, Weight]
+NamedWeights = dict[str, Weight]
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ def family_of(hf_dir: Path) -> Family:
     return Family(model, _weights(model))
 
 
-def _weights(model: Architecture, prefix: str = "") -> Weights:
+def _weights(model: Architecture, prefix: str = "") -> NamedWeights:
     """Return all weights of the model. prefix: how Hugging Face names begin."""
-    weights: Weights = {}
+    weights: NamedWeights = {}
     for i in range(model.layers):
         hf = f"{prefix}model.layers.{i}."
         layer = _attention(model, hf + "self_attn.") | _feed_forward(model, hf, i in model.expert_layers)
@@ -131,7 +131,7 @@ def _plain(name: str, split: int | None = None) -> Weight:
     return Weight((SourceView(name),), split)
 
 
-def _attention(model: Architecture, hf: str) -> Weights:
+def _attention(model: Architecture, hf: str) -> NamedWeights:
     """Return the projections of `hf` (…self_attn.), with biases and norms of heads where the model has them."""
     weights = {"self_attention.linear_proj.weight": _plain(hf + "o_proj.weight", 1)}
     for kind in ("weight", "bias") if model.qkv_biases else ("weight",):
@@ -143,7 +143,7 @@ def _attention(model: Architecture, hf: str) -> Weights:
     return weights
 
 
-def _feed_forward(model: Architecture, hf: str, experts: bool) -> Weights:
+def _feed_forward(model: Architecture, hf: str, experts: bool) -> NamedWeights:
     """Return the MLP of layer `hf`, or its router and experts."""
     llama4 = model.name.startswith("Llama4")
     hf += "feed_forward." if llama4 else "mlp."
@@ -160,7 +160,7 @@ def _feed_forward(model: Architecture, hf: str, experts: bool) -> Weights:
     return weights
 
 
-def _gated_mlp(megatron: str, hf: str) -> Weights:
+def _gated_mlp(megatron: str, hf: str) -> NamedWeights:
     """Return gate, up and down of `hf` (…mlp.) as Megatron's MLP `megatron` (mlp., mlp.shared_experts., …)."""
     sources = SourceView(hf + "gate_proj.weight"), SourceView(hf + "up_proj.weight")
     return {
@@ -169,7 +169,7 @@ def _gated_mlp(megatron: str, hf: str) -> Weights:
     }
 
 
-def _stacked_expert(megatron: str, hf: str, expert: int) -> Weights:
+def _stacked_expert(megatron: str, hf: str, expert: int) -> NamedWeights:
     """Return expert `expert` of the stacks `hf` (…experts.), whose entries are transposed: [hidden, inner], [inner, hidden]."""
     gate_up = tuple(SourceView(hf + "gate_up_proj", expert, (k, 2)) for k in range(2))
     down = (SourceView(hf + "down_proj", expert),)

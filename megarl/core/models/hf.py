@@ -188,7 +188,7 @@ def shard_of(name: str) -> tuple[int, int]:
 
 
 def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield (name, shards of all ranks) of this parameter and, if an expert's, of those in its place on other ranks."""
+    """Yield (name, shards of all ranks) of this parameter and, for an expert's, of its counterparts on other ranks."""
     if not _EXPERT.fullmatch(name):
         divided = family.weight(name).split is not None
         yield name, _all(parameter, parallel_state.get_tensor_model_parallel_group()) if divided else [parameter]

@@ -256,7 +256,7 @@ class ValueHead(Module):
 
     @staticmethod
     def adopt(chunks: Sequence[GPTModel]) -> None:
-        """Give this head to chunks whose weights are loaded. What they shared with the embedding is no longer shared."""
+        """Give this head to chunks with loaded weights. They no longer share a head with the embedding."""
         for chunk in chunks:
             chunk.share_embeddings_and_output_weights = False
             if chunk.post_process:

@@ -19,7 +19,7 @@ from megarl.shims.megatron_cpu import after_megatron_import
 
 
 def start(model: Model, seed: int, timeout_s: float) -> None:
-    """Join the other ranks in groups of `model`'s layout. COLLECTIVE. timeout_s: of this and of every later collective."""
+    """Join the other ranks in the groups of `model`'s layout. COLLECTIVE. timeout_s: of this and all later collectives."""
     after_megatron_import()
     torch.set_float32_matmul_precision("highest")  # also if the environment allows TF32, as some containers do
     world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -63,7 +63,7 @@ def explain(error: ErrorDetails, origin: Origin, source: str) -> str:
 
 
 def _place(where: tuple[str, ...], origin: Origin) -> str:
-    """Return the place of the key or nearest enclosing section; for a section made only by overrides, its first key's."""
+    """Return where the key or its enclosing section is written; for a section made by overrides, where its first key is."""
     for n in range(len(where), 0, -1):
         if found := origin.get(where[:n]) or next((at for key, at in origin.items() if key[:n] == where[:n]), ""):
             return found
@@ -309,7 +309,7 @@ def _apply(tree: dict[str, Any], override: str, origin: Origin) -> None:
 
 @dataclass(frozen=True)
 class RemovedKey:
-    """A key of earlier versions. A recipe may still have it with the values that mean what is done now."""
+    """A key of earlier versions. A recipe may keep it with a value that means today's behaviour."""
 
     instead: str  # what is done now
     kept: tuple[object, ...] | None = None  # those values; None: any value, because the key never changed a result
@@ -344,7 +344,7 @@ REMOVED = {
 
 
 def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[str, Any]:
-    """Drop removed keys whose value means what is done now. MegarlError names any other. Run directories keep all keys."""
+    """Drop removed keys whose value means today's behaviour. MegarlError names any other. Run directories keep all keys."""
     tree = copy.deepcopy(tree)
     for key, removed in REMOVED.items():
         *sections, last = key.split(".")
@@ -373,9 +373,9 @@ def _validated(tree: dict[str, Any], origin: Origin, source: str) -> Recipe:
 
 
 def _with_tuples(tree: Any, kind: Any) -> Any:
-    """Turn lists into tuples, and strings such as `1e-6`, as YAML 1.1 reads floats, into floats where one is wanted.
+    """Turn lists into tuples, and strings such as `1e-6`, which YAML 1.1 does not read as numbers, into floats if wanted.
 
-    YAML has no tuples and writes 1 for 1.0, but pydantic's strict mode itself accepts an int for a float.
+    An int where a float is wanted needs no conversion: pydantic's strict mode accepts it.
     """
     if isinstance(tree, dict):
         return {key: _with_tuples(value, kind_of(kind, key)) for key, value in tree.items()}

@@ -188,7 +188,7 @@ def _lengths(length: Length) -> Iterator[str]:
 
 
 def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Check a layout against a model's sizes by megatron's names: what must divide, and what megatron refuses."""
+    """Check a layout against a model's sizes: what must divide, and what megatron refuses. Keys have megatron's names."""
     stages = m.pipeline_parallel * m.virtual_pipeline_parallel
     for key, layout, parts in (
         ("num_attention_heads", "tensor_parallel", m.tensor_parallel),

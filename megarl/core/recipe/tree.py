@@ -19,10 +19,10 @@ class Curriculum(Section):
     """Easy prompts first, by their `difficulty`. Not part of ScaleRL."""
 
     kind: Literal["none", "linear", "exponential"] = Field(
-        "none", description="how the share of prompts drawn from grows"
+        "none", description="how the share of prompts in play grows; none: all from the start"
     )
     start: float = Field(0.2, gt=0, le=1, description="share of the easiest prompts that the first epoch has")
-    steps: int = Field(1000, ge=1, description="batches drawn until all prompts are in")
+    steps: int = Field(1000, ge=1, description="batches until all prompts are in play")
 
 
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -34,17 +34,17 @@ class Service(Section):
 
     url: str = Field(pattern=r"^https?://[^@\s]+$", description="requests are POSTed to it")
     api_key_env: str = Field("", description="environment variable that holds its key")
-    api_key_file: str = Field("", description="or a file that holds it")
-    timeout_s: float = Field(60.0, gt=0, description="of a request")
-    retries: int = Field(4, ge=0, description="of a request that failed")
-    batch: int = Field(32, ge=1, description="completions a request")
+    api_key_file: str = Field("", description="file that holds its key")
+    timeout_s: float = Field(60.0, gt=0, description="limit of a request, in seconds")
+    retries: int = Field(4, ge=0, description="times that a failed request is repeated")
+    batch: int = Field(32, ge=1, description="completions sent in one request")
 
 
 class Reward(Section):
     """A reward added to that of a task's grader."""
 
-    grader: str = Field(description="as of a task")
-    weight: float = Field(description="its score is multiplied by this, which may be negative")
+    grader: str = Field(description="what gives the score, as for a task")
+    weight: float = Field(description="factor of the score; may be negative")
 
 
 ColumnName = Literal["prompt", "answer", "difficulty", "id"]
@@ -58,32 +58,33 @@ class Rows(Section):
     """Rows of a data set, what the model sees of them, and how its answers are graded."""
 
     mapping: MappingName = Field(
-        "", description="published set whose columns they have; empty: id, prompt, answer, difficulty"
+        "", description="published set whose columns the rows have; empty: id, prompt, answer, difficulty"
     )
     columns: dict[ColumnName, str] = Field(
         {},
-        description="instead of the mapping's columns; a dot reaches into a nested one. A row without id gets its hash",
+        description="columns that replace the mapping's; a dot reaches into a nested one. A row without id gets its hash",
     )
     template: Literal["raw", "chat"] = Field(
         "raw", description="raw: the model sees the prompt as it is; chat: in the model's chat template"
     )
-    system: str = Field("", description="system message before it, with template: chat")
+    system: str = Field("", description="system message before the prompt, with template: chat")
     grader: str = Field(
         "math",
-        description="math, exact, code, format, a name of data.services, or package.module:function: says what is right",
+        description="what says which answers are right: math, exact, code, format, a name of data.services, or "
+        "package.module:function",
     )
     rewards: dict[TaskName, Reward] = Field(
-        {}, description="by name: each adds weight x score to the reward; none affects correctness"
+        {}, description="further rewards by name: each adds weight x score; none affects correctness"
     )
     environment: str = Field(
         "",
-        description="python, calculator, guessing, or package.module:Class: what answers the policy's turns; empty: one turn",
+        description="what answers the policy's turns: python, calculator, guessing, or package.module:Class; empty: one turn",
     )
-    turns: int = Field(8, ge=1, description="of environment: most turns of an episode, the last one included")
-    turn_tokens: int = Field(4096, ge=1, description="of environment: most tokens sampled in a turn")
-    reply_tokens: int = Field(512, ge=1, description="of environment: most tokens of a reply; they count in `length`")
+    turns: int = Field(8, ge=1, description="environment: most turns of an episode, the last one included")
+    turn_tokens: int = Field(4096, ge=1, description="environment: most tokens sampled in a turn")
+    reply_tokens: int = Field(512, ge=1, description="environment: most tokens of a reply; they count in `length`")
     reply_timeout_s: float = Field(
-        600.0, gt=0, description="of environment: most seconds for a reply, the wait for a free sandbox included"
+        600.0, gt=0, description="environment: most seconds for a reply, the wait for a free sandbox included"
     )
 
     @property
@@ -95,9 +96,10 @@ class Rows(Section):
 class Task(Rows):
     """Prompts of one kind that a run trains on."""
 
-    train: str = Field(description="JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
+    train: str = Field(description="training prompts: JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
     heldout: str | int = Field(
-        description="the same, never trained on; or a number of rows of `train`, chosen by hash and taken out of it"
+        description="prompts never trained on: such a source, or a number of rows of `train`, chosen by hash and taken "
+        "out of it"
     )
     weight: float = Field(1.0, gt=0, description="share of the prompts drawn, in proportion to the other tasks'")
 
@@ -115,12 +117,12 @@ class Suite(Rows):
     """A set that models are scored on. Shipped ones (megarl/recipes/suites) are known by name; keys given here win."""
 
     choices: Literal["", "arc", "hellaswag"] = Field(
-        "", description="multiple choice with rows of this set's columns, by log-likelihood; empty: answers are sampled"
+        "", description="multiple choice by log-likelihood: whose columns the rows have; empty: answers are sampled"
     )
-    data: str = Field(description="JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
-    prompt: str = Field("{prompt}", description="what the model is asked; {prompt} stands for the row's")
-    samples: int = Field(1, ge=1, description="answers a prompt: mean@samples, pass@k and maj@k up to it")
-    prompts: int | None = Field(None, ge=1, description="at most so many, chosen by hash; null: all")
+    data: str = Field(description="the set: JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
+    prompt: str = Field("{prompt}", description="what the model is asked; {prompt} stands for the row's prompt")
+    samples: int = Field(1, ge=1, description="answers per prompt: gives mean@samples, and pass@k and maj@k up to it")
+    prompts: int | None = Field(None, ge=1, description="most prompts, chosen by hash; null: all")
     heldout: int | None = Field(
         None,
         ge=1,
@@ -129,19 +131,20 @@ class Suite(Rows):
 
 
 class Data(Section):
-    tasks: dict[TaskName, Task] = Field({}, description="by name; null takes one of the base recipe away")
+    tasks: dict[TaskName, Task] = Field({}, description="tasks by name; null removes one of the base recipe")
     on_exhausted: Literal["stop", "reset"] = Field(
         "reset",
-        description="when fewer prompts of a task are left than a batch has: draw no more of it, or begin again",
+        description="if fewer of a task's prompts are left than a batch takes: reset begins again, stop draws no more of it",
     )
     curriculum: Curriculum = Curriculum()
-    services: dict[TaskName, Service] = Field({}, description="reward services, by the name that a grader has")
+    services: dict[TaskName, Service] = Field({}, description="reward services by name; a grader refers to one by it")
     sandbox: Literal["bubblewrap", "rlimits"] = Field(
         "bubblewrap",
-        description="of grader: code; rlimits: no namespaces; on old kernels programs read, write and delete what you can",
+        description="where grader: code runs programs; rlimits has no namespaces, and on old kernels programs read, "
+        "write and delete what you can",
     )
     decontaminate: tuple[str, ...] = Field(
-        (), description="sources of evaluation sets: prompts with 13 words in a row of theirs are not trained on"
+        (), description="evaluation sets: a prompt that shares 13 consecutive words with one is not trained on"
     )
 
     @field_validator("tasks", mode="before")
@@ -161,19 +164,22 @@ class Run(Section):
         "run",
         pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$",
         max_length=200,
-        description="run directory is dir/name",
+        description="the run's directory is dir/name",
     )
-    dir: str = "runs"
-    seed: int = Field(0, ge=0)
+    dir: str = Field("runs", description="folder of all runs")
+    seed: int = Field(0, ge=0, description="seed of shuffles, budgets and all other random choices but sampling")
     steps: int = Field(400, ge=1, description="optimiser steps")
-    resume: Literal["never", "auto"] = "never"
+    resume: Literal["never", "auto"] = Field(
+        "never", description="auto: continue the run in this directory, if there is one; never: refuse to"
+    )
     launcher: Literal["auto", "local", "srun"] = Field(
         "auto",
         description="processes of this machine, or steps of a Slurm job; auto: steps if it has several nodes or a container",
     )
     interface: str = Field(
         "",
-        description="network interface all roles listen on, such as ib0; slurm: by which it reaches the nodes; empty: loopback",
+        description="network interface all roles listen on, such as ib0; slurm: the one by which Slurm reaches the "
+        "nodes; empty: loopback",
     )
     stop_when: str = Field(
         "", pattern=r"^$|^gain < [0-9.]+(e-?[0-9]+)? per (GPU|core)-hour$",
@@ -193,12 +199,12 @@ class Moe(Section):
     """
 
     aux_loss: float = Field(0.0, ge=0, description="coefficient of the Switch Transformer's balancing loss; 0: none")
-    freeze_router: bool = False
+    freeze_router: bool = Field(False, description="true: routers keep the weights they came with")
     routing_replay: bool = Field(False, description="the learner takes the experts that the server chose")
 
 
 class Model(Section):
-    path: str = Field("", description="Hugging Face directory both sides start from")
+    path: str = Field("", description="Hugging Face directory that both sides start from")
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "bf16", description="weights and activations on both sides; fp16: the learner scales its losses"
     )
@@ -208,13 +214,16 @@ class Model(Section):
     fp8: Literal["none", "blockwise", "tensorwise"] = Field(
         "none", description="scales of the learner's FP8 products, by Transformer Engine; weights and servers stay bf16"
     )
-    tensor_parallel: int = Field(1, ge=1)
-    sequence_parallel: bool = False
-    pipeline_parallel: int = Field(1, ge=1)
-    virtual_pipeline_parallel: int = Field(1, ge=1, description="model chunks a pipeline rank holds")
-    context_parallel: int = Field(1, ge=1)
-    expert_parallel: int = Field(1, ge=1)
-    expert_tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1, description="TP: ranks that divide each matrix")
+    sequence_parallel: bool = Field(
+        False,
+        description="true: tensor-parallel ranks divide the tokens between matrices too; needed for tensor_parallel above 1",
+    )
+    pipeline_parallel: int = Field(1, ge=1, description="PP: ranks that divide the layers")
+    virtual_pipeline_parallel: int = Field(1, ge=1, description="model chunks per pipeline rank")
+    context_parallel: int = Field(1, ge=1, description="CP: ranks that divide each sequence")
+    expert_parallel: int = Field(1, ge=1, description="EP: ranks that divide the experts")
+    expert_tensor_parallel: int = Field(1, ge=1, description="ETP: ranks that divide each expert")
     moe: Moe = Moe()
 
     @property
@@ -229,11 +238,13 @@ class Model(Section):
 
 
 class Resources(Section):
-    learner_ranks: int = Field(1, ge=1, description="TP x PP x CP x DP")
-    servers: int = Field(1, ge=1)
-    server_tensor_parallel: int = Field(1, ge=1, description="GPUs a server")
-    colocate: bool = Field(False, description="servers and learner ranks share GPUs of one machine, a rank on each")
-    threads: int = Field(1, ge=1, description="CPU threads of a learner rank or a server")
+    learner_ranks: int = Field(1, ge=1, description="GPUs or processes of the learner: TP x PP x CP x DP")
+    servers: int = Field(1, ge=1, description="number of SGLang servers")
+    server_tensor_parallel: int = Field(1, ge=1, description="GPUs per server")
+    colocate: bool = Field(
+        False, description="true: servers and learner ranks share GPUs of one machine, one rank on each"
+    )
+    threads: int = Field(1, ge=1, description="CPU threads per learner rank or server")
     large_on_cpu: bool = Field(
         False,
         description="without a GPU start also more than 8 threads a core, or a bf16 or fp16 model of over 1e9 parameters",
@@ -243,29 +254,35 @@ class Resources(Section):
 class Stage(Section):
     """A shorter budget at the beginning of a run."""
 
-    until_step: int = Field(ge=1, description="for prompts drawn for steps before this one")
-    thinking_tokens: tuple[int, int]
+    until_step: int = Field(ge=1, description="the stage is for prompts drawn for steps before this one")
+    thinking_tokens: tuple[int, int] = Field(description="budget of the stage, as length.thinking_tokens")
 
 
 class Length(Section):
     control: Literal["interruption", "overlong_penalty", "none"] = Field(
-        "interruption", description="the others sample thinking and answer in one, up to the sum of both limits"
+        "interruption",
+        description="interruption: a phrase ends the thinking; the others sample thinking and answer in one, up to the "
+        "sum of both limits",
     )
-    prompt_tokens: int = Field(2048, ge=1)
-    thinking_tokens: tuple[int, int] = Field((10_000, 12_000), description="budget, drawn anew for each rollout")
-    stages: tuple[Stage, ...] = Field((), description="shorter budgets before it, [{until_step, thinking_tokens}, …]")
-    answer_tokens: int = Field(2048, ge=1)
+    prompt_tokens: int = Field(2048, ge=1, description="longest prompt with its template; longer ones are left out")
+    thinking_tokens: tuple[int, int] = Field(
+        (10_000, 12_000), description="smallest and largest thinking budget; each rollout draws one"
+    )
+    stages: tuple[Stage, ...] = Field(
+        (), description="shorter budgets at the start of the run, [{until_step, thinking_tokens}, …]"
+    )
+    answer_tokens: int = Field(2048, ge=1, description="most tokens after the thinking")
     end_of_thinking: str = Field(
-        "</think>", description="the answer stands behind it; empty: the model has no thinking trace"
+        "</think>", description="the answer is the text after it; empty: the model has no thinking trace"
     )
     interruption: str = Field(
         "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>",
-        description="appended when the thinking budget runs out; masked from the loss",
+        description="phrase appended when the thinking budget runs out; masked from the loss",
     )
     overlong_tokens: int = Field(
         2048,
         ge=1,
-        description="of overlong_penalty: a right answer loses up to 1 over the last so many tokens (L_cache)",
+        description="overlong_penalty: a right answer loses up to 1 over this many last tokens (L_cache)",
     )
 
     def at(self, step: int) -> "Length":
@@ -286,8 +303,8 @@ class Length(Section):
 
 
 class Sampling(Section):
-    generations: int = Field(16, ge=2, description="rollouts of a prompt")
-    temperature: float = Field(1.0, gt=0, description="not stated")
+    generations: int = Field(16, ge=2, description="rollouts per prompt")
+    temperature: float = Field(1.0, gt=0, description="divides the logits on both sides; not stated")
     top_p: float = Field(
         1.0, gt=0, le=1, description="not stated; training takes no other, evaluation.top_p is its own"
     )
@@ -298,7 +315,7 @@ class PipelineSection(Section):
         "pipeline-rl",
         description="ppo-off-policy: k x batch.prompts prompts are generated with one version, then trained in k steps",
     )
-    k: int = Field(8, ge=0, description="largest lag of a trained token, in steps; of ppo-off-policy: steps of a phase")
+    k: int = Field(8, ge=0, description="largest lag of a trained token, in steps; ppo-off-policy: steps per phase")
 
     @property
     def phase_steps(self) -> int:
@@ -322,43 +339,51 @@ class PipelineSection(Section):
 
 
 class BatchSection(Section):
-    prompts: int = Field(48, ge=1)
+    prompts: int = Field(48, ge=1, description="prompts per step; each has sampling.generations rollouts")
     zero_variance: Literal["drop", "refill", "keep"] = Field(
         "drop",
-        description="groups whose answers are graded alike: left out; replaced by another prompt's; in the loss and its means",
+        description="groups whose answers are graded alike: drop them, refill with other prompts' groups, or keep them "
+        "in the loss",
     )
-    positive_threshold: float | None = Field(0.9, gt=0, le=1, description="no-positive-resampling; null: off")
+    positive_threshold: float | None = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="a prompt with this pass rate is not drawn again (no-positive-resampling); null: off",
+    )
     centring: Literal["group", "leave_one_out", "none", "critic"] = Field(
         "group",
-        description="what is taken from a reward: mean of the group, of the group's others, nothing; critic: by GAE from each "
-        "token what a value model expected (see `critic`)",
+        description="what is subtracted from a reward: the mean of the group, of the group's others, nothing; critic: "
+        "what a value model expected, token by token (GAE)",
     )
     advantage: Literal["batch", "group", "running", "none"] = Field(
-        "batch", description="deviation the centred reward is divided by; running: of all batches so far"
+        "batch", description="whose deviation divides the centred reward; running: that of all batches so far"
     )
     aggregation: Literal["prompt", "sample", "token", "constant"] = Field(
-        "prompt", description="constant: over rollouts x longest completion (Dr. GRPO)"
+        "prompt",
+        description="over what the loss is averaged first; constant: divided by rollouts x longest completion (Dr. GRPO)",
     )
 
 
 class Loss(Section):
     kind: str = Field(
         "cispo",
-        description="cispo, clip (PPO, GRPO, DAPO), gspo, reinforce, or package.module:function of your own "
-        "(docs/add-a-loss.md)",
+        description="policy loss: cispo, clip (PPO, GRPO, DAPO), gspo, reinforce, or package.module:function of your "
+        "own (docs/add-a-loss.md)",
     )
     cap: float = Field(
-        4.0, gt=0, description="cispo: upper bound of the importance ratio: 4, 5 and 8 were tried, choice not stated"
+        4.0, gt=0, description="cispo: upper bound of the importance ratio; 4, 5 and 8 were tried, choice not stated"
     )
     clip_low: float = Field(
         0.2,
         ge=0,
         le=1,
-        description="clip: a token's ratio is clipped at 1 - this; gspo: a sequence's, for which 3e-4 is usual",
+        description="clip: a token's ratio is clipped at 1 - clip_low; gspo: a sequence's ratio, for which 3e-4 is usual",
     )
-    clip_high: float = Field(0.2, ge=0, description="the same upwards, at 1 + this; gspo: 4e-4 is usual")
+    clip_high: float = Field(0.2, ge=0, description="upper bound, 1 + clip_high; gspo: 4e-4 is usual")
     correction: Literal["none", "truncate", "mask"] = Field(
-        "none", description="clip, gspo (mask only), reinforce: bound on the weight of a token of another policy"
+        "none",
+        description="clip, gspo (mask only), reinforce: bounds the weight of tokens with a large importance ratio",
     )
     correction_cap: float = Field(2.0, gt=0, description="largest importance ratio that `correction` leaves as it is")
     entropy_bonus: float = Field(0.0, ge=0, description="coefficient of the entropy in the loss; ScaleRL has none")
@@ -367,11 +392,11 @@ class Loss(Section):
 class Reference(Section):
     """KL penalty that keeps the policy near a frozen model. ScaleRL and DAPO have none."""
 
-    coefficient: float = Field(0.0, ge=0, description="0: none, and no second model is held")
-    estimator: Literal["k1", "k2", "k3"] = Field("k1", description="of a token's KL; k3 is GRPO's")
+    coefficient: float = Field(0.0, ge=0, description="weight of the penalty; 0: none, and no second model is loaded")
+    estimator: Literal["k1", "k2", "k3"] = Field("k1", description="estimator of a token's KL; k3 is GRPO's")
     where: Literal["reward", "loss"] = Field(
         "reward",
-        description="reward: lowered by the sum over the rollout's tokens; loss: added to each token's (not k1)",
+        description="reward: subtracted, summed over the rollout's tokens; loss: added for each token (not k1)",
     )
     path: str = Field("", description="Hugging Face directory of the reference; empty: model.path, the policy's start")
 
@@ -383,39 +408,41 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class Rate(Section):
     """A learning rate, where the rest of the optimiser is settled elsewhere."""
 
-    lr: float = Field(5e-7, gt=0)
-    warmup_steps: int = Field(100, ge=0, description="linear")
+    lr: float = Field(5e-7, gt=0, description="learning rate after the warm-up")
+    warmup_steps: int = Field(100, ge=0, description="steps of linear warm-up")
 
 
 class Optimizer(Rate):
     schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="from the warm-up's end; cosine and linear fall to 0 at the end of the steps"
+        "constant", description="after the warm-up; cosine and linear fall to 0 at the last step"
     )
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="not stated")
-    eps: float = Field(1e-15, gt=0)
-    weight_decay: float = Field(0.01, ge=0, description="of matrices; norms and biases are not decayed")
-    grad_clip: float = Field(1.0, gt=0, description="not stated")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's two decay rates; not stated")
+    eps: float = Field(1e-15, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's decay of matrices; norms and biases are not decayed")
+    grad_clip: float = Field(1.0, gt=0, description="largest global gradient norm; not stated")
 
 
 class Learner(Section):
     microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         16_384,
-        description="tokens of a packed micro-batch on a data-parallel rank; auto: as many as a GPU holds, by trying",
+        description="tokens of a packed micro-batch on a data-parallel rank; auto: the largest size that fits, found by trying",
     )
-    packing: bool = True
+    packing: bool = Field(
+        True, description="true: sequences share the rows of a micro-batch; false: one row each, padded"
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="what the backward pass computes again instead of keeping it: nothing, MLPs and experts, whole layers",
+        description="what the backward pass recomputes instead of storing: nothing, MLPs and experts, or whole layers",
     )
     optimizer_offload: float = Field(
-        0.0, ge=0, le=1, description="share of the policy's AdamW that lies in the host's memory; its cores update it"
+        0.0, ge=0, le=1, description="share of the policy's AdamW kept in the host's memory, where CPU cores update it"
     )
-    epochs: int = Field(1, ge=1, description="updates by each batch, one after the other in its step; ScaleRL has one")
+    epochs: int = Field(1, ge=1, description="updates per batch, within its step; ScaleRL has one")
     optimizer: Optimizer = Optimizer()
 
 
 class CriticRate(Rate):
-    lr: float = Field(5e-6, gt=0)
+    lr: float = Field(5e-6, gt=0, description="learning rate after the warm-up")
 
 
 class Critic(Section):
@@ -423,30 +450,37 @@ class Critic(Section):
 
     path: str = Field("", description="Hugging Face directory it starts from, with a new head; empty: model.path")
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
-        "fp32", description="of its weights and activations, whatever the policy's (model.dtype)"
+        "fp32", description="precision of its weights and activations, independent of model.dtype"
     )
     gamma: float = Field(1.0, gt=0, le=1, description="discount of a token; 1 in Open-Reasoner-Zero (arXiv 2503.24290)")
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda; 1 in Open-Reasoner-Zero, 0.95 in games and robots")
     value_clip: float | None = Field(0.2, gt=0, description="most that a value may learn to move in a step; null: off")
-    warmup_steps: int = Field(0, ge=0, description="first steps of the run, in which it alone is trained")
-    optimizer: CriticRate = Field(CriticRate(), description="the rest is as in learner.optimizer")
+    warmup_steps: int = Field(0, ge=0, description="first steps of the run, in which only the critic is trained")
+    optimizer: CriticRate = Field(CriticRate(), description="its rate; the rest is learner.optimizer's")
 
 
 class Weights(Section):
     transport: Literal["process_group", "cuda_ipc", "disk"] = Field(
-        "process_group", description="cuda_ipc: with resources.colocate, servers read the learner's memory"
+        "process_group",
+        description="how weights reach the servers; cuda_ipc: with resources.colocate, servers read the learner's memory",
     )
-    bucket_mb: int = Field(512, ge=1)
-    pause: Literal["in_place", "retract"] = "in_place"
+    bucket_mb: int = Field(512, ge=1, description="MiB sent at a time")
+    pause: Literal["in_place", "retract"] = Field(
+        "in_place", description="what becomes of running requests: they go on over their old KV, or are prefilled again"
+    )
     parity_rollouts: int = Field(
         4, ge=1, le=64, description="rollouts of each batch that servers and learner both score after a publication"
     )
-    timeout_s: float = Field(600, gt=0)
+    timeout_s: float = Field(600, gt=0, description="limit of each call or bucket of a publication, in seconds")
 
 
 class Serving(Section):
-    port: int | None = Field(None, ge=1, le=65_535, description="of server 0, the next ones count up; null: free ports")
-    kv_tokens: int | None = Field(None, ge=1, description="null: what fits in memory (GPU only)")
+    port: int | None = Field(
+        None, ge=1, le=65_535, description="port of server 0; the next ones count up; null: free ports"
+    )
+    kv_tokens: int | None = Field(
+        None, ge=1, description="tokens of a server's KV cache; null: what fits in memory (GPU only)"
+    )
     memory_fraction: float | None = Field(
         None,
         gt=0,
@@ -454,32 +488,35 @@ class Serving(Section):
         description="share of a GPU's memory for weights and KV; null: SGLang's rule, nearly all of it",
     )
     release_memory: bool = Field(
-        False, description="with resources.colocate: the learner has the KV's memory while it trains a step"
+        False,
+        description="true, with resources.colocate: the learner uses the KV cache's memory while it trains a step",
     )
-    max_running_requests: int = Field(256, ge=1)
+    max_running_requests: int = Field(256, ge=1, description="most requests that a server works on at once")
     stream_interval: int = Field(
         64, ge=1, description="tokens between streamed chunks: what a lost server costs a request at most"
     )
-    start_timeout_s: float = Field(1200, gt=0)
-    request_timeout_s: float = Field(3600, gt=0)
+    start_timeout_s: float = Field(1200, gt=0, description="limit of a server's start, in seconds")
+    request_timeout_s: float = Field(3600, gt=0, description="limit of a generation request, in seconds")
 
 
 class Evaluation(Section):
-    every: int = Field(100, ge=1, description="steps; also at step 0 and after the last")
+    every: int = Field(100, ge=1, description="steps between evaluations; also at step 0 and after the last")
     growth: float = Field(
-        1.0, ge=1, description="above 1: at this many times the step of the one before, `every` steps later at least"
+        1.0,
+        ge=1,
+        description="above 1: each evaluation is at this many times the step of the last, at least `every` steps later",
     )
-    prompts: int = Field(1000, ge=1, description="of each task")
-    samples: int = Field(16, ge=1, description="mean@samples")
-    servers: int = Field(1, ge=1, description="held at the scored version meanwhile, as far as there are so many")
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    prompts: int = Field(1000, ge=1, description="held-out prompts of each task")
+    samples: int = Field(16, ge=1, description="answers per prompt: mean@samples")
+    servers: int = Field(1, ge=1, description="servers held at the scored version meanwhile, or all if there are fewer")
+    temperature: float = Field(1.0, ge=0, description="divides the logits of evaluation answers; 0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of evaluation answers")
     forecast: str = Field(
         "",
-        description="task or suite whose pass rate is fitted and forecast; empty: that of the one task, of several none",
+        description="task or suite whose pass rate is forecast; empty: that of a single task, none with several",
     )
     suites: dict[TaskName, Suite] = Field(
-        {}, description="further sets that are scored, by name; `aime24: {}` is a shipped one"
+        {}, description="further sets to score, by name; `aime24: {}` is a shipped one"
     )
 
     @property
@@ -489,14 +526,14 @@ class Evaluation(Section):
 
 
 class Checkpoint(Section):
-    every: int = Field(100, ge=1, description="steps")
-    keep: int = Field(2, ge=1)
+    every: int = Field(100, ge=1, description="steps between checkpoints")
+    keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
 
 
 class Wandb(Section):
     """Weights & Biases beside TensorBoard. wandb reads WANDB_API_KEY, WANDB_ENTITY and WANDB_MODE from the environment."""
 
-    project: str = Field("", description="empty: nothing is written for it")
+    project: str = Field("", description="project to write to; empty: none")
 
 
 class Profile(Section):
@@ -520,23 +557,27 @@ class JournalSection(Section):
 
 
 class SftRate(Rate):
-    lr: float = Field(3e-5, gt=0)
+    lr: float = Field(3e-5, gt=0, description="learning rate after the warm-up")
 
 
 class Sft(Section):
-    data: str = Field("", description="rows of prompt and completion, or of messages: a file or hub:… as for a task")
+    data: str = Field(
+        "", description="traces: rows of prompt and completion, or of messages; a file or hub:… as for a task"
+    )
     init: str = Field("", description="Hugging Face directory to start from")
     output: str = Field("", description="Hugging Face directory to write")
-    steps: int = Field(1000, ge=1)
-    batch_tokens: int = Field(2_000_000, ge=1)
-    max_length: int = Field(12_288, ge=1)
-    optimizer: SftRate = Field(SftRate(), description="the rest is ScaleRL's, the defaults of learner.optimizer")
+    steps: int = Field(1000, ge=1, description="optimiser steps")
+    batch_tokens: int = Field(2_000_000, ge=1, description="tokens per step")
+    max_length: int = Field(12_288, ge=1, description="most tokens of a trace; longer ones are left out")
+    optimizer: SftRate = Field(
+        SftRate(), description="its rate; the rest is ScaleRL's, the defaults of learner.optimizer"
+    )
 
 
 class Recipe(Section):
     """Everything that defines a run. `description` is what `megarl recipes` shows."""
 
-    description: str = ""
+    description: str = Field("", description="what `megarl recipes` shows")
     run: Run = Run()
     model: Model = Model()
     resources: Resources = Resources()

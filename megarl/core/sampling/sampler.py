@@ -23,7 +23,7 @@ from megarl.core.base.architecture import RoutedLayers, layers_of
 from megarl.core.base.contracts import Environments, PlayedEnvironment, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.base.types import Episode, Finish, Prompt, Segment
+from megarl.core.base.types import Episode, FinishReason, Prompt, Segment
 from megarl.core.recipe import Recipe
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Order, Places
@@ -65,7 +65,7 @@ class Completion:
     """
 
     segments: list[Segment] = field(default_factory=list)
-    finish: Finish = "length"
+    finish: FinishReason = "length"
     interrupted: bool = False
     retries: int = 0
     text: str = ""
@@ -217,7 +217,7 @@ class Sampler:
                     routing_from=None if job.routed is None else done.rows,
                 )
                 segments = length_control.sampled(generation.tokens, generation.logprobs, generation.spans)
-                finish: Finish | None = generation.finish
+                finish: FinishReason | None = generation.finish
                 if job.routed is not None:
                     done.routing.append(job.routed.decoded(generation.routing))
             except ServerLost as lost:

@@ -65,7 +65,7 @@ class SpanEvent(msgspec.Struct, frozen=True, tag="event", omit_defaults=True):
     args: dict[str, Value] = {}
 
 
-Row = Life | Open | Span | SpanEvent
+TraceRow = Life | Open | Span | SpanEvent
 
 _encode = msgspec.json.Encoder().encode
 
@@ -76,7 +76,7 @@ class Spans:
     def __init__(self, path: Path | None, largest_bytes: int = LARGEST_BYTES) -> None:
         self._path, self._largest = path, largest_bytes
         self._offset = time.time() - time.monotonic()
-        self._rows: deque[Row] = deque()
+        self._rows: deque[TraceRow] = deque()
         self._failed, self._lock = False, threading.Lock()
         self._life = Life("" if path is None else path.stem, socket.gethostname(), os.getpid(), time.time())
         self._add(self._life)
@@ -112,7 +112,7 @@ class Spans:
                     log.warning("%s: cannot be written, spans are lost: %s", path, error.strerror)
                 self._failed = True
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: TraceRow) -> None:
         if self._path is not None:
             self._rows.append(row)
 

@@ -26,7 +26,7 @@ from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir, suites_in
-from megarl.core.evaluation.metrics import Interval, Outcome, choices, over_prompts, student
+from megarl.core.evaluation.metrics import Estimate, Outcome, choices, over_prompts, student
 from megarl.core.recipe import flat
 from megarl.lab.report import pictures
 
@@ -56,9 +56,9 @@ class Quantity(NamedTuple):
     """A quantity over the common prompts. share: from 0 to 1; otherwise only the difference has an interval."""
 
     name: str
-    a: Interval
-    b: Interval
-    difference: Interval
+    a: Estimate
+    b: Estimate
+    difference: Estimate
     share: bool
 
 
@@ -136,7 +136,7 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
 
 
 def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
-    """Return what the sides are compared by. k: the number of answers that every prompt has on both sides."""
+    """Return the quantities in which two sides are compared. k: the number of answers that every prompt has on both sides."""
     ours, theirs = ([[Outcome.of(answer) for answer in side.answers[name]] for name in prompts] for side in (a, b))
     every = list(chain.from_iterable(ours + theirs))
     k = min(map(len, ours + theirs))
@@ -153,7 +153,7 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
         rows.append(share("by length", lambda answers: fmean(bool(o.by_length) for o in answers), 1 / k))
     rows.append(share("truncated", lambda answers: fmean(o.truncated for o in answers), 1 / k))
     x, y = ([fmean(o.tokens for o in answers) for answers in side] for side in (ours, theirs))
-    a_mean, b_mean = (Interval(fmean(side), math.nan, math.nan) for side in (x, y))
+    a_mean, b_mean = (Estimate(fmean(side), math.nan, math.nan) for side in (x, y))
     return [*rows, Quantity("tokens", a_mean, b_mean, paired_difference(x, y, 0.0), share=False)]
 
 
@@ -198,7 +198,7 @@ def cells(one: Quantity) -> tuple[str, str, str]:
     return f"{one.a.mean:,.0f}", f"{one.b.mean:,.0f}", f"{d.mean:+,.0f} [{d.low:+,.0f}, {d.high:+,.0f}]"
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> Interval:
+def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> Estimate:
     """Return the mean of b - a over prompts, with its 95 % interval. a, b: [prompts], the same prompts in the same order.
 
     step: how much one more answer changes a prompt's value: 1/k for a share of k answers. The interval is Student's, for the
@@ -211,7 +211,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> In
     spread = np.concatenate([differences, (step, -step)]) if step else differences
     half = student(len(differences) - 1) * math.sqrt(float(spread.var()) / len(spread))
     centre = float(spread.mean())
-    return Interval(mean, min(mean, centre - half), max(mean, centre + half))
+    return Estimate(mean, min(mean, centre - half), max(mean, centre + half))
 
 
 def write_comparison(comparison: SideBySide, target: Path) -> int | None:

@@ -18,7 +18,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import CHECKPOINT, RunDir, step_of
 from megarl.core.evaluation import metrics
 from megarl.core.evaluation.answers import SuiteDir, suites_in
-from megarl.core.evaluation.metrics import Interval, Outcome
+from megarl.core.evaluation.metrics import Estimate, Outcome
 from megarl.lab.report.pictures import GREY, drawing, rendered
 
 WORDS = {"pass": "oracle (pass@n)", "maj": "majority (maj@n)", "best": "by reward (best@n)"}
@@ -30,7 +30,7 @@ class CurvePoint(NamedTuple):
 
     n: int
     tokens: float
-    score: Interval
+    score: Estimate
 
 
 class ScoreCurve(NamedTuple):

@@ -130,7 +130,7 @@ def _ask(
 
 @contextmanager
 def _exported(checkpoint: Path, where: Path) -> Iterator[Path]:
-    """Export the checkpoint as a Hugging Face directory for as long as it is needed, in another process: it needs torch."""
+    """Export the checkpoint as a temporary Hugging Face directory. Another process does it, because it needs torch."""
     shutil.rmtree(where, ignore_errors=True)  # it may be left, complete, by a process that was killed
     command = [sys.executable, "-m", "checkpoints_tools", "convert", "megatron-to-hf", str(checkpoint), str(where)]
     if subprocess.run(command).returncode:

@@ -120,7 +120,7 @@ def _heldout(name: str, base: Recipe) -> dict[str, object]:
 
 
 def _of_directory(hf: Path) -> list[str]:
-    """Return how a model's files say it is to be asked."""
+    """Return the settings for asking a model that its own files imply."""
     config = text_config(read_config(hf), hf / "config.json")
     dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
     if dtype not in DTYPES:

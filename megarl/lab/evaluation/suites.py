@@ -27,7 +27,7 @@ type SuiteQuestions = Sampled | Choices
 
 
 class Loaded(NamedTuple):
-    """A loaded suite. questions: those asked, of `rows`; left_out: number by reason; digest: of all that could be asked."""
+    """A loaded suite. questions: those to ask, out of `rows`; left_out: number by reason; digest: of all usable rows."""
 
     questions: SuiteQuestions
     rows: int
@@ -36,7 +36,7 @@ class Loaded(NamedTuple):
 
 
 def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str] = ()) -> Loaded:
-    """Load a suite; MegarlError if no row can be asked. decontaminate: as in data.*, for a suite held out of training data."""
+    """Load a suite; MegarlError if no row is usable. decontaminate: as data.decontaminate, if a task holds the suite out."""
     if suite.choices:
         every, unfit = load_questions(suite.data, suite.choices)
         one_each = Choices(name, choose(every, suite.prompts), 1, rows=suite)  # whatever `samples` says
@@ -46,13 +46,13 @@ def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, deconta
         read = of_programs(read)
     within = renderer(suite, tokenizer)
     if suite.heldout is None:
-        found = survey(suite.data, read, largest=math.inf)
-        rows, left_out = len(found.kept), dict(found.left_out.counts)
+        surveyed = survey(suite.data, read, largest=math.inf)
+        rows, left_out = len(surveyed.kept), dict(surveyed.left_out.counts)
     else:
-        found = survey(suite.data, read, suite.heldout, overlap_with(decontaminate))
+        surveyed = survey(suite.data, read, suite.heldout, overlap_with(decontaminate))
         rows, left_out = suite.heldout, {}
     sets = load_set(
-        found, lambda text: within(suite.prompt.replace("{prompt}", text)), tokenizer, max_tokens, name, suite.data
+        surveyed, lambda text: within(suite.prompt.replace("{prompt}", text)), tokenizer, max_tokens, name, suite.data
     )
     prompts = sets[suite.heldout is not None].prompts
     if too_long := rows - sum(left_out.values()) - len(prompts):

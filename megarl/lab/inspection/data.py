@@ -27,7 +27,7 @@ from megarl.core.recipe import ColumnName, Recipe, load
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.mappings import MAPPINGS, mapping_of
 from megarl.tasks.data.prompts import BATCH, Render, renderer
-from megarl.tasks.data.rows import Row, digest
+from megarl.tasks.data.rows import PromptRow, digest
 from megarl.tasks.data.sources import is_source, problem
 from megarl.tasks.data.survey import Reader, Survey, chosen, survey
 from megarl.tasks.data.traces import are_traces, spoken, templated
@@ -65,9 +65,9 @@ class Seen:
     answers: array[int] = field(default_factory=lambda: array("L"))
     difficulties: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
-    sampled: list[tuple[int, int, Row]] = field(default_factory=list)
+    sampled: list[tuple[int, int, PromptRow]] = field(default_factory=list)
 
-    def add(self, row: Row, length: int, answer: int) -> None:
+    def add(self, row: PromptRow, length: int, answer: int) -> None:
         """Add a row. length, answer: those of its prompt and its answer."""
         self.lengths.append(length)
         self.answers.append(answer)
@@ -127,32 +127,32 @@ def _inspect_traces(
     source: str, tokenizer: Tokenizer | None, samples: int, limit: int | None, decontaminate: Sequence[str], console: Console
 ) -> None:  # fmt: skip
     """Print traces as `megarl sft` would have them. limit: sft.max_length."""
-    found = survey(source, spoken, evaluation=overlap_with(decontaminate), repeats=True)
-    seen, _ = look(found if tokenizer is None else templated(found, tokenizer), None, tokenizer, samples, console)
+    surveyed = survey(source, spoken, evaluation=overlap_with(decontaminate), repeats=True)
+    seen, _ = look(surveyed if tokenizer is None else templated(surveyed, tokenizer), None, tokenizer, samples, console)
     show(source, seen, console, "tokens" if tokenizer else "characters", limit, None)
 
 
 def look(
-    found: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int, console: Console
+    surveyed: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int, console: Console
 ) -> tuple[Seen, Seen]:
-    """Print what is left out of a source; return statistics of what is trained on and held out. render: None for traces."""
+    """Print what is left out; return statistics of the rows to train on and of those held out. render: None for traces."""
 
     def lengths(texts: list[str], counted: Tokenizer | None) -> Iterable[int]:
         return map(len, texts if counted is None else counted.encode_all(texts))
 
-    counts = found.left_out.counts
+    counts = surveyed.left_out.counts
     left_out = f"{counts.total():,}" if counts else "none"
-    again = f"; {found.again:,} repeat an earlier one" if found.again else ""
-    console.print(f"{found.source}: {len(found.kept):,} rows, {left_out} left out{again}", soft_wrap=True)
+    again = f"; {surveyed.again:,} repeat an earlier one" if surveyed.again else ""
+    console.print(f"{surveyed.source}: {len(surveyed.kept):,} rows, {left_out} left out{again}", soft_wrap=True)
     if counts:
         columns = Column("left out", no_wrap=True), Column("rows", justify="right", no_wrap=True), Column("first")
         table = Table(*columns, box=None, padding=(0, 2), pad_edge=False)
         for reason, count in counts.most_common():
-            number, what = found.left_out.first[reason][0]
+            number, what = surveyed.left_out.first[reason][0]
             table.add_row(reason, f"{count:,}", Text(_shortened(f"{number}: {what}", 100)))
         console.print(table)
     seen = Seen(samples), Seen(samples)
-    for part in batched(chosen(found), BATCH):
+    for part in batched(chosen(surveyed), BATCH):
         prompts = lengths([(render or str)(row.prompt) for row, _ in part], tokenizer)
         answers = lengths([row.answer for row, _ in part], None if render else tokenizer)
         for (row, held), prompt, answer in zip(part, prompts, answers, strict=True):

@@ -24,7 +24,7 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.telemetry.names import NAMES
 
 Families = Callable[[], Iterable[Metric]]
-Status = Mapping[str, Any]  # as in RUN/status.json, empty before the first
+StatusJson = Mapping[str, Any]  # as in RUN/status.json, empty before the first
 Totals = Mapping[int, Mapping[str, float]]  # totals by server: tokens, busy_seconds
 
 
@@ -62,7 +62,7 @@ def serve(address: str, key: str, families: Families) -> Callable[[], None]:
     return close
 
 
-def serve_controller(endpoints: Endpoints, latest: Callable[[], tuple[Status, Totals]]) -> Callable[[], None]:
+def serve_controller(endpoints: Endpoints, latest: Callable[[], tuple[StatusJson, Totals]]) -> Callable[[], None]:
     """Serve the controller's metrics, if the run exports any, and return what ends that. latest: called at each scrape."""
     return serve(endpoints.controller_metrics, endpoints.metrics_key, lambda: controller_families(*latest()))
 
@@ -116,7 +116,7 @@ class LearnerMetrics:
 
 
 def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[Metric]:
-    """Yield a gauge for each number: in `name/label` the label (a task, a suite, a reward) becomes Prometheus label `of`."""
+    """Yield a gauge for each number: of `name/label` the label (a task, a suite, a reward) becomes Prometheus' label `name`."""
     by_name: dict[str, GaugeMetricFamily] = {}
     for whole, value in row.items():
         name, _, label = whole.partition("/")
@@ -124,12 +124,12 @@ def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[M
             continue
         if name not in by_name:
             clean = prefix + re.sub(r"[^a-zA-Z0-9_]", "_", name.replace("@", "_at_"))
-            by_name[name] = GaugeMetricFamily(clean, NAMES.get(name, ("", "of the latest row"))[1], labels=["of"])
+            by_name[name] = GaugeMetricFamily(clean, NAMES.get(name, ("", "of the latest row"))[1], labels=["name"])
         by_name[name].add_metric([label], value)
     yield from by_name.values()
 
 
-def controller_families(status: Status, totals: Totals) -> Iterator[Metric]:
+def controller_families(status: StatusJson, totals: Totals) -> Iterator[Metric]:
     if not status:
         return
     seconds, tickets = 3600 * status["compute_hours"], status["tickets"]

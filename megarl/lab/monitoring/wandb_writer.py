@@ -56,7 +56,7 @@ class WandbWriter:
         """Do nothing: replayed steps are logged again. W&B treats `step` as any axis and draws the later point on top."""
 
     def close(self) -> None:
-        """Wait, for a limited time, for what is being sent."""
+        """Wait a limited time until everything is sent."""
         if self._run is None:
             return
         finishing = threading.Thread(target=self._finish, name="wandb", daemon=True)

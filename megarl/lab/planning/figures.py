@@ -89,15 +89,15 @@ def _split(axes: Axes, plans: Sequence[Plan], results: Mapping[str, Simulation])
     axes.legend()
 
 
-def _sweep(axes: Axes, found: Mapping[int, Summary] | Mapping[float, Summary], title: str, label: str) -> None:
-    rows = np.arange(len(found))
-    axes.bar(rows, [s.tokens_per_second for s in found.values()], 0.5, color=PALE)
-    axes.set_xticks(rows, [f"{value:g}" for value in found])
+def _sweep(axes: Axes, summaries: Mapping[int, Summary] | Mapping[float, Summary], title: str, label: str) -> None:
+    rows = np.arange(len(summaries))
+    axes.bar(rows, [s.tokens_per_second for s in summaries.values()], 0.5, color=PALE)
+    axes.set_xticks(rows, [f"{value:g}" for value in summaries])
     axes.set(title=title, xlabel=label, ylabel="completion tokens a second")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.grid(axis="x", visible=False)
     other = axes.twinx()
-    other.plot(rows, [s.lag_mean for s in found.values()], "o-", color=ORANGE, markersize=4)
+    other.plot(rows, [s.lag_mean for s in summaries.values()], "o-", color=ORANGE, markersize=4)
     other.set_ylim(bottom=0)
     other.set_ylabel("mean lag, steps", color=ORANGE)
     other.grid(visible=False)

@@ -12,7 +12,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator: bytes, bytes/s (one direction), FLOP/s (dense); then what is fitted, see hardware.yaml."""
+    """One accelerator: bytes, bytes/s (one direction), FLOP/s (dense); then fitted values, see hardware.yaml."""
 
     name: str
     memory: float

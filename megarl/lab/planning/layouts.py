@@ -32,7 +32,7 @@ MOST_PACKED = 1024
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """What is planned for: the recipe's layout and GPU counts are open, the rest of it is given."""
+    """The input of a search: the recipe's layout and GPU counts are open, everything else in it is given."""
 
     recipe: Recipe
     shape: Architecture
@@ -223,7 +223,7 @@ _RULES = {
 
 @lru_cache(maxsize=4096)
 def packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
-    """Pack the step's sequences; if there are very many, a share of them on a share of the ranks."""
+    """Pack the step's sequences. If there are very many, pack a share of them on a share of the ranks."""
     count = len(work.trained)
     ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
     taken = min(count * ranks // data_parallel, MOST_PACKED)
@@ -239,14 +239,14 @@ def _server(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
         return f"server TP {ranks}: does not divide the heads"
     if ranks > gpu.nvlink_gpus:
         return f"server TP {ranks}: beyond one NVLink domain"
-    found = memory.server(_with_servers(problem.recipe, 1, ranks), shape, gpu)
-    if found.kv_tokens < longest:
+    needed = memory.server(_with_servers(problem.recipe, 1, ranks), shape, gpu)
+    if needed.kv_tokens < longest:
         return f"server TP {ranks}: weights leave no room for the KV of one longest sequence"
-    room = gpu.usable - found.weights - found.transient
-    found = replace(found, kv=min(found.kv, max(room, 0.0)))
-    if found.kv_tokens < longest:
+    room = gpu.usable - needed.weights - needed.transient
+    needed = replace(needed, kv=min(needed.kv, max(room, 0.0)))
+    if needed.kv_tokens < longest:
         return f"server TP {ranks}: weights and logits leave no room for the KV of one longest sequence"
-    return found
+    return needed
 
 
 def _with_servers(recipe: Recipe, servers: int, ranks: int) -> Recipe:

@@ -228,5 +228,5 @@ def head_bytes(tokens: float, shape: Architecture, tensor_parallel: int, width: 
 
 
 def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:
-    """Return bytes per token on each GPU of a server: k and v of every layer. [Inf] More GPUs than groups hold copies."""
+    """Return KV bytes per token on each GPU of a server. [Inf] With more GPUs than KV groups, GPUs hold copies."""
     return 2 * shape.layers * max(shape.groups / tensor_parallel, 1) * shape.head_dim * width

@@ -19,7 +19,7 @@ STRIDE = 256
 TINY = 1e-9
 
 
-class _Request(NamedTuple):
+class _Decoding(NamedTuple):
     ends: float  # in decode steps of this server since the start
     order: int  # unique, so that nothing behind it is compared
     began: float
@@ -32,7 +32,7 @@ class SimulatedServer:
 
     def __init__(self, step_seconds: StepSeconds) -> None:
         self._step_seconds = step_seconds
-        self._running: list[_Request] = []
+        self._running: list[_Decoding] = []
         self._order = itertools.count()
         self._steps = 0.0  # decode steps until `_since`
         self._since = 0.0
@@ -47,7 +47,7 @@ class SimulatedServer:
         """Return how many of the tokens were sampled with each version."""
         self._advance()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        request = _Request(self._steps + tokens, next(self._order), self._steps, context, done)
+        request = _Decoding(self._steps + tokens, next(self._order), self._steps, context, done)
         heapq.heappush(self._running, request)
         self._starts += request.began - context
         self._plan()

@@ -15,7 +15,7 @@ from megarl.lab.planning.simulate import Summary
 
 @dataclass(frozen=True)
 class Simulated:
-    """Simulations. plans: by name; by_lag, by_spread: the one called `swept`, with other k and with other tails of lengths."""
+    """Simulations. plans: by name. by_lag, by_spread: plan `swept` with other k, and with other tails of lengths."""
 
     plans: Mapping[str, Summary] = field(default_factory=dict)
     swept: str = ""

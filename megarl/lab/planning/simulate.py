@@ -82,7 +82,7 @@ def simulate(
     recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int = 0, evaluate: bool = False
 ) -> list[SimulatedStep]:
     """Return the first steps of the recipe's pipeline, in order, in a run that would go on."""
-    return run(_Simulation(recipe, work, costs, steps, seed, evaluate).run())
+    return run(_SimulatedRun(recipe, work, costs, steps, seed, evaluate).run())
 
 
 class _End(Exception):
@@ -102,7 +102,7 @@ class _Unwritten:
         return written
 
 
-class _Simulation:
+class _SimulatedRun:
     """Modelled servers and a modelled learner around the pipeline, and the source of its groups."""
 
     def __init__(self, recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int, evaluate: bool) -> None:
@@ -264,7 +264,7 @@ class Summary:
 
 
 def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summary:
-    """Summarise the steps after number `warm_up`, whose end starts the clock."""
+    """Summarise the steps after step `warm_up`; the clock starts at its end."""
     if len(steps) < warm_up + 2:
         raise MegarlError(f"--steps: {len(steps)} leave nothing behind the first {warm_up}, which fill the pipeline")
     before, counted = steps[warm_up], steps[warm_up + 1 :]

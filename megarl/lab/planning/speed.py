@@ -71,11 +71,11 @@ def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu
 def _layer_seconds(
     recipe: Recipe, shape: Architecture, tokens: float, positions: float, gpu: Gpu, by_node: bool
 ) -> float:
-    """Return seconds of forward and backward of one micro-batch in all layers, on one rank with `tokens` of it.
+    """Return seconds of a micro-batch's forward and backward passes through all layers, with `tokens` of it on the rank.
 
-    Products, memory traffic and exchanges follow each other on the GPU; the processor that starts the kernels runs ahead of it,
-    so a layer takes the longer of both. Each number that is kept for the backward pass is written and read in each of three
-    passes, by a product and an element-wise kernel; weights are read in each pass. [Roof], [AR] 4.1
+    The GPU does products, memory traffic and exchanges one after the other. The processor that starts its kernels runs ahead,
+    so a layer takes the longer of the two times. Each of three passes writes and reads every number kept for the backward pass,
+    once in a product and once in an element-wise kernel, and reads the weights. [Roof], [AR] 4.1
     """
     model, recompute = recipe.model, recipe.learner.recompute
     body, ranks = shape.body_parameters, model.tensor_parallel
@@ -201,7 +201,7 @@ class Decoder:
         return max(device, chunks * self.host_seconds)
 
     def batch_seconds(self, lengths: np.ndarray, prompt: float, requests: float, limit: float) -> float:
-        """Return seconds until the last of `requests` ends, whose completions are like `lengths`, with at most `limit` at once.
+        """Return seconds until the last of `requests` ends. Completions are like `lengths`; at most `limit` run at once.
 
         Those that wait are worked off at the limit's rate; then ever fewer run until the longest ends. prompt: tokens of each.
         """

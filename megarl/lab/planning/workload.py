@@ -80,7 +80,7 @@ class Workload:
 
     @property
     def live_context(self) -> float:
-        """Tokens that a request holds at a random moment of its life; long requests are met more often."""
+        """Mean tokens of a request seen at a random moment, when long requests are seen more often."""
         lengths = self.sample.astype(np.float64)
         return self.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
 

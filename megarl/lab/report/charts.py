@@ -12,13 +12,13 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import Row
 from megarl.core.recipe import Recipe
 from megarl.lab.report.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, RED, drawing, rendered
 from megarl.lab.scaling.extrapolate import predict
 from megarl.lab.scaling.fit import fit
 from megarl.lab.scaling.points import PointColumns, curve_of_run
 
-Row = dict[str, Any]
 MOST_POINTS, CURVE_POINTS, TIME_POINTS = 400, 60, 120
 
 
@@ -33,7 +33,7 @@ def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: st
         errors = [interval(e) for e in evaluations]
         rates = [e["pass_rate"] for e in evaluations]
         axes.errorbar(ex, rates, errors, color=ORANGE, fmt="o-", markersize=4, capsize=2.5, label="held out")
-        style: Row = {"ha": "center", "va": "top", "color": ORANGE, "fontsize": 9, "fontweight": "bold"}
+        style: dict[str, Any] = {"ha": "center", "va": "top", "color": ORANGE, "fontsize": 9, "fontweight": "bold"}
         below = (ex[-1], rates[-1] - errors[-1])
         axes.annotate(f"{rates[-1]:.3f}", below, (0, -5), textcoords="offset points", **style)
     if x == "compute_hours":
@@ -106,7 +106,7 @@ def where_time_goes(axes: Axes, rows: list[Row]) -> bool:
     if not full:
         return False
     steps, seconds = next(iter(full.values()))[0], [ys for _, ys in full.values()]
-    style: Row = {"labels": [parts[name] for name in full], "colors": [colors[name] for name in full]}
+    style: dict[str, Any] = {"labels": [parts[name] for name in full], "colors": [colors[name] for name in full]}
     axes.stackplot(steps, *seconds, **style, alpha=0.85, linewidth=0)
     axes.set(xlabel="step", ylim=(0, axes.get_ylim()[1] * 1.25))  # room for the legend
     axes.set_axisbelow(True)

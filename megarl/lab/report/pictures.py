@@ -25,7 +25,7 @@ def embedded(data: object) -> str:
 
 
 def write_page(template: Path, target: Path, **parts: str) -> None:
-    """Write a complete page or none. Parts are inserted as they are: what is not `embedded` must have been escaped."""
+    """Write a complete page or none. Parts are inserted unchanged, so escape everything that is not `embedded`."""
     page = string.Template(template.read_text()).substitute(parts)
     write_atomically(target, page.encode(errors="replace"))  # half a surrogate pair, which JSON can hold, is not UTF-8
 

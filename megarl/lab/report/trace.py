@@ -29,12 +29,12 @@ import msgspec
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows
-from megarl.core.telemetry.spans import TICKETS, Life, Open, Row, Span, SpanEvent, Value
+from megarl.core.telemetry.spans import TICKETS, Life, Open, Span, SpanEvent, TraceRow, Value
 
-Unit = Sequence[Span]  # spans that stay on one lane: the first contains the others
+SpanTree = Sequence[Span]  # spans that stay on one lane: the first contains the others
 
 
-def nested(spans: Iterable[Span]) -> list[Unit]:
+def nested(spans: Iterable[Span]) -> list[SpanTree]:
     """Collect spans that lie within each other into units."""
     units: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
@@ -45,9 +45,9 @@ def nested(spans: Iterable[Span]) -> list[Unit]:
     return list(units)
 
 
-def packed(units: Iterable[Unit]) -> list[list[Span]]:
+def packed(units: Iterable[SpanTree]) -> list[list[Span]]:
     """Distribute units over as few lanes as run concurrently; those on one lane do not overlap."""
-    lanes: list[list[Unit]] = []
+    lanes: list[list[SpanTree]] = []
     for unit in sorted(units, key=lambda u: (u[0].begin, -u[0].end)):
         if lane := next((lane for lane in lanes if lane[-1][0].end <= unit[0].begin), None):
             lane.append(unit)
@@ -89,7 +89,7 @@ class GroupLife(NamedTuple):
         over = self.generated if self.removed else self.taken
         return self.now if over is None else over
 
-    def unit(self) -> Unit:
+    def unit(self) -> SpanTree:
         """Return the whole span with its parts: generated, then waiting."""
         generated = self.end if self.generated is None else self.generated
         unfinished = self.taken is None and not self.removed
@@ -237,7 +237,7 @@ def _order(place: str) -> tuple[int, int, str]:
     return {"learner": 0, "server": 1}.get(role, 2), int(number or 0), place
 
 
-def _draw(trace: ChromeTrace, place: str, units: Sequence[Unit]) -> dict[int, str]:
+def _draw(trace: ChromeTrace, place: str, units: Sequence[SpanTree]) -> dict[int, str]:
     """Draw units on as many lanes as needed; return the lane of each unit's first span, by its id()."""
     lanes, where = packed(units), {}
     for number, lane in enumerate(lanes, 1):
@@ -277,7 +277,7 @@ def _count(trace: ChromeTrace, rows: Mapping[str, Sequence[Span]], lives: Sequen
             trace.counter(process, name, at, {what: count})
 
 
-_decode = msgspec.json.Decoder(Row).decode
+_decode = msgspec.json.Decoder(TraceRow).decode
 
 
 def read(folder: Path) -> tuple[list[Span], list[SpanEvent]]:
@@ -322,7 +322,7 @@ def _cut(begun: Iterable[Open], at: float) -> list[Span]:
     return [Span(o.on, o.name, o.begin, max(at, o.begin), o.args, cut=True) for o in begun]
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[TraceRow]:
     """Yield the rows of a part, if it exists; incomplete lines (a crash, a write under way) are skipped."""
     if not path.exists():
         return

@@ -40,12 +40,12 @@ class Overlap:
         grams: dict[int, dict[str, int]] = {}
         texts_with: Counter[str] = Counter()
         for name, text in texts:
-            found = words(text)
-            length = min(len(found), NGRAM)
+            spoken = words(text)
+            length = min(len(spoken), NGRAM)
             if length < SHORTEST:
                 self._whole.setdefault(collapsed(text).casefold(), len(self._names))
             else:
-                own = {" ".join(found[n : n + length]) for n in range(len(found) - length + 1)}
+                own = {" ".join(spoken[n : n + length]) for n in range(len(spoken) - length + 1)}
                 texts_with.update(own)
                 for gram in own:
                     grams.setdefault(length, {}).setdefault(gram, len(self._names))
@@ -65,11 +65,11 @@ class Overlap:
         at = self._whole.get(collapsed(text).casefold())
         if at is not None:
             return Hit(self._names[at], collapsed(text))
-        found = words(text)
-        begins = [n for n, pair in enumerate(pairwise(found)) if pair in self._begin]
+        spoken = words(text)
+        begins = [n for n, pair in enumerate(pairwise(spoken)) if pair in self._begin]
         for length, grams in self._grams.items():
             for n in begins:
-                gram = " ".join(found[n : n + length])
+                gram = " ".join(spoken[n : n + length])
                 if gram in grams:
                     return Hit(self._names[grams[gram]], gram)
         return None

@@ -23,18 +23,18 @@ from megarl.tasks.data.programs import (
     unit_tests,
     with_starter_code,
 )
-from megarl.tasks.data.rows import Columns, Raw, Row, UnfitError, column, shown, text_of, whole_of
+from megarl.tasks.data.rows import Columns, PromptRow, Raw, UnfitError, column, shown, text_of, whole_of
 
 
-def own(raw: Raw) -> Row:
+def own(raw: Raw) -> PromptRow:
     """Read a row in the project's own format; other keys are ignored."""
     try:
-        return msgspec.convert(raw, Row)
+        return msgspec.convert(raw, PromptRow)
     except msgspec.ValidationError as error:
-        raise UnfitError(f"not a row of {', '.join(Row.__struct_fields__)}: {error}") from None
+        raise UnfitError(f"not a row of {', '.join(PromptRow.__struct_fields__)}: {error}") from None
 
 
-def mapping_of(name: str, columns: Mapping[ColumnName, str]) -> Callable[[Raw], Row]:
+def mapping_of(name: str, columns: Mapping[ColumnName, str]) -> Callable[[Raw], PromptRow]:
     """Return the reader for a recipe's `mapping` ("": none) and `columns` ("": not given)."""
     given: dict[str, Any] = {field: column(path) for field, path in columns.items() if path}
     if not name and not given:

@@ -23,7 +23,7 @@ from rich.text import Text
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_atomically
 from megarl.tasks.data.contamination import Hit, overlap_with
-from megarl.tasks.data.rows import Row
+from megarl.tasks.data.rows import PromptRow
 from megarl.tasks.data.survey import LeftOut, Reader, chosen, survey
 
 FORMATS = ("jsonl", "parquet", "arrow")
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
     left_out: LeftOut
 
 
-class _Rate(ProgressColumn):
+class _RowsPerSecond(ProgressColumn):
     """Rows per second."""
 
     def render(self, task: ProgressTask) -> Text:
@@ -58,36 +58,42 @@ def prepare(
     except OSError as error:
         raise MegarlError(f"{out}: cannot make this directory: {error.strerror}") from None
     evaluation = overlap_with(against)
-    bars = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeElapsedColumn())
+    bars = (
+        TextColumn("{task.description:>8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _RowsPerSecond(),
+        TimeElapsedColumn(),
+    )
     with Progress(*bars, console=console) as progress, ExitStack() as stack:
         if evaluation is None:
             (out / "removed.jsonl").unlink(missing_ok=True)  # left by an earlier preparation
         else:
             add_removed = stack.enter_context(_file(out / "removed.jsonl"))
 
-        def removed(row: Row, number: int, hit: Hit) -> None:
+        def removed(row: PromptRow, number: int, hit: Hit) -> None:
             add_removed({"number": number, "id": row.id, "prompt": row.prompt, **hit._asdict()})
 
         def watched[T](rows: Iterable[T]) -> Iterable[T]:
             return progress.track(rows, description="reading")
 
-        found = survey(source, read, heldout, evaluation, watched, removed)
-        progress.update(progress.task_ids[0], total=len(found.kept))
-        kept, held = int(found.kept.sum()), int(found.heldout.sum())
+        surveyed = survey(source, read, heldout, evaluation, watched, removed)
+        progress.update(progress.task_ids[0], total=len(surveyed.kept))
+        kept, held = int(surveyed.kept.sum()), int(surveyed.heldout.sum())
         paths = [out / f"{side}.{form}" for side in ("train", "heldout")[: 2 if held else 1]]
         adds = [stack.enter_context(_file(path)) for path in paths]
-        for row, is_held in progress.track(chosen(found), total=kept, description="writing"):
+        for row, is_held in progress.track(chosen(surveyed), total=kept, description="writing"):
             adds[is_held](msgspec.structs.asdict(row))
     for stale in outputs - set(paths):
         stale.unlink(missing_ok=True)
-    left_out = found.left_out
+    left_out = surveyed.left_out
     report = {
-        "source": source, "rows": len(found.kept), "train": kept - held, "heldout": held,
+        "source": source, "rows": len(surveyed.kept), "train": kept - held, "heldout": held,
         "evaluation_texts": len(evaluation or ()), "left_out": dict(left_out.counts),
         "first": {name: [f"{number}: {what}" for number, what in first] for name, first in left_out.first.items()},
     }  # fmt: skip
     write_atomically(out / "report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    return Prepared(len(found.kept), kept - held, held, left_out)
+    return Prepared(len(surveyed.kept), kept - held, held, left_out)
 
 
 @contextmanager

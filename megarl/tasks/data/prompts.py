@@ -34,7 +34,7 @@ from megarl.core.recipe import Recipe, Rows, Task
 from megarl.tasks.data.chat import Message, load_chat
 from megarl.tasks.data.contamination import Overlap, overlap_with
 from megarl.tasks.data.mappings import mapping_of, own
-from megarl.tasks.data.rows import Row, UnfitError, fingerprint
+from megarl.tasks.data.rows import PromptRow, UnfitError, fingerprint
 from megarl.tasks.data.survey import FAULTS, NONE, Reader, Survey, chosen, survey_of
 from megarl.tasks.graders.code import read_tests
 
@@ -121,14 +121,14 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
 
 
 def load_set(
-    found: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
+    source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
 ) -> tuple[PromptSet, PromptSet]:
     """Load a source's training and held-out prompts; those of more than `max_tokens` are left out and counted."""
     sets = PromptSet(name, Stored(), array("Q")), PromptSet(name, Stored(), array("Q"))
     rows = 0
-    for part in batched(chosen(found), BATCH):
+    for part in batched(chosen(source), BATCH):
         rows += len(part)
-        for (row, held), tokens in zip(part, _encoded(found.source, part, render, tokenizer), strict=True):
+        for (row, held), tokens in zip(part, _encoded(source.source, part, render, tokenizer), strict=True):
             if len(tokens) <= max_tokens:
                 prompt = Prompt(id=row.id, tokens=tokens, answer=row.answer, task=task, difficulty=row.difficulty)
                 sets[held].prompts.append(prompt)
@@ -136,12 +136,14 @@ def load_set(
     prompts = sum(len(one.prompts) for one in sets)
     if not prompts:
         why = f"all {rows} prompts are longer than {max_tokens} tokens; raise length.prompt_tokens"
-        raise MegarlError(f"{found.source}: {why}")
-    log.info("%s: %d prompts, %d left out (longer than %d tokens)", found.source, prompts, rows - prompts, max_tokens)
+        raise MegarlError(f"{source.source}: {why}")
+    log.info("%s: %d prompts, %d left out (longer than %d tokens)", source.source, prompts, rows - prompts, max_tokens)
     return sets
 
 
-def _encoded(source: str, part: Sequence[tuple[Row, bool]], render: Render, tokenizer: Tokenizer) -> list[np.ndarray]:
+def _encoded(
+    source: str, part: Sequence[tuple[PromptRow, bool]], render: Render, tokenizer: Tokenizer
+) -> list[np.ndarray]:
     """Return the token ids of these rows as the model sees them. MegarlError names the first that cannot be encoded."""
     try:
         return tokenizer.encode_all([render(row.prompt) for row, _ in part])
@@ -166,7 +168,7 @@ def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
 def _load_task(
     name: str, task: Task, tokenizer: Tokenizer, max_tokens: int, evaluation: Overlap | None
 ) -> tuple[PromptSet, PromptSet]:
-    """Load what a task trains on and what it holds out: rows of its one file, or of one file each."""
+    """Load a task's training and held-out prompts, from one file or from one file each."""
     read, render = mapping_of(task.mapping, task.columns), renderer(task, tokenizer)
     refuse, counted = FAULTS if read is own else NONE, task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:
@@ -185,7 +187,7 @@ def _load_task(
 def of_programs(read: Reader) -> Reader:
     """Wrap a reader of rows whose answers are program tests: parse the tests once to check them."""
 
-    def row(raw: Any) -> Row:
+    def row(raw: Any) -> PromptRow:
         result = read(raw)
         try:
             read_tests(result.answer)

@@ -20,7 +20,7 @@ LARGEST_DIFFICULTY = 1 << 31
 """Bound of |difficulty|."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class PromptRow(msgspec.Struct, frozen=True):
     """A row that the project trains on. difficulty: smaller is easier; 0 if unknown."""
 
     id: str
@@ -46,10 +46,10 @@ class Columns:
     difficulty: Getter = lambda raw: 0
     id: Getter | None = None
 
-    def __call__(self, raw: Raw) -> Row:
+    def __call__(self, raw: Raw) -> PromptRow:
         prompt = text_of(self.prompt(raw))
         name = f"{fingerprint(prompt):016x}" if self.id is None else str(self.id(raw))
-        return Row(name, prompt, answer_of(self.answer(raw)), whole_of(self.difficulty(raw)))
+        return PromptRow(name, prompt, answer_of(self.answer(raw)), whole_of(self.difficulty(raw)))
 
 
 def column(path: str) -> Getter:

@@ -38,7 +38,7 @@ def is_source(name: str) -> bool:
 
 
 def problem(source: str) -> str | None:
-    """Return what keeps these rows from being read, as far as it can be told without reading them."""
+    """Return why these rows cannot be read, if that shows without reading them; else None."""
     if source.startswith(HUB):
         wrong = f"{source!r} is not hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
         return None if _hub(source) else wrong

@@ -1,6 +1,6 @@
 """Which rows of a source are kept, and which are held out: decided in one pass, so that a second one can stream them.
 
-    source ──► mapping ──► Row ──► survey: 35 bytes a row ──► chosen: the kept rows again, one at a time, in the source's order
+    source ──► mapping ──► PromptRow ──► survey: 35 bytes a row ──► chosen: the kept rows again, one at a time, in order
 
 Rows left out are counted, and the first for each reason reported: rows that do not fit their schema, empty prompts and answers,
 answers that are too large, repeats of an earlier prompt or id, prompts of an evaluation set. If a prompt is repeated with
@@ -21,7 +21,7 @@ import numpy as np
 
 from megarl.core.base.errors import SHOWN, MegarlError, listed
 from megarl.tasks.data.contamination import Hit, Overlap
-from megarl.tasks.data.rows import LARGEST_ANSWER, Row, UnfitError, digest, fingerprint
+from megarl.tasks.data.rows import LARGEST_ANSWER, PromptRow, UnfitError, digest, fingerprint
 from megarl.tasks.data.sources import Numbered, Unreadable, stream
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 BLOCK = 1 << 16
 """Rows examined together."""
 
-type Reader = Callable[[Any], Row]
+type Reader = Callable[[Any], PromptRow]
 
 MALFORMED, EMPTY_PROMPT, EMPTY_ANSWER = "not of the schema", "empty prompt", "empty answer"
 LARGE_ANSWER, CONTAMINATED = "answer too large", "of an evaluation set"
@@ -72,14 +72,14 @@ class Survey(NamedTuple):
     again: int = 0
 
 
-class _Columns:
+class _Hashes:
     """What is remembered of each row: its number, whether it is usable, and hashes of prompt, id and answer."""
 
     def __init__(self) -> None:
         self.numbers, self.usable = array("Q"), array("b")
         self.prompts, self.ids, self.answers = array("Q"), array("Q"), array("Q")
 
-    def add(self, number: int, row: Row | None) -> None:
+    def add(self, number: int, row: PromptRow | None) -> None:
         self.numbers.append(number)
         self.usable.append(row is not None)
         self.prompts.append(fingerprint(row.prompt) if row else 0)
@@ -93,7 +93,7 @@ def survey(
     heldout: int = 0,
     evaluation: Overlap | None = None,
     watched: Callable[[Iterable[Numbered]], Iterable[Numbered]] = iter,
-    removed: Callable[[Row, int, Hit], object] | None = None,
+    removed: Callable[[PromptRow, int, Hit], object] | None = None,
     repeats: bool = False,
     largest: float = LARGEST_ANSWER,
 ) -> Survey:
@@ -102,7 +102,7 @@ def survey(
     watched: passes the rows on, to show progress. removed: called for each row found in an evaluation set. repeats: rows with
     the same id are kept and counted. largest: answer size in characters.
     """
-    left_out, columns = LeftOut(), _Columns()
+    left_out, columns = LeftOut(), _Hashes()
     for number, raw in watched(stream(source)):
         row = _row(raw, read, number, left_out, largest)
         hit = evaluation.find(row.prompt) if row and evaluation else None
@@ -144,7 +144,7 @@ def survey_of(
     return result
 
 
-def chosen(survey: Survey) -> Iterator[tuple[Row, bool]]:
+def chosen(survey: Survey) -> Iterator[tuple[PromptRow, bool]]:
     """Yield the kept rows, each with whether it is held out."""
     if not survey.kept.any():
         named = [f"{survey.source}:{line}" for line in survey.left_out.named()]
@@ -156,7 +156,7 @@ def chosen(survey: Survey) -> Iterator[tuple[Row, bool]]:
             yield survey.read(raw), bool(survey.heldout[n])
 
 
-def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float) -> Row | None:
+def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float) -> PromptRow | None:
     if isinstance(raw, Unreadable):
         left_out.add(MALFORMED, number, f"not a row: {raw.why}")
         return None
@@ -176,7 +176,7 @@ def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float)
     return None
 
 
-def _leave_out_repeats(columns: _Columns, kept: np.ndarray, left_out: LeftOut) -> None:
+def _leave_out_repeats(columns: _Hashes, kept: np.ndarray, left_out: LeftOut) -> None:
     """Clear in kept [rows] the rows whose prompt or id an earlier one has."""
     again, first = _repeats(columns.prompts, kept)
     kept[again] = False

@@ -35,7 +35,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import int32
 from megarl.tasks.data.chat import Message, load_chat
 from megarl.tasks.data.contamination import overlap_with
-from megarl.tasks.data.rows import Row, UnfitError, fingerprint
+from megarl.tasks.data.rows import PromptRow, UnfitError, fingerprint
 from megarl.tasks.data.sources import Unreadable, stream
 from megarl.tasks.data.survey import UNFIT, Survey, chosen, survey_of
 
@@ -47,7 +47,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 """Our names for ShareGPT's roles."""
 
 
-class Taught(Row, frozen=True):
+class Taught(PromptRow, frozen=True):
     """A trace as a row. answer: the whole completion; parts: its texts, the model's (first and last) and a tool's in turn."""
 
     parts: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ def are_traces(source: str) -> bool:
 
 
 def spoken(raw: Mapping[str, Any]) -> Taught:
-    """Read a trace as the user's text and the completion, without a template. Its id is a hash of it all, up to blanks."""
+    """Read a trace as user text and completion, without a template. Its id is a hash of both that ignores blanks."""
     before, parts = _parts(raw)
     if isinstance(before, str):
         whole = said = before
@@ -106,7 +106,7 @@ def spoken(raw: Mapping[str, Any]) -> Taught:
     return Taught(f"{name:016x}", said, "".join(parts), parts=tuple(parts))
 
 
-def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
+def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
     """Return the same traces with prompt and completion exactly as the model sees them."""
 
     chat = cache(partial(load_chat, tokenizer.path))
@@ -115,7 +115,7 @@ def templated(found: Survey, tokenizer: Tokenizer) -> Survey:
         before, _ = _parts(raw)
         return replace(spoken(raw), prompt=before if isinstance(before, str) else chat().prompt(before))
 
-    return found._replace(read=read)
+    return source._replace(read=read)
 
 
 def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:

@@ -54,7 +54,7 @@ class Part(Record, frozen=True):
 
 
 class Setup(Record, frozen=True):
-    """What to play, and with what. tokenizer: its directory; parts: by task or suite."""
+    """The environment that a process runs. tokenizer: its directory; parts: by task or suite."""
 
     environment: str
     tokenizer: str
@@ -67,7 +67,7 @@ Act = Literal["reset", "step", "reward", "close"]
 
 
 class EpisodeRequest(Record, frozen=True):
-    """What to do with an episode. prompt: with which a reset begins it; tokens [n] int32: the turn of a step."""
+    """A call of an episode. prompt: starts the episode, for a reset; tokens [n] int32: the turn of a step."""
 
     call: int
     episode: int
@@ -78,7 +78,7 @@ class EpisodeRequest(Record, frozen=True):
 
 
 class EpisodeReply(Record, frozen=True):
-    """What came of a call, the process's greeting included (call 0). error: why nothing came of it."""
+    """The result of a call; call 0 is the process's greeting. error: why there is no result."""
 
     call: int = 0
     error: str | None = None

@@ -99,16 +99,16 @@ def same_text(printed: str, expected: str) -> bool:
     return all(a == b or _same_number(a, b) for a, b in words)
 
 
-def same_value(found: Any, expected: Any) -> bool:
+def same_value(value: Any, expected: Any) -> bool:
     """Compare like Python's ==, but a tuple equals a list, and floats may differ within FLOATS_AGREE."""
-    if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(map(same_value, found, expected))
-    if isinstance(found, dict) and isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(same_value(found[key], expected[key]) for key in found)
-    numbers = isinstance(found, int | float) and isinstance(expected, int | float)
-    if numbers and (isinstance(found, float) or isinstance(expected, float)):
-        return math.isclose(found, expected, rel_tol=FLOATS_AGREE, abs_tol=FLOATS_AGREE)
-    return bool(found == expected)
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(same_value(value[key], expected[key]) for key in value)
+    numbers = isinstance(value, int | float) and isinstance(expected, int | float)
+    if numbers and (isinstance(value, float) or isinstance(expected, float)):
+        return math.isclose(value, expected, rel_tol=FLOATS_AGREE, abs_tol=FLOATS_AGREE)
+    return bool(value == expected)
 
 
 @lru_cache(maxsize=256)

@@ -157,7 +157,7 @@ def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
 
 
 def give_up(limits: dict[str, int], readable: list[str]) -> None:
-    """Give up identity, resources and system calls for good, and files too if `readable` names those that stay."""
+    """Drop identity, resources and system calls for good. If `readable` is given, also all files except those."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, this dies first

@@ -1,4 +1,4 @@
-"""A pool of grading processes that survives whatever an answer does to one of them.
+"""A pool of grading processes. It survives whatever an answer does to one of them.
 
     check(submission) ─► a free worker ─► verdict            worker hangs: killed, replaced, verdict "timeout"
                                                                    worker dies:  replaced, the answer tried once more

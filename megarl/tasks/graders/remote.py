@@ -3,7 +3,7 @@
     check(submission) ─► wait for others, `batch` of them or 20 ms ─► POST url ─► {"rewards": [0.7, -1.0, null, …]}
 
     {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", "expected"}, …]}        texts, of Submission
-    {"rewards": [number or null, …]}       Reply: one per item, in order; null: the service could not judge it
+    {"rewards": [number or null, …]}       ServiceReply: one per item, in order; null: the service could not judge it
 
 A request that may succeed later (connection, timeout, 408, 429, 5xx) is repeated after 0.5, 1, 2, … s, `retries` times; then,
 or at any other status, the service counts as down. The key is sent as `Authorization: Bearer …`; neither it nor a reply's text
@@ -35,7 +35,7 @@ LONGEST_PAUSE_S = 30.0
 BUSY = (408, 429)
 
 
-class Reply(msgspec.Struct, frozen=True):
+class ServiceReply(msgspec.Struct, frozen=True):
     rewards: list[float | None]
 
 
@@ -107,7 +107,7 @@ class Remote:
                     await asyncio.sleep(min(LONGEST_PAUSE_S, 0.5 * 2**attempt))
         raise GraderDown(f"{self._what} failed {self._service.retries + 1} times, the last time with {why}")
 
-    async def _post(self, body: bytes) -> Reply:
+    async def _post(self, body: bytes) -> ServiceReply:
         timeout = aiohttp.ClientTimeout(total=self._service.timeout_s)
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
@@ -119,7 +119,7 @@ class Remote:
                 hint = "; is its key right?" if response.status in (401, 403) else ""
                 raise GraderDown(f"{self._what} answered with status {response.status}{hint}")
             try:
-                return msgspec.json.decode(await response.read(), type=Reply)
+                return msgspec.json.decode(await response.read(), type=ServiceReply)
             except msgspec.DecodeError as error:
                 raise GraderDown(f'{self._what} did not answer with {{"rewards": [...]}}: {error}') from None
 

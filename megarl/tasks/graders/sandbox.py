@@ -35,7 +35,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.tasks.graders.inside import landlock_version
 
 log = logging.getLogger(__name__)
-Kind = Literal["bubblewrap", "rlimits"]
+SandboxKind = Literal["bubblewrap", "rlimits"]
 INSIDE = Path(__file__).with_name("inside.py")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache")
@@ -90,7 +90,9 @@ def remains() -> str:
 class Sandbox:
     """Runs at most `places` programs at once."""
 
-    def __init__(self, kind: Kind, places: int, limits: Limits | None = None, python: Path | None = None) -> None:
+    def __init__(
+        self, kind: SandboxKind, places: int, limits: Limits | None = None, python: Path | None = None
+    ) -> None:
         self._kind, self._limits = kind, limits or Limits()
         self.python = python or Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
         self._places = asyncio.Semaphore(places)

@@ -65,7 +65,7 @@ def test_latest_complete_checkpoint_is_taken_and_old_ones_pruned(directory: Path
     chunks = build.build(model, directory)
     hf.load(chunks, family_of(directory), directory)
     for step in (1, 2, 3):
-        meta = checkpoint.Meta(step=step, version=step, hf_source=str(directory), model=model.model_dump())
+        meta = checkpoint.CheckpointMeta(step=step, version=step, hf_source=str(directory), model=model.model_dump())
         checkpoint.save(step_folder(checkpoints, step), checkpoint.model_state(chunks), meta)
     parallel.stop()
     (step_folder(checkpoints, 3) / checkpoint.META).unlink()  # as if it had never been finished

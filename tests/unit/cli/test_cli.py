@@ -14,6 +14,7 @@ import yaml
 from megarl import cli
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe, dump, load, shipped
+from megarl.core.telemetry.names import NAMES
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +50,22 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         "data",
         "scaling",
         "report",
+        "metrics",
         "trace",
         "doctor",
     ):
         assert cli.main([command, "--help"]) == 0
         assert f"Usage: megarl {command}" in capsys.readouterr().out
+
+
+def test_metrics_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["metrics"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown and meaning in shown for name, (_, meaning) in NAMES.items())
+    assert cli.main(["metrics", "idle"]) == 0
+    assert capsys.readouterr().out == "speed\n  learner_idle_share           wait_seconds / step_seconds\n"
+    assert cli.main(["metrics", "speling"]) == 2
+    assert "no metric's name contains 'speling'" in capsys.readouterr().err
 
 
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ def test_any_file_of_a_run(whole: RunDir, capsys: pytest.CaptureFixture[str], da
 
 
 def contents(name: str, before: bytes) -> st.SearchStrategy[bytes]:
-    """Of a file of this name, nearly as it was or quite otherwise."""
+    """Generate contents for a file of this name: nearly as it was, or quite different."""
     rows = {
         "metrics.jsonl": metrics_row(0, random.Random(0)),
         "eval.jsonl": evaluation_row(0),

@@ -18,7 +18,7 @@ from megarl.run import devices
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand, task
 from megarl.run.nodes import here
 from megarl.run.placement import Place
-from megarl.run.restart import Kind, Role
+from megarl.run.restart import Role, RoleKind
 from tests.processes import alive, wait_until_gone
 
 pytestmark = pytest.mark.processes
@@ -33,7 +33,7 @@ ROLE = (
 HERE = Place((here(0, ""),))
 
 
-def start(code: str, folder: Path, kind: Kind = "server", **environment: str | None) -> LocalProcess:
+def start(code: str, folder: Path, kind: RoleKind = "server", **environment: str | None) -> LocalProcess:
     return LocalLauncher().start(RoleCommand(Role(kind), ("-c", code), environment, HERE, RunDir(folder)))
 
 
@@ -155,7 +155,7 @@ def test_task_of_a_server(recipe: Recipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "seen"), [("learner", "stopped"), ("controller", None)])
-def test_a_stopped_rank_is_seen_and_a_stopped_program_is_not(tmp_path: Path, kind: Kind, seen: str | None) -> None:
+def test_a_stopped_rank_is_seen_and_a_stopped_program_is_not(tmp_path: Path, kind: RoleKind, seen: str | None) -> None:
     """torchrun's ranks lead sessions of their own, and so do the programs that a grader runs."""
     child = (
         f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True); {SLEEP}"

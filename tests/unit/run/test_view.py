@@ -233,7 +233,7 @@ def test_nodes_are_shown_where_there_are_several(recipe: Recipe, write_run: Call
 
 
 def test_log_that_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    """Of the learner's ranks the one with a problem, though another wrote later; of servers the last written of that server."""
+    """The learner's log is that of the rank with a problem, though another wrote later; a server's is its newest."""
     rundir = write_run(0)
     assert log_of(rundir, Role("learner")) is None
     for n, (role, host, rank, said) in enumerate(

@@ -44,7 +44,7 @@ def _imported(kind: str) -> PolicyLoss:
 
 
 def _mistake(returned: object, tokens: Tokens) -> str:
-    """Return what is wrong with a loss's result for these tokens; empty if nothing is."""
+    """Return the first fault of a loss's result for these tokens; empty if it has none."""
     shape = tokens.logp.shape
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         return f"a {type(returned).__name__}, not (losses, metrics)"

@@ -122,7 +122,7 @@ def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
-    """Replace the mean square among reduced metrics, if a loss has ratios, by the `effective_sample_size` computed from it."""
+    """If a loss has ratios, replace their mean square in its reduced metrics by the `effective_sample_size`."""
     if square := means.pop("ratio_square", None):
         means["effective_sample_size"] = means["ratio_mean"] ** 2 / square
     return means

@@ -82,14 +82,14 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, found = ctx.saved_tensors
+        hidden, weight, labels, sums = ctx.saved_tensors
         settings, of_loss = ctx.settings, torch.stack(upstream)
         of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         for rows, columns in settings.chunks(len(hidden)):
             logits = product(hidden[rows], weight[columns].T, settings.precision)
             place = labels[rows] - columns.start
             d = settings.passes.gradient(
-                logits, place, found[:, rows], of_loss[:, rows], settings.temperature, weight.dtype
+                logits, place, sums[:, rows], of_loss[:, rows], settings.temperature, weight.dtype
             )
             add_product(of_hidden[rows], d, weight[columns])
             add_product(weight.main_grad[columns], d.T, hidden[rows])

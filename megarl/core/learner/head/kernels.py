@@ -22,14 +22,14 @@ def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> 
 
 
 def gradient(
-    logits: Tensor, labels: Tensor, found: Tensor, upstream: Tensor, temperature: float, dtype: torch.dtype
+    logits: Tensor, labels: Tensor, sums: Tensor, upstream: Tensor, temperature: float, dtype: torch.dtype
 ) -> Tensor:
     """Do what passes.gradient does, with a program per row and block of columns."""
     rows, columns = logits.shape
     out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
     shape = (columns, logits.stride(0), temperature)
     blocks = (rows, triton.cdiv(columns, BLOCK))
-    _gradient[blocks](logits, out, labels, *found, *upstream, *shape, BLOCK=BLOCK, num_warps=WARPS)
+    _gradient[blocks](logits, out, labels, *sums, *upstream, *shape, BLOCK=BLOCK, num_warps=WARPS)
     return out
 
 

@@ -28,15 +28,15 @@ def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> 
 
 
 def gradient(
-    logits: Tensor, labels: Tensor, found: Tensor, upstream: Tensor, temperature: float, dtype: torch.dtype
+    logits: Tensor, labels: Tensor, sums: Tensor, upstream: Tensor, temperature: float, dtype: torch.dtype
 ) -> Tensor:
     """Return the loss's gradient [rows, columns] for a chunk of logits (overwritten), rounded to `dtype`.
 
-    found [3, rows] float32: top and log of the total over all columns, and entropy. upstream [2, rows] float32: the loss's
+    sums [3, rows] float32: top and log of the total over all columns, and entropy. upstream [2, rows] float32: the loss's
     gradient of log-prob and of entropy. With z = x / T, p = softmax(z), H = -sum p log p:
         d log p_y / d z_j = [j = y] - p_j        d H / d z_j = -p_j (log p_j + H)
     """
-    top, log_total, entropy = found[:, :, None]
+    top, log_total, entropy = sums[:, :, None]
     of_logprob, of_entropy = upstream[:, :, None] / temperature
     columns = logits.shape[-1]
     here = ((labels >= 0) & (labels < columns))[:, None]

@@ -217,7 +217,7 @@ SEED = st.integers(0, 1000)
 
 
 def same(a: Loss, b: Loss, drawn: Draw) -> None:
-    """Of equal gradients; the values of some differ by a constant."""
+    """Losses with equal gradients; some values differ by a constant."""
     np.testing.assert_allclose(value_and_gradient(a, drawn)[1], value_and_gradient(b, drawn)[1], rtol=1e-10, atol=1e-14)
 
 

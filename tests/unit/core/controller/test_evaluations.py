@@ -125,7 +125,7 @@ class NoTickets:
 def evaluations_of(
     recipe: Recipe, journal: Journal, members: Membership, answers: Answers, count: int, fail: Callable, stop: Callable
 ) -> tuple[Evaluations, JournalWriter, EvaluationSchedule]:
-    """Of a run of ten steps, whose tasks hold out `count` prompts each."""
+    """Evaluations of a run of ten steps whose tasks hold out `count` prompts each."""
     records, places = JournalWriter(journal), Places(members, 1)
     pipeline = Pipeline(recipe, records, places, NoTickets(), lambda: None, 10, 10)  # type: ignore[arg-type]
     asker = Asker(recipe, TOKENIZER, {}, places, answers, answers, frozenset(), "", 0)  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tensor_of_tokens_times_vocabulary_is_made(dtype: torch.dtype) -> None:
-    """Of 1 Mi logits, forward and backward: nothing larger than a chunk of 4,096 or the weight of 32 Ki."""
+    """For 1 Mi logits, forward and backward, nothing is larger than a chunk of 4,096 or the weight of 32 Ki."""
     case = make_case(0, rows=256, width=8, vocabulary=4096, dtype=dtype)
     with Sizes() as sizes:
         found(case, chunk=(32, 128))

@@ -82,7 +82,7 @@ def test_recomputation_takes_less_memory_and_makes_the_same_gradients(model: Pat
 
 
 def test_auto_finds_what_fits_and_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a GPU of which no more may be used than a pass over 12,288 tokens takes, moments and all."""
+    """No more of the GPU may be used than a pass over 12,288 tokens takes, moments and all."""
     trainer, record = trainer_of(model, microbatch_tokens=65_536), tmp_path / "microbatch.json"
     moments = trainer.policy.moments_to_come()
     torch.cuda.empty_cache()

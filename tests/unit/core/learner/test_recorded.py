@@ -11,7 +11,7 @@ from megarl.core.weights.parity import LIMITS
 
 @pytest.mark.parametrize(("dtype", "experts"), sorted(LIMITS))
 def test_rounding_passes_and_another_model_does_not(dtype: str, experts: bool) -> None:
-    """Of two learners whose log-probs differ by just the limit on average, neither way of differing goes beyond it."""
+    """If log-probs differ by exactly the limit on average, no way in which they differ exceeds it."""
     limits, rng = LIMITS[dtype, experts], np.random.default_rng(0)
     behaviour = -rng.exponential(1.0, 4000)
     learner = behaviour + rng.normal(0, 0.01, 4000)

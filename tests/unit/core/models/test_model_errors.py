@@ -182,7 +182,7 @@ def test_checkpoint_of_which_one_bit_has_changed(one_rank: None, directory: Path
     """Nothing of it is loaded; with the bit as it was, all is."""
     chunks = build.build(Model(dtype="fp32"), directory)
     hf.load(chunks, family_of(directory), directory)
-    meta = checkpoint.Meta(step=1, version=1, hf_source=str(directory), model=Model().model_dump())
+    meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(directory), model=Model().model_dump())
     path = directory.parent / "step-1"
     checkpoint.save(path, checkpoint.model_state(chunks), meta)
     assert checkpoint.read_meta(path).files.keys() == {
@@ -204,7 +204,7 @@ def test_checkpoint_of_which_one_bit_has_changed(one_rank: None, directory: Path
 def test_checkpoint_of_which_a_file_is_gone_or_that_is_of_another_schema(one_rank: None, directory: Path) -> None:
     chunks = build.build(Model(dtype="fp32"), directory)
     hf.load(chunks, family_of(directory), directory)
-    meta = checkpoint.Meta(step=1, version=1, hf_source=str(directory), model=Model().model_dump())
+    meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(directory), model=Model().model_dump())
     path = directory.parent / "step-1"
     checkpoint.save(path, checkpoint.model_state(chunks), meta)
     (path / "hf" / "config.json").unlink()
@@ -219,7 +219,7 @@ def test_checkpoint_of_which_a_file_is_gone_or_that_is_of_another_schema(one_ran
 def test_checkpoint_cleans_up_when_it_fails(one_rank: None, directory: Path) -> None:
     chunks = build.build(Model(dtype="fp32"), directory)
     hf.load(chunks, family_of(directory), directory)
-    meta = checkpoint.Meta(step=1, version=1, hf_source=str(directory), model=Model().model_dump())
+    meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(directory), model=Model().model_dump())
     before = sorted(directory.parent.rglob("*"))
     with files_no_larger_than(20_000), pytest.raises(MegarlError, match="step-1: the checkpoint could not be written"):
         checkpoint.save(directory.parent / "step-1", checkpoint.model_state(chunks), meta)

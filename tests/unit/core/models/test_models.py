@@ -125,7 +125,7 @@ def test_scales_of_experts_are_no_part_of_a_checkpoint(
     monkeypatch.setattr(chunk, "sharded_state_dict", with_scales)
     state = checkpoint.model_state([chunk])
     assert not [name for name in state["model"] if "_extra_state" in name]
-    meta = checkpoint.Meta(step=1, version=1, hf_source=str(tmp_path / "hf"), model=Model().model_dump())
+    meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(tmp_path / "hf"), model=Model().model_dump())
     checkpoint.save(tmp_path / "step-1", state, meta)
     checkpoint.load_model(tmp_path / "step-1", [chunk])
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from checkpoints_tools.__main__ import main
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
-from megarl.core.models.checkpoint import FORCE, METADATA, Meta, checksums
+from megarl.core.models.checkpoint import FORCE, METADATA, CheckpointMeta, checksums
 from megarl.core.recipe import from_tree
 from tests.tiny import tiny_llama
 
@@ -45,7 +45,7 @@ def chunks(tmp_path: Path) -> Iterator[list[Any]]:
 def saved(tmp_path: Path, chunks: list[Any]) -> Path:
     """A sound checkpoint of the weights, and of an object beside them."""
     path = tmp_path / "step-0000001"
-    meta = Meta(step=1, version=1, hf_source=str(tmp_path / "hf"), model={"dtype": "fp32"})
+    meta = CheckpointMeta(step=1, version=1, hf_source=str(tmp_path / "hf"), model={"dtype": "fp32"})
     checkpoint.save(path, checkpoint.model_state(chunks) | {"more": {"step": 1}}, meta)
     return path
 

@@ -13,7 +13,7 @@ from megarl.core.recipe import Recipe
 from megarl.run.launcher import ALIKE, task
 from megarl.run.nodes import here
 from megarl.run.placement import Place
-from megarl.run.restart import Kind, Role
+from megarl.run.restart import Role, RoleKind
 from tests import stand_in_gpu
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -33,7 +33,7 @@ def resolved(folder: Path, **variables: str) -> dict[str, Any]:
 def test_sglang_keeps_what_it_is_told(tmp_path: Path, recipe: Recipe) -> None:
     """And all that megarl leaves to it becomes what the GPU can do; NCCL's variables stay as the launcher sets them."""
     place = Place((here(0, ""),), ("0",))
-    kinds: tuple[Kind, ...] = ("learner", "server")
+    kinds: tuple[RoleKind, ...] = ("learner", "server")
     learner, server = (task(recipe, RunDir(tmp_path), Role(kind), 1, place).environment for kind in kinds)
     assert {name: learner[name] for name in ALIKE} == {name: server[name] for name in ALIKE}
     said = resolved(tmp_path, **{name: str(server[name]) for name in ALIKE})

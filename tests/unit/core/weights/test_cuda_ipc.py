@@ -24,7 +24,7 @@ SGLANG_ALLOWS = {
     "torch.storage": {"UntypedStorage"},
     "torch.multiprocessing.reductions": {"rebuild_tensor", "rebuild_typed_storage", "rebuild_storage_filename"},
 }
-"""Of sglang.srt.utils.common.SafeUnpickler.ALLOWED_GLOBALS, what a handle may need."""
+"""The part of sglang.srt.utils.common.SafeUnpickler.ALLOWED_GLOBALS that a handle may need."""
 
 
 class Unpickler(pickle.Unpickler):

@@ -62,7 +62,7 @@ def recipe_of(name: str, data: Path, **keys: object) -> Recipe:
 
 
 def grades(recipe: Recipe, name: str, tokenizer: Tokenizer, answers: list[str]) -> list[Grade]:
-    """Of these answers to the suite's prompts, in the order of the file."""
+    """Grade these answers to the suite's prompts, in the order of the file."""
     loaded = suites.load(name, recipe.evaluation.suites[name], tokenizer, 2000)
     mapping = MAPPINGS[recipe.evaluation.suites[name].mapping]
     in_file = [mapping(row).id for row in SETS[name]]
@@ -129,7 +129,7 @@ def test_fewer_prompts_are_the_first_of_more_and_the_set_is_the_same(tokenizer: 
 
 
 def test_tests_of_any_size_are_kept(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Of training data they are left out."""
+    """Training data leaves such rows out; suites keep them."""
     big = {"input": "1 " * 600_000, "output": "3\n", "testtype": "stdin"}
     row = SETS["livecodebench"][0] | {"public_test_cases": json.dumps([big])}
     recipe = recipe_of("livecodebench", write_rows(tmp_path / "rows.jsonl", [row]))

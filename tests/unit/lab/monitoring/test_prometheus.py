@@ -24,7 +24,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 @pytest.fixture
 def scraped() -> Iterator[Callable[..., Samples]]:
-    """Of `families`, over HTTP."""
+    """Read the metrics of `families` over HTTP."""
     closings = []
 
     def scrape(families: Callable[[], Iterator]) -> Samples:
@@ -57,8 +57,8 @@ def test_rows_of_the_learner(scraped: Callable[..., Samples], write_run: Callabl
     parts = [v for (name, _), v in found.items() if name == "megarl_step_seconds_total"]
     assert len(parts) == 5
     assert sum(parts) == pytest.approx(sum(r["step_seconds"] for r in rows))
-    assert found["megarl_pass_rate_train", (("of", "math"),)] == 0.5
-    assert found["megarl_loss", (("of", ""),)] == rows[-1]["loss"]
+    assert found["megarl_pass_rate_train", (("name", "math"),)] == 0.5
+    assert found["megarl_loss", (("name", ""),)] == rows[-1]["loss"]
     assert not any(name == "megarl_entropy" for name, _ in found), "there is no number"
 
 
@@ -73,7 +73,7 @@ def test_status_of_the_controller(scraped: Callable[..., Samples], write_run: Ca
     assert found["megarl_server_state", (("server", "1"), ("state", "publishing"))] == 1
     assert found["megarl_tickets_done_total", (("result", "removed"),)] == 3
     assert found["megarl_tickets", (("state", "running"),)] == 140
-    assert found["megarl_eval_pass_at_4", (("of", "aime24"),)] == 0.7
+    assert found["megarl_eval_pass_at_4", (("name", "aime24"),)] == 0.7
     assert found["megarl_refused_connections_total", ()] == 2
 
 

@@ -209,7 +209,7 @@ ALONE = ("model.tensor_parallel=1", "model.sequence_parallel=false", "resources.
 
 
 def training(*keys: str, config: str = "llama-3.1-8b", gpu: Gpu = H100, by_node: bool = False) -> float:
-    """Of 160 sequences of 1,000 tokens in ten micro-batches, of `ALONE` unless keys say otherwise."""
+    """Seconds for 160 sequences of 1,000 tokens in ten micro-batches, with the layout `ALONE` unless keys say otherwise."""
     recipe, shape = load("scalerl-8b", [*ALONE, *keys]), architecture.read(config)
     packed = speed.Packing(microbatches=10, largest=16_000, rank_tokens=160_000, positions=500)
     return speed.train_seconds(recipe, shape, packed, gpu, by_node)
@@ -320,7 +320,7 @@ def test_a_prompt_takes_its_products_or_its_layers() -> None:
 
 
 def test_a_batch_ends_with_its_longest_request() -> None:
-    """Of constant 1,000 tokens: 1,000 steps. Half of 100 and half of 1,900: as many tokens, 1,900 steps, of ever fewer
+    """Constant 1,000 tokens take 1,000 steps. Half of 100 and half of 1,900: as many tokens, 1,900 steps, of ever fewer
     requests. Twice the requests that fit at once: the others are worked off first."""
     server = decoder("llama-3.1-8b")
     even = server.batch_seconds(np.full(64, 1000), 1, 64, 256)

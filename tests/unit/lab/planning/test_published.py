@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import public_clusters
-from benchmarks.public.cases import FILES, HERE, Case, Refused, cases_of, models, shape_of
+from benchmarks.public.cases import FILES, HERE, Case, RowLeftOut, cases_of, models, shape_of
 from benchmarks.public_clusters import fit, held_out, ranking, read
 from megarl.lab.planning import show
 from megarl.lab.planning.hardware import ERRORS, GPUS
@@ -55,7 +55,7 @@ def test_rows_are_read_as_the_planner_sees_them() -> None:
     ],
 )
 def test_rows_are_left_out_by_rule(changed: dict[str, str], why: str) -> None:
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(RowLeftOut, match=why):
         cases_of("train", TRAIN | changed)
 
 

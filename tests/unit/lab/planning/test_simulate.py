@@ -63,7 +63,7 @@ def run(
 
 
 def seconds(steps: Sequence[SimulatedStep]) -> float:
-    """Of the last step."""
+    """Return the seconds of the last step."""
     return steps[-1].ended - steps[-2].ended
 
 

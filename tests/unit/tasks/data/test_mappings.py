@@ -7,7 +7,7 @@ import pytest
 
 from megarl.core.base.contracts import last_box
 from megarl.core.recipe import Task
-from megarl.tasks.data.mappings import MAPPINGS, Row, UnfitError, mapping_of, own
+from megarl.tasks.data.mappings import MAPPINGS, PromptRow, UnfitError, mapping_of, own
 
 STDIN = [{"input": "1 2\n", "output": "3\n"}]
 
@@ -135,7 +135,7 @@ def test_empty_answers_stay_empty_for_the_survey_to_count():
 def test_columns_of_a_recipe_go_before_the_mapping():
     raw = {"problem": "P", "solution": {"final": 4}, "level": "Level 3", "uid": 17}
     columns = {"prompt": "problem", "answer": "solution.final", "difficulty": "level", "id": "uid"}
-    assert mapping_of("", columns)(raw) == Row("17", "P", "4", 3)
+    assert mapping_of("", columns)(raw) == PromptRow("17", "P", "4", 3)
     mixed = mapping_of("gsm8k", {"prompt": "text", "answer": "", "difficulty": "", "id": ""})
     assert mixed({"text": "T", "answer": "#### 1"}).prompt == "T"
     assert mapping_of("", dict.fromkeys(columns, "")) is own

@@ -7,7 +7,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Prompt, int32
 from megarl.core.recipe import Data, Task, from_tree
 from megarl.tasks.graders.grader import TaskGraders
-from megarl.tasks.graders.sandbox import Kind, Limits, Sandbox
+from megarl.tasks.graders.sandbox import Limits, Sandbox, SandboxKind
 
 LIMITS = Limits(seconds=20, memory=256 << 20, processes=8, file=1 << 20, tmp=4 << 20, output=1 << 16)
 SHORT = Limits(**(vars(LIMITS) | {"seconds": 2}))
@@ -30,7 +30,7 @@ def decode(tokens: Any) -> str:
     return "".join(map(chr, tokens))
 
 
-def why_not(kind: Kind) -> str:
+def why_not(kind: SandboxKind) -> str:
     """Why no program can be run here with it; empty if one can."""
     try:
         sandbox(kind).check()
@@ -39,7 +39,7 @@ def why_not(kind: Kind) -> str:
     return ""
 
 
-def sandbox(kind: Kind, limits: Limits = LIMITS) -> Sandbox:
-    """Of rlimits with the system's Python, for root's own may be where nobody can read it."""
+def sandbox(kind: SandboxKind, limits: Limits = LIMITS) -> Sandbox:
+    """With rlimits, use the system's Python: the user nobody may not be able to read root's own."""
     system = Path("/usr/bin/python3")
     return Sandbox(kind, 2, limits, python=system if kind == "rlimits" and system.exists() else None)

@@ -9,7 +9,7 @@ import uvloop
 from megarl.core.base.contracts import GraderDown, Verdict
 from megarl.tasks.graders.answer import Submission, judged
 from megarl.tasks.graders.code import Code
-from megarl.tasks.graders.sandbox import Kind, Limits, Sandbox
+from megarl.tasks.graders.sandbox import Limits, Sandbox, SandboxKind
 from tests.unit.tasks.graders.asking import LIMITS, SHORT, sandbox
 
 pytestmark = pytest.mark.processes
@@ -27,7 +27,7 @@ SECRET = "def secret_of(n):\n    return n + 4711\n"
 RIGHT = "def f(x):\n    print('noise')\n    return [n + 4711 for n in x] if isinstance(x, list) else x + 4711\n"
 
 
-def verdict(kind: Kind, program: str, check: str = SECRET + CHECK, limits: Limits = LIMITS) -> Verdict:
+def verdict(kind: SandboxKind, program: str, check: str = SECRET + CHECK, limits: Limits = LIMITS) -> Verdict:
     """In uvloop, as the controller runs it."""
     test = {"check": check, "entry_point": "f"}
     answer = Submission(f"```python\n{program}\n```", json.dumps({"tests": [test]}))
@@ -42,7 +42,7 @@ def checked(*asserts: str) -> str:
     return "def check(candidate):\n" + "\n".join(f"    {line}" for line in asserts)
 
 
-def test_right_and_wrong(kind: Kind) -> None:
+def test_right_and_wrong(kind: SandboxKind) -> None:
     assert verdict(kind, RIGHT) == judged(True)
     assert verdict(kind, RIGHT.replace("else x + 4711", "else 4711")) == judged(False)
     assert verdict(kind, "def g(x): return x") == judged(False)
@@ -88,7 +88,7 @@ def test_right_and_wrong(kind: Kind) -> None:
         ("def f(x): return object()", checked("candidate(1)"), False),
     ],
 )
-def test_what_passes_through(bubblewrap: Kind, program: str, check: str, right: bool) -> None:
+def test_what_passes_through(bubblewrap: SandboxKind, program: str, check: str, right: bool) -> None:
     assert verdict(bubblewrap, program, check) == judged(right)
 
 
@@ -120,11 +120,11 @@ def test_what_passes_through(bubblewrap: Kind, program: str, check: str, right: 
         "    try: os.write(fd, 200 * (struct.pack('<Q', len(m)) + m))\n    except OSError: pass\ndef f(x): return 0",
     ],
 )  # fmt: skip
-def test_success_without_being_right(bubblewrap: Kind, program: str) -> None:
+def test_success_without_being_right(bubblewrap: SandboxKind, program: str) -> None:
     assert verdict(bubblewrap, program) == judged(False)
 
 
-def test_what_is_expected_is_not_where_the_program_is(bubblewrap: Kind) -> None:
+def test_what_is_expected_is_not_where_the_program_is(bubblewrap: SandboxKind) -> None:
     """Frames, all objects, all processes: the program counts where it finds a text of the check."""
     program = """
 import gc, glob, sys
@@ -145,7 +145,7 @@ def f():
     assert found == judged(False), "it does find what is there"
 
 
-def test_a_program_that_hangs_is_a_time_out_and_leaves_nothing_running(bubblewrap: Kind) -> None:
+def test_a_program_that_hangs_is_a_time_out_and_leaves_nothing_running(bubblewrap: SandboxKind) -> None:
     hangs = "def f(x):\n    while True: pass"
     assert verdict(bubblewrap, hangs, limits=SHORT) == judged(False, timeout=True)
     lingers = "import os, threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n" + RIGHT
@@ -153,7 +153,9 @@ def test_a_program_that_hangs_is_a_time_out_and_leaves_nothing_running(bubblewra
     assert verdict(bubblewrap, RIGHT, checked("while True: pass"), limits=SHORT) == judged(False, timeout=True)
 
 
-def test_a_sandbox_that_does_not_start_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch, bubblewrap: Kind) -> None:
+def test_a_sandbox_that_does_not_start_is_no_wrong_answer(
+    monkeypatch: pytest.MonkeyPatch, bubblewrap: SandboxKind
+) -> None:
     whole = Sandbox._command
     begun: list[int] = []
 
@@ -183,7 +185,7 @@ HUMANEVAL = {
 }  # fmt: skip
 
 
-def test_a_row_of_humaneval(bubblewrap: Kind) -> None:
+def test_a_row_of_humaneval(bubblewrap: SandboxKind) -> None:
     tests = {"tests": [{"check": HUMANEVAL["prompt"] + HUMANEVAL["test"], "entry_point": HUMANEVAL["entry_point"]}]}
     solution = HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]
     helper = "def encode_cyclic(s): return s\ndef decode_cyclic(s): return s"  # right only by its own helper

@@ -17,7 +17,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.tasks.graders.answer import Submission, judged
 from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.inside import NOBODY
-from megarl.tasks.graders.sandbox import Kind, Limits, Ran, Sandbox, remains
+from megarl.tasks.graders.sandbox import Limits, Ran, Sandbox, SandboxKind, remains
 from tests.unit.tasks.graders.asking import LIMITS, SHORT, graders_of, prompt_of, sandbox
 
 pytestmark = pytest.mark.processes
@@ -77,7 +77,7 @@ print(len(ATTEMPTS), open("d/mine").read(), fcntl.fcntl(0, fcntl.F_GETFL) >= 0)
 MINE = "20 x True"
 
 
-def run(kind: Kind, program: str, given: str = "", call: str = "", limits: Limits = LIMITS) -> Ran:
+def run(kind: SandboxKind, program: str, given: str = "", call: str = "", limits: Limits = LIMITS) -> Ran:
     """What the program did; a good one runs after it."""
 
     async def both() -> tuple[Ran, Ran]:
@@ -89,14 +89,14 @@ def run(kind: Kind, program: str, given: str = "", call: str = "", limits: Limit
     return ran
 
 
-def test_a_good_program_runs(kind: Kind) -> None:
+def test_a_good_program_runs(kind: SandboxKind) -> None:
     program = "import heapq, subprocess as s\nprint(input(), s.run(['/bin/echo', 'é'], capture_output=True).stdout)"
     assert run(kind, program, "ü\n").stdout == "ü b'\\xc3\\xa9\\n'\n"
     assert run(kind, "def f(x):\n    print('no')\n    return [x]", call="f(3)").stdout == "[3]"
     assert run(kind, "print(len(input()))", "x" * 300_000).stdout == "300000\n"
 
 
-def test_fork_bomb(bubblewrap: Kind) -> None:
+def test_fork_bomb(bubblewrap: SandboxKind) -> None:
     program = """
 import os, sys
 n = 0
@@ -120,7 +120,7 @@ os._exit(0)
     )
 
 
-def test_memory_bomb(kind: Kind) -> None:
+def test_memory_bomb(kind: SandboxKind) -> None:
     program = (
         "kept = []\ntry:\n  while True: kept.append(bytearray(1 << 24))\nexcept MemoryError: print(len(kept) < 16)"
     )
@@ -128,7 +128,7 @@ def test_memory_bomb(kind: Kind) -> None:
     assert run(kind, "x = 'a' * (1 << 40)").status != 0
 
 
-def test_memory_that_no_limit_of_a_process_sees(bubblewrap: Kind) -> None:
+def test_memory_that_no_limit_of_a_process_sees(bubblewrap: SandboxKind) -> None:
     program = """
 import os, ctypes
 def tried(what):
@@ -154,19 +154,19 @@ for flags in (0x10000000, 0x10020000):
     assert run(bubblewrap, program).stdout.split() == ["28", "27", "1", "30", "-1", "1", "-1", "1", "-1", "1"]
 
 
-def test_endless_loop(kind: Kind) -> None:
+def test_endless_loop(kind: SandboxKind) -> None:
     began = time.monotonic()
     assert run(kind, "while True: pass", limits=SHORT).ended == "time"
     assert run(kind, "import time; time.sleep(1000)", limits=SHORT).ended == "time"
     assert time.monotonic() - began < 30
 
 
-def test_endless_output(kind: Kind) -> None:
+def test_endless_output(kind: SandboxKind) -> None:
     ran = run(kind, "while True: print('x' * 1000)")
     assert (ran.ended, len(ran.stdout) < 2 * LIMITS.output) == ("output", True)
 
 
-def test_files_outside(bubblewrap: Kind, tmp_path: Path) -> None:
+def test_files_outside(bubblewrap: SandboxKind, tmp_path: Path) -> None:
     places = [
         "/usr/megarl",
         "/bin/megarl",
@@ -215,7 +215,7 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-def test_an_ordinary_users_files_and_processes(place: Path, victim: subprocess.Popen[bytes], kind: Kind) -> None:
+def test_an_ordinary_users_files_and_processes(place: Path, victim: subprocess.Popen[bytes], kind: SandboxKind) -> None:
     attacks = ATTACKS.format(victim=victim.pid, place=place)
     assert run(kind, attacks).stdout.splitlines() == [MINE], "no attempt has succeeded"
     assert (place / "there").read_text() == SECRET
@@ -250,7 +250,7 @@ def test_without_landlock_the_message_says_what_remains(
 
 
 def test_secrets_and_the_answers_of_the_tests(
-    bubblewrap: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bubblewrap: SandboxKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Environment, files, other processes, its own memory: what is expected is in none of them."""
     monkeypatch.setenv("MEGARL_SECRET", SECRET)
@@ -280,12 +280,12 @@ print(f(), sorted(n for n in os.listdir("/proc") if n.isdigit()), os.path.exists
     )
 
 
-def test_network(kind: Kind) -> None:
+def test_network(kind: SandboxKind) -> None:
     program = "import socket\ntry: socket.socket()\nexcept OSError as error: print(error.errno)"
     assert run(kind, program).stdout == "1\n"
 
 
-def test_killing_the_parent(kind: Kind) -> None:
+def test_killing_the_parent(kind: SandboxKind) -> None:
     program = """
 import os, signal
 for pid in (os.getppid(), 1, -1, 0):
@@ -309,7 +309,7 @@ except OSError: print("alive")
         "import os; os.write(3, b'1'); os.write(4, b'1')",
     ],
 )
-def test_success_before_the_tests(bubblewrap: Kind, program: str) -> None:
+def test_success_before_the_tests(bubblewrap: SandboxKind, program: str) -> None:
     async def verdicts() -> list[Verdict]:
         code = Code(Sandbox(bubblewrap, 2))
         tests = ['{"call": "f()", "result": "7"}', '{"input": "", "output": "7"}', '{"assert": "assert f() == 7"}']
@@ -320,7 +320,7 @@ def test_success_before_the_tests(bubblewrap: Kind, program: str) -> None:
 
 
 def test_programs_that_are_cancelled_leave_nothing_behind(
-    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: SandboxKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
@@ -362,7 +362,7 @@ def test_a_sandbox_that_fails_later_is_no_wrong_answer(monkeypatch: pytest.Monke
     assert (tmp_path / "bwrap.calls").read_text() == "x\nx\n"
 
 
-def test_a_time_out_of_a_test_is_one_of_the_grade(bubblewrap: Kind) -> None:
+def test_a_time_out_of_a_test_is_one_of_the_grade(bubblewrap: SandboxKind) -> None:
     async def graded() -> Grade:
         graders = graders_of("code", SHORT, sandbox=bubblewrap)
         return await graders["task"].grade(
