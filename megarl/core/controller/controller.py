@@ -181,7 +181,6 @@ class Controller:
             if r.error:
                 log.warning("version %d did not reach server %d: %s", result.version, r.id, r.error)
         if clean:
-            self.compute.published()
             spent = self._spent.setdefault(result.version, self.compute.spent())
             self.records.write(
                 PublishedVersion(
@@ -191,7 +190,7 @@ class Controller:
                 )
             )  # fmt: skip
             self.parity.published(result.version)
-            self._evaluate_if_due(result.version)
+            self.evaluate_if_due(result.version)
         for r in result.results:
             if r.error and not membership.clean() and membership.members[r.id].failures >= PUBLISH_TRIES:
                 self._fail(f"weights did not reach server {r.id} {PUBLISH_TRIES} times in a row: {r.error}")
@@ -208,15 +207,15 @@ class Controller:
             self._stop(f"the learner has left at step {step}")
 
     def decide(self, asked: Next) -> Decision:
-        """Decide from the present state."""
-        self._evaluate_if_due(asked.version)
+        """Decide from the present state, without changing it."""
         now, parity = self.pipeline.view(asked.version), self.parity.request(asked.version)
         settled = self.pipeline.admitted - len(self.pipeline.running)
         waits = f"{settled} tickets are finished, {now.phase_end(asked.step) * self.recipe.batch.prompts} needed"
         now = replace(now, parity=parity, stop=self.stop_reason, failure=self.failure, waiting_for=waits)
         return decide(asked, now)
 
-    def _evaluate_if_due(self, version: int) -> None:
+    def evaluate_if_due(self, version: int) -> None:
+        """Begin the evaluation of this version if it is due and servers have it, unless the run ends."""
         if not self._ending():
             self.evaluations.begin_if_due(version, self._spent, self._tasks)
 

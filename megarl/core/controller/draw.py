@@ -65,7 +65,9 @@ class PromptOrder:
     """Draws prompts of one task.
 
     drawn: number so far. exhausted: the last draw found too few prompts. excluded: prompts that are skipped now. pool: number
-    of the easiest prompts in the present epoch. difficulty: by prompt, 0 where it is missing.
+    of the easiest prompts in the present epoch. difficulty: by prompt, 0 where it is missing. `drawn` and `excluded` follow
+    from the journal's state; they are held here because one draw may begin epochs before its record exists, and so that no
+    draw goes over the pass rates of all prompts.
     """
 
     def __init__(
