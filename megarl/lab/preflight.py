@@ -20,6 +20,7 @@ from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.base.types import Prompt, encode
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import LOSSES
+from megarl.lab.evaluation import suites
 from megarl.lab.monitoring import wandb_writer
 from megarl.run import checks, devices
 from megarl.run.checks import Fingerprints
@@ -131,11 +132,8 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
     for name, prompts in load_tasks(recipe, tokenizer).items():
         fingerprints[f"data.tasks.{name}.train: prompts"] = _hash_prompts(prompts.train)
         fingerprints[f"data.tasks.{name}.heldout: prompts"] = _hash_prompts(prompts.heldout)
-    if recipe.evaluation.suites:
-        from megarl.lab.evaluation import suites  # imports scipy
-
-        for name, suite in recipe.evaluation.suites.items():
-            suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
+    for name, suite in recipe.evaluation.suites.items():
+        suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
     return fingerprints
 
 
