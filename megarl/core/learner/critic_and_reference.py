@@ -27,9 +27,8 @@ from megarl.core.algorithm import gae
 from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.losses.terms import VALUE_METRICS, estimate, value_loss
-from megarl.core.learner.head import trained_positions
 from megarl.core.learner.microbatch import MicroBatch
-from megarl.core.learner.network import Network, chunks_beside
+from megarl.core.learner.network import Network, chunks_beside, trained_positions
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.models import Family
 from megarl.core.models.layers import ValueHead

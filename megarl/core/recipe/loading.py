@@ -1,5 +1,5 @@
-"""From YAML files and overrides to a `Recipe`: base files below, overrides on top. The place of every key is remembered, so
-that each fault is one line: where it is, which key, what to do.
+"""From YAML files and overrides to a `Recipe`, and back to YAML, for machines and for people. Base files are below, overrides
+on top. The place of every key is remembered, so that each fault is one line: where it is, which key, what to do.
 
 A file may contain anything: if it is not text, not YAML, too large or too deep, that is one error with its place. Aliases
 (`*name`) are refused, because a few lines of them can expand beyond memory; `base` shares what recipes have in common.
@@ -10,7 +10,7 @@ import copy
 import difflib
 import os
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -384,3 +384,48 @@ def _with_tuples(tree: Any, kind: Any) -> Any:
         with contextlib.suppress(ValueError):
             return float(tree)
     return tree
+
+
+def dump(recipe: Recipe) -> str:
+    # Only ASCII: PyYAML cannot read back every other character that it writes literally (U+0085).
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=120)
+
+
+def describe(recipe: Recipe) -> str:
+    """Return the whole resolved tree as YAML with each key's meaning and limits beside it."""
+    return "\n".join(_described(recipe)) + "\n"
+
+
+def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return the values in a tree of mappings by their dotted keys. before: prefix of the keys."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        values |= flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return values
+
+
+def _described(section: BaseModel, indent: str = "") -> list[str]:
+    lines: list[str] = []
+    values = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            lines += [f"{indent}{name}:", *_described(value, indent + "  ")]
+        elif isinstance(value, dict) and any(isinstance(part, BaseModel) for part in value.values()):
+            lines.append(_line(f"{indent}{name}:", field.description))
+            for key, part in value.items():
+                lines += [f"{indent}  {key}:", *_described(part, indent + "    ")]
+        else:
+            shown = yaml.safe_dump(values[name], default_flow_style=True, sort_keys=False, width=10_000)
+            lines.append(_line(f"{indent}{name}: {shown.removesuffix('...\n').rstrip()}", field.description))
+    return lines
+
+
+def _line(text: str, description: str | None) -> str:
+    return f"{text:<44}  # {description}" if description else text
+
+
+def differences(before: Recipe, after: Recipe) -> list[tuple[str, Any, Any]]:
+    """Return (dotted key, old, new) of every value that differs."""
+    old, new = flat(before.model_dump(mode="json")), flat(after.model_dump(mode="json"))
+    return [(key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)]

@@ -14,7 +14,7 @@ policy, and the correction is a second factor. Here the old policy is what the s
 contains the mismatch: its weight is bounded, not multiplied again. REINFORCE has no ratio, so it gains one.
 
 Entropy bonus: loss_t - coefficient * H(pi(. | y_<t)). Williams and Peng 1991; PPO (arXiv 1707.06347, eq. 9). The entropy is
-exact, with its gradient (core/learner/head/), not estimated from the sampled token.
+exact, with its gradient (core/models/head/), not estimated from the sampled token.
 
 KL to a frozen reference, estimated on each sampled token y from the policy's distribution.
 
