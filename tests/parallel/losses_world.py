@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "batch": {"aggregation": "sample", "advantage": "group"},
     },
     "dr-dapo": {
-        "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28, "correction": "truncate", "correction_cap": 1.5},
+        "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28, "correction": "truncate", "cap": 1.5},
         "batch": {"aggregation": "constant", "advantage": "none", "centring": "leave_one_out"},
     },
     "kl-in-loss": {

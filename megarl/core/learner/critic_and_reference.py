@@ -34,6 +34,11 @@ from megarl.core.models import Family
 from megarl.core.models.layers import ValueHead
 from megarl.core.recipe import Recipe
 
+GAMMA = 1.0
+"""Discount of a token: the reward is for the answer, however long it took (1 in Open-Reasoner-Zero, arXiv 2503.24290)."""
+VALUE_CLIP = 0.2
+"""Most that a value may learn to move in a step: PPO's usual clip (arXiv 1707.06347), which acts from the second epoch on."""
+
 
 class CriticModel(TrainedNetwork):
     """`recipe.critic` on this rank. Every method is collective."""
@@ -58,11 +63,10 @@ class CriticModel(TrainedNetwork):
     ) -> tuple[list[TrainSequence], Moments]:
         """Return the sequences with advantages, values and returns, and the statistics with this batch's."""
         assert self.normalisation != "group"  # megarl/core/recipe/rules.py
-        gamma, lam = self.critic.gamma, self.critic.lam
-        return gae.estimated(sequences, self.values(sequences), gamma, lam, self.normalisation, before)
+        return gae.estimated(sequences, self.values(sequences), GAMMA, self.critic.lam, self.normalisation, before)
 
     def loss(self, micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return value_loss(output, micro.value, micro.value_target, self.critic.value_clip)
+        return value_loss(output, micro.value, micro.value_target, VALUE_CLIP)
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         found = super().forward_backward(sequences)

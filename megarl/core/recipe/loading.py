@@ -327,6 +327,17 @@ REMOVED = {
     "monitor.wandb.mode": RemovedKey("export WANDB_MODE=offline", ("online",)),
     "monitor.profile.memory": RemovedKey("with a GPU its memory is always recorded"),
     "sft.checkpoint_every": RemovedKey("it is checkpoint.every"),
+    "run.launcher": RemovedKey("export MEGARL_LAUNCHER=local or srun", ("auto",)),
+    "resources.large_on_cpu": RemovedKey("export MEGARL_LARGE_ON_CPU=1"),
+    "data.curriculum.start": RemovedKey("the first epoch has the easiest 0.2 of the prompts", (0.2,)),
+    "data.services.*.api_key_env": RemovedKey("set api_key to env:VARIABLE", ("",)),
+    "data.services.*.api_key_file": RemovedKey("set api_key to file:PATH", ("",)),
+    "data.tasks.*.reply_timeout_s": RemovedKey("an environment has 600 s for a reply", (600,)),
+    "evaluation.suites.*.reply_timeout_s": RemovedKey("an environment has 600 s for a reply", (600,)),
+    "sampling.top_p": RemovedKey("training samples from the whole vocabulary; evaluations have evaluation.top_p", (1,)),
+    "loss.correction_cap": RemovedKey("with loss.correction it is loss.cap"),
+    "critic.gamma": RemovedKey("tokens are not discounted", (1,)),
+    "critic.value_clip": RemovedKey("a value moves by 0.2 at most", (0.2,)),
     **{
         f"sft.optimizer.{key}": RemovedKey("the warm start has ScaleRL's value", kept)
         for key, kept in {
@@ -339,27 +350,36 @@ REMOVED = {
         for key in ("schedule", "final_lr_ratio", "betas", "eps", "weight_decay", "grad_clip")
     },
 }  # fmt: skip
-"""Keys that are no longer there; the sentence ends the message "is no longer a key: …"."""
+"""Keys that are no longer there, `*` for any name; the sentence ends the message "is no longer a key: …"."""
 
 
 def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[str, Any]:
     """Drop removed keys whose value means what is done now. MegarlError names any other. Run directories keep all keys."""
     tree = copy.deepcopy(tree)
-    for key, removed in REMOVED.items():
-        *sections, last = key.split(".")
-        inside: Any = tree
-        for name in sections:
-            inside = inside.get(name) if isinstance(inside, dict) else None
-        if not isinstance(inside, dict) or last not in inside:
-            continue
-        kept = removed.kept
-        if key.startswith("critic.") and tree.get("batch", {}).get("centring") == "critic":
-            kept = (tree.get("learner", {}).get("optimizer", {}).get(last),)
-        if kept is not None and inside[last] not in kept:
-            where = _place(tuple(key.split(".")), origin) or source
-            raise MegarlError(f"{where}: {key}: is no longer a key: {removed.instead}")
-        del inside[last]
+    for pattern, removed in REMOVED.items():
+        for (*sections, last), inside in _matching(tree, pattern.split(".")):
+            kept = removed.kept
+            if pattern.startswith("critic.optimizer.") and tree.get("batch", {}).get("centring") == "critic":
+                kept = (tree.get("learner", {}).get("optimizer", {}).get(last),)
+            if pattern == "loss.correction_cap" and inside.get("correction", "none") != "none":
+                kept = (inside.get("cap"),)
+            if kept is not None and inside[last] not in kept:
+                where = _place((*sections, last), origin) or source
+                raise MegarlError(f"{where}: {'.'.join((*sections, last))}: is no longer a key: {removed.instead}")
+            del inside[last]
     return tree
+
+
+def _matching(tree: Any, pattern: Sequence[str]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield each key that the pattern matches, and the section it is in. `*` matches any one name."""
+    first, *rest = pattern
+    for name in list(tree) if first == "*" and isinstance(tree, dict) else [first]:
+        if not isinstance(tree, dict) or name not in tree:
+            continue
+        if not rest:
+            yield (name,), tree
+        else:
+            yield from (((name, *key), inside) for key, inside in _matching(tree[name], rest))
 
 
 def _validated(tree: dict[str, Any], origin: Origin, source: str) -> Recipe:

@@ -76,11 +76,6 @@ def _prompts(r: Recipe) -> Iterator[str]:
             f"run.stop_at_asymptote: of several tasks ({', '.join(r.data.tasks)}) one has to decide; name it in "
             "evaluation.forecast"
         )
-    if r.sampling.top_p < 1:
-        yield (
-            "sampling.top_p: a server's log-probs are then of what top_p leaves of the vocabulary, the learner's are of all of "
-            "it, and every importance ratio would be wrong; leave it at 1 (evaluations have evaluation.top_p)"
-        )
 
 
 def _advantages(r: Recipe) -> Iterator[str]:
@@ -293,7 +288,7 @@ def _rows(r: Recipe) -> dict[str, Rows]:
 
 
 def _graders(r: Recipe) -> Iterator[str]:
-    """Check for unknown graders, services with a grader's name or two keys, and rewards with a reserved name."""
+    """Check for unknown graders, services with a grader's name, and rewards with a reserved name."""
     known = (*GRADERS, *r.data.services)
     for key, rows in _rows(r).items():
         of_rewards = ((f"rewards.{name}.grader", reward.grader) for name, reward in rows.rewards.items())
@@ -302,11 +297,9 @@ def _graders(r: Recipe) -> Iterator[str]:
                 yield f"{key}.{part}: {grader!r} is no grader; {_known(grader, known)}, and package.module:function"
         if "answer" in rows.rewards:
             yield f"{key}.rewards.answer: the task's own grader is logged as that; choose another name"
-    for name, service in r.data.services.items():
+    for name in r.data.services:
         if name in GRADERS:
             yield f"data.services.{name}: a grader has this name; choose another"
-        if service.api_key_env and service.api_key_file:
-            yield f"data.services.{name}.api_key_file: the key is in api_key_env already; give one of them"
 
 
 RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (

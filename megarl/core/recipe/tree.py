@@ -1,5 +1,6 @@
 """The typed tree of a recipe. Defaults are ScaleRL's (arXiv 2510.13786); "not stated": the paper gives no number for it."""
 
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +22,6 @@ class Curriculum(Section):
     kind: Literal["none", "linear", "exponential"] = Field(
         "none", description="how the share of prompts drawn from grows"
     )
-    start: float = Field(0.2, gt=0, le=1, description="share of the easiest prompts that the first epoch has")
     steps: int = Field(1000, ge=1, description="batches drawn until all prompts are in")
 
 
@@ -33,11 +33,17 @@ class Service(Section):
     """A reward service by HTTP."""
 
     url: str = Field(pattern=r"^https?://[^@\s]+$", description="requests are POSTed to it")
-    api_key_env: str = Field("", description="environment variable that holds its key")
-    api_key_file: str = Field("", description="or a file that holds it")
+    api_key: str = Field("", description="where its key is: env:VARIABLE or file:PATH; empty: it has none")
     timeout_s: float = Field(60.0, gt=0, description="of a request")
     retries: int = Field(4, ge=0, description="of a request that failed")
     batch: int = Field(32, ge=1, description="completions a request")
+
+    @field_validator("api_key")
+    @classmethod
+    def a_place_not_the_key(cls, api_key: str) -> str:
+        if api_key and not re.fullmatch(r"(env|file):.+", api_key):
+            raise ValueError("should be env:VARIABLE or file:PATH, which hold the key, not the key itself")
+        return api_key
 
 
 class Reward(Section):
@@ -82,9 +88,6 @@ class Rows(Section):
     turns: int = Field(8, ge=1, description="of environment: most turns of an episode, the last one included")
     turn_tokens: int = Field(4096, ge=1, description="of environment: most tokens sampled in a turn")
     reply_tokens: int = Field(512, ge=1, description="of environment: most tokens of a reply; they count in `length`")
-    reply_timeout_s: float = Field(
-        600.0, gt=0, description="of environment: most seconds for a reply, the wait for a free sandbox included"
-    )
 
     @property
     def graders(self) -> tuple[str, ...]:
@@ -167,10 +170,6 @@ class Run(Section):
     seed: int = Field(0, ge=0)
     steps: int = Field(400, ge=1, description="optimiser steps")
     resume: Literal["never", "auto"] = "never"
-    launcher: Literal["auto", "local", "srun"] = Field(
-        "auto",
-        description="processes of this machine, or steps of a Slurm job; auto: steps if it has several nodes or a container",
-    )
     interface: str = Field(
         "",
         description="network interface all roles listen on, such as ib0; slurm: by which it reaches the nodes; empty: loopback",
@@ -232,10 +231,6 @@ class Resources(Section):
     server_tensor_parallel: int = Field(1, ge=1, description="GPUs a server")
     colocate: bool = Field(False, description="servers and learner ranks share GPUs of one machine, a rank on each")
     threads: int = Field(1, ge=1, description="CPU threads of a learner rank or a server")
-    large_on_cpu: bool = Field(
-        False,
-        description="without a GPU start also more than 8 threads a core, or a bf16 or fp16 model of over 1e9 parameters",
-    )
 
 
 class Stage(Section):
@@ -286,9 +281,6 @@ class Length(Section):
 class Sampling(Section):
     generations: int = Field(16, ge=2, description="rollouts of a prompt")
     temperature: float = Field(1.0, gt=0, description="not stated")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="not stated; training takes no other, evaluation.top_p is its own"
-    )
 
 
 class PipelineSection(Section):
@@ -346,7 +338,9 @@ class Loss(Section):
         "(docs/add-a-loss.md)",
     )
     cap: float = Field(
-        4.0, gt=0, description="cispo: upper bound of the importance ratio: 4, 5 and 8 were tried, choice not stated"
+        4.0,
+        gt=0,
+        description="largest importance ratio, of cispo and `correction`; cispo: 4, 5 and 8 were tried, choice not stated",
     )
     clip_low: float = Field(
         0.2,
@@ -356,9 +350,8 @@ class Loss(Section):
     )
     clip_high: float = Field(0.2, ge=0, description="the same upwards, at 1 + this; gspo: 4e-4 is usual")
     correction: Literal["none", "truncate", "mask"] = Field(
-        "none", description="clip, gspo (mask only), reinforce: bound on the weight of a token of another policy"
+        "none", description="clip, gspo (mask only), reinforce: what becomes of a token's weight above `cap`"
     )
-    correction_cap: float = Field(2.0, gt=0, description="largest importance ratio that `correction` leaves as it is")
     entropy_bonus: float = Field(0.0, ge=0, description="coefficient of the entropy in the loss; ScaleRL has none")
 
 
@@ -423,9 +416,7 @@ class Critic(Section):
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "fp32", description="of its weights and activations, whatever the policy's (model.dtype)"
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="discount of a token; 1 in Open-Reasoner-Zero (arXiv 2503.24290)")
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda; 1 in Open-Reasoner-Zero, 0.95 in games and robots")
-    value_clip: float | None = Field(0.2, gt=0, description="most that a value may learn to move in a step; null: off")
     warmup_steps: int = Field(0, ge=0, description="first steps of the run, in which it alone is trained")
     optimizer: CriticRate = Field(CriticRate(), description="the rest is as in learner.optimizer")
 

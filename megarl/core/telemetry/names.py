@@ -69,7 +69,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "value_mean": ("critic", "mean reward it expected before each trained token, before the step"),
     "return_mean": ("critic", "mean of what it should have expected (GAE)"),
     "explained_variance": ("critic", "1 - Var(return - value) / Var(return): 1 if perfect, 0 if as good as the mean"),
-    "value_clipped_share": ("critic", "trained tokens whose value critic.value_clip kept from moving on"),
+    "value_clipped_share": ("critic", "trained tokens whose value the clip of 0.2 kept from moving on"),
     "critic_grad_norm": ("critic", "its global gradient norm before clipping"),
     "critic_lr": ("critic", "its learning rate of the step"),
     "critic_loss_scale": ("critic", "critic.dtype: fp16: its own loss scale"),

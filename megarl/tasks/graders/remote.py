@@ -126,16 +126,16 @@ class Remote:
 
 def headers(name: str, service: Service) -> dict[str, str]:
     """Return the headers of a request to the service; MegarlError if its key is unavailable."""
-    key = ""
-    if service.api_key_env:
-        key = os.environ.get(service.api_key_env, "").strip()
+    key, (kind, _, place) = "", service.api_key.partition(":")
+    if kind == "env":
+        key = os.environ.get(place, "").strip()
         if not key:
-            raise MegarlError(f"data.services.{name}.api_key_env: {service.api_key_env} is not set; export it")
-    elif service.api_key_file:
+            raise MegarlError(f"data.services.{name}.api_key: {place} is not set; export it")
+    elif kind == "file":
         try:
-            key = Path(service.api_key_file).read_text().strip()
+            key = Path(place).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise MegarlError(f"data.services.{name}.api_key_file: {service.api_key_file}: {error}") from None
+            raise MegarlError(f"data.services.{name}.api_key: {place}: {error}") from None
         if not key:
-            raise MegarlError(f"data.services.{name}.api_key_file: {service.api_key_file} is empty")
+            raise MegarlError(f"data.services.{name}.api_key: {place} is empty")
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})

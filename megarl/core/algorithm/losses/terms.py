@@ -147,11 +147,9 @@ def estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
 VALUE_METRICS = ("value_clipped_share",)
 
 
-def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss [n] and metrics [n] for `values` [n] with gradient; clip: eps, or None for no clip."""
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss [n] and metrics [n] for `values` [n] with gradient; clip: eps."""
     free = (values - returns).square()
-    if clip is None:
-        return free / 2, dict.fromkeys(VALUE_METRICS, torch.zeros_like(free.detach()))
     bounded = (torch.clamp(values, old - clip, old + clip) - returns).square()
     return torch.maximum(free, bounded) / 2, {"value_clipped_share": (bounded > free).detach().float()}
 
