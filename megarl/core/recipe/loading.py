@@ -332,6 +332,7 @@ REMOVED = {
     "data.curriculum.start": RemovedKey("the first epoch has the easiest 0.2 of the prompts", (0.2,)),
     "data.services.*.api_key_env": RemovedKey("set api_key to env:VARIABLE", ("",)),
     "data.services.*.api_key_file": RemovedKey("set api_key to file:PATH", ("",)),
+    "data.services.*.retries": RemovedKey("a request is repeated 5 times", (4, 5)),
     "data.tasks.*.reply_timeout_s": RemovedKey("an environment has 600 s for a reply", (600,)),
     "evaluation.suites.*.reply_timeout_s": RemovedKey("an environment has 600 s for a reply", (600,)),
     "sampling.top_p": RemovedKey("training samples from the whole vocabulary; evaluations have evaluation.top_p", (1,)),

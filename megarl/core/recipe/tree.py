@@ -35,7 +35,6 @@ class Service(Section):
     url: str = Field(pattern=r"^https?://[^@\s]+$", description="requests are POSTed to it")
     api_key: str = Field("", description="where its key is: env:VARIABLE or file:PATH; empty: it has none")
     timeout_s: float = Field(60.0, gt=0, description="of a request")
-    retries: int = Field(4, ge=0, description="of a request that failed")
     batch: int = Field(32, ge=1, description="completions a request")
 
     @field_validator("api_key")

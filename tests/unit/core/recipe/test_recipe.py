@@ -431,7 +431,7 @@ def test_a_removed_key_with_the_value_that_is_now_fixed_is_read() -> None:
         "sampling": {"top_p": 1.0},
         "data": {
             "curriculum": {"start": 0.2},
-            "services": {"s": {"url": "http://x", "api_key_env": "", "api_key_file": ""}},
+            "services": {"s": {"url": "http://x", "api_key_env": "", "api_key_file": "", "retries": 4}},
             "tasks": {"t": {"train": "a", "heldout": "b", "reply_timeout_s": 600.0}},
         },
         "learner": {"optimizer": {"final_lr_ratio": 0.0, "schedule": "cosine"}},
