@@ -17,6 +17,7 @@ It has the policy's layout and precision, no gradients and no optimiser, and giv
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,8 +28,10 @@ from megarl.core.algorithm import gae
 from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.losses.terms import VALUE_METRICS, estimate, value_loss
+from megarl.core.base.architecture import in_directory
+from megarl.core.base.errors import MegarlError
 from megarl.core.learner.microbatch import MicroBatch
-from megarl.core.learner.network import Network, chunks_beside, trained_positions
+from megarl.core.learner.network import Network, loaded_chunks, trained_positions
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.models import Family
 from megarl.core.models.layers import ValueHead
@@ -49,7 +52,14 @@ class CriticModel(TrainedNetwork):
     def __init__(self, recipe: Recipe, policy: Family) -> None:
         self.critic, self.normalisation = recipe.critic, recipe.batch.advantage
         optimizer, recipe = recipe.critic_optimizer, recipe.model_copy(update={"model": recipe.critic_model})
-        chunks, family = chunks_beside(policy, recipe, "critic.path", self.critic.path)
+        hf_dir = Path(self.critic.path or recipe.model.path)
+        vocabulary, known = in_directory(hf_dir).vocabulary, policy.architecture.vocabulary
+        if vocabulary != known:
+            raise MegarlError(
+                f"critic.path: {hf_dir} has a vocabulary of {vocabulary}, the policy has {known}; "
+                "give a model with the policy's tokenizer"
+            )
+        chunks, family = loaded_chunks(recipe, hf_dir)
         ValueHead.adopt(chunks)
         super().__init__(chunks, family, optimizer, recipe)
         self.head = selected_values
@@ -80,10 +90,10 @@ def selected_values(*, hidden_states: Tensor, output_layer: ValueHead, context: 
 
 
 class ReferenceModel(Network):
-    """`recipe.reference` on this rank, with the weights of its Hugging Face directory, also when the run is resumed."""
+    """`recipe.reference` on this rank, with the weights of model.path, also when the run is resumed."""
 
-    def __init__(self, recipe: Recipe, policy: Family) -> None:
-        super().__init__(*chunks_beside(policy, recipe, "reference.path", recipe.reference.path), recipe)
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(*loaded_chunks(recipe, Path(recipe.model.path)), recipe)
         self.settings, self.temperature = recipe.reference, recipe.sampling.temperature
         for chunk in self.chunks:
             chunk.requires_grad_(False)

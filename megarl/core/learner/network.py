@@ -28,7 +28,6 @@ from torch.nn import Module
 from megarl.core import models
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.packing import cost_of
-from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.learner.microbatch import MicroBatch, MicroBatchPlan, RowLayout, assemble, plan
 from megarl.core.learner.moe import ExpertLoad, Replay
@@ -175,18 +174,6 @@ def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]
     chunks = build.build(recipe.model, hf_dir, recompute=recipe.learner.recompute)
     hf.load(chunks, family, hf_dir)
     return chunks, family
-
-
-def chunks_beside(policy: Family, recipe: Recipe, key: str, path: str) -> tuple[list[GPTModel], Family]:
-    """Load a second model with the policy's vocabulary. path: what the recipe's `key` says (empty: the policy's)."""
-    hf_dir = Path(path or recipe.model.path)
-    vocabulary, known = in_directory(hf_dir).vocabulary, policy.architecture.vocabulary
-    if vocabulary != known:
-        raise MegarlError(
-            f"{key}: {hf_dir} has a vocabulary of {vocabulary}, the policy has {known}; "
-            "give a model with the policy's tokenizer"
-        )
-    return loaded_chunks(recipe, hf_dir)
 
 
 def selected_logprobs(

@@ -335,6 +335,7 @@ REMOVED = {
     "data.services.*.retries": RemovedKey("a request is repeated 5 times", (4, 5)),
     "data.tasks.*.reply_timeout_s": RemovedKey("an environment has 600 s for a reply", (600,)),
     "evaluation.suites.*.reply_timeout_s": RemovedKey("an environment has 600 s for a reply", (600,)),
+    "reference.path": RemovedKey("the reference is model.path, the policy's start", ("",)),
     "sampling.top_p": RemovedKey("training samples from the whole vocabulary; evaluations have evaluation.top_p", (1,)),
     "loss.correction_cap": RemovedKey("with loss.correction it is loss.cap"),
     "critic.gamma": RemovedKey("tokens are not discounted", (1,)),

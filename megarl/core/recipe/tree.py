@@ -355,7 +355,7 @@ class Loss(Section):
 
 
 class Reference(Section):
-    """KL penalty that keeps the policy near a frozen model. ScaleRL and DAPO have none."""
+    """KL penalty that keeps the policy near its start (model.path), frozen. ScaleRL and DAPO have none."""
 
     coefficient: float = Field(0.0, ge=0, description="0: none, and no second model is held")
     estimator: Literal["k1", "k2", "k3"] = Field("k1", description="of a token's KL; k3 is GRPO's")
@@ -363,7 +363,6 @@ class Reference(Section):
         "reward",
         description="reward: lowered by the sum over the rollout's tokens; loss: added to each token's (not k1)",
     )
-    path: str = Field("", description="Hugging Face directory of the reference; empty: model.path, the policy's start")
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

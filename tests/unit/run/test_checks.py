@@ -102,12 +102,6 @@ def test_a_large_model_needs_a_gpu(tree: Tree, monkeypatch: pytest.MonkeyPatch) 
     preflight.check_all(changed(tree, model={"dtype": "bf16"}))
 
 
-def test_missing_reference(tree: Tree) -> None:
-    with pytest.raises(MegarlError, match=r"reference\.path: '/nowhere' is not a Hugging Face model directory"):
-        preflight.check_inputs(changed(tree, reference={"coefficient": 0.1, "path": "/nowhere"}))
-    preflight.check_inputs(changed(tree, reference={"path": "/nowhere"}))  # none is built
-
-
 @pytest.mark.parametrize(
     ("task", "words"),
     [

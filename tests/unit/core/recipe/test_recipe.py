@@ -428,6 +428,7 @@ def test_a_removed_key_with_the_value_that_is_now_fixed_is_read() -> None:
         "loss": {"lower": 0.0, "correction": "none", "correction_cap": 2.0},
         "run": {"launcher": "auto"},
         "resources": {"large_on_cpu": True},
+        "reference": {"path": ""},
         "sampling": {"top_p": 1.0},
         "data": {
             "curriculum": {"start": 0.2},
