@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.core.learner.head import logprobs_and_entropy
+from megarl.core.models.head import logprobs_and_entropy
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SIZES = {

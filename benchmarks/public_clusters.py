@@ -24,8 +24,8 @@ import numpy as np
 import yaml
 
 from benchmarks.public.cases import FILES, HERE, Case, RowLeftOut, cases_of
+from megarl.lab.pictures import COLORS, GREY, drawing, rendered
 from megarl.lab.planning.hardware import GPUS, Gpu
-from megarl.lab.report.pictures import COLORS, GREY, drawing, rendered
 
 RESULTS = Path(__file__).parent / "results"
 EFFICIENCIES = np.geomspace(0.15, 0.95, 32)  # 6 % apart

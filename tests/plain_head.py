@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.core.learner.head import logprobs_and_entropy
+from megarl.core.models.head import logprobs_and_entropy
 
 
 @dataclass(frozen=True)

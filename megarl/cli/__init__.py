@@ -305,9 +305,11 @@ def serve(
 def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     """Role: the controller, with the recipe's tasks and the forecast of its scores."""
     start_logging("controller")
+    import uvloop
+
     from megarl.core.base.contracts import Tasks
     from megarl.core.base.tokenizer import load_tokenizer
-    from megarl.core.controller.controller import main
+    from megarl.core.controller.controller import Controller
     from megarl.lab.evaluation.suites import questions_of
     from megarl.lab.monitoring.prometheus import serve_controller
     from megarl.lab.scaling.extrapolate import forecast
@@ -320,7 +322,12 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     prompts = load_tasks(loaded, tokenizer)
     graders = partial(TaskGraders, loaded, tokenizer.decode)
     tasks = Tasks(prompts, graders, partial(TaskEnvironments, loaded, tokenizer))
-    return main(loaded, tokenizer, tasks, questions_of(loaded, prompts, tokenizer), forecast, serve_controller)
+    questions = questions_of(loaded, prompts, tokenizer)
+
+    async def run() -> int:
+        return await Controller(loaded, tokenizer, tasks, questions, forecast, serve_controller).run()
+
+    return uvloop.run(run())
 
 
 @app.command()

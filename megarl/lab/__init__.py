@@ -5,5 +5,5 @@ evaluation/   `megarl eval`            planning/   `megarl plan`         scaling
 study/        `megarl study`           report/     report and trace      inspection/  shows rollouts and data
 monitoring/   metrics writers: TensorBoard, W&B, Prometheus
 sft.py        `megarl sft`             submit.py   `megarl submit`       presets.py   `megarl recipes suggest`
-doctor.py     `megarl doctor`
+doctor.py     `megarl doctor`           pictures.py   what all pages and pictures share
 """

@@ -1,6 +1,6 @@
 """Reads all inputs of `megarl train` and `megarl sft` before anything starts; a MegarlError says what to do about a fault.
 
-    model.path, reference.path, critic.path ──► config.json, tokenizer, weights ─┐
+    model.path, critic.path ──► config.json, tokenizer, weights ─────────────────┐
     data.tasks ──► prompts as the model sees them, with answers ─────────────────┼─► fingerprints (run/checks.py)
     evaluation.suites ──► questions, which a resumed run may change
 
@@ -20,6 +20,7 @@ from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.base.types import Prompt, encode
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import LOSSES
+from megarl.lab.evaluation import suites
 from megarl.lab.monitoring import wandb_writer
 from megarl.run import checks, devices
 from megarl.run.checks import Fingerprints
@@ -41,7 +42,7 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
     if path and path == recipe.sft.output:
         advice = "it is what the warm start writes: run `megarl sft` with this recipe first (`make quickstart` does)"
     _check_model("model.path", path, advice)
-    for key, other in _other_models(recipe).items():
+    for key, other in _critic(recipe).items():
         _check_model(key, other, "leave it empty for model.path", tokenizer=False)
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
@@ -124,25 +125,21 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
     architecture.read(recipe.model.path)
     tokenizer = load_tokenizer(recipe.model.path)
     fingerprints = {"model.path: tokenizer": _hash_files(Path(recipe.model.path) / name for name in TOKENIZER)}
-    for key, path in {"model.path": recipe.model.path, **_other_models(recipe)}.items():
+    for key, path in {"model.path": recipe.model.path, **_critic(recipe)}.items():
         weights = [file for kind in ("", ".index.json") for file in sorted(Path(path).glob(f"*.safetensors{kind}"))]
         fingerprints[f"{key}: config.json"] = _hash_files([Path(path) / "config.json"])
         fingerprints[f"{key}: weights"] = _hash_files(weights)
     for name, prompts in load_tasks(recipe, tokenizer).items():
         fingerprints[f"data.tasks.{name}.train: prompts"] = _hash_prompts(prompts.train)
         fingerprints[f"data.tasks.{name}.heldout: prompts"] = _hash_prompts(prompts.heldout)
-    if recipe.evaluation.suites:
-        from megarl.lab.evaluation import suites  # imports scipy
-
-        for name, suite in recipe.evaluation.suites.items():
-            suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
+    for name, suite in recipe.evaluation.suites.items():
+        suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
     return fingerprints
 
 
-def _other_models(recipe: Recipe) -> dict[str, str]:
-    """Return reference and critic by their keys, if the recipe uses them and they are not the policy's."""
-    used = {"reference": recipe.reference.coefficient > 0, "critic": recipe.has_critic}
-    return {f"{name}.path": getattr(recipe, name).path for name in used if used[name] and getattr(recipe, name).path}
+def _critic(recipe: Recipe) -> dict[str, str]:
+    """Return the directory that the critic starts from by its key; nothing if there is none, or it is the policy's."""
+    return {"critic.path": recipe.critic.path} if recipe.has_critic and recipe.critic.path else {}
 
 
 def _hash_files(paths: Iterable[Path]) -> str:

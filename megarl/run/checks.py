@@ -28,11 +28,14 @@ from megarl.run.srun import chosen
 THREADS_A_CORE = 8
 """More threads than this per core, without a GPU, are a mistake rather than a run: a cluster's recipe on a login node."""
 LARGE = 10**9
+"""Parameters of a bf16 or fp16 model that a CPU trains too slowly for anything but a mistake."""
+LARGE_ON_CPU = "MEGARL_LARGE_ON_CPU"
+"""Environment variable by which, at 1, such a run starts all the same. Not in the recipe: it is a fact of the machine."""
 type Fingerprints = Mapping[str, str]
 """Fingerprint by recipe key and part of it: `model.path: weights`."""
 HISTORY = (
     "run.seed", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data", "length", "sampling", "pipeline", "batch",
-    "loss", "reference", "learner.epochs", "critic.path", "critic.dtype", "critic.gamma", "critic.lam", "critic.value_clip",
+    "loss", "reference", "learner.epochs", "critic.path", "critic.dtype", "critic.lam",
 )  # fmt: skip
 """Keys and sections that determine a run's steps. Layout, servers, learning rate and cadences may change on resuming."""
 
@@ -63,13 +66,13 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
 
 def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: int) -> None:
     """Without a GPU, raise MegarlError if the processes (counted by kind) far exceed the cores, or if the model is large."""
-    if recipe.resources.large_on_cpu:
+    if os.environ.get(LARGE_ON_CPU) == "1":
         return
     threads = sum(processes.values()) * recipe.resources.threads
     counted = " and ".join(f"{count} {kind}" for kind, count in processes.items())
     told = (
         "start it where the GPUs are (`megarl submit` writes a Slurm job, docs/cluster.md), take a smaller recipe "
-        "(quickstart), or set resources.large_on_cpu=true"
+        f"(quickstart), or export {LARGE_ON_CPU}=1"
     )
     if threads > THREADS_A_CORE * cores:
         raise MegarlError(

@@ -56,27 +56,23 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class Ending:
+    """A role is not started again, for this reason."""
+
+    role: Role
+    reason: str
+
+
+class GiveUp(Ending):
     """End the run as failed; `reason` names the role and what it did."""
 
-    role: Role
-    reason: str
 
-
-@dataclass(frozen=True)
-class Drop:
+class Drop(Ending):
     """Go on without this server; `reason` says why, without its name."""
 
-    role: Role
-    reason: str
 
-
-@dataclass(frozen=True)
-class Elsewhere:
+class Elsewhere(Ending):
     """End the run, keeping its checkpoint: it resumes when started on other nodes."""
-
-    role: Role
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -47,19 +47,26 @@ BROKEN_STATES = ("down", "fail", "unknown", "future", "power")
 """Prefixes of Slurm's words for nodes that run nothing."""
 
 
+LAUNCHER = "MEGARL_LAUNCHER"
+"""Environment variable: local for processes of this machine, srun for steps of a Slurm job; auto, its default, for steps if the
+job has several nodes or a container."""
+
+
 def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
-    """Return the launcher that run.launcher asks for. MegarlError if it asks for a Slurm job and there is none."""
-    kind = recipe.run.launcher
+    """Return the launcher that MEGARL_LAUNCHER asks for. MegarlError if it asks for a Slurm job and there is none."""
+    kind = os.environ.get(LAUNCHER, "auto")
+    if kind not in ("auto", "local", "srun"):
+        raise MegarlError(f"{LAUNCHER}: {kind!r} is no launcher; set auto, local or srun")
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
     if kind == "srun" and not nodes:
         raise MegarlError(
-            "run.launcher: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); see launch/slurm/ and "
-            "`megarl submit`, or set run.launcher=local"
+            f"{LAUNCHER}: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); see launch/slurm/ and "
+            "`megarl submit`, or set local"
         )
     if kind == "srun" or (kind == "auto" and nodes and (nodes > 1 or STEP_COMMAND in os.environ)):
         if missing := [program for program in ("srun", "scontrol", "squeue", "sinfo") if shutil.which(program) is None]:
             raise MegarlError(
-                f"run.launcher: {', '.join(missing)} cannot be found, which steps of a Slurm job need; `megarl train` runs on "
+                f"{LAUNCHER}: {', '.join(missing)} cannot be found, which steps of a Slurm job need; `megarl train` runs on "
                 "the host, the roles in the container (launch/slurm/common.sh)"
             )
         return SrunLauncher(rundir, recipe.run.interface)

@@ -1,4 +1,8 @@
-"""Every patch of packages that are not ours. A role's main applies them by name; none imports anything of megarl.
+"""Every patch of packages that are not ours. They are applied by name; none imports anything of megarl.
+
+SGLang's are applied in the server's main. Megatron's are applied when megarl.core.models or megarl.core.learner is imported,
+not in a main, because torch.cuda's names must be replaced before megatron is first imported, and whoever uses these packages
+imports them at the top of a file: the learner, the warm start, checkpoints_tools, tests.
 
 megatron_cpu.py          megatron-core 0.19 on CPU processes
 fp16_on_cpu.py           torch: products of fp16 numbers on a CPU, exact and rounded

@@ -85,7 +85,7 @@ def overrides(port: int) -> tuple[str, ...]:
         "data.tasks.arithmetic=null",
         f"data.tasks.programs={{train: programs.jsonl, heldout: 4, grader: code, rewards: {{{form}, {short}}}}}",
         f"data.tasks.letters={{train: letters.jsonl, heldout: 4, grader: taste, rewards: {{{form}}}}}",
-        f"data.services.taste={{url: 'http://127.0.0.1:{port}/', api_key_env: REWARD_KEY, batch: 8, retries: 5}}",
+        f"data.services.taste={{url: 'http://127.0.0.1:{port}/', api_key: 'env:REWARD_KEY', batch: 8}}",
         "length.prompt_tokens=4",
         "length.thinking_tokens=[6, 8]",
         "length.answer_tokens=1",
@@ -182,7 +182,7 @@ def test_programs_and_a_service_that_comes_late_and_goes_for_good(
     write_prompts(tmp_path / "letters.jsonl", "b", '"x"')
     refused = runs.megarl("train", "quickstart", *overrides(port), cwd=tmp_path)
     assert refused.returncode != 0
-    assert "data.services.taste.api_key_env: REWARD_KEY is not set; export it" in refused.stderr
+    assert "data.services.taste.api_key: REWARD_KEY is not set; export it" in refused.stderr
     assert not (tmp_path / "runs").exists(), "nothing was begun"
     monkeypatch.setenv("REWARD_KEY", KEY)
 

@@ -37,7 +37,7 @@ FP16: list[tuple[dict[str, Any], str]] = [
 """Layouts of an fp16 policy, and the precision of its critic."""
 FP16_ROUNDING = 2000.0
 """By how much limits are wider in fp16. Its steps are 8,000 times those of FP32."""
-GAMMA, LAMBDA = 0.99, 0.9
+GAMMA, LAMBDA = 1.0, 0.9
 
 
 def main(directory: Path) -> None:
@@ -61,7 +61,7 @@ def recipe_of(directory: Path, layout: dict[str, Any], critic: str = "fp32") -> 
             "batch": {"prompts": 4, "centring": "critic", "zero_variance": "keep", "aggregation": "token"},
             "loss": {"kind": "reinforce"},
             "learner": {"microbatch_tokens": 160, "epochs": 2, "optimizer": optimizer},
-            "critic": {"dtype": critic, "gamma": GAMMA, "lam": LAMBDA, "warmup_steps": 1, "optimizer": optimizer},
+            "critic": {"dtype": critic, "lam": LAMBDA, "warmup_steps": 1, "optimizer": optimizer},
         }
     )
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megarl.core.base.types import Batch, decode
-from megarl.core.learner.head import selected_logprobs
+from megarl.core.learner.network import selected_logprobs
 from megarl.core.models import parallel
 from megarl.core.recipe import Model
 from tests.parallel.learner_world import check_step, recipe_of

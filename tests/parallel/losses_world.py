@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "batch": {"aggregation": "sample", "advantage": "group"},
     },
     "dr-dapo": {
-        "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28, "correction": "truncate", "correction_cap": 1.5},
+        "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28, "correction": "truncate", "cap": 1.5},
         "batch": {"aggregation": "constant", "advantage": "none", "centring": "leave_one_out"},
     },
     "kl-in-loss": {
@@ -58,23 +58,24 @@ def main(directory: Path) -> None:
     parallel.stop()
 
 
-def recipe_of(directory: Path, setting: dict[str, Any], layout: dict[str, Any], reference: str) -> Recipe:
+def recipe_of(directory: Path, setting: dict[str, Any], layout: dict[str, Any], start: str = "model") -> Recipe:
+    """start: the directory of model.path, where the reference is."""
     return recipes.from_tree(
         {
-            "model": {"path": str(directory / "model"), "dtype": "fp32", **layout},
+            "model": {"path": str(directory / start), "dtype": "fp32", **layout},
             "resources": {"learner_ranks": int(os.environ["WORLD_SIZE"])},
             "batch": {"prompts": 4, **setting["batch"]},
             "sampling": {"temperature": 0.7},
             "length": {"thinking_tokens": [1, LONGEST - 1], "answer_tokens": 1},
             "loss": setting["loss"],
-            "reference": {"path": reference, **setting.get("reference", {})},
+            "reference": setting.get("reference", {}),
             "learner": {"microbatch_tokens": 64},
         }
     )
 
 
 def check(directory: Path, batch: Batch, name: str, setting: dict[str, Any], layout: dict[str, Any]) -> None:
-    recipe = recipe_of(directory, setting, layout, str(directory / "reference"))
+    recipe = recipe_of(directory, setting, layout, "reference")
     parallel.start(recipe.model, seed=1, timeout_s=60)
     trainer = Trainer(recipe, directory / "model")
     sequences = trainer.sequences(batch)
@@ -109,7 +110,7 @@ def check_reference(
 
 def check_start(directory: Path, batch: Batch, layout: dict[str, Any]) -> None:
     """At its start the policy is the reference, to the last bit."""
-    recipe = recipe_of(directory, SETTINGS["kl-in-loss"], layout, reference="")
+    recipe = recipe_of(directory, SETTINGS["kl-in-loss"], layout)
     parallel.start(recipe.model, seed=1, timeout_s=60)
     trainer = Trainer(recipe, directory / "model")
     metrics = trainer.policy.forward_backward(trainer.sequences(batch))

@@ -50,7 +50,7 @@ def dr_dapo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str
     loss, ratio, rewards = SETTINGS["dr-dapo"]["loss"], rollout.ratio, rollout.group.rewards
     gain = rewards[rollout.i] - np.delete(rewards, rollout.i).mean()
     bounded = ratio.clamp(1 - loss["clip_low"], 1 + loss["clip_high"])
-    truncated = ratio.detach().clamp(max=loss["correction_cap"]) / ratio.detach()
+    truncated = ratio.detach().clamp(max=loss["cap"]) / ratio.detach()
     objective = torch.minimum(ratio * gain, bounded * gain) * truncated
     return -objective.sum() / LONGEST / len(everything), {"clipped_share": bounded * gain < ratio * gain}
 

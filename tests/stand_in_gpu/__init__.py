@@ -268,7 +268,7 @@ def on_stand_in_gpu() -> Iterator[None]:
     """Compute on the stand-in. After `install` and the import of megarl's learner."""
     from torch.nn.attention import varlen  # noqa: F401  defines the operations
 
-    from megarl.core.learner.head import kernels, passes
+    from megarl.core.models.head import kernels, passes
 
     ONLY_CUDA[torch.ops.torch_attn._varlen_attn.default] = _attention
     ONLY_CUDA[torch.ops.torch_attn._varlen_attn_backward.default] = _attention_backward

@@ -70,3 +70,29 @@ def test_no_circles() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(" → ".join(error.args[1])) from None
+
+
+SMALLEST = 60
+"""Lines below which a module with one importer belongs into that one."""
+PLUG_INS = {
+    "__main__", "core.server.sglang_models.stock",  # started or found by name
+    "environments", "scaling",  # what users import
+    "core.algorithm.losses.cispo", "core.algorithm.losses.gspo", "core.algorithm.losses.reinforce",  # one loss a file
+    "core.models.head.passes",  # one of two, chosen by the device
+    "core.weights.disk",  # one transport a file
+    "tasks.environments.guessing",  # one environment a file
+}  # fmt: skip
+"""Small modules that are one of several of a kind, or that nothing in megarl imports."""
+
+
+def test_no_small_module_serves_one_alone() -> None:
+    trees, importers = modules(), dict[str, set[str]]()
+    for module, tree in trees.items():
+        for other in set(imported(tree, set(trees))) - {module}:
+            importers.setdefault(other, set()).add(module)
+    small = {
+        ".".join(path.parts)
+        for path in (file.relative_to(ROOT).with_suffix("") for file in ROOT.rglob("*.py"))
+        if path.name != "__init__" and len((ROOT / path).with_suffix(".py").read_text().splitlines()) < SMALLEST
+    }
+    assert {module for module in small if len(importers.get(module, ())) < 2} == PLUG_INS

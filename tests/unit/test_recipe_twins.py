@@ -15,12 +15,12 @@ KEPT = (
     "model.pipeline_parallel", "model.virtual_pipeline_parallel",
     "model.context_parallel", "model.moe.*", "data.on_exhausted", "data.sandbox", "data.curriculum.*", "data.tasks.*.grader",
     "data.tasks.*.template", "data.tasks.*.system", "data.tasks.*.environment", "data.tasks.*.weight", "data.tasks.*.turns",
-    "length.control", "length.end_of_thinking", "length.interruption", "sampling.temperature", "sampling.top_p",
+    "length.control", "length.end_of_thinking", "length.interruption", "sampling.temperature",
     "pipeline.*", "batch.zero_variance", "batch.positive_threshold", "batch.centring", "batch.advantage",
     "batch.aggregation", "loss.*", "reference.*", "learner.packing", "learner.recompute",
     "learner.epochs", "learner.optimizer.schedule", "learner.optimizer.betas",
-    "learner.optimizer.eps", "learner.optimizer.weight_decay", "learner.optimizer.grad_clip", "critic.path", "critic.gamma",
-    "critic.lam", "critic.value_clip", "weights.pause", "serving.release_memory",
+    "learner.optimizer.eps", "learner.optimizer.weight_decay", "learner.optimizer.grad_clip", "critic.path",
+    "critic.lam", "weights.pause", "serving.release_memory",
 )  # fmt: skip
 """What makes a recipe what it is: no rule may replace it."""
 

@@ -40,7 +40,7 @@ class Cost:
 BY_TOKENS = Cost()
 
 LAYER_PASSES, HEAD_PASSES = 3, 4
-"""Cost of forward and backward in forward passes: backward is two, and the head computes its logits again (learner/head)."""
+"""Cost of forward and backward in forward passes: backward is two, and the head computes its logits again (models/head)."""
 
 
 def cost_of(model: Architecture) -> Cost:

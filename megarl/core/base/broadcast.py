@@ -7,18 +7,18 @@ look while they wait; what may hang runs in a thread that is left behind; a brok
 """
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, ProcessGroup, _new_process_group_helper, _world
+
+from megarl.core.base.process import environment
 
 log = logging.getLogger(__name__)
 
@@ -132,18 +132,3 @@ def in_thread(act: Callable[[], None]) -> Future[None]:
 
     threading.Thread(target=run, name="weights", daemon=True).start()
     return done
-
-
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a while."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

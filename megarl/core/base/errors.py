@@ -14,3 +14,9 @@ def listed(head: str, items: list[str], count: int | None = None) -> str:
     more = (len(items) if count is None else count) - SHOWN
     rest = [f"… and {more} more"] if more > 0 else []
     return "\n".join([head, *items[:SHOWN], *rest])
+
+
+def first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error in nested exception groups."""
+    first = errors.exceptions[0]
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first

@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
@@ -71,3 +73,18 @@ def check_free(key: str, host: str, port: int) -> None:
             s.bind((host, port))
         except OSError as error:
             raise MegarlError(f"{key}: cannot listen on {host}:{port}: {error.strerror}; choose another") from None
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -21,12 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import uvloop
-
 from megarl.core.algorithm.batch import batch_statistics
 from megarl.core.base.architecture import layers_of
 from megarl.core.base.contracts import Tasks
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import MegarlError, first_of
 from megarl.core.base.messages import Next, Publish, Published, Refused, Reply, Scored, Stop, Train
 from megarl.core.base.rundir import Endpoints, RunDir, complete, step_of, write_atomically
 from megarl.core.base.tokenizer import Tokenizer
@@ -67,28 +65,12 @@ type StatusAndTotals = tuple[Mapping[str, Any], Mapping[int, Mapping[str, float]
 type ServeMetrics = Callable[[Endpoints, Callable[[], StatusAndTotals]], Callable[[], None]]
 
 
-def main(
-    recipe: Recipe,
-    tokenizer: Tokenizer,
-    tasks: Tasks,
-    questions: Sequence[Questions[Any]],
-    forecast: Forecast,
-    serve_metrics: ServeMetrics,
-) -> int:
-    """Run until the learner was told to stop and has left; return 1 if the run failed.
-
-    questions: what each evaluation asks. forecast: predicts the rest of the run from its scores.
-    serve_metrics: starts an exporter of the status and returns what ends it.
-    """
-
-    async def run() -> int:
-        return await Controller(recipe, tokenizer, tasks, questions, forecast, serve_metrics).run()
-
-    return uvloop.run(run())
-
-
 class Controller:
-    """The controller's parts, wired together in the running event loop."""
+    """The controller's parts, wired together in the running event loop.
+
+    questions: what each evaluation asks. forecast: predicts the rest of the run from its scores. serve_metrics: starts an
+    exporter of the status and returns what ends it.
+    """
 
     def __init__(
         self,
@@ -142,7 +124,7 @@ class Controller:
         self._spent: dict[int, Spent] = {}  # at the first publication of each version in this life
 
     async def run(self) -> int:
-        """Run all parts until the end and return the exit status."""
+        """Run all parts until the learner was told to stop and has left; return 1 if the run failed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -158,7 +140,7 @@ class Controller:
         except* ConversationOver:
             pass
         except* MegarlError as errors:
-            raise _leaf(errors) from None
+            raise first_of(errors) from None
         finally:
             await self._close()
         return 1 if self.failure else 0
@@ -181,7 +163,6 @@ class Controller:
             if r.error:
                 log.warning("version %d did not reach server %d: %s", result.version, r.id, r.error)
         if clean:
-            self.compute.published()
             spent = self._spent.setdefault(result.version, self.compute.spent())
             self.records.write(
                 PublishedVersion(
@@ -191,7 +172,7 @@ class Controller:
                 )
             )  # fmt: skip
             self.parity.published(result.version)
-            self._evaluate_if_due(result.version)
+            self.evaluate_if_due(result.version)
         for r in result.results:
             if r.error and not membership.clean() and membership.members[r.id].failures >= PUBLISH_TRIES:
                 self._fail(f"weights did not reach server {r.id} {PUBLISH_TRIES} times in a row: {r.error}")
@@ -208,15 +189,15 @@ class Controller:
             self._stop(f"the learner has left at step {step}")
 
     def decide(self, asked: Next) -> Decision:
-        """Decide from the present state."""
-        self._evaluate_if_due(asked.version)
+        """Decide from the present state, without changing it."""
         now, parity = self.pipeline.view(asked.version), self.parity.request(asked.version)
         settled = self.pipeline.admitted - len(self.pipeline.running)
         waits = f"{settled} tickets are finished, {now.phase_end(asked.step) * self.recipe.batch.prompts} needed"
         now = replace(now, parity=parity, stop=self.stop_reason, failure=self.failure, waiting_for=waits)
         return decide(asked, now)
 
-    def _evaluate_if_due(self, version: int) -> None:
+    def evaluate_if_due(self, version: int) -> None:
+        """Begin the evaluation of this version if it is due and servers have it, unless the run ends."""
         if not self._ending():
             self.evaluations.begin_if_due(version, self._spent, self._tasks)
 
@@ -355,9 +336,3 @@ class Controller:
             "malformed_requests": self.link.malformed,
             "refused_connections": self.link.refused(),
         }
-
-
-def _leaf(errors: BaseExceptionGroup[MegarlError]) -> MegarlError:
-    """Return the first error in nested exception groups."""
-    first = errors.exceptions[0]
-    return _leaf(first) if isinstance(first, BaseExceptionGroup) else first

@@ -18,7 +18,7 @@ import logging
 import struct
 import time
 from types import SimpleNamespace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import zmq
@@ -42,7 +42,9 @@ from megarl.core.base.messages import (
     to_frames,
 )
 from megarl.core.base.rundir import LinkKeys
-from megarl.core.controller.decision import Decision
+
+if TYPE_CHECKING:
+    from megarl.core.controller.controller import Controller
 
 log = logging.getLogger(__name__)
 
@@ -117,17 +119,6 @@ class ConversationOver(Exception):
     """Raised to end the task group when the controller's work is done."""
 
 
-class Responder(Protocol):
-    """The side of the controller that knows the answers: `Controller`, which says what each is for."""
-
-    def new_learner(self) -> None: ...
-    def published(self, result: Published) -> None: ...
-    def scored(self, result: Scored) -> None: ...
-    def left(self, step: int) -> None: ...
-    def decide(self, asked: Next) -> Decision: ...
-    async def carry_out(self, decision: Decision, asked: Next) -> Reply: ...
-
-
 class _WaitingNext(NamedTuple):
     """A Next that waits for its answer."""
 
@@ -141,7 +132,7 @@ class Conversation:
     something has changed on which an answer may depend.
     """
 
-    def __init__(self, link: Link, answers: Responder) -> None:
+    def __init__(self, link: Link, answers: "Controller") -> None:
         self._link, self._answers = link, answers
         self.incarnation, self._superseded = "", set[str]()
         self._question: _WaitingNext | None = None
@@ -177,6 +168,7 @@ class Conversation:
         while True:
             self.changed.clear()
             if self._question:
+                self._answers.evaluate_if_due(self._question.asked.version)
                 decision = self._answers.decide(self._question.asked)
                 if not isinstance(decision, Wait) or time.monotonic() >= self._question.until:
                     question, self._question = self._question, None

@@ -36,6 +36,9 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.journal.records import Admitted, State
 from megarl.core.recipe import Recipe
 
+START = 0.2
+"""Share of the easiest prompts that the first epoch of a curriculum has. The pool grows to a batch if that is less."""
+
 
 class Draw(NamedTuple):
     """reset: all pass rates were forgotten just before it. pool: number of the easiest prompts in its epoch."""
@@ -65,7 +68,9 @@ class PromptOrder:
     """Draws prompts of one task.
 
     drawn: number so far. exhausted: the last draw found too few prompts. excluded: prompts that are skipped now. pool: number
-    of the easiest prompts in the present epoch. difficulty: by prompt, 0 where it is missing.
+    of the easiest prompts in the present epoch. difficulty: by prompt, 0 where it is missing. `drawn` and `excluded` follow
+    from the journal's state; they are held here because one draw may begin epochs before its record exists, and so that no
+    draw goes over the pass rates of all prompts.
     """
 
     def __init__(
@@ -191,7 +196,7 @@ def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> PromptOrder:
     in_batch = recipe.batch.prompts * share
     return PromptOrder(
         difficulty, recipe.run.seed, recipe.batch.positive_threshold, math.ceil(in_batch), recipe.data.on_exhausted,
-        difficulty, Pace(chosen.kind, chosen.start, math.ceil(chosen.steps * in_batch)),
+        difficulty, Pace(chosen.kind, START, math.ceil(chosen.steps * in_batch)),
     )  # fmt: skip
 
 

@@ -123,9 +123,9 @@ class ComputeClock:
 
     def __init__(self, state: State, resources: Resources) -> None:
         assert state.session is not None
-        self._startup, self._published = state.startup_hours, state.session_published
+        self._state = state
+        # Held servers cost something at every moment; the state learns of it only with the next record.
         self._evaluation, self._held, self._held_since = state.evaluation_hours, 0, 0.0
-        self._earlier_hours = state.earlier_hours
         self._seconds_before = max(0.0, time.time() - state.session.time)
         self._began = time.monotonic()  # from here on a wall clock that is set costs nothing
         self.devices, self.unit = state.session.devices, state.session.compute_unit
@@ -134,23 +134,18 @@ class ComputeClock:
 
     def hours(self) -> float:
         seconds = self._seconds_before + time.monotonic() - self._began
-        return self._earlier_hours + self.devices * seconds / 3600
+        return self._state.earlier_hours + self.devices * seconds / 3600
 
     def hold(self, servers: int) -> None:
         """Note that this many more servers (fewer if negative) score from now on."""
         self._evaluation, self._held_since = self._evaluation_hours(), time.monotonic()
         self._held += servers
 
-    def published(self) -> None:
-        """Note that weights are on servers; the first time in a life of the supervisor ends its start-up."""
-        if not self._published:
-            self._published = True
-            self._startup += self.hours() - self._earlier_hours
-
     def spent(self) -> Spent:
+        """Return the hours so far; the first record of a publication in a life of the supervisor ends its start-up."""
         total = self.hours()
-        starting = 0.0 if self._published else total - self._earlier_hours
-        return Spent(total, self._startup + starting, self._evaluation_hours())
+        starting = 0.0 if self._state.session_published else total - self._state.earlier_hours
+        return Spent(total, self._state.startup_hours + starting, self._evaluation_hours())
 
     def _evaluation_hours(self) -> float:
         devices = min(self._held * self._server_devices, self.devices)

@@ -107,7 +107,7 @@ class Tickets:
                 salt=f"{self._salt}/{ticket}",
                 thinking_tokens=budget,
                 temperature=recipe.sampling.temperature,
-                top_p=recipe.sampling.top_p,
+                top_p=1.0,  # below it a server's log-probs are not over all of the vocabulary, as the learner's are
                 routed=self._routed,
             )
         )

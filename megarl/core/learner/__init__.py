@@ -12,7 +12,6 @@ microbatch.py    sequences -> tensors of one micro-batch
 microbatch_size.py  how large they are, tried when the learner starts
 moe.py           routers take the experts that the server chose; how evenly tokens fall on experts
 clock.py         where the seconds of a step went
-head/            log-probs and entropy of a split vocabulary, without its logits
 checkpoint.py    save without stopping, load at any layout
 """
 

@@ -17,6 +17,7 @@ It has the policy's layout and precision, no gradients and no optimiser, and giv
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,13 +28,19 @@ from megarl.core.algorithm import gae
 from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.losses.terms import VALUE_METRICS, estimate, value_loss
-from megarl.core.learner.head import trained_positions
+from megarl.core.base.architecture import in_directory
+from megarl.core.base.errors import MegarlError
 from megarl.core.learner.microbatch import MicroBatch
-from megarl.core.learner.network import Network, chunks_beside
+from megarl.core.learner.network import Network, loaded_chunks, trained_positions
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.models import Family
 from megarl.core.models.layers import ValueHead
 from megarl.core.recipe import Recipe
+
+GAMMA = 1.0
+"""Discount of a token: the reward is for the answer, however long it took (1 in Open-Reasoner-Zero, arXiv 2503.24290)."""
+VALUE_CLIP = 0.2
+"""Most that a value may learn to move in a step: PPO's usual clip (arXiv 1707.06347), which acts from the second epoch on."""
 
 
 class CriticModel(TrainedNetwork):
@@ -45,7 +52,14 @@ class CriticModel(TrainedNetwork):
     def __init__(self, recipe: Recipe, policy: Family) -> None:
         self.critic, self.normalisation = recipe.critic, recipe.batch.advantage
         optimizer, recipe = recipe.critic_optimizer, recipe.model_copy(update={"model": recipe.critic_model})
-        chunks, family = chunks_beside(policy, recipe, "critic.path", self.critic.path)
+        hf_dir = Path(self.critic.path or recipe.model.path)
+        vocabulary, known = in_directory(hf_dir).vocabulary, policy.architecture.vocabulary
+        if vocabulary != known:
+            raise MegarlError(
+                f"critic.path: {hf_dir} has a vocabulary of {vocabulary}, the policy has {known}; "
+                "give a model with the policy's tokenizer"
+            )
+        chunks, family = loaded_chunks(recipe, hf_dir)
         ValueHead.adopt(chunks)
         super().__init__(chunks, family, optimizer, recipe)
         self.head = selected_values
@@ -59,11 +73,10 @@ class CriticModel(TrainedNetwork):
     ) -> tuple[list[TrainSequence], Moments]:
         """Return the sequences with advantages, values and returns, and the statistics with this batch's."""
         assert self.normalisation != "group"  # megarl/core/recipe/rules.py
-        gamma, lam = self.critic.gamma, self.critic.lam
-        return gae.estimated(sequences, self.values(sequences), gamma, lam, self.normalisation, before)
+        return gae.estimated(sequences, self.values(sequences), GAMMA, self.critic.lam, self.normalisation, before)
 
     def loss(self, micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return value_loss(output, micro.value, micro.value_target, self.critic.value_clip)
+        return value_loss(output, micro.value, micro.value_target, VALUE_CLIP)
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         metrics = super().forward_backward(sequences)
@@ -79,10 +92,10 @@ def selected_values(*, hidden_states: Tensor, output_layer: ValueHead, context: 
 
 
 class ReferenceModel(Network):
-    """`recipe.reference` on this rank, with the weights of its Hugging Face directory, also when the run is resumed."""
+    """`recipe.reference` on this rank, with the weights of model.path, also when the run is resumed."""
 
-    def __init__(self, recipe: Recipe, policy: Family) -> None:
-        super().__init__(*chunks_beside(policy, recipe, "reference.path", recipe.reference.path), recipe)
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(*loaded_chunks(recipe, Path(recipe.model.path)), recipe)
         self.settings, self.temperature = recipe.reference, recipe.sampling.temperature
         for chunk in self.chunks:
             chunk.requires_grad_(False)

@@ -17,18 +17,23 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 from torch.nn import Module
 
 from megarl.core import models
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.packing import cost_of
-from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
-from megarl.core.learner.head import selected_logprobs
 from megarl.core.learner.microbatch import MicroBatch, MicroBatchPlan, RowLayout, assemble, plan
 from megarl.core.learner.moe import ExpertLoad, Replay
 from megarl.core.models import Family, build, hf
+from megarl.core.models.head import logprobs_and_entropy
+from megarl.core.models.layers import ValueHead
 from megarl.core.recipe import Recipe
 
 type Head[Output] = Callable[..., Output]
@@ -171,13 +176,43 @@ def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]
     return chunks, family
 
 
-def chunks_beside(policy: Family, recipe: Recipe, key: str, path: str) -> tuple[list[GPTModel], Family]:
-    """Load a second model with the policy's vocabulary. path: what the recipe's `key` says (empty: the policy's)."""
-    hf_dir = Path(path or recipe.model.path)
-    vocabulary, known = in_directory(hf_dir).vocabulary, policy.architecture.vocabulary
-    if vocabulary != known:
-        raise MegarlError(
-            f"{key}: {hf_dir} has a vocabulary of {vocabulary}, the policy has {known}; "
-            "give a model with the policy's tokenizer"
+def selected_logprobs(
+    *,
+    hidden_states: Tensor,
+    output_layer: ColumnParallelLinear,
+    output_weight: Tensor | None,
+    context: MicroBatch,
+    vocab_size: int,
+    temperature: float,
+    precision: torch.dtype,
+    **_: object,
+) -> tuple[Tensor, Tensor]:
+    """Act as GPTModel's `output_processor`: return log-probs and entropies [n] of a micro-batch's trained tokens.
+    hidden_states [s/tp or s, b, h]; output_weight: the embedding, where it is the head."""
+    return logprobs_and_entropy(
+        trained_positions(hidden_states, output_layer, context.at, in_parts=True),
+        output_layer.weight if output_weight is None else output_weight,
+        context.labels,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        precision=precision,
+        group=output_layer.tp_group,
+    )
+
+
+def trained_positions(
+    hidden_states: Tensor, output_layer: ColumnParallelLinear | ValueHead, at: Tensor, in_parts: bool
+) -> Tensor:
+    """Return [n, h] of hidden states [s/tp or s, b, h] at `at` [n], which indexes [s*b].
+
+    in_parts: each rank has its columns' part of the gradient, and the parts are summed as megatron's output layer does it:
+    reduce-scattered under sequence parallelism, else all-reduced. Otherwise all ranks must have the same gradient.
+    """
+    if output_layer.sequence_parallel:  # any rank's part may hold any number of trained positions: gather, then select
+        hidden_states = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=in_parts, group=output_layer.tp_group
         )
-    return loaded_chunks(recipe, hf_dir)
+    chosen = hidden_states.flatten(0, 1).index_select(0, at)
+    if in_parts and not output_layer.sequence_parallel:
+        chosen = copy_to_tensor_model_parallel_region(chosen, group=output_layer.tp_group)
+    return chosen

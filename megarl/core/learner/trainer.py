@@ -90,7 +90,7 @@ class Trainer:
         self.policy = PolicyModel(recipe, hf_dir, supervised)
         family = self.policy.family
         self.critic = CriticModel(recipe, family) if recipe.has_critic and not supervised else None
-        self.reference = ReferenceModel(recipe, family) if recipe.reference.coefficient and not supervised else None
+        self.reference = ReferenceModel(recipe) if recipe.reference.coefficient and not supervised else None
         self.trained: list[TrainedNetwork] = [self.policy, *([self.critic] if self.critic else [])]
         self.networks: list[Network] = [*self.trained, *([self.reference] if self.reference else [])]
         self.epochs = 1 if supervised else recipe.learner.epochs

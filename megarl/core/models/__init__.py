@@ -6,6 +6,7 @@
     attention.py     which queries meet which keys of a packed row, and kernels for that without Transformer Engine
     families.py      what each family calls its tensors, and how Megatron's are made from them
     products.py      products whose sums stay in FP32, and weight gradients by them
+    head/            log-probs and entropy of a split vocabulary, without its logits
     hf.py            load, export, save                    checkpoint.py  distributed checkpoints
 
 Importing any module of this package (or `megarl.core.models` itself) before megatron makes megatron-core importable on a CPU.

@@ -45,6 +45,7 @@ from torch.nn import Module
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config
+from megarl.core.base.process import environment
 from megarl.core.base.rundir import CHECKPOINT, META, complete, write_atomically
 from megarl.core.models.hf import begun, copy_description, everywhere, partial_of
 
@@ -303,13 +304,8 @@ def safely(path: Path) -> Iterator[None]:
             _MetadataUnpickler(stream).load()
     except Exception as error:  # a truncated or foreign pickle can fail in any way
         raise MegarlError(f"{path / METADATA}: unreadable: {error}") from None
-    before = os.environ.get(FORCE)
-    os.environ[FORCE] = "1"  # torch checks it in every load, even one that allows any class
-    try:
+    with environment({FORCE: "1"}):  # torch checks it in every load, even one that allows any class
         yield
-    finally:
-        del os.environ[FORCE]
-        os.environ |= {} if before is None else {FORCE: before}
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -1,5 +1,5 @@
-"""From YAML files and overrides to a `Recipe`: base files below, overrides on top. The place of every key is remembered, so
-that each fault is one line: where it is, which key, what to do.
+"""From YAML files and overrides to a `Recipe`, and back to YAML, for machines and for people. Base files are below, overrides
+on top. The place of every key is remembered, so that each fault is one line: where it is, which key, what to do.
 
 A file may contain anything: if it is not text, not YAML, too large or too deep, that is one error with its place. Aliases
 (`*name`) are refused, because a few lines of them can expand beyond memory; `base` shares what recipes have in common.
@@ -10,7 +10,7 @@ import copy
 import difflib
 import os
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -328,6 +328,19 @@ REMOVED = {
     "monitor.profile.memory": RemovedKey("with a GPU its memory is always recorded"),
     "sft.checkpoint_every": RemovedKey("it is checkpoint.every"),
     "run.stop_at_asymptote": RemovedKey("run.stop_when has a price, such as gain < 1e-5 per GPU-hour", (False,)),
+    "run.launcher": RemovedKey("export MEGARL_LAUNCHER=local or srun", ("auto",)),
+    "resources.large_on_cpu": RemovedKey("export MEGARL_LARGE_ON_CPU=1"),
+    "data.curriculum.start": RemovedKey("the first epoch has the easiest 0.2 of the prompts", (0.2,)),
+    "data.services.*.api_key_env": RemovedKey("set api_key to env:VARIABLE", ("",)),
+    "data.services.*.api_key_file": RemovedKey("set api_key to file:PATH", ("",)),
+    "data.services.*.retries": RemovedKey("a request is repeated 5 times", (4, 5)),
+    "data.tasks.*.reply_timeout_s": RemovedKey("an environment has 600 s for a reply", (600,)),
+    "evaluation.suites.*.reply_timeout_s": RemovedKey("an environment has 600 s for a reply", (600,)),
+    "reference.path": RemovedKey("the reference is model.path, the policy's start", ("",)),
+    "sampling.top_p": RemovedKey("training samples from the whole vocabulary; evaluations have evaluation.top_p", (1,)),
+    "loss.correction_cap": RemovedKey("with loss.correction it is loss.cap"),
+    "critic.gamma": RemovedKey("tokens are not discounted", (1,)),
+    "critic.value_clip": RemovedKey("a value moves by 0.2 at most", (0.2,)),
     **{
         f"sft.optimizer.{key}": RemovedKey("the warm start has ScaleRL's value", kept)
         for key, kept in {
@@ -340,27 +353,36 @@ REMOVED = {
         for key in ("schedule", "final_lr_ratio", "betas", "eps", "weight_decay", "grad_clip")
     },
 }  # fmt: skip
-"""Keys that are no longer there; the sentence ends the message "is no longer a key: …"."""
+"""Keys that are no longer there, `*` for any name; the sentence ends the message "is no longer a key: …"."""
 
 
 def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[str, Any]:
     """Drop removed keys whose value means today's behaviour. MegarlError names any other. Run directories keep all keys."""
     tree = copy.deepcopy(tree)
-    for key, removed in REMOVED.items():
-        *sections, last = key.split(".")
-        inside: Any = tree
-        for name in sections:
-            inside = inside.get(name) if isinstance(inside, dict) else None
-        if not isinstance(inside, dict) or last not in inside:
-            continue
-        kept = removed.kept
-        if key.startswith("critic.") and tree.get("batch", {}).get("centring") == "critic":
-            kept = (tree.get("learner", {}).get("optimizer", {}).get(last),)
-        if kept is not None and inside[last] not in kept:
-            where = _place(tuple(key.split(".")), origin) or source
-            raise MegarlError(f"{where}: {key}: is no longer a key: {removed.instead}")
-        del inside[last]
+    for pattern, removed in REMOVED.items():
+        for (*sections, last), inside in _matching(tree, pattern.split(".")):
+            kept = removed.kept
+            if pattern.startswith("critic.optimizer.") and tree.get("batch", {}).get("centring") == "critic":
+                kept = (tree.get("learner", {}).get("optimizer", {}).get(last),)
+            if pattern == "loss.correction_cap" and inside.get("correction", "none") != "none":
+                kept = (inside.get("cap"),)
+            if kept is not None and inside[last] not in kept:
+                where = _place((*sections, last), origin) or source
+                raise MegarlError(f"{where}: {'.'.join((*sections, last))}: is no longer a key: {removed.instead}")
+            del inside[last]
     return tree
+
+
+def _matching(tree: Any, pattern: Sequence[str]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield each key that the pattern matches, and the section it is in. `*` matches any one name."""
+    first, *rest = pattern
+    for name in list(tree) if first == "*" and isinstance(tree, dict) else [first]:
+        if not isinstance(tree, dict) or name not in tree:
+            continue
+        if not rest:
+            yield (name,), tree
+        else:
+            yield from (((name, *key), inside) for key, inside in _matching(tree[name], rest))
 
 
 def _validated(tree: dict[str, Any], origin: Origin, source: str) -> Recipe:
@@ -385,3 +407,48 @@ def _with_tuples(tree: Any, kind: Any) -> Any:
         with contextlib.suppress(ValueError):
             return float(tree)
     return tree
+
+
+def dump(recipe: Recipe) -> str:
+    # Only ASCII: PyYAML cannot read back every other character that it writes literally (U+0085).
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=120)
+
+
+def describe(recipe: Recipe) -> str:
+    """Return the whole resolved tree as YAML with each key's meaning and limits beside it."""
+    return "\n".join(_described(recipe)) + "\n"
+
+
+def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return the values in a tree of mappings by their dotted keys. before: prefix of the keys."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        values |= flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return values
+
+
+def _described(section: BaseModel, indent: str = "") -> list[str]:
+    lines: list[str] = []
+    values = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            lines += [f"{indent}{name}:", *_described(value, indent + "  ")]
+        elif isinstance(value, dict) and any(isinstance(part, BaseModel) for part in value.values()):
+            lines.append(_line(f"{indent}{name}:", field.description))
+            for key, part in value.items():
+                lines += [f"{indent}  {key}:", *_described(part, indent + "    ")]
+        else:
+            shown = yaml.safe_dump(values[name], default_flow_style=True, sort_keys=False, width=10_000)
+            lines.append(_line(f"{indent}{name}: {shown.removesuffix('...\n').rstrip()}", field.description))
+    return lines
+
+
+def _line(text: str, description: str | None) -> str:
+    return f"{text:<44}  # {description}" if description else text
+
+
+def differences(before: Recipe, after: Recipe) -> list[tuple[str, Any, Any]]:
+    """Return (dotted key, old, new) of every value that differs."""
+    old, new = flat(before.model_dump(mode="json")), flat(after.model_dump(mode="json"))
+    return [(key, old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.core.recipe.tree import Length, Model, Recipe, Rows
+    from megarl.core.recipe.tree import Model, Recipe, Rows
 
 GRADERS = ("math", "exact", "code", "format")
 """Built-in graders; others are services and functions."""
@@ -23,6 +23,12 @@ ENVIRONMENTS = ("python", "calculator", "guessing")
 
 def impossible(r: Recipe) -> Iterator[str]:
     """Yield each problem as `key: what is wrong, what to do`."""
+    for rules in RULES:
+        yield from rules(r)
+
+
+def _layout(r: Recipe) -> Iterator[str]:
+    """Check parallelism and precision of the learner's model."""
     m, ranks = r.model, r.resources.learner_ranks
     experts = m.expert_parallel * m.expert_tensor_parallel * m.pipeline_parallel
     for copy, size in (("model of TP x PP x CP", m.model_parallel_size), ("experts of EP x ETP x PP", experts)):
@@ -31,6 +37,25 @@ def impossible(r: Recipe) -> Iterator[str]:
                 f"resources.learner_ranks: {ranks} ranks do not divide into copies of the {copy} = {size} ranks; use a "
                 "multiple"
             )
+    if m.moe.freeze_router and m.moe.aux_loss:
+        yield "model.moe.aux_loss: balances by training the router, which model.moe.freeze_router forbids"
+    if m.virtual_pipeline_parallel > 1 and m.pipeline_parallel == 1:
+        yield "model.virtual_pipeline_parallel: needs model.pipeline_parallel of 2 or more"
+    if m.fp8 != "none" and m.dtype != "bf16":
+        yield "model.fp8: its weights are made of bf16 ones; set model.dtype=bf16, or model.fp8=none"
+    if m.sequence_parallel and m.tensor_parallel == 1:
+        yield "model.sequence_parallel: needs model.tensor_parallel of 2 or more"
+    if not ranks % m.model_parallel_size and r.batch.prompts % r.data_parallel:
+        yield (
+            f"batch.prompts: {r.batch.prompts} does not divide by the {r.data_parallel} data-parallel ranks "
+            "(resources.learner_ranks / TP x PP x CP)"
+        )
+    if not r.learner.packing and m.context_parallel > 1:
+        yield "learner.packing: context parallelism needs packed sequences"
+
+
+def _prompts(r: Recipe) -> Iterator[str]:
+    """Check what the model is asked: templates, names of suites, and which score is forecast."""
     for key, rows in _rows(r).items():
         if rows.system and rows.template == "raw":
             yield f"{key}.system: a system message needs template: chat"
@@ -51,42 +76,32 @@ def impossible(r: Recipe) -> Iterator[str]:
             f"run.stop_when: of several tasks ({', '.join(r.data.tasks)}) one has to decide; name it in "
             "evaluation.forecast"
         )
-    if r.sampling.top_p < 1:
-        yield (
-            "sampling.top_p: a server's log-probs are then of what top_p leaves of the vocabulary, the learner's are of all of "
-            "it, and every importance ratio would be wrong; leave it at 1 (evaluations have evaluation.top_p)"
-        )
-    if m.moe.freeze_router and m.moe.aux_loss:
-        yield "model.moe.aux_loss: balances by training the router, which model.moe.freeze_router forbids"
-    if m.virtual_pipeline_parallel > 1 and m.pipeline_parallel == 1:
-        yield "model.virtual_pipeline_parallel: needs model.pipeline_parallel of 2 or more"
-    if m.fp8 != "none" and m.dtype != "bf16":
-        yield "model.fp8: its weights are made of bf16 ones; set model.dtype=bf16, or model.fp8=none"
-    if m.sequence_parallel and m.tensor_parallel == 1:
-        yield "model.sequence_parallel: needs model.tensor_parallel of 2 or more"
-    if not ranks % m.model_parallel_size and r.batch.prompts % r.data_parallel:
-        yield (
-            f"batch.prompts: {r.batch.prompts} does not divide by the {r.data_parallel} data-parallel ranks "
-            "(resources.learner_ranks / TP x PP x CP)"
-        )
-    for rules in (_sharing(r), _lengths(r.length), _graders(r), _environments(r)):
-        yield from rules
+
+
+def _advantages(r: Recipe) -> Iterator[str]:
+    """Check how advantages are made, and the critic that may make them."""
     if r.batch.centring == "none" and r.batch.advantage == "group":
         yield (
             "batch.advantage: a group without variance has no deviation to divide an uncentred reward by; "
             "use batch or none, or set batch.centring"
         )
-    if r.has_critic and r.batch.advantage == "group":
+    if not r.has_critic:
+        return
+    if r.batch.advantage == "group":
         yield "batch.advantage: with a critic tokens have advantages, no group has; use batch, running or none"
-    if r.has_critic and r.batch.zero_variance != "keep":
+    if r.batch.zero_variance != "keep":
         yield (
             f"batch.zero_variance: with a critic a group of one reward has a gradient; set keep, not {r.batch.zero_variance}"
         )
-    if r.has_critic and r.critic.warmup_steps >= r.run.steps:
+    if r.critic.warmup_steps >= r.run.steps:
         yield (
             f"critic.warmup_steps: {r.critic.warmup_steps} of run.steps={r.run.steps} leave none to train the policy in; "
             "shorten the warm-up"
         )
+
+
+def _losses(r: Recipe) -> Iterator[str]:
+    """Check the loss and its terms."""
     if r.loss.kind not in LOSSES and not OF_USERS.fullmatch(r.loss.kind):
         yield f"loss.kind: {r.loss.kind!r} is no loss; {_known(r.loss.kind, LOSSES)}, and package.module:function"
     if r.loss.kind not in LOSSES and r.loss.correction != "none":
@@ -100,21 +115,23 @@ def impossible(r: Recipe) -> Iterator[str]:
             "reference.estimator: the gradient of k1 in the loss is 0 on average, so it would penalise nothing; "
             "use k2 or k3, or reference.where=reward"
         )
+
+
+def _optimizers(r: Recipe) -> Iterator[str]:
+    """Check warm-ups against schedules, and where the optimiser lies."""
     for section, optimizer in (("learner", r.learner.optimizer), ("critic", r.critic_optimizer))[: 1 + r.has_critic]:
         if optimizer.schedule != "constant" and optimizer.warmup_steps >= r.run.steps:
             yield (
                 f"{section}.optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={r.run.steps} leave none for "
                 f"the schedule {optimizer.schedule}; shorten the warm-up"
             )
-    if r.learner.optimizer_offload and m.dtype != "bf16":
+    if r.learner.optimizer_offload and r.model.dtype != "bf16":
         reason = (
             "megatron-core cannot load the offloaded optimiser of FP32 weights from a checkpoint"
-            if m.dtype == "fp32"
+            if r.model.dtype == "fp32"
             else "loss scaling (model.dtype=fp16) has never been tried with an offloaded optimiser"
         )
         yield f"learner.optimizer_offload: {reason}; set model.dtype=bf16, or 0 here"
-    if not r.learner.packing and r.model.context_parallel > 1:
-        yield "learner.packing: context parallelism needs packed sequences"
 
 
 def _sharing(r: Recipe) -> Iterator[str]:
@@ -156,10 +173,11 @@ def _sharing(r: Recipe) -> Iterator[str]:
         )
 
 
-def _lengths(length: Length) -> Iterator[str]:
+def _lengths(r: Recipe) -> Iterator[str]:
     """Check for impossible budgets, disordered stages, a penalty that would hit every right answer, and an end of thinking that
     is blank, empty although thinking is interrupted, or not the end of the phrase.
     """
+    length = r.length
     budgets = [s.thinking_tokens for s in length.stages] + [length.thinking_tokens]
     if any(shortest > longest or shortest < 1 for shortest, longest in budgets):
         where = "stages" if budgets[-1][0] <= budgets[-1][1] and budgets[-1][0] >= 1 else "thinking_tokens"
@@ -270,7 +288,7 @@ def _rows(r: Recipe) -> dict[str, Rows]:
 
 
 def _graders(r: Recipe) -> Iterator[str]:
-    """Check for unknown graders, services with a grader's name or two keys, and rewards with a reserved name."""
+    """Check for unknown graders, services with a grader's name, and rewards with a reserved name."""
     known = (*GRADERS, *r.data.services)
     for key, rows in _rows(r).items():
         of_rewards = ((f"rewards.{name}.grader", reward.grader) for name, reward in rows.rewards.items())
@@ -279,8 +297,12 @@ def _graders(r: Recipe) -> Iterator[str]:
                 yield f"{key}.{part}: {grader!r} is no grader; {_known(grader, known)}, and package.module:function"
         if "answer" in rows.rewards:
             yield f"{key}.rewards.answer: the task's own grader is logged as that; choose another name"
-    for name, service in r.data.services.items():
+    for name in r.data.services:
         if name in GRADERS:
             yield f"data.services.{name}: a grader has this name; choose another"
-        if service.api_key_env and service.api_key_file:
-            yield f"data.services.{name}.api_key_file: the key is in api_key_env already; give one of them"
+
+
+RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
+    _layout, _prompts, _sharing, _lengths, _graders, _environments, _advantages, _losses, _optimizers,
+)  # fmt: skip
+"""All rules of a recipe; the first problem is the one that is reported."""

@@ -1,5 +1,6 @@
 """The typed tree of a recipe. Defaults are ScaleRL's (arXiv 2510.13786); "not stated": the paper gives no number for it."""
 
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +22,6 @@ class Curriculum(Section):
     kind: Literal["none", "linear", "exponential"] = Field(
         "none", description="how the share of prompts in play grows; none: all from the start"
     )
-    start: float = Field(0.2, gt=0, le=1, description="share of the easiest prompts that the first epoch has")
     steps: int = Field(1000, ge=1, description="batches until all prompts are in play")
 
 
@@ -33,11 +33,16 @@ class Service(Section):
     """A reward service by HTTP."""
 
     url: str = Field(pattern=r"^https?://[^@\s]+$", description="requests are POSTed to it")
-    api_key_env: str = Field("", description="environment variable that holds its key")
-    api_key_file: str = Field("", description="file that holds its key")
+    api_key: str = Field("", description="where its key is: env:VARIABLE or file:PATH; empty: it has none")
     timeout_s: float = Field(60.0, gt=0, description="limit of a request, in seconds")
-    retries: int = Field(4, ge=0, description="times that a failed request is repeated")
     batch: int = Field(32, ge=1, description="completions sent in one request")
+
+    @field_validator("api_key")
+    @classmethod
+    def a_place_not_the_key(cls, api_key: str) -> str:
+        if api_key and not re.fullmatch(r"(env|file):.+", api_key):
+            raise ValueError("should be env:VARIABLE or file:PATH, which hold the key, not the key itself")
+        return api_key
 
 
 class Reward(Section):
@@ -83,9 +88,6 @@ class Rows(Section):
     turns: int = Field(8, ge=1, description="environment: most turns of an episode, the last one included")
     turn_tokens: int = Field(4096, ge=1, description="environment: most tokens sampled in a turn")
     reply_tokens: int = Field(512, ge=1, description="environment: most tokens of a reply; they count in `length`")
-    reply_timeout_s: float = Field(
-        600.0, gt=0, description="environment: most seconds for a reply, the wait for a free sandbox included"
-    )
 
     @property
     def graders(self) -> tuple[str, ...]:
@@ -172,10 +174,6 @@ class Run(Section):
     resume: Literal["never", "auto"] = Field(
         "never", description="auto: continue the run in this directory, if there is one; never: refuse to"
     )
-    launcher: Literal["auto", "local", "srun"] = Field(
-        "auto",
-        description="processes of this machine, or steps of a Slurm job; auto: steps if it has several nodes or a container",
-    )
     interface: str = Field(
         "",
         description="network interface all roles listen on, such as ib0; slurm: the one by which Slurm reaches the "
@@ -245,10 +243,6 @@ class Resources(Section):
         False, description="true: servers and learner ranks share GPUs of one machine, one rank on each"
     )
     threads: int = Field(1, ge=1, description="CPU threads per learner rank or server")
-    large_on_cpu: bool = Field(
-        False,
-        description="without a GPU start also more than 8 threads a core, or a bf16 or fp16 model of over 1e9 parameters",
-    )
 
 
 class Stage(Section):
@@ -305,9 +299,6 @@ class Length(Section):
 class Sampling(Section):
     generations: int = Field(16, ge=2, description="rollouts per prompt")
     temperature: float = Field(1.0, gt=0, description="divides the logits on both sides; not stated")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="not stated; training takes no other, evaluation.top_p is its own"
-    )
 
 
 class PipelineSection(Section):
@@ -372,7 +363,9 @@ class Loss(Section):
         "own (docs/add-a-loss.md)",
     )
     cap: float = Field(
-        4.0, gt=0, description="cispo: upper bound of the importance ratio; 4, 5 and 8 were tried, choice not stated"
+        4.0,
+        gt=0,
+        description="largest importance ratio, of cispo and `correction`; cispo: 4, 5 and 8 were tried, choice not stated",
     )
     clip_low: float = Field(
         0.2,
@@ -382,15 +375,13 @@ class Loss(Section):
     )
     clip_high: float = Field(0.2, ge=0, description="upper bound, 1 + clip_high; gspo: 4e-4 is usual")
     correction: Literal["none", "truncate", "mask"] = Field(
-        "none",
-        description="clip, gspo (mask only), reinforce: bounds the weight of tokens with a large importance ratio",
+        "none", description="clip, gspo (mask only), reinforce: what becomes of a token's weight above `cap`"
     )
-    correction_cap: float = Field(2.0, gt=0, description="largest importance ratio that `correction` leaves as it is")
     entropy_bonus: float = Field(0.0, ge=0, description="coefficient of the entropy in the loss; ScaleRL has none")
 
 
 class Reference(Section):
-    """KL penalty that keeps the policy near a frozen model. ScaleRL and DAPO have none."""
+    """KL penalty that keeps the policy near its start (model.path), frozen. ScaleRL and DAPO have none."""
 
     coefficient: float = Field(0.0, ge=0, description="weight of the penalty; 0: none, and no second model is loaded")
     estimator: Literal["k1", "k2", "k3"] = Field("k1", description="estimator of a token's KL; k3 is GRPO's")
@@ -398,7 +389,6 @@ class Reference(Section):
         "reward",
         description="reward: subtracted, summed over the rollout's tokens; loss: added for each token (not k1)",
     )
-    path: str = Field("", description="Hugging Face directory of the reference; empty: model.path, the policy's start")
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -452,9 +442,7 @@ class Critic(Section):
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "fp32", description="precision of its weights and activations, independent of model.dtype"
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="discount of a token; 1 in Open-Reasoner-Zero (arXiv 2503.24290)")
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda; 1 in Open-Reasoner-Zero, 0.95 in games and robots")
-    value_clip: float | None = Field(0.2, gt=0, description="most that a value may learn to move in a step; null: off")
     warmup_steps: int = Field(0, ge=0, description="first steps of the run, in which only the critic is trained")
     optimizer: CriticRate = Field(CriticRate(), description="its rate; the rest is learner.optimizer's")
 

@@ -84,7 +84,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "value_mean": ("critic", "mean reward that the critic expected before each trained token, before the step"),
     "return_mean": ("critic", "mean of what the critic should have expected (GAE)"),
     "explained_variance": ("critic", "1 - Var(return - value) / Var(return): 1 if perfect, 0 if as good as the mean"),
-    "value_clipped_share": ("critic", "trained tokens whose value critic.value_clip kept from moving on"),
+    "value_clipped_share": ("critic", "trained tokens whose value the clip of 0.2 kept from moving on"),
     "critic_grad_norm": ("critic", "the critic's global gradient norm before clipping"),
     "critic_lr": ("critic", "the critic's learning rate"),
     "critic_loss_scale": ("critic", "critic.dtype: fp16: the critic's own loss scale"),

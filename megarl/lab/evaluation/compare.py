@@ -28,7 +28,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir, suites_in
 from megarl.core.evaluation.metrics import Estimate, Outcome, choices, over_prompts, student
 from megarl.core.recipe import flat
-from megarl.lab.report import pictures
+from megarl.lab import pictures
 
 METHOD = (
     "Intervals are of 95 %, over prompts. The difference is paired, prompt by prompt: Student's t, with Bonett and Price's two "

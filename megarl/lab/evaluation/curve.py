@@ -19,7 +19,7 @@ from megarl.core.base.rundir import CHECKPOINT, RunDir, step_of
 from megarl.core.evaluation import metrics
 from megarl.core.evaluation.answers import SuiteDir, suites_in
 from megarl.core.evaluation.metrics import Estimate, Outcome
-from megarl.lab.report.pictures import GREY, drawing, rendered
+from megarl.lab.pictures import GREY, drawing, rendered
 
 WORDS = {"pass": "oracle (pass@n)", "maj": "majority (maj@n)", "best": "by reward (best@n)"}
 STYLES = {"pass": ":", "maj": "-", "best": "--"}

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megarl.core.base.contracts import GraderDown
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import MegarlError, first_of
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir
@@ -120,9 +120,7 @@ def _ask(
         try:
             uvloop.run(ask())
         except ExceptionGroup as errors:
-            first: Exception = errors
-            while isinstance(first, ExceptionGroup):
-                first = first.exceptions[0]
+            first = first_of(errors)
             if isinstance(first, GraderDown):
                 first = MegarlError(f"the grader is down: {first}; what is answered is kept, the same command goes on")
             raise first from None

@@ -77,7 +77,6 @@ def recipe_of(
         "serving.port=null",
         f"model.path={json.dumps(str(subject.hf))}",
         "model.moe.routing_replay=false",
-        "weights.pause=retract",  # nothing is published, so SGLang may overlap its steps
         f"resources.servers={servers}",
     ]
     run = subject.run

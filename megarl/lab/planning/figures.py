@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
+from megarl.lab.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, drawing, rendered
 from megarl.lab.planning.layouts import Plan
 from megarl.lab.planning.simulate import Simulation, Summary
-from megarl.lab.report.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, drawing, rendered
 
 PALE, LIGHT = "#b9c7da", "#d9dce1"
 

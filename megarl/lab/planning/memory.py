@@ -214,11 +214,11 @@ def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
     return pipeline_parallel * (1 + (pipeline_parallel - 1) / (pipeline_parallel * virtual))
 
 
-HEAD_CHUNK = 4096 * 8192  # logits that the learner's head holds at a time (megarl/core/learner/head/)
+HEAD_CHUNK = 4096 * 8192  # logits that the learner's head holds at a time (megarl/core/models/head/)
 
 
 def head_bytes(tokens: float, shape: Architecture, tensor_parallel: int, width: int) -> float:
-    """Return peak bytes of the head for this many trained tokens of a micro-batch (megarl/core/learner/head/).
+    """Return peak bytes of the head for this many trained tokens of a micro-batch (megarl/core/models/head/).
 
     A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed and as passed on; where the
     head is also the embedding, the zeros that autograd adds its part to. width: bytes of a number of the model.

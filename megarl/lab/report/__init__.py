@@ -2,5 +2,4 @@
 
 report.py    RUN/report.html (one file, opens offline) and RUN/reward.png      charts.py  its pictures, from rows
 trace.py     `megarl trace`: where the time of the last steps went, from RUN/trace, for Perfetto
-pictures.py  what all pages and pictures share
 """

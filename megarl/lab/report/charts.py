@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Row
 from megarl.core.recipe import Recipe
-from megarl.lab.report.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, RED, drawing, rendered
+from megarl.lab.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, RED, drawing, rendered
 from megarl.lab.scaling.extrapolate import predict
 from megarl.lab.scaling.fit import fit
 from megarl.lab.scaling.points import PointColumns, curve_of_run

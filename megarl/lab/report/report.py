@@ -14,7 +14,8 @@ from megarl.core.base.types import Group, Rollout
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, dump, load
 from megarl.core.weights import parity
-from megarl.lab.report import charts, pictures
+from megarl.lab import pictures
+from megarl.lab.report import charts
 from megarl.run import summary
 
 TEMPLATE = Path(__file__).with_name("report.html")

@@ -12,8 +12,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from megarl.core.base.errors import MegarlError
-from megarl.lab.report import pictures
-from megarl.lab.report.pictures import COLORS, GREY, drawing
+from megarl.lab import pictures
+from megarl.lab.pictures import COLORS, GREY, drawing
 from megarl.lab.scaling.extrapolate import Prediction, predict
 from megarl.lab.scaling.fit import Fit
 from megarl.lab.scaling.points import HOURS, Curve, amount

@@ -73,7 +73,7 @@ def corpus(options: StudyOptions) -> int:
 
 def table_and_plots(path: Path) -> int:
     """Write the results of a study, even an unfinished one."""
-    from megarl.lab.study import results  # imports scipy and matplotlib: not before they are needed
+    from megarl.lab.study import results  # imports matplotlib: not before it is needed
 
     return results.write(plan.opened(path), Console())
 

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import load
-from megarl.lab.report.pictures import BLUE, GREY, ORANGE, drawing, save
+from megarl.lab.pictures import BLUE, GREY, ORANGE, drawing, save
 from megarl.lab.scaling.fit import Fit, fit
 from megarl.lab.scaling.points import read_points
 from megarl.lab.study.plan import Study, StudyTask

@@ -62,12 +62,10 @@ class Process:
                 if (await asyncio.wait({reply}, timeout=request.limit_s + MARGIN_S))[0]:
                     return reply.result()
                 if time.monotonic() - self._heard > MARGIN_S:
-                    blocks = f"blocked its process, {request.limit_s:g} s (reply_timeout_s) and more"
+                    blocks = f"blocked its process, {request.limit_s:g} s and more"
                     self.end(Died(MARK.unpack_from(self._mark)[0] or request.episode, blocks))
                     return reply.result()
-            return EpisodeReply(
-                call=request.call, error=f"took longer than {request.limit_s:g} s (reply_timeout_s), and goes on"
-            )
+            return EpisodeReply(call=request.call, error=f"took longer than {request.limit_s:g} s, and goes on")
         finally:
             self._waiting.pop(request.call, None)
 

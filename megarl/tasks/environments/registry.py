@@ -26,6 +26,8 @@ from megarl.tasks.environments.host import Died, Host, Process
 from megarl.tasks.environments.worker import BUILT_IN, Act, EpisodeReply, EpisodeRequest, Episodes, Part, Setup
 
 log = logging.getLogger(__name__)
+REPLY_LIMIT_S = 600.0
+"""Limit of a reply, the wait for a free sandbox included: with as many episodes as places, that wait alone may take minutes."""
 LIVES = 3
 """Number of successive processes that an episode may be played in."""
 
@@ -117,7 +119,7 @@ class Bounded:
 
     async def _answered(self, act: Act, **given: Any) -> EpisodeReply:
         assert self._process is not None
-        call, limit_s = next(self._host.numbers), self._task.reply_timeout_s
+        call, limit_s = next(self._host.numbers), REPLY_LIMIT_S
         request = EpisodeRequest(call=call, episode=self._episode, limit_s=limit_s, act=act, **given)
         reply = await self._process.ask(request)
         if reply.error is not None:

@@ -133,7 +133,7 @@ class Episodes:
             return EpisodeReply(call=request.call, error=_said(error).partition(": ")[2])
         except BaseException as error:  # CancelledError and SystemExit too: they come from the environment
             if limit.expired():
-                late = f"{request.act} took longer than {request.limit_s:g} s (reply_timeout_s)"
+                late = f"{request.act} took longer than {request.limit_s:g} s"
                 return EpisodeReply(call=request.call, error=late)
             said = f"{request.act} failed: {_said(error)}"
             try:

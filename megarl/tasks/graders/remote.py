@@ -5,7 +5,7 @@
     {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", "expected"}, …]}        texts, of Submission
     {"rewards": [number or null, …]}       ServiceReply: one per item, in order; null: the service could not judge it
 
-A request that may succeed later (connection, timeout, 408, 429, 5xx) is repeated after 0.5, 1, 2, … s, `retries` times; then,
+A request that may succeed later (connection, timeout, 408, 429, 5xx) is repeated after 0.5, 1, 2, … s, RETRIES times; then,
 or at any other status, the service counts as down. The key is sent as `Authorization: Bearer …`; neither it nor a reply's text
 appears in any message.
 """
@@ -32,6 +32,8 @@ GATHER_S = 0.02
 AT_ONCE = 8
 """Concurrent requests."""
 LONGEST_PAUSE_S = 30.0
+RETRIES = 5
+"""Over 15 s: a service that restarts within them costs no ticket."""
 BUSY = (408, 429)
 
 
@@ -93,7 +95,7 @@ class Remote:
 
     async def _rewards(self, items: list[dict[str, str]]) -> list[float | None]:
         body = msgspec.json.encode({"items": items, "schema_version": SCHEMA_VERSION})
-        for attempt in range(self._service.retries + 1):
+        for attempt in range(RETRIES + 1):
             try:
                 async with self._places:
                     reply = await self._post(body)
@@ -103,9 +105,9 @@ class Remote:
             except (_Again, aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
                 why = str(error) if isinstance(error, _Again) else type(error).__name__
                 log.warning("%s failed (attempt %d): %s", self._what, attempt + 1, why)
-                if attempt < self._service.retries:
+                if attempt < RETRIES:
                     await asyncio.sleep(min(LONGEST_PAUSE_S, 0.5 * 2**attempt))
-        raise GraderDown(f"{self._what} failed {self._service.retries + 1} times, the last time with {why}")
+        raise GraderDown(f"{self._what} failed {RETRIES + 1} times, the last time with {why}")
 
     async def _post(self, body: bytes) -> ServiceReply:
         timeout = aiohttp.ClientTimeout(total=self._service.timeout_s)
@@ -126,16 +128,16 @@ class Remote:
 
 def headers(name: str, service: Service) -> dict[str, str]:
     """Return the headers of a request to the service; MegarlError if its key is unavailable."""
-    key = ""
-    if service.api_key_env:
-        key = os.environ.get(service.api_key_env, "").strip()
+    key, (kind, _, place) = "", service.api_key.partition(":")
+    if kind == "env":
+        key = os.environ.get(place, "").strip()
         if not key:
-            raise MegarlError(f"data.services.{name}.api_key_env: {service.api_key_env} is not set; export it")
-    elif service.api_key_file:
+            raise MegarlError(f"data.services.{name}.api_key: {place} is not set; export it")
+    elif kind == "file":
         try:
-            key = Path(service.api_key_file).read_text().strip()
+            key = Path(place).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise MegarlError(f"data.services.{name}.api_key_file: {service.api_key_file}: {error}") from None
+            raise MegarlError(f"data.services.{name}.api_key: {place}: {error}") from None
         if not key:
-            raise MegarlError(f"data.services.{name}.api_key_file: {service.api_key_file} is empty")
+            raise MegarlError(f"data.services.{name}.api_key: {place} is empty")
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})

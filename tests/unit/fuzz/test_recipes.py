@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe, describe, dump, load, shipped
-from megarl.core.recipe.text import flat
+from megarl.core.recipe.loading import flat
 from tests.unit.fuzz.hostile import changed, values
 
 LIMIT_S, LONGEST = 10.0, 8_000  # seconds of a core, characters

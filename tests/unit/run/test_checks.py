@@ -81,7 +81,9 @@ def test_the_recipe_of_a_cluster_does_not_start_on_a_login_node(tree: Tree, monk
             MegarlError, match=r"^resources: .* threads, and this machine has no GPU and 2 cores; start"
         ):
             preflight.check_all(changed(tree, resources=resources))
-        preflight.check_all(changed(tree, resources=resources | {"large_on_cpu": True}))
+        with monkeypatch.context() as confirmed:
+            confirmed.setenv("MEGARL_LARGE_ON_CPU", "1")
+            preflight.check_all(changed(tree, resources=resources))
     with pytest.raises(MegarlError, match=r"^resources: 24 learner ranks of 1 threads are 24 threads"):
         preflight.check_sft(changed(tree, resources={"learner_ranks": 24}))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(80))))
@@ -90,7 +92,7 @@ def test_the_recipe_of_a_cluster_does_not_start_on_a_login_node(tree: Tree, monk
     )
 
 
-def test_a_large_model_needs_a_gpu(tree: Tree) -> None:
+def test_a_large_model_needs_a_gpu(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     header = json.dumps({"w": {"dtype": "BF16", "shape": [10**9 + 1], "data_offsets": [0, 2 * (10**9 + 1)]}}).encode()
     with (Path(tree["model"]["path"]) / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -98,14 +100,9 @@ def test_a_large_model_needs_a_gpu(tree: Tree) -> None:
     for dtype in ("bf16", "fp16"):
         with pytest.raises(MegarlError, match=rf"^model\.dtype: {dtype} for .* 1\.0B parameters, .* no GPU"):
             preflight.check_all(changed(tree, model={"dtype": dtype}))
-    preflight.check_all(changed(tree, model={"dtype": "bf16"}, resources={"large_on_cpu": True}))
     preflight.check_all(changed(tree, model={"dtype": "fp32"}))
-
-
-def test_missing_reference(tree: Tree) -> None:
-    with pytest.raises(MegarlError, match=r"reference\.path: '/nowhere' is not a Hugging Face model directory"):
-        preflight.check_inputs(changed(tree, reference={"coefficient": 0.1, "path": "/nowhere"}))
-    preflight.check_inputs(changed(tree, reference={"path": "/nowhere"}))  # none is built
+    monkeypatch.setenv("MEGARL_LARGE_ON_CPU", "1")
+    preflight.check_all(changed(tree, model={"dtype": "bf16"}))
 
 
 @pytest.mark.parametrize(
@@ -116,13 +113,13 @@ def test_missing_reference(tree: Tree) -> None:
             {"grader": "nowhere:judge"},
             r"^data.tasks: the grader nowhere:judge cannot be used: .*No module named 'nowhere'",
         ),
-        ({"grader": "judge"}, r"^data.services.judge.api_key_env: MEGARL_NO_KEY is not set"),
+        ({"grader": "judge"}, r"^data.services.judge.api_key: MEGARL_NO_KEY is not set"),
         ({"rewards": {"taste": {"grader": "judge", "weight": 0.1}}}, "MEGARL_NO_KEY is not set"),
     ],
 )
 def test_missing_graders(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Tree, words: str) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    services = {"judge": {"url": "http://127.0.0.1:1/", "api_key_env": "MEGARL_NO_KEY"}}
+    services = {"judge": {"url": "http://127.0.0.1:1/", "api_key": "env:MEGARL_NO_KEY"}}
     tasks = {"math": tree["data"]["tasks"]["math"] | task}
     with pytest.raises(MegarlError, match=words):
         preflight.check_inputs(changed(tree, data={"tasks": tasks, "services": services}))

@@ -25,14 +25,17 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choice(recipe: Recipe, launcher: str = "auto") -> type:
-    changed = recipe.model_copy(update={"run": recipe.run.model_copy(update={"launcher": launcher})})
-    return type(chosen(changed, RunDir(recipe.run.path)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGARL_LAUNCHER", launcher)
+        return type(chosen(recipe, RunDir(recipe.run.path)))
 
 
 def test_choice(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice(recipe) is LocalLauncher
-    with pytest.raises(MegarlError, match=r"run\.launcher: srun works inside a Slurm job"):
+    with pytest.raises(MegarlError, match="MEGARL_LAUNCHER: srun works inside a Slurm job"):
         choice(recipe, "srun")
+    with pytest.raises(MegarlError, match="MEGARL_LAUNCHER: 'slurm' is no launcher; set auto, local or srun"):
+        choice(recipe, "slurm")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     assert choice(recipe) is LocalLauncher
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -29,7 +29,7 @@ def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
         metrics = terms.ratio_metrics(tokens.log_ratio) | metrics
         if section.correction != "none":
             ratio = tokens.log_ratio.exp()
-            kept = terms.kept(ratio, section.correction, section.correction_cap)
+            kept = terms.kept(ratio, section.correction, section.cap)
             # The others' gradients contain the ratio.
             losses = losses * (kept * ratio if section.kind == "reinforce" else kept)
             metrics["corrected_share"] = (kept < 1).float()

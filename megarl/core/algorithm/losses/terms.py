@@ -14,7 +14,7 @@ policy, and the correction is a second factor. Here the old policy is what the s
 contains the mismatch: its weight is bounded, not multiplied again. REINFORCE has no ratio, so it gains one.
 
 Entropy bonus: loss_t - coefficient * H(pi(. | y_<t)). Williams and Peng 1991; PPO (arXiv 1707.06347, eq. 9). The entropy is
-exact, with its gradient (core/learner/head/), not estimated from the sampled token.
+exact, with its gradient (core/models/head/), not estimated from the sampled token.
 
 KL to a frozen reference, estimated on each sampled token y from the policy's distribution.
 
@@ -147,11 +147,9 @@ def estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
 VALUE_METRICS = ("value_clipped_share",)
 
 
-def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss [n] and metrics [n] for `values` [n] with gradient; clip: eps, or None for no clip."""
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss [n] and metrics [n] for `values` [n] with gradient; clip: eps."""
     free = (values - returns).square()
-    if clip is None:
-        return free / 2, dict.fromkeys(VALUE_METRICS, torch.zeros_like(free.detach()))
     bounded = (torch.clamp(values, old - clip, old + clip) - returns).square()
     return torch.maximum(free, bounded) / 2, {"value_clipped_share": (bounded > free).detach().float()}
 

@@ -193,9 +193,9 @@ def test_correction_bounds_the_weight(kind: str) -> None:
     weight = np.minimum(ratio, 2.0) if kind == "truncate" else np.where(ratio <= 2.0, ratio, 0.0)
     free = np.where(gain >= 0, ratio <= 1.28, ratio >= 0.8)  # not clipped
     assert ((ratio > 2) & free).any()
-    clipped = Loss.model_validate({"kind": "clip", "clip_high": 0.28, "correction": kind})
+    clipped = Loss.model_validate({"kind": "clip", "clip_high": 0.28, "correction": kind, "cap": 2.0})
     np.testing.assert_allclose(value_and_gradient(clipped, drawn)[1], -weight * gain * free, rtol=1e-12)
-    bare = Loss.model_validate({"kind": "reinforce", "correction": kind})
+    bare = Loss.model_validate({"kind": "reinforce", "correction": kind, "cap": 2.0})
     _, gradient, metrics = value_and_gradient(bare, drawn)
     np.testing.assert_allclose(gradient, -weight * gain, rtol=1e-12)
     np.testing.assert_array_equal(metrics["corrected_share"], ratio > 2.0)
@@ -206,7 +206,7 @@ def test_masked_gspo_drops_tokens_and_keeps_the_ratio_of_the_sequence() -> None:
     kept = np.exp(drawn[0] - drawn[1]) <= 2.0
     plain = Loss(kind="gspo", clip_low=1.0, clip_high=10.0)
     gradient = value_and_gradient(plain, drawn)[1]
-    masked = value_and_gradient(plain.model_copy(update={"correction": "mask"}), drawn)[1]
+    masked = value_and_gradient(plain.model_copy(update={"correction": "mask", "cap": 2.0}), drawn)[1]
     np.testing.assert_allclose(masked, gradient * kept, rtol=1e-12)
     assert 0 < kept.sum() < 50
 
@@ -233,7 +233,7 @@ def test_cispo_without_cap_and_lag_is_reinforce(lengths: list[int], seed: int) -
 @settings(deadline=None)
 @given(lengths=LENGTHS, seed=SEED, lag=LAG)
 def test_truncated_reinforce_is_cispo(lengths: list[int], seed: int, lag: float) -> None:
-    same(Loss(kind="reinforce", correction="truncate", correction_cap=1.3), Loss(cap=1.3), draw(lengths, seed, lag))
+    same(Loss(kind="reinforce", correction="truncate", cap=1.3), Loss(cap=1.3), draw(lengths, seed, lag))
 
 
 @settings(deadline=None)

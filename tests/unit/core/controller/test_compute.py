@@ -27,7 +27,6 @@ class Life:
 
     def publish(self, version: int, hour: float) -> Spent:
         self.at(hour)
-        self.clock.published()
         spent = self.clock.spent()
         startup, evaluation = spent.startup, spent.evaluation
         self._journal.append(

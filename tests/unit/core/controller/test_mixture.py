@@ -92,7 +92,7 @@ PROMPTS = {
 
 def recipe_of(kind: str, on_exhausted: str) -> Recipe:
     tasks = {t: {"train": f"{t}.jsonl", "heldout": "", "weight": w} for t, w in (("math", 2), ("code", 1))}
-    curriculum = {"kind": kind, "start": 0.4, "steps": 6}
+    curriculum = {"kind": kind, "steps": 6}
     data = {"tasks": tasks, "on_exhausted": on_exhausted, "curriculum": curriculum}
     return from_tree({"data": data, "batch": {"prompts": 3}})
 

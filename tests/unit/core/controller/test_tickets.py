@@ -91,7 +91,7 @@ def recipe_of(**sections: Any) -> Recipe:
     tasks = {t: {"train": t, "heldout": "", "grader": "exact", "weight": w} for t, w in (("math", 3), ("code", 1))}
     tree: dict[str, Any] = {
         "run": {"steps": 8},
-        "data": {"tasks": tasks, "curriculum": {"kind": "linear", "start": 0.3, "steps": 6}},
+        "data": {"tasks": tasks, "curriculum": {"kind": "linear", "steps": 6}},
         "batch": {"prompts": B, "zero_variance": "refill"},
         "pipeline": {"k": 20},
         "sampling": {"generations": 4},

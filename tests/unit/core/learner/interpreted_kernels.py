@@ -12,7 +12,7 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.learner.head import kernels, passes
+from megarl.core.models.head import kernels, passes
 from tests.plain_head import CASES, TERMS, Case, differences, exact, found, make_case
 
 kernels.BLOCK = 64  # several blocks a chunk, the last one not full

@@ -108,7 +108,7 @@ def test_epochs_of_a_critic_keep_the_advantages_of_the_step(model: Path) -> None
 
 
 def test_a_critic_learns_what_to_expect(model: Path) -> None:
-    trainer = trainer_of(model, **CRITIC, critic={"value_clip": None})
+    trainer = trainer_of(model, **CRITIC)
     rows = [trainer.train_step(batch()) for _ in range(25)]
     assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
     assert rows[-1]["value_loss"] < rows[0]["value_loss"] / 4

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.core.learner.head import logprobs_and_entropy, selected_logprobs
+from megarl.core.learner.network import selected_logprobs
+from megarl.core.models.head import logprobs_and_entropy
 from tests.plain_head import CASES, CHUNKS, SHAPES, TERMS, Case, differences, exact, found, make_case
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.core.learner.head import logprobs_and_entropy
+from megarl.core.models.head import logprobs_and_entropy
 from tests.plain_head import SHAPES, differences, exact, found, make_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from megarl.core.learner.head import kernels
+from megarl.core.models.head import kernels
 
 ROOT = Path(__file__).parents[4]
 POINTERS = {"labels": "*i64", "out": "*bf16"}

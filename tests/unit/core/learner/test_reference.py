@@ -4,11 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from megarl.core import recipe as recipes
-from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment
 from megarl.core.learner.trainer import Trainer
 from tests.tiny import tiny_llama
@@ -54,10 +52,3 @@ def test_none_is_held_without_a_coefficient(one_rank: None, tmp_path: Path) -> N
     found = trainer(tmp_path, coefficient=0.0)
     assert found.reference is None
     assert "kl_reference" not in found.train_step(found.sequences(batch()))
-
-
-def test_a_reference_of_other_tokens_is_refused(one_rank: None, tmp_path: Path) -> None:
-    tiny_llama(tmp_path / "policy", num_hidden_layers=1)
-    tiny_llama(tmp_path / "other", num_hidden_layers=1, vocab_size=96)
-    with pytest.raises(MegarlError, match=r"reference\.path: .*other has a vocabulary of 96, the policy has 128"):
-        trainer(tmp_path / "policy", path=str(tmp_path / "other"))

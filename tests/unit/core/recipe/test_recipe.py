@@ -393,6 +393,23 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
         ({"monitor": {"wandb": {"entity": "us"}}}, "monitor.wandb.entity: is no longer a key: export WANDB_ENTITY"),
         ({"sft": {"optimizer": {"eps": 1e-8}}}, "sft.optimizer.eps: is no longer a key: the warm start has ScaleRL's"),
         (
+            {"sampling": {"top_p": 0.95}},
+            "sampling.top_p: is no longer a key: training samples from the whole vocabulary",
+        ),
+        ({"run": {"launcher": "srun"}}, "run.launcher: is no longer a key: export MEGARL_LAUNCHER=local or srun"),
+        (
+            {"data": {"services": {"s": {"url": "http://x", "api_key_env": "KEY"}}}},
+            "data.services.s.api_key_env: is no longer a key: set api_key to env:VARIABLE",
+        ),
+        (
+            {"evaluation": {"suites": {"mine": {"data": "a.jsonl", "reply_timeout_s": 5}}}},
+            "evaluation.suites.mine.reply_timeout_s: is no longer a key: an environment has 600 s for a reply",
+        ),
+        (
+            {"loss": {"kind": "clip", "correction": "mask", "correction_cap": 2.0}},
+            "loss.correction_cap: is no longer a key: with loss.correction it is loss.cap",
+        ),
+        (
             {"batch": {"centring": "critic"}, "critic": {"optimizer": {"schedule": "cosine"}}},
             "critic.optimizer.schedule: is no longer a key: the critic has learner.optimizer's value",
         ),
@@ -408,15 +425,29 @@ def test_a_removed_key_with_the_value_that_is_now_fixed_is_read() -> None:
     old = {
         "model": {"overlap_p2p": False, "moe": {"load_balancing": "none", "aux_loss_coefficient": 1e-3}},
         "batch": {"running_decay": 1.0},
-        "loss": {"lower": 0.0},
+        "loss": {"lower": 0.0, "correction": "none", "correction_cap": 2.0},
+        "run": {"launcher": "auto"},
+        "resources": {"large_on_cpu": True},
+        "reference": {"path": ""},
+        "sampling": {"top_p": 1.0},
+        "data": {
+            "curriculum": {"start": 0.2},
+            "services": {"s": {"url": "http://x", "api_key_env": "", "api_key_file": "", "retries": 4}},
+            "tasks": {"t": {"train": "a", "heldout": "b", "reply_timeout_s": 600.0}},
+        },
         "learner": {"optimizer": {"final_lr_ratio": 0.0, "schedule": "cosine"}},
-        "critic": {"optimizer": {"schedule": "constant", "betas": [0.9, 0.95]}},  # not in use
+        "critic": {
+            "gamma": 1.0,
+            "value_clip": 0.2,
+            "optimizer": {"schedule": "constant", "betas": [0.9, 0.95]},
+        },  # not in use
         "monitor": {"wandb": {"project": "", "entity": "", "mode": "online"}, "profile": {"memory": True}},
         "serving": {"max_retries": 5},
         "sft": {"checkpoint_every": 250, "optimizer": {"betas": [0.9, 0.95], "eps": 1e-15}},
     }
     recipe = from_tree(old)
-    assert recipe == from_tree({"learner": {"optimizer": {"schedule": "cosine"}}})
+    data = {"services": {"s": {"url": "http://x"}}, "tasks": {"t": {"train": "a", "heldout": "b"}}}
+    assert recipe == from_tree({"data": data, "learner": {"optimizer": {"schedule": "cosine"}}})
     assert recipe.model.moe.aux_loss == 0
     trained = {
         "batch": {"centring": "critic", "zero_variance": "keep"},

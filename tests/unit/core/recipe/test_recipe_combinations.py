@@ -28,7 +28,6 @@ def shared(**sections: Tree) -> Tree:
 
 SEVERAL = {"tasks": {name: {"train": "", "heldout": ""} for name in ("math", "code")}}
 IMPOSSIBLE = [
-    ({"sampling": {"top_p": 0.95}}, "sampling.top_p: a server's log-probs are then of what top_p leaves"),
     (
         {"data": SEVERAL, "run": {"stop_when": "gain < 1e-5 per GPU-hour"}},
         "run.stop_when: of several tasks (math, code) one",

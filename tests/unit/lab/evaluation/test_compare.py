@@ -11,6 +11,7 @@ import pytest
 from megarl.cli import main as cli
 from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir
+from megarl.lab import pictures
 from megarl.lab.evaluation.compare import (
     SHORTEST,
     Quantity,
@@ -21,7 +22,6 @@ from megarl.lab.evaluation.compare import (
     shortened,
     write_comparison,
 )
-from megarl.lab.report import pictures
 from tests.pages import Resources, asks_the_network
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=http://x onerror=alert(2)> \u2028 \U0001f600 & é"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.core.base import architecture
-from megarl.core.learner import head
+from megarl.core.models import head
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import memory
 from megarl.lab.planning.hardware import GB, gpu_named

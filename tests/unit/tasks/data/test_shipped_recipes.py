@@ -67,7 +67,6 @@ def test_ppo_with_a_critic_is_as_it_is_usually_given_and_otherwise_the_scalerl_o
     assert r.has_critic
     assert (r.pipeline.kind, r.batch.aggregation, r.batch.zero_variance) == ("ppo-off-policy", "token", "keep")
     assert (r.loss.kind, r.loss.clip_low, r.loss.clip_high, r.loss.entropy_bonus) == ("clip", 0.2, 0.2, 0.01)
-    assert r.critic.value_clip == 0.2
     assert r.batch.advantage == "running"
     assert 0.01 <= r.reference.coefficient <= 0.1
     for optimizer in (r.learner.optimizer, r.critic_optimizer):

@@ -62,6 +62,7 @@ def asked(stub: Any, use: Callable[[Remote], Awaitable[Any]], **settings: Any) -
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "RETRIES", 2)
 
 
 def one(remote: Remote) -> Awaitable[Verdict]:
@@ -112,7 +113,7 @@ def test_what_is_cancelled_does_not_harm_the_others() -> None:
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_a_busy_service_is_asked_again(status: int) -> None:
     stub = Stub(status, status, {"rewards": [1.0]})
-    assert asked(stub, one, retries=2) == Verdict(1.0)
+    assert asked(stub, one) == Verdict(1.0)
     assert len(stub.requests) == 3
 
 
@@ -135,7 +136,7 @@ def test_a_service_that_is_down(
     monkeypatch.setenv("TASTE_KEY", KEY)
     stub = Stub(answer)
     with caplog.at_level(logging.DEBUG), pytest.raises(GraderDown, match=words) as error:
-        asked(stub, one, retries=2, api_key_env="TASTE_KEY")
+        asked(stub, one, api_key="env:TASTE_KEY")
     assert len(stub.requests) == requests
     assert {headers["Authorization"] for headers in stub.headers} == {f"Bearer {KEY}"}
     assert KEY not in str(error.value)
@@ -147,28 +148,28 @@ def test_a_service_that_is_slow_or_away() -> None:
         await asyncio.sleep(5)
         return web.Response()
 
-    with pytest.raises(GraderDown, match=r"failed 2 times, the last time with .*Timeout"):
-        asked(slow, one, retries=1, timeout_s=0.1)
+    with pytest.raises(GraderDown, match=r"failed 3 times, the last time with .*Timeout"):
+        asked(slow, one, timeout_s=0.1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        away = Remote("taste", Service(url=f"http://127.0.0.1:{free.getsockname()[1]}", retries=1))
-        with pytest.raises(GraderDown, match="failed 2 times, the last time with ClientConnectorError"):
+        away = Remote("taste", Service(url=f"http://127.0.0.1:{free.getsockname()[1]}"))
+        with pytest.raises(GraderDown, match="failed 3 times, the last time with ClientConnectorError"):
             asyncio.run(one(away))  # type: ignore[arg-type]
 
 
 def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text(f"{KEY}\n")
     stub = Stub({"rewards": [1.0]})
-    asked(stub, one, api_key_file=str(tmp_path / "key"))
+    asked(stub, one, api_key=f"file:{tmp_path}/key")
     assert stub.headers[0]["Authorization"] == f"Bearer {KEY}"
     monkeypatch.delenv("TASTE_KEY", raising=False)
-    with pytest.raises(MegarlError, match=r"^data.services.taste.api_key_env: TASTE_KEY is not set"):
-        Remote("taste", Service(url="http://x", api_key_env="TASTE_KEY"))
-    with pytest.raises(MegarlError, match=r"^data.services.taste.api_key_file: .*no-key: .*No such file"):
-        Remote("taste", Service(url="http://x", api_key_file=str(tmp_path / "no-key")))
+    with pytest.raises(MegarlError, match=r"^data.services.taste.api_key: TASTE_KEY is not set"):
+        Remote("taste", Service(url="http://x", api_key="env:TASTE_KEY"))
+    with pytest.raises(MegarlError, match=r"^data.services.taste.api_key: .*no-key: .*No such file"):
+        Remote("taste", Service(url="http://x", api_key=f"file:{tmp_path}/no-key"))
     (tmp_path / "key").write_text("\n")
     with pytest.raises(MegarlError, match=r"is empty"):
-        Remote("taste", Service(url="http://x", api_key_file=str(tmp_path / "key")))
+        Remote("taste", Service(url="http://x", api_key=f"file:{tmp_path}/key"))
 
 
 def test_the_example_server_by_itself_and_before_a_reward_model() -> None:
@@ -192,7 +193,7 @@ def test_the_example_server_by_itself_and_before_a_reward_model() -> None:
             submissions = [Submission("4", "4", "</think>4", "2+2="), Submission("5", "4", "</think>5!", "2+2=")]
             found = []
             for _, url in (plain, with_model):
-                remote = Remote("example", Service(url=url, retries=8, api_key_env="REWARD_KEY"))
+                remote = Remote("example", Service(url=url, api_key="env:REWARD_KEY"))
                 found.append(list(await asyncio.gather(*map(remote.check, submissions))))
             async with ClientSession() as session, session.post(plain[1], data=b"{}") as response:
                 return found[0], found[1], response.status

@@ -144,8 +144,8 @@ TASK = {"train": "a", "heldout": "b"}
         ),
         ({"services": {"math": {"url": "http://x"}}}, r"data\.services\.math: a grader has this name"),
         (
-            {"services": {"s": {"url": "http://x", "api_key_env": "A", "api_key_file": "b"}}},
-            r"data\.services\.s\.api_key_file: the key is in api_key_env already",
+            {"services": {"s": {"url": "http://x", "api_key": "sk-secret"}}},
+            r"data\.services\.s\.api_key: should be env:VARIABLE or file:PATH, .*, not the key itself$",
         ),
         ({"services": {"s": {"url": "ftp://x"}}}, r"data\.services\.s\.url"),
         ({"services": {"s": {"url": "http://me:secret@x"}}}, r"data\.services\.s\.url"),

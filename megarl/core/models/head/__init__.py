@@ -1,6 +1,6 @@
 """The policy's head without its logits: log-prob and entropy of each trained token, and their gradients, a chunk at a time.
 
-    hidden [s(/tp), b, h] ──► trained positions [n, h]      prompt tokens and padding meet no arithmetic
+    hidden [n, h] of trained positions alone (learner/network.py): prompt tokens and padding meet no arithmetic
     forward    chunk = hidden[rows] x weight[columns]^T ──► reduce: sums [4, n] ──► all-reduce ──► log-prob, entropy [n]
     backward   the same chunk ──► gradient d [rows, columns] ──┬─► hidden's [rows] += d x weight[columns]
                                                                └─► weight.main_grad[columns] += d^T x hidden[rows]
@@ -25,16 +25,9 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from megarl.core.learner.microbatch import MicroBatch
-from megarl.core.models.layers import ValueHead
 from megarl.core.models.products import add_product, product
 
 CHUNK = (4096, 8192)
@@ -153,45 +146,3 @@ def logprobs_and_entropy(
         passes=passes,
     )
     return _LogProbsAndEntropy.apply(hidden, weight, labels - first, settings)
-
-
-def selected_logprobs(
-    *,
-    hidden_states: Tensor,
-    output_layer: ColumnParallelLinear,
-    output_weight: Tensor | None,
-    context: MicroBatch,
-    vocab_size: int,
-    temperature: float,
-    precision: torch.dtype,
-    **_: object,
-) -> tuple[Tensor, Tensor]:
-    """Act as GPTModel's `output_processor`: return log-probs and entropies [n] of a micro-batch's trained tokens.
-    hidden_states [s/tp or s, b, h]; output_weight: the embedding, where it is the head."""
-    return logprobs_and_entropy(
-        trained_positions(hidden_states, output_layer, context.at, in_parts=True),
-        output_layer.weight if output_weight is None else output_weight,
-        context.labels,
-        vocab_size=vocab_size,
-        temperature=temperature,
-        precision=precision,
-        group=output_layer.tp_group,
-    )
-
-
-def trained_positions(
-    hidden_states: Tensor, output_layer: ColumnParallelLinear | ValueHead, at: Tensor, in_parts: bool
-) -> Tensor:
-    """Return [n, h] of hidden states [s/tp or s, b, h] at `at` [n], which indexes [s*b].
-
-    in_parts: each rank has its columns' part of the gradient, and the parts are summed as megatron's output layer does it:
-    reduce-scattered under sequence parallelism, else all-reduced. Otherwise all ranks must have the same gradient.
-    """
-    if output_layer.sequence_parallel:  # any rank's part may hold any number of trained positions: gather, then select
-        hidden_states = gather_from_sequence_parallel_region(
-            hidden_states, tensor_parallel_output_grad=in_parts, group=output_layer.tp_group
-        )
-    chosen = hidden_states.flatten(0, 1).index_select(0, at)
-    if in_parts and not output_layer.sequence_parallel:
-        chosen = copy_to_tensor_model_parallel_region(chosen, group=output_layer.tp_group)
-    return chosen
