@@ -55,7 +55,7 @@ def as_held(name: str, tensor: Tensor, model: Architecture) -> Tensor:
 
 
 def is_padded_inside(name: str, held: Tensor) -> bool:
-    """Return whether a server on a CPU pads this tensor [.., rows, columns] of an MLP."""
+    """Return whether a server, if it is on a CPU, pads this tensor [.., rows, columns] of an MLP."""
     if name.endswith("down_proj.weight"):
         return held.shape[-1] % INNER_MULTIPLE != 0
     return name.endswith(("gate_proj.weight", "up_proj.weight")) and held.shape[-2] % INNER_MULTIPLE != 0
