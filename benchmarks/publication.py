@@ -1,17 +1,24 @@
-"""Bytes per second of a publication to a real server, against a bare broadcast of the same bytes over the same kind of group.
+"""Bytes per second of one pass over weights, and of a publication to a real server, against a bare broadcast of the same bytes
+over the same kind of group.
 
     python -m benchmarks.publication [--layers 12] [--hidden 768] [--bucket-mb 64] [--repeats 5]
 
+    sum       torch.sum of random bytes, as many as a bucket holds and again and again, as floats
+    checksum  base/checksum.py of them
+    sha256    hashlib's
+
     bare      the same buckets to a process that does nothing but receive them
     gather    the learner's part without sending: weights into buckets
-    hash      gather, with what the server's checksums must be (CPU only)
+    hash      gather, with what the server's checksums must be
     transfer  hash, broadcasting, and the server loading what it gets, one bucket while the next is made
     whole     pause, transfer, the server's checksums and their comparison, continue
 
-All are repeated in turn, so that a busy machine is busy for all. One learner rank, one server; gloo without a GPU.
+All of a table are repeated in turn, so that a busy machine is busy for all. The passes run on one thread of the CPU. One
+learner rank, one server; gloo without a GPU.
 """
 
 import argparse
+import hashlib
 import os
 import signal
 import statistics
@@ -20,30 +27,34 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.server import start
 from megarl.core import recipe as recipes
+from megarl.core.base.broadcast import BroadcastGroup
+from megarl.core.base.checksum import checksum
 from megarl.core.base.messages import Publish, ServerAddress
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import Fleet, ServerClient
-from megarl.core.weights.process_group import ProcessGroupTransport, form_group
+from megarl.core.weights.process_group import ProcessGroupTransport, backend
 from megarl.core.weights.publisher import Publisher
 from megarl.core.weights.transport import Bucket, SentChecksums, buckets
 from megarl.lab.evaluation.servers import wait_ready
 
-LIMIT = timedelta(seconds=120)
+LIMIT_S = 120.0
+PASSES = 20
+"""Buckets in one repetition of a pass."""
 
 
 def main() -> None:
@@ -54,6 +65,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    passes(options.bucket_mb << 20, options.repeats)
     with tempfile.TemporaryDirectory() as directory:
         recipe = make(Path(directory), options.layers, options.hidden, options.bucket_mb)
         process, endpoints = start(recipe)
@@ -63,6 +75,49 @@ def main() -> None:
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def passes(size: int, repeats: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+
+    def over(one: Callable[[], object]) -> Callable[[], int]:
+        def all_of_them() -> int:
+            for _ in range(PASSES):
+                one()
+            return PASSES * size
+
+        return all_of_them
+
+    seconds, total = timed(
+        {
+            "sum": over(lambda: data.view(torch.float32).sum()),
+            "checksum": over(lambda: checksum(data)),
+            "sha256": over(lambda: hashlib.sha256(memoryview(data.numpy())).digest()),
+        },
+        repeats,
+    )
+    show(f"{PASSES} times {size >> 20} MiB, medians of {repeats}", seconds, total, "sum")
+
+
+def timed(ways: dict[str, Callable[[], int]], repeats: int) -> tuple[dict[str, list[float]], int]:
+    """Return seconds of each repetition of each way, in turn, and the bytes of one. A first one is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(repeats + 1):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            size = way()
+            if repeat:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds, size
+
+
+def show(title: str, seconds: dict[str, list[float]], size: int, standard: str) -> None:
+    print(title)
+    print(f"{'':>10} {'seconds':>8} {'MB/s':>7} {f'of {standard}':>8}")
+    for name, each in seconds.items():
+        median = statistics.median(each)
+        share = statistics.median(seconds[standard]) / median
+        print(f"{name:>10} {median:>8.2f} {size / 1e6 / median:>7.0f} {share:>8.2f}", flush=True)
 
 
 def make(directory: Path, layers: int, hidden: int, bucket_mb: int) -> Recipe:
@@ -96,22 +151,32 @@ def measure(recipe: Recipe, endpoints: Endpoints, repeats: int) -> None:
     chunks = build.build(recipe.model, path)
     hf.load(chunks, family, path)
     limit = recipe.weights.bucket_mb << 20
-    publisher = Publisher(recipe, endpoints, chunks, family)
     transport = ProcessGroupTransport(chunks, family, limit, recipe.weights.timeout_s, flush=False)
+    publisher = Publisher(recipe, endpoints, chunks, family)
+    publisher._transport = transport  # with two, each would find that the server has a version that it did not send
     address = ServerAddress(id=0, url=endpoints.servers[0])
-    peer, group = receiver([len(b.flat) for b in buckets(hf.export(chunks, family), limit)])
+
+    def exported() -> Iterator[tuple[str, Tensor]]:
+        return hf.export(chunks, family, stacked=False)
+
+    peer, group = receiver([len(b.flat) for b in buckets(exported(), limit)])
     version = 0
 
     def bare() -> int:
         return sum(broadcast(bucket, group) for bucket in filled)
 
     def gather() -> int:
-        return sum(len(bucket.flat) for bucket in buckets(hf.export(chunks, family), limit))
+        return sum(len(bucket.flat) for bucket in buckets(exported(), limit))
 
     def hashed() -> int:
-        return sum(len(bucket.flat) for bucket in buckets(SentChecksums().watch(hf.export(chunks, family)), limit))
+        sums = SentChecksums(family.architecture)
+        size = sum(len(bucket.flat) for bucket in buckets(sums.watch(exported()), limit))
+        assert sums.expected()
+        return size
 
     def transfer() -> int:
+        nonlocal version
+        version += 1
         server = ServerClient(address, endpoints.api_key, endpoints.admin_key, recipe.weights.timeout_s)
         with closing(Fleet([server], version)) as fleet:
             sent = transport.send(fleet, [0], version)
@@ -119,63 +184,46 @@ def measure(recipe: Recipe, endpoints: Endpoints, repeats: int) -> None:
         return sent.bytes
 
     def whole() -> int:
+        nonlocal version
+        version += 1
         command = Publish(version=version, servers=(address,))
         published = publisher.publish(command, "benchmark")
         assert published is not None
         assert not published.results[0].error, published.results[0].error
         return published.bytes_sent
 
-    filled = list(buckets(hf.export(chunks, family), limit))
-    ways: dict[str, Callable[[], int]] = {
-        "bare": bare,
-        "gather": gather,
-        "hash": hashed,
-        "transfer": transfer,
-        "whole": whole,
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):  # the first forms the groups and is not counted
-        for name, way in ways.items():
-            version += 1
-            begin = time.perf_counter()
-            size = way()
-            took = time.perf_counter() - begin
-            if repeat:
-                seconds[name].append(took)
+    filled = list(buckets(exported(), limit))
+    ways = {"bare": bare, "gather": gather, "hash": hashed, "transfer": transfer, "whole": whole}
+    seconds, size = timed(ways, repeats)  # the first forms the groups
     peer.kill()
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    print(f"{size / 2**20:.0f} MiB in buckets of {recipe.weights.bucket_mb} MiB, {backend}, medians of {repeats}")
-    print(f"{'':>10} {'seconds':>8} {'MB/s':>7} {'of bare':>8}")
-    for name, each in seconds.items():
-        median = statistics.median(each)
-        share = statistics.median(seconds["bare"]) / median
-        print(f"{name:>10} {median:>8.2f} {size / 1e6 / median:>7.0f} {share:>8.2f}", flush=True)
+    title = f"{size / 2**20:.0f} MiB in buckets of {recipe.weights.bucket_mb} MiB, {backend()}, medians of {repeats}"
+    show(title, seconds, size, "bare")
     parallel.stop()
 
 
-def broadcast(bucket: Bucket, group: Any) -> int:
-    dist.broadcast(bucket.flat, group_src=0, group=group)
+def broadcast(bucket: Bucket, group: BroadcastGroup) -> int:
+    group.wait(group.broadcast(bucket.flat))
     return len(bucket.flat)
 
 
-def receiver(sizes: list[int]) -> tuple[subprocess.Popen[bytes], Any]:
+def receiver(sizes: list[int]) -> tuple[subprocess.Popen[bytes], BroadcastGroup]:
     """A process that receives buffers of these sizes over and over, and the group with it."""
-    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=LIMIT, wait_for_workers=False)
+    limit = timedelta(seconds=LIMIT_S)
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
     name = f"bare-{uuid.uuid4().hex[:8]}"
     code = f"from benchmarks.publication import receive; receive({name!r}, {store.port}, {sizes})"
     process = subprocess.Popen([sys.executable, "-c", code], preexec_fn=die_with_parent)
-    return process, form_group(name, 0, 2, "nccl" if torch.cuda.is_available() else "gloo", store, LIMIT)
+    return process, BroadcastGroup(name, 0, 2, backend(), ("127.0.0.1", store.port), LIMIT_S, store)
 
 
 def receive(name: str, port: int, sizes: list[int]) -> None:
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=LIMIT)
     cuda = torch.cuda.is_available()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what groups are registered with
-    group = form_group(name, 1, 2, "nccl" if cuda else "gloo", store, LIMIT)
+    group = BroadcastGroup(name, 1, 2, backend(), ("127.0.0.1", port), LIMIT_S)
     buffers = [torch.empty(size, dtype=torch.uint8, device="cuda" if cuda else "cpu") for size in sizes]
     while True:
         for buffer in buffers:
-            dist.broadcast(buffer, group_src=0, group=group)
+            group.wait(group.broadcast(buffer))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """One rank of a learner that publishes: model after model, layout after layout.
 
 `python -m tests.stack.publish_world RECIPE URL FIRST_VERSION PLAN`; rank 0 prints one line of JSON a publication. PLAN (JSON)
-lists {"model": directory, "overrides": of the recipe}.
+lists {"model": directory, "overrides": of the recipe, "backend": of its process group}.
 """
 
+import functools
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +18,22 @@ from megarl.core import recipe as recipes
 from megarl.core.base.messages import Publish, Published, ServerAddress
 from megarl.core.base.rundir import RunDir
 from megarl.core.models import build, family_of, hf, parallel
+from megarl.core.weights import process_group
 from megarl.core.weights.publisher import Publisher
+from tests import pessimistic_nccl  # noqa: F401  a backend that an entry may name
 from tests.parallel.worlds import run_world
 from tests.stack.conftest import Stack
 
 
 def publish_from(
-    stack: Stack, ranks: int, first_version: int, publications: list[tuple[str, list[str]]]
+    stack: Stack, ranks: int, first_version: int, publications: Sequence[tuple[str, list[str], str]]
 ) -> list[tuple[str, str, int]]:
-    """Run a world that publishes these (name of a model, overrides): error, checksum, bytes of each."""
+    """Run a world that publishes these (name of a model, overrides, backend): error, checksum, bytes of each."""
     recipe = stack.recipe
-    plan = [{"model": str(stack.directory / name), "overrides": overrides} for name, overrides in publications]
+    plan = [
+        {"model": str(stack.directory / name), "overrides": overrides, "backend": backend}
+        for name, overrides, backend in publications
+    ]
     path = stack.directory / "plan.json"
     path.write_text(json.dumps(plan))
     arguments = (str(RunDir(recipe.run.path).recipe), stack.server.address.url, str(first_version), str(path))
@@ -44,6 +51,7 @@ def main(path: str, url: str, first_version: int, plan: list[dict[str, Any]]) ->
         family = family_of(directory)
         chunks = build.build(recipe.model, directory)
         hf.load(chunks, family, directory)
+        process_group.backend = functools.partial(str, entry["backend"])
         publisher = Publisher(recipe, RunDir(recipe.run.path).endpoints(), chunks, family)
         address = ServerAddress(id=0, url=url, tensor_parallel=recipe.resources.server_tensor_parallel)
         command = Publish(version=version, servers=(address,))

@@ -14,6 +14,7 @@ from megarl.core.models.families import Family, Weight
 from megarl.core.weights import process_group
 from megarl.core.weights.publisher import Publisher
 from megarl.core.weights.transport import buckets
+from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, stack_recipe
 from tests.tiny_scores import difference, scores
 
@@ -53,7 +54,11 @@ def served_difference(stack: Stack, name: str) -> float:
     return difference(stack.server.address.url, stack.endpoints, stack.models[name])
 
 
-async def test_a_running_request_goes_on_over_a_publication(stack: Stack, learner: Any) -> None:
+@pytest.mark.parametrize("backend", ["gloo", PESSIMISTIC_NCCL])
+async def test_a_running_request_goes_on_over_a_publication(
+    stack: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(process_group, "backend", lambda: backend)
     chunks, family = learner("a")
     publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
     first = assert_good(publish(stack, learner, "a", 1, publisher))

@@ -1,11 +1,13 @@
-"""Learners of two ranks publish what a learner of one rank does, bit for bit."""
+"""Learners of two ranks publish what a learner of one rank does, bit for bit, over gloo and over the stand-in for NCCL."""
 
+import itertools
 from typing import Any
 
 import pytest
 
 from megarl.core.base.messages import Publish
 from megarl.core.weights.publisher import Publisher
+from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack
 from tests.stack.publish_world import publish_from
 from tests.tiny_scores import difference
@@ -30,8 +32,10 @@ def test_two_ranks_publish_what_one_does(stack: Stack, learner: Any) -> None:
         assert published.results[0].error == ""
         one[name] = (published.results[0].checksum, published.bytes_sent)
     assert one["a"] != one["b"]
-    names = ["a", "b", "a"]  # each is another than the server has
-    found = publish_from(stack, 2, 102, list(zip(names, LAYOUTS, strict=True)))
-    for name, (error, checksum, size) in zip(names, found, strict=True):
+    every = itertools.product(["gloo", PESSIMISTIC_NCCL], LAYOUTS)
+    models = itertools.cycle("ab")  # each is another than the server has
+    publications = [(name, layout, backend) for (backend, layout), name in zip(every, models, strict=False)]
+    found = publish_from(stack, 2, 102, publications)
+    for (name, *_), (error, checksum, size) in zip(publications, found, strict=True):
         assert (error, (checksum, size)) == ("", one[name])
-    assert difference(stack.server.address.url, stack.endpoints, stack.models[names[-1]]) < 1e-4
+    assert difference(stack.server.address.url, stack.endpoints, stack.models[publications[-1][0]]) < 1e-4

@@ -19,6 +19,7 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.server.client import ServerClient, ServerLost
 from megarl.core.weights import process_group
 from megarl.core.weights.publisher import Publisher
+from tests.pessimistic_nccl import ERROR_AFTER, PessimisticNccl
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import POSITIONS, Network, Running, client_of, stack_recipe, start_servers, two_models
 from tests.tiny import tiny_llama
@@ -175,6 +176,28 @@ def test_killed_while_the_group_changes(pair: Pair, monkeypatch: pytest.MonkeyPa
     assert good.error == ""
     assert pair.difference("b") < 1e-4
     assert "version 2 to server 1" in bad.error
+
+
+@pytest.fixture
+def late_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that breaks is reported after a second, by the stand-in for NCCL in servers and learner."""
+    monkeypatch.setenv(ERROR_AFTER, "1")
+
+
+@pytest.mark.parametrize("backend", [PESSIMISTIC_NCCL], indirect=True)
+@pytest.mark.usefixtures("backend", "late_errors")
+def test_a_connection_breaks_while_published(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody has died: once it is reported, and before any limit, both are sent everything again over a new group."""
+    assert pair.publish("a", 1).bytes_sent > 2 * BUCKET_MB << 20
+    before(monkeypatch, "receive", 1, PessimisticNccl.made[-1].cut, IN_THE_MIDDLE)
+    published = pair.publish("b", 2)
+    assert [r.error for r in published.results] == ["", ""]
+    assert pair.difference("b") < 1e-4
+    (again,) = [text for text in caplog.messages if "sending version 2 again" in text]
+    assert "Failed to receive weights" in again
+    assert "weights.timeout_s" not in again
 
 
 @pytest.mark.slow

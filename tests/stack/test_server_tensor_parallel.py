@@ -1,11 +1,12 @@
 """A server of two tensor-parallel ranks, as the 17Bx16 needs: log-probs, then weights by handles to a learner's memory, over a
-process group, and from disk. The learner has two ranks, too, with a part of each tensor."""
+process group (gloo and the stand-in for NCCL), and from disk. The learner has two ranks, too, with a part of each tensor."""
 
 import asyncio
 from collections.abc import Iterator
 
 import pytest
 
+from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, running, two_models
 from tests.stack.publish_world import publish_from
 from tests.stack.test_server_families import ENDLESS, LLAMA4, assert_serves
@@ -32,9 +33,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 async def test_two_ranks_serve_what_is_published(served: Stack) -> None:
     await assert_serves(served, "a")
     by_group = ["weights.transport=process_group", "resources.colocate=false"]
-    publications = [("b", []), ("a", by_group), ("b", ["weights.transport=disk"])]
+    publications = [
+        ("b", [], ""),
+        ("a", by_group, "gloo"),
+        ("b", ["weights.transport=disk"], ""),
+        ("a", by_group, PESSIMISTIC_NCCL),
+    ]
     found = await asyncio.to_thread(publish_from, served, 2, 0, publications)
-    await assert_serves(served, "b")
-    assert [error for error, *_ in found] == ["", "", ""]
-    handed, grouped, loaded = (checksum for _, checksum, *_ in found)
-    assert handed == loaded != grouped
+    await assert_serves(served, "a")
+    assert [error for error, *_ in found] == [""] * 4
+    handed, by_gloo, loaded, by_stand_in = (checksum for _, checksum, *_ in found)
+    assert handed == loaded != by_gloo == by_stand_in

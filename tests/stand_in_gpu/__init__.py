@@ -71,6 +71,7 @@ def install() -> None:
         "set_device": None,
         "synchronize": None,
         "empty_cache": None,
+        "ipc_collect": None,
         "manual_seed": None,
         "get_device_name": properties.name,
         "get_device_capability": (9, 0),

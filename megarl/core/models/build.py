@@ -163,9 +163,12 @@ def _chunk(
     if transformer_engine:  # megatron supports only one set of scaling constants
         frequencies = chunk.rotary_pos_emb.inv_freq
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(frequencies.device)
-    if model.moe.freeze_router:
-        for name, parameter in chunk.named_parameters():
-            if name.endswith(".mlp.router.weight"):
+    device = next(chunk.parameters()).device
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(".mlp.router.weight"):
+            # Megatron makes it on the CPU and moves it in the first forward pass. The first publication can come before that.
+            parameter.data = parameter.data.to(device)
+            if model.moe.freeze_router:
                 parameter.requires_grad = False
     return chunk
 

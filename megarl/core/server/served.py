@@ -25,23 +25,24 @@ _GATED = re.compile(r"\.(gate|up)_proj\.weight$")
 
 
 class ServedPart(NamedTuple):
-    """Part `position`, counted from 0, of the server's parameter `name`, which holds one Hugging Face tensor."""
+    """The part of the server's parameter `name`, from byte `start` on, that holds one Hugging Face tensor."""
 
     name: str
-    position: int = 0
+    start: int = 0
 
 
-def place(name: str) -> ServedPart:
-    """Return where the server holds the Hugging Face tensor of that name."""
+def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
+    """Return where the server holds this Hugging Face tensor."""
     if match := _ATTENTION.search(name):
-        return ServedPart(_ATTENTION.sub(r".qkv_proj.\2", name), "qkv".index(match[1]))
+        rows = {"q": 0, "k": model.query, "v": model.query + model.key}[match[1]]
+        return ServedPart(_ATTENTION.sub(r".qkv_proj.\2", name), rows * tensor[0].nbytes)
     if match := _EXPERT.search(name):
         expert = int(match[1])
         if match[2] == "down":
-            return ServedPart(_EXPERT.sub(".experts.w2_weight", name), expert)
-        return ServedPart(_EXPERT.sub(".experts.w13_weight", name), 2 * expert + (match[2] == "up"))
+            return ServedPart(_EXPERT.sub(".experts.w2_weight", name), expert * tensor.nbytes)
+        return ServedPart(_EXPERT.sub(".experts.w13_weight", name), (2 * expert + (match[2] == "up")) * tensor.nbytes)
     if match := _GATED.search(name):
-        return ServedPart(_GATED.sub(".gate_up_proj.weight", name), int(match[1] == "up"))
+        return ServedPart(_GATED.sub(".gate_up_proj.weight", name), (match[1] == "up") * tensor.nbytes)
     return ServedPart(name)
 
 
@@ -54,7 +55,7 @@ def as_held(name: str, tensor: Tensor, model: Architecture) -> Tensor:
 
 
 def is_padded_inside(name: str, held: Tensor) -> bool:
-    """Return whether a server on a CPU pads this tensor [.., rows, columns] of an MLP."""
+    """Return whether a server, if it is on a CPU, pads this tensor [.., rows, columns] of an MLP."""
     if name.endswith("down_proj.weight"):
         return held.shape[-1] % INNER_MULTIPLE != 0
     return name.endswith(("gate_proj.weight", "up_proj.weight")) and held.shape[-2] % INNER_MULTIPLE != 0

@@ -27,6 +27,7 @@ def scheduler(weights_limit_s: float, *args: object, **kwargs: object) -> None:
     own_buffers()
     own_groups(weights_limit_s * EARLIER)
     own_labels()
+    own_checksums()
     # At each bucket it would warn of all parameters that are not in it: 1.7 TB of logs in a long run of Scout.
     logging.getLogger("sglang.srt.models.mllama4").setLevel(logging.ERROR)
     run_scheduler_process(*args, **kwargs)
@@ -100,6 +101,18 @@ def own_groups(limit_s: float) -> None:
     updater = weight_updater.WeightUpdater
     updater._receive_bucketed_weights_from_distributed = receive
     updater.destroy_weights_update_group = leave
+
+
+def own_checksums() -> None:
+    """Answer /weights_checker with megarl's checksum of each parameter, which a learner can add up from what it sends.
+
+    SGLang's is SHA-256 on a CPU, and on a GPU a hash of the joined tensor only.
+    """
+    from sglang.srt.utils import weight_checker
+
+    from megarl.core.base.checksum import checksum, written
+
+    weight_checker._hash_tensor = lambda tensor: written(int(checksum(tensor)))
 
 
 def own_buffers() -> None:

@@ -5,17 +5,18 @@ RUN/weights/v7/  ◄── all ranks write          the newest KEEP are kept
 """
 
 import shutil
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.nn import Module
 
-from megarl.core.base.ranks import from_rank_0
+from megarl.core.base.ranks import from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.families import Family
 from megarl.core.server.client import Fleet
-from megarl.core.weights.transport import Sent
+from megarl.core.weights.transport import Sent, SentChecksums
 
 KEEP = 2
 
@@ -36,10 +37,13 @@ class DiskTransport:
             shutil.rmtree(path, ignore_errors=True)  # left by another incarnation, which may have had other weights
         from_rank_0(None)
         hf.save(self._chunks, self._family, self._source, path)
+        sums = SentChecksums(self._family.architecture)
+        deque(sums.watch(hf.export(self._chunks, self._family, stacked=False)), maxlen=0)
+        checksums = {name: value for stage in gathered(sums.expected()) for name, value in stage.items()}
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:
             errors = fleet.each(ids, lambda server: server.load(str(path.resolve()), version, self._flush))[1]
             others = sorted((p for p in self._directory.glob("v*") if p != path), key=lambda p: p.stat().st_mtime)
             for old in others[: max(0, len(others) + 1 - KEEP)]:
                 shutil.rmtree(old, ignore_errors=True)
-        return Sent(from_rank_0(errors), {}, sum(file.stat().st_size for file in path.glob("*.safetensors")))
+        return Sent(from_rank_0(errors), checksums, sum(file.stat().st_size for file in path.glob("*.safetensors")))

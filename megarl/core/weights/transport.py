@@ -3,7 +3,6 @@
 (name, tensor) … ──► Bucket(names, dtypes, shapes, flat) …          all but the last are about `limit` bytes
 """
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.base.architecture import Architecture
+from megarl.core.base.checksum import checksum, written
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
 from megarl.core.server.client import Fleet, ServerClient
@@ -79,53 +79,34 @@ def with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
 
 
 class SentChecksums:
-    """What SGLang's `/weights_checker` must answer, from the tensors that went through `watch`.
+    """What a server of one rank must answer to `/weights_checker`, from the tensors that went through `watch`.
 
-    On a CPU it hashes each of the server's parameters with SHA-256. Some of those are several Hugging Face tensors one after
-    the other (server/served.py): a running hash over the tensors in that order is the hash of the joined one. A tensor that
-    comes before its turn (experts come as the ranks have them) waits for it. On a GPU SGLang uses another hash; then
-    the servers are only compared with each other, and parity (parity.py) compares what they compute with the learner.
+    Some of its parameters are several Hugging Face tensors one after the other (server/served.py), which come in any order, as
+    experts do: the checksums of pieces add up (base/checksum.py). What was never sent is missing in the sum. Nothing is copied
+    to the CPU before `expected`, so a GPU goes on.
     """
 
     def __init__(self, model: Architecture) -> None:
         self._model = model
-        self._hashes: dict[str, _Running] = {}
+        self._sums: dict[str, Tensor] = {}
         self._unknown: set[str] = set()
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass the tensors on, hashed if they are in the CPU's memory."""
+        """Pass the tensors on, and add them up."""
         for name, tensor in tensors:
-            if tensor.device.type == "cpu":
-                (served, position), held = place(name), as_held(name, tensor, self._model)
-                if is_padded_inside(name, held):
-                    self._unknown.add(served)
-                else:
-                    self._hashes.setdefault(served, _Running()).add(position, held)
+            (served, start), held = place(name, tensor, self._model), as_held(name, tensor, self._model)
+            if held.device.type == "cpu" and is_padded_inside(name, held):
+                self._unknown.add(served)
+            else:
+                piece = checksum(held, start)
+                self._sums[served] = self._sums[served] + piece if served in self._sums else piece
             yield name, tensor
 
     def expected(self) -> dict[str, str]:
         """Return the checksums by the server's parameter, as /weights_checker writes them."""
-        return {name: hashed.hexdigest() for name, hashed in self._hashes.items() if name not in self._unknown}
-
-
-class _Running:
-    """SHA-256 of tensors one after the other, which may come in any order."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-        self._next = 0
-        self._waiting: dict[int, Tensor] = {}
-
-    def add(self, position: int, tensor: Tensor) -> None:
-        self._waiting[position] = tensor
-        while self._next in self._waiting:
-            flat = self._waiting.pop(self._next).detach().contiguous().view(-1)
-            self._digest.update(memoryview(flat.view(torch.uint8).numpy()))
-            self._next += 1
-
-    def hexdigest(self) -> str:
-        assert not self._waiting, "a tensor in between was never sent"
-        return self._digest.hexdigest()[:16]
+        known = [name for name in self._sums if name not in self._unknown]
+        sums = torch.stack([self._sums[name] for name in known]).tolist() if known else []
+        return {name: written(value) for name, value in zip(known, sums, strict=True)}
 
 
 def differing(expected: Mapping[str, str], served: Mapping[str, str]) -> list[str]:

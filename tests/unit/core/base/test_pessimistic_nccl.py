@@ -1,13 +1,14 @@
 """The stand-in does what it says: code that trusts `Work.wait`, a dead peer's error or `destroy_process_group` fails on it."""
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pessimistic_nccl import LATE_S, Late, PessimisticNccl
+from tests.pessimistic_nccl import ERROR_AFTER, LATE_S, Late, PessimisticNccl
 
 LIMIT_S = 20.0
 
@@ -56,3 +57,20 @@ def test_nobody_hears_of_a_peer_that_is_gone(pair: tuple[PessimisticNccl, Pessim
     pair[0].abort()
     ending.join(LIMIT_S)
     assert not ending.is_alive()
+
+
+def test_an_error_appears_late(pair: tuple[PessimisticNccl, PessimisticNccl], monkeypatch: pytest.MonkeyPatch) -> None:
+    for work in both(pair, [torch.ones(3), torch.zeros(3)]):
+        assert work.ended.wait(LIMIT_S)
+    monkeypatch.setenv(ERROR_AFTER, "0.7")
+    pair[1].cut()
+    options = dist.BroadcastOptions()
+    options.rootRank = 1
+    began = time.monotonic()
+    work = pair[0].broadcast([torch.zeros(3)], options)
+    assert work.wait()
+    assert work.exception() is None
+    assert work.ended.wait(LIMIT_S)
+    assert time.monotonic() - began > 0.6
+    assert work.is_completed()
+    assert isinstance(work.exception(), RuntimeError)

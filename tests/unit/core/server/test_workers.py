@@ -1,12 +1,16 @@
-"""What SGLang makes in /dev/shm can be told from what others make there."""
+"""What SGLang's processes do in another way than SGLang."""
 
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from megarl.core.base.checksum import checksum, written
 from megarl.core.base.process import shared_memory_mark
 from megarl.core.server import workers
+
+PLACEMENT = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size")
 
 
 def test_files_in_shared_memory_are_named_by_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +28,16 @@ def test_files_in_shared_memory_are_named_by_the_session(monkeypatch: pytest.Mon
     workers.own_buffers()
     buffer = shm_broadcast.ShmRingBuffer(1, 64, 1)
     assert Path(buffer.shared_memory.name).match(pattern)
+
+
+def test_a_server_answers_with_our_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through SGLang's own WeightChecker, for parameters and buffers."""
+    from sglang.srt.utils import weight_checker
+
+    monkeypatch.setattr(weight_checker, "_hash_tensor", weight_checker._hash_tensor)
+    workers.own_checksums()
+    model = torch.nn.BatchNorm1d(5)
+    checker = weight_checker.WeightChecker.__new__(weight_checker.WeightChecker)
+    checker._get_model, checker._placement = lambda: model, dict.fromkeys(PLACEMENT, 0)
+    said = checker.handle("checksum", role="target")["checksums"]
+    assert said == {name: written(int(checksum(tensor))) for name, tensor in model.state_dict().items()}
