@@ -167,6 +167,8 @@ def _chunk(
         for name, parameter in chunk.named_parameters():
             if name.endswith(".mlp.router.weight"):
                 parameter.requires_grad = False
+                # megatron makes it on the CPU. DDP moves what is trained; this would wait for its first forward pass.
+                parameter.data = parameter.data.to(next(chunk.parameters()).device)
     return chunk
 
 
