@@ -34,11 +34,13 @@ ENTRYPOINT ["megarl"]
 CMD ["doctor"]
 
 # Python, and what compiles: SGLang compiles kernels when it runs, so the GPU image keeps the compiler. The base has no cuDNN: there
-# is one, torch's, and CUDNN_HOME shows it to Transformer Engine, which would otherwise prefer the system's.
+# is one, torch's, and CUDNN_HOME shows it to Transformer Engine, which would otherwise prefer the system's. CUDA_HOME is the base's
+# toolkit: wheels bring an nvcc 13.5, whose PTX a driver of CUDA 13.0 refuses.
 FROM ${CUDA_BASE} AS cuda
 ENV DEBIAN_FRONTEND=noninteractive \
     VIRTUAL_ENV=/opt/megarl-venv \
     PATH=/opt/megarl-venv/bin:$PATH \
+    CUDA_HOME=/usr/local/cuda \
     CUDNN_HOME=/opt/megarl-venv/lib/python3.12/site-packages/nvidia/cudnn
 # hadolint ignore=DL3008
 RUN apt-get update \

@@ -1,13 +1,15 @@
 """Tokens/s of one server alone: through ServerClient (streamed, log-probs, versions) and under a bare load, in the same run.
 
-    python -m benchmarks.server RECIPE [key=value …] [--tokens 128]
+    python -m benchmarks.server RECIPE [key=value …] [--tokens 128] [--serial] [--json]
 
-The bare load is the cheapest client there is: whole replies, which it does not read. Both are repeated in turn, so that
-a busy machine is busy for both; tokens per second of the server's own CPU time hardly depend on it.
+The bare load is the cheapest client there is: whole replies, which it does not read. --serial: a second server, whose scheduler
+does not prepare a step while the one before is computed, has the streamed load, too. All are repeated in turn, so that a busy
+machine is busy for all; tokens per second of the server's own CPU time hardly depend on it.
 """
 
 import argparse
 import asyncio
+import json
 import os
 import resource
 import signal
@@ -17,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -44,28 +48,49 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of a request")
+    parser.add_argument("--serial", action="store_true", help="also a server without SGLang's overlap schedule")
+    parser.add_argument("--json", action="store_true", help="a line of JSON each instead of a table")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        recipe = recipes.load(options.recipe, [*options.overrides, f"run.dir={directory}"])
-        process, endpoints = start(recipe)
-        try:
-            seconds = wait_ready(endpoints.servers[0], recipe.serving.start_timeout_s, process.poll)
-            print(
-                f"ready after {seconds:.1f} s; {options.tokens} tokens a request, "
-                f"stream_interval {recipe.serving.stream_interval}"
-            )
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        servers = []
+        for serial in (False, True)[: 1 + options.serial]:
+            recipe = recipes.load(options.recipe, [*options.overrides, f"run.dir={directory}", f"run.name={serial}"])
+            process, endpoints = start(recipe, serial)
+            stack.callback(process.wait)
+            stack.callback(os.killpg, process.pid, signal.SIGKILL)
+            wait_ready(endpoints.servers[0], recipe.serving.start_timeout_s, process.poll)
+            servers.append((endpoints, process.pid))
+        if not options.json:
+            print(f"{options.tokens} tokens a request, stream_interval {recipe.serving.stream_interval}")
             print(f"{'load':>10} {'concurrency':>11} {'tokens/s':>9} {'per server CPU-s':>17} {'client CPU':>11}")
-            for concurrency in CONCURRENCY:
-                found = asyncio.run(measured(recipe, endpoints, process.pid, options.tokens, concurrency))
-                for load, (rate, work, share) in found.items():
+        for concurrency in CONCURRENCY:
+            found = asyncio.run(measured(recipe, *servers[0], options.tokens, concurrency, *servers[1:]))
+            for load, (rate, work, share) in found.items():
+                if options.json:
+                    row = {
+                        "load": load,
+                        "concurrency": concurrency,
+                        "tokens_per_second": rate,
+                        "tokens_per_cpu_second": work,
+                    }
+                    print(json.dumps(row), flush=True)
+                else:
                     print(f"{load:>10} {concurrency:>11} {rate:>9.0f} {work:>17.0f} {share:>10.1%}", flush=True)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
-def start(recipe: Recipe) -> tuple[subprocess.Popen[bytes], Endpoints]:
-    """`megarl serve`, not ready yet."""
+SERIAL = """
+import sys
+from megarl import cli
+from megarl.core.server import launch
+arguments = launch.engine_arguments
+launch.engine_arguments = lambda *a, **k: arguments(*a, **k) | {"disable_overlap_schedule": True}
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""`megarl serve` with one argument of SGLang's changed, which no recipe can."""
+
+
+def start(recipe: Recipe, serial: bool = False) -> tuple[subprocess.Popen[bytes], Endpoints]:
+    """`megarl serve`, not ready yet. serial: without SGLang's overlap schedule."""
     rundir = RunDir(recipe.run.path)
     rundir.create()
     (port,) = free_ports(1)
@@ -75,7 +100,8 @@ def start(recipe: Recipe) -> tuple[subprocess.Popen[bytes], Endpoints]:
     rundir.write_endpoints(endpoints)
     rundir.recipe.write_text(recipes.dump(recipe))
     with (rundir.logs / "server.log").open("wb") as log:
-        command = [sys.executable, "-m", "megarl", "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
+        program = ["-c", SERIAL] if serial else ["-m", "megarl"]
+        command = [sys.executable, *program, "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent
         )
@@ -83,9 +109,17 @@ def start(recipe: Recipe) -> tuple[subprocess.Popen[bytes], Endpoints]:
 
 
 async def measured(
-    recipe: Recipe, endpoints: Endpoints, pid: int, tokens: int, concurrency: int
+    recipe: Recipe,
+    endpoints: Endpoints,
+    pid: int,
+    tokens: int,
+    concurrency: int,
+    other: tuple[Endpoints, int] | None = None,
 ) -> dict[str, tuple[float, float, float]]:
-    """Each load, `bare` and `streamed`: median tokens/s, tokens per CPU-second of the server, CPU share of the client."""
+    """Each load, `bare` and `streamed`: median tokens/s, tokens per CPU-second of the server, CPU share of the client.
+
+    other: another server, and its process, of a load `serial`.
+    """
     url, limit = endpoints.servers[0], recipe.serving.request_timeout_s
     vocabulary = in_directory(recipe.model.path).vocabulary
     generator = np.random.default_rng(0)
@@ -95,8 +129,13 @@ async def measured(
     def prompt() -> np.ndarray:
         return generator.integers(0, vocabulary, PROMPT_TOKENS, dtype=np.int32)
 
+    def client_of(endpoints: Endpoints) -> ServerClient:
+        address = ServerAddress(id=0, url=endpoints.servers[0])
+        return ServerClient(address, endpoints.api_key, endpoints.admin_key, limit)
+
     async with (
-        ServerClient(ServerAddress(id=0, url=url), endpoints.api_key, endpoints.admin_key, limit) as client,
+        client_of(endpoints) as client,
+        client_of(other[0] if other else endpoints) as second,
         aiohttp.ClientSession(connector=connector, headers=headers) as session,
     ):
 
@@ -107,15 +146,20 @@ async def measured(
                 await reply.read()
                 return tokens if reply.status == 200 else 0
 
-        async def streamed() -> int:
+        async def streamed(client: ServerClient) -> int:
             salt = str(generator.integers(1 << 30))
             return len((await client.generate(prompt(), tokens, cache_salt=salt, ignore_eos=True)).tokens)
 
-        loads: dict[str, Callable[[], Awaitable[int]]] = {"bare": bare, "streamed": streamed}
+        loads: dict[str, tuple[Callable[[], Awaitable[int]], int]] = {
+            "bare": (bare, pid),
+            "streamed": (partial(streamed, client), pid),
+        }
+        if other:
+            loads["serial"] = partial(streamed, second), other[1]
         seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in loads}
         for _ in range(REPEATS):
-            for name, load in loads.items():
-                seen[name].append(await once(load, concurrency, pid))
+            for name, (load, process) in loads.items():
+                seen[name].append(await once(load, concurrency, process))
     medians = {}
     for name, runs in seen.items():
         rate, work, share = (statistics.median(column) for column in zip(*runs, strict=True))

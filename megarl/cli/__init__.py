@@ -113,7 +113,7 @@ def train(
         loaded = planned(recipe, overrides, plan)
     if dry_run:
         return _dry_run(loaded, preflight.check_all)
-    return main(loaded, preflight.check_inputs(loaded), write_report)
+    return main(loaded, preflight.check_inputs(loaded), preflight.host_bytes(loaded), write_report)
 
 
 def write_report(rundir: "RunDir") -> None:

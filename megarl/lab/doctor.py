@@ -23,11 +23,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megarl.core.base.errors import MegarlError
-from megarl.run.devices import gpus, networks
+from megarl.run.devices import driver, gpus, networks
 from megarl.run.process import free_ports
 from megarl.tasks.graders.sandbox import Sandbox
 
 GIB = 1 << 30
+DRIVER = 580
+"""NVIDIA's first driver (r580) for CUDA 13. An older one refuses its kernels' PTX."""
 PINS = {"torch": "2.14.1", "megatron-core": "0.19.2", "sglang": "0.5.23", "transformers": "5.19.0"}
 """Versions this code was made for; it relies on internals of all four."""
 MODULES = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
@@ -110,11 +112,21 @@ def cuda() -> Finding:
 
     if torch.cuda.is_available():
         names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
-        return noted("CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} x {names}")
+        return noted("CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} x {names}", old_driver())
     if count:
-        advice = f"update the driver, too old for torch's CUDA {torch.version.cuda}, or replace torch's CPU build"
+        advice = (
+            old_driver() or f"replace torch's build by one for CUDA; it is for {torch.version.cuda or 'the CPU alone'}"
+        )
         return noted("CUDA", f"{count} GPUs that torch cannot use", advice)
     return noted("CUDA", "no GPU", "tiny models run on the CPU; for others use a machine with NVIDIA GPUs")
+
+
+def old_driver() -> str:
+    """Say what to do about a driver that is too old for what the pinned stack compiles when it runs; empty if it is not."""
+    version = driver()
+    if not version or int(version.partition(".")[0]) >= DRIVER:
+        return ""
+    return f"the driver is {version}; update it to {DRIVER} or newer, CUDA 13's first"
 
 
 IMPORT_S = 120

@@ -22,6 +22,7 @@ from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import LOSSES
 from megarl.lab.evaluation import suites
 from megarl.lab.monitoring import wandb_writer
+from megarl.lab.planning import memory
 from megarl.run import checks, devices
 from megarl.run.checks import Fingerprints
 from megarl.tasks.data import sources
@@ -56,7 +57,12 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
 
 def check_all(recipe: Recipe) -> str:
     """Return what `megarl train` would start, after all of its checks but those of other nodes of a Slurm job."""
-    return checks.check_start(recipe, check_inputs(recipe))
+    return checks.check_start(recipe, check_inputs(recipe), host_bytes(recipe))
+
+
+def host_bytes(recipe: Recipe) -> float:
+    """Return bytes that each learner rank fills of the host's memory, as `megarl plan` counts them."""
+    return memory.learner(recipe, architecture.read(recipe.model.path), microbatch_tokens=1, microbatches=1).host
 
 
 def check_sft(recipe: Recipe) -> str:

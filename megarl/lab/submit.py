@@ -86,7 +86,9 @@ def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
     per_node = job.gpus_per_node
     if not per_node:
         return ChosenLayout(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))
-    nodes = [Node(f"node {i + 1}", f"{i}", "", "", tuple(map(str, range(per_node))), 0, ()) for i in range(job.nodes)]
+    nodes = [
+        Node(f"node {i + 1}", f"{i}", "", "", tuple(map(str, range(per_node))), 0, 0, ()) for i in range(job.nodes)
+    ]
     try:
         placed, misfit = place(recipe, nodes), ""
     except MegarlError as error:

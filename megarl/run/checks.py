@@ -2,6 +2,7 @@
 
 check_start(recipe, …)      history, a writable directory, and that the roles fit; returns what would start
 check_cpu(recipe, …)        on a machine without a GPU: the run is small enough for its cores
+check_host(recipe, …)       the learner's nodes have the memory for what a checkpoint is written from
 check_history(recipe, …)    an existing run may be resumed, and resumes as it began
 
 A resumed run compares fingerprints of its inputs (read by lab/preflight.py): other contents under the same path would make
@@ -40,8 +41,11 @@ HISTORY = (
 """Keys and sections that determine a run's steps. Layout, servers, learning rate and cadences may change on resuming."""
 
 
-def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
-    """Check all that `megarl train` needs beside its inputs but other nodes of a job, and return what it would start."""
+def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: float) -> str:
+    """Check all that `megarl train` needs beside its inputs but other nodes of a job, and return what it would start.
+
+    host_bytes: see check_host.
+    """
     rundir = RunDir(recipe.run.path)
     check_history(recipe, rundir, fingerprints)
     there = next(folder for folder in (rundir.path, *rundir.path.absolute().parents) if os.path.exists(folder))
@@ -50,7 +54,7 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints) -> str:
     launcher = chosen(recipe, rundir)
     if isinstance(launcher, LocalLauncher):
         placed = place(recipe, launcher.survey(0))
-        check_placed(recipe, placed)
+        check_placed(recipe, placed, host_bytes)
         with_gpus = bool(placed[Role("learner")].gpus)
     else:
         with_gpus = True  # the nodes report their GPUs when the run starts
@@ -86,8 +90,10 @@ def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: i
         )
 
 
-def check_placed(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
-    """Check that what needs GPUs has them, that servers can serve these lengths, and that the recipe's fixed ports are free."""
+def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float) -> None:
+    """Check that what needs GPUs has them, that servers can serve these lengths, that the recipe's fixed ports are free, and
+    that there is memory. host_bytes: see check_host.
+    """
     learner, resources = placed[Role("learner")], recipe.resources
     if not learner.gpus:
         nodes = {node.name: node.cores for where in placed.values() for node in where.nodes}
@@ -100,8 +106,38 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
             )
         if recipe.learner.optimizer_offload:
             raise MegarlError("learner.optimizer_offload: takes AdamW off a GPU, and there is none here; set it to 0")
+    check_host(recipe, learner, host_bytes)
+    check_allocator(recipe)
     check_served(recipe, placed)
     _check_ports(recipe, placed)
+
+
+def check_host(recipe: Recipe, learner: Place, host_bytes: float) -> None:
+    """Raise MegarlError if a node has less memory than its learner ranks fill, of which the plan counts `host_bytes` each: the
+    copy that a checkpoint is written from, and what of AdamW is offloaded.
+    """
+    needed, offloaded = learner.ranks * host_bytes, recipe.learner.optimizer_offload > 0
+    for node in learner.nodes:
+        if needed > node.memory:
+            lower = ", or lower learner.optimizer_offload" if offloaded else ""
+            raise MegarlError(
+                f"resources.learner_ranks: {learner.ranks} ranks on {node.name} fill {needed / 1e9:.0f} GB of the host's "
+                f"memory when a checkpoint is written, and it has {node.memory / 1e9:.0f} GB; give the learner more "
+                f"nodes{lower}"
+            )
+
+
+def check_allocator(recipe: Recipe) -> None:
+    """Refuse memory that a server cannot open: of expandable segments CUDA IPC hands over file descriptors, which Linux gives
+    to none but a process that may trace the learner.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        said = os.environ.get(name, "").replace(" ", "").lower()
+        if recipe.weights.transport == "cuda_ipc" and "expandable_segments:true" in said:
+            raise MegarlError(
+                f"{name}: expandable_segments:True, of whose memory weights.transport=cuda_ipc can hand nothing over; take it "
+                "out, or set weights.transport=disk"
+            )
 
 
 def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:

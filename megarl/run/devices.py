@@ -21,9 +21,20 @@ def gpus() -> tuple[str, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(part.strip() for part in visible.split(",") if part.strip())
+    return _asked("index")
+
+
+def driver() -> str:
+    """Return the version of NVIDIA's driver, such as 580.65.06; empty where there is none."""
+    versions = _asked("driver_version")
+    return versions[0] if versions else ""
+
+
+def _asked(what: str) -> tuple[str, ...]:
+    """Return what nvidia-smi says for each GPU; empty where it is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return ()
-    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What one node has for a run: address, GPUs, cores and free ports, determined on the node itself.
+"""What one node has for a run: address, GPUs, cores, memory and free ports, determined on the node itself.
 
 one machine        here(…)
 a Slurm job        `python -m megarl.run.nodes …` in a step over all nodes ─► one line of JSON per node ─► Node
@@ -27,7 +27,8 @@ OF_SLURM = "slurm"
 class Node:
     """A node. `name` is Slurm's, or this machine's. Roles listen on `address`, which belongs to network interface `interface`.
 
-    gpus: names that CUDA_VISIBLE_DEVICES takes; ports: free ones; host: the machine, which several nodes of a test may share.
+    gpus: names that CUDA_VISIBLE_DEVICES takes; memory: all of the host's, in bytes; ports: free ones; host: the machine, which
+    several nodes of a test may share.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Node:
     interface: str
     gpus: tuple[str, ...]
     cores: int
+    memory: int
     ports: tuple[int, ...]
 
 
@@ -50,6 +52,7 @@ def here(ports: int, interface: str) -> Node:
         interface=next(n for n, known in psutil.net_if_addrs().items() if any(a.address == address for a in known)),
         gpus=devices.gpus(),
         cores=len(os.sched_getaffinity(0)),
+        memory=psutil.virtual_memory().total,
         ports=tuple(free_ports(ports, address)),
     )
 

@@ -52,10 +52,11 @@ MOST_FRUITLESS_STARTS = 5
 """A job requeued this often that loses a node before making a step fails: the node is not at fault."""
 
 
-def main(recipe: Recipe, fingerprints: checks.Fingerprints, write_report: WriteReport) -> int:
+def main(recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: float, write_report: WriteReport) -> int:
     """Run to the end. Return 0: all steps done; 1: failed; 75: to be started again elsewhere; 128 + signal: asked to stop.
 
-    fingerprints: those of the run's inputs, already read and checked. write_report: called when the run is over.
+    fingerprints: those of the run's inputs, already read and checked. host_bytes: see checks.check_host. write_report: called
+    when the run is over.
     """
     rundir = RunDir(recipe.run.path)
     with lock(rundir.path, "megarl train", "run.name"):
@@ -63,7 +64,7 @@ def main(recipe: Recipe, fingerprints: checks.Fingerprints, write_report: WriteR
         launcher = chosen(recipe, rundir)
         nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers))
         placed = place(recipe, nodes)
-        checks.check_placed(recipe, placed)
+        checks.check_placed(recipe, placed, host_bytes)
         endpoints = prepare(recipe, rundir, placed, fingerprints, resumed)
         adopt_orphans()
         outlive_screen()

@@ -30,14 +30,21 @@ from megarl.core.models.products import add_gradients_in_fp32
 from megarl.core.recipe import Model
 
 # isort: split
-from megatron.core import optimizer
+from megatron.core import optimizer, parallel_state
 from megatron.core.transformer.moe import token_dispatcher
 from safetensors.torch import load_file
 
 SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
-    1: [{}],
-    2: [SP2, SP2 | {"expert_parallel": 2}, {"pipeline_parallel": 2}],
+    1: [{}, {"fp8": "blockwise"}, {"fp8": "tensorwise"}],
+    2: [
+        SP2,
+        SP2 | {"expert_parallel": 2},
+        SP2 | {"fp8": "blockwise"},
+        {"pipeline_parallel": 2},
+        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
+        {"context_parallel": 2},
+    ],
     4: [SP2 | {"pipeline_parallel": 2}, SP2 | {"pipeline_parallel": 2, "expert_parallel": 2}],
 }
 
@@ -68,7 +75,7 @@ plain_build = build.build
 
 def built(model: Model, path: Path, engine: bool, recompute: str = "none") -> list[Any]:
     if not engine:
-        return plain_build(model, path, False, recompute)
+        return plain_build(model.model_copy(update={"fp8": "none"}), path, False, recompute)
     with a_gpu_answers():
         return plain_build(model, path, None, recompute)
 
@@ -79,6 +86,8 @@ def main(directory: Path) -> None:
         for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
             if "expert_parallel" in layout and not family.architecture.experts:
                 continue
+            if path.name == "llama4" and {"fp8", "tensor_parallel"} <= layout.keys():
+                continue  # its half of an inner size does not divide by 16
             model = Model(path=str(path), dtype="bf16", **layout)
             what = f"{path.name} {layout}"
             output = directory / "checkpoints" / f"{path.name}-{'-'.join(f'{k}{v}' for k, v in layout.items())}"
@@ -105,9 +114,10 @@ def check(path: Path, family: Family, model: Model, what: str, output: Path, oth
                     parameter.fill_(float("nan"))
             checkpoint.load_model(source, mine)
             exported_as_stored(mine, family, stored, f"{what}, {engine=} loaded from {source}")
+    fp8 = (None, "delayed") if model.fp8 == "none" else (build.FP8_FORMATS[model.fp8], model.fp8)
+    assert {(chunk.config.fp8, chunk.config.fp8_recipe) for chunk in chunks[True]} == {fp8}, what
     fused_gradients(chunks[True], what)
-    if model.pipeline_parallel == 1:
-        attention_takes_our_rows(chunks[True], family, model, what)
+    attention_takes_our_rows(chunks[True], family, model, what)
     a_run_continues(path, model, what, output)
     return output / "True"
 
@@ -190,27 +200,34 @@ class KernelAsked(Exception):
 
 def attention_takes_our_rows(chunks: list[Any], family: Family, model: Model, what: str) -> None:
     """The row that the learner assembles, as Transformer Engine's attention understands it."""
-    lengths, chunk = [40, 7, 13, 4], family.architecture.attention_chunk
+    ranks, chunk = model.context_parallel, family.architecture.attention_chunk
+    lengths = [40, 7, 13, 4] if chunk is None or ranks == 1 else [3, 4, 2]  # longer ones are refused there
     zeros = [np.zeros(n, np.float32) for n in lengths]
     sequences = [TrainSequence(i, 0, z.astype(np.int32), z, z + 1, 0.0) for i, z in enumerate(zeros)]
-    packed = assemble(sequences, 1, 64, RowLayout(model), torch.device("cpu")).packed
+    row = RowLayout(model, context_rank=parallel_state.get_context_parallel_rank())
+    micro = assemble(sequences, 1, row.row_multiple, row, torch.device("cpu"))
+    packed, tokens = micro.packed, micro.tokens.numel()
+    assert packed.cu_seqlens_q.tolist()[-1] == ranks * tokens, what
+    assert all(boundary % (2 * ranks) == 0 for boundary in packed.cu_seqlens_q.tolist() if ranks > 1), what
     choice = patch.object(dot_product_attention.utils, "get_attention_backend", side_effect=KernelAsked)
-    for number, layer in enumerate(chunks[0].decoder.layers):
-        module = layer.self_attention
+    for layer in (layer for chunk_of in chunks for layer in chunk_of.decoder.layers):
+        number, module = layer.layer_number - 1, layer.self_attention
         tp, config = model.tensor_parallel, module.config
         heads = (config.num_attention_heads // tp, *[config.num_query_groups // tp] * 2)
-        q, k, v = (torch.zeros(64, n, config.kv_channels, dtype=torch.bfloat16).as_subclass(OnGpu) for n in heads)
+        q, k, v = (torch.zeros(tokens, n, config.kv_channels, dtype=torch.bfloat16).as_subclass(OnGpu) for n in heads)
         with a_gpu_answers(), choice as asked, suppress(KernelAsked):
             module.core_attention(
                 q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=packed, attention_bias=None
             )
         ((found,), _) = asked.call_args
-        divided = chunk is not None and number not in family.architecture.unrotated_layers
+        divided = chunk is not None and ranks == 1 and number not in family.architecture.unrotated_layers
         assert (found.qkv_layout, found.attn_mask_type) == ("thd_thd_thd", "padding_causal"), what
-        rows = (6, 16, 16) if divided else (4, 40, 40)
-        assert (found.batch_size, found.max_seqlen_q, found.max_seqlen_kv) == rows, what
+        # Whole sequences, also of several context-parallel ranks: Transformer Engine divides their boundaries itself.
+        rows = (6, 16) if divided else (len(packed.cu_seqlens_q) - 1, packed.max_seqlen_q)
+        assert (found.batch_size, found.max_seqlen_q, found.max_seqlen_kv) == (*rows, rows[1]), what
         assert (found.num_heads, found.num_gqa_groups, found.head_dim_qk) == (*heads[:2], config.kv_channels), what
-        assert (found.window_size, found.pad_between_seqs, found.context_parallel) == ((-1, 0), False, False), what
+        assert (found.window_size, found.pad_between_seqs) == ((-1, 0), False), what
+        assert (found.context_parallel, found.cp_size, found.cp_comm_type) == (ranks > 1, ranks, "p2p"), what
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from megarl.core.models import build
 from tests.parallel.worlds import run_world
 from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
-pytestmark = pytest.mark.te
+pytestmark = [pytest.mark.te, pytest.mark.timeout(1000)]
 
 MODELS = {
     "llama": tiny_llama,
@@ -26,7 +26,7 @@ MODELS = {
 def test_layouts_hold_what_was_loaded(tmp_path: Path, ranks: int) -> None:
     for name, tiny in MODELS.items():
         tiny(tmp_path / "models" / name, torch.bfloat16, vocab_size=131)  # which no TP divides
-    print(run_world(ranks, "tests.parallel.te_world", str(tmp_path)))
+    print(run_world(ranks, "tests.parallel.te_world", str(tmp_path), timeout_s=900))
 
 
 def test_a_run_on_a_cpu_does_without_it() -> None:

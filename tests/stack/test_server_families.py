@@ -122,7 +122,7 @@ DIVIDED = {"qwen2": LAYOUTS, "qwen3_moe": EXPERT_LAYOUTS, "llama4_multimodal": E
 async def test_divided_learners_publish_the_whole_model(served: Stack, request: pytest.FixtureRequest) -> None:
     """Experts, stages and shards (a Qwen2's biases too) that no rank has all of: the server then has the same bits as from the
     directory."""
-    if (name := request.node.callspec.params["served"]) not in DIVIDED:
+    if (family := request.node.callspec.params["served"]) not in DIVIDED:
         return
     from_disk = {}
     async with served.client() as client:
@@ -130,7 +130,7 @@ async def test_divided_learners_publish_the_whole_model(served: Stack, request: 
             await client.load(str(served.directory / name), 3, flush=True)
             from_disk[name], _ = await client.checksums()
     assert from_disk["a"] != from_disk["b"]
-    publications = list(zip(["b", "a"], DIVIDED[name], ["gloo", "gloo"], strict=True))
+    publications = list(zip(["b", "a"], DIVIDED[family], ["gloo", "gloo"], strict=True))
     found = await asyncio.to_thread(publish_from, served, 4, 4, publications)
     for (name, *_), (error, checksum, size) in zip(publications, found, strict=True):
         assert (error, checksum) == ("", from_disk[name])

@@ -1,9 +1,10 @@
 """Training steps of every family, on the stand-in for a GPU or on this machine's CPU.
 
 `python -m tests.stand_in_gpu.steps gpu|cpu DIR FILE`: DIR has a Hugging Face directory for each name in MODELS; FILE gets, as
-JSON, what each case's two steps measured and how likely the policy then finds some tokens.
+JSON, what each case's two steps measured, how likely the policy then finds some tokens, and what it published before.
 """
 
+import hashlib
 import json
 import sys
 from contextlib import nullcontext
@@ -17,9 +18,12 @@ if __name__ == "__main__" and sys.argv[1] == "gpu":
 
 from megarl.core import recipe as recipes
 from megarl.core.base.messages import Score, ScoredRollout
+from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
-from megarl.core.models import parallel
+from megarl.core.models import hf, parallel
+from megarl.core.weights.transport import buckets
 from tests.parallel.test_learner_layouts import make_batch
+from tests.parallel.test_routing_replay import with_routing
 from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
 MODELS = {
@@ -30,26 +34,31 @@ MODELS = {
     "llama4": tiny_llama4,
 }
 VOCABULARY = 131
+BUCKET = 1 << 15
 CRITIC = {"centring": "critic", "zero_variance": "keep", "positive_threshold": None}
 CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in MODELS},
     "llama fp16": {"model": {"dtype": "fp16"}},
     "llama unpacked": {"learner": {"packing": False}},
+    "qwen3_moe unpacked": {"learner": {"packing": False}},
     "llama recomputed": {"learner": {"recompute": "full"}},
     "llama critic, reference": {"batch": CRITIC, "reference": {"coefficient": 0.1}},
     "llama warm start": {},
     "llama fp32": {"model": {"dtype": "fp32"}},
     "qwen3_moe fp32": {"model": {"dtype": "fp32", "moe": {"aux_loss": 0.1}}, "learner": {"recompute": "selective"}},
+    "qwen3_moe replay fp32": {"model": {"dtype": "fp32", "moe": {"routing_replay": True}}},
     "llama4 fp32": {"model": {"dtype": "fp32", "moe": {"freeze_router": True}}},
     "llama critic, reference fp32": {
         "model": {"dtype": "fp32"}, "batch": CRITIC, "reference": {"coefficient": 0.1, "where": "loss", "estimator": "k3"},
     },
 }  # fmt: skip
+RESUMED = ("llama fp32", "qwen3_moe replay fp32")
+"""Cases whose second step is taken by a trainer that has loaded the checkpoint after the first."""
 MEASURED = ("loss", "grad_norm", "entropy", "ratio_max", "value_loss", "critic_grad_norm", "kl_reference")
 
 
 def measured(directory: Path, case: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Take two steps and score a rollout. The metrics, and where parameters and gradients lie."""
+    """Take two steps and score a rollout. The metrics, a hash of the buckets, and where parameters, gradients, buckets lie."""
     recipe = recipes.from_tree(
         {
             "model": {"path": str(directory / case.split()[0])} | changes.get("model", {}),
@@ -60,17 +69,36 @@ def measured(directory: Path, case: str, changes: dict[str, Any]) -> dict[str, A
     )  # fmt: skip
     parallel.start(recipe.model, seed=1, timeout_s=60)
     trainer = Trainer(recipe, Path(recipe.model.path), supervised="warm start" in case)
-    sequences = trainer.sequences(make_batch())
-    rows = [trainer.train_step(sequences) for _ in range(2)]
+    published = list(buckets(hf.export(trainer.policy.chunks, trainer.policy.family), BUCKET))
+    batch = with_routing(make_batch(), layers=4, chosen=2) if recipe.model.moe.routing_replay else make_batch()
+    sequences = trainer.sequences(batch)
+    rows = [trainer.train_step(sequences)]
+    if case in RESUMED:
+        trainer = resumed(trainer, directory / f"{case} on {trainer.policy.device.type}")
+    rows.append(trainer.train_step(sequences))
     tokens = sequences[0].tokens
     score = Score(version=trainer.step, rollouts=(ScoredRollout(tokens=tokens, first=1),), against=0)
     parameters = [p for network in trainer.networks for chunk in network.chunks for p in chunk.parameters()]
-    tensors = [*parameters, *(p.main_grad for p in parameters if hasattr(p, "main_grad"))]
+    gradients = [p.main_grad for p in parameters if hasattr(p, "main_grad")]
+    tensors = [*parameters, *gradients, *(bucket.flat for bucket in published)]
+    digest = hashlib.sha256(b"".join(bytes(bucket.flat.tolist()) for bucket in published))
     return {
+        "published": [[bucket.names for bucket in published], digest.hexdigest()],
         "steps": [{name: row[name] for name in MEASURED if name in row} for row in rows],
         "logprobs": trainer.score(score, "test").logprobs[0].tolist(),
         "devices": sorted({tensor.device.type for tensor in tensors}),
     }
+
+
+def resumed(trainer: Trainer, folder: Path) -> Trainer:
+    """The trainer as a run that goes on makes it from the checkpoint that this one writes."""
+    source = Path(trainer.recipe.model.path)
+    checkpoints = Checkpoints(folder, 1, trainer, source)
+    checkpoints.save()
+    checkpoints.finish()
+    again = Trainer(trainer.recipe, source)
+    assert Checkpoints(folder, 1, again, source).load_latest()
+    return again
 
 
 def main(device: str, directory: Path, file: Path) -> None:

@@ -26,6 +26,13 @@ def test_hadolint() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_kernels_are_compiled_by_the_toolkit_of_the_base() -> None:
+    """A wheel's nvcc is newer, and a driver of CUDA 13.0 refuses its PTX."""
+    stage = DOCKERFILE.read_text().split(" AS cuda\n")[1].split("\nFROM ")[0]
+    assert re.search(r"^ARG CUDA_BASE=nvidia/cuda:13\.0\.\d+-devel-", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    assert re.search(r"^ENV (.* \\\n)*.*CUDA_HOME=/usr/local/cuda \\\n", stage, flags=re.MULTILINE)
+
+
 def pinned(name: str) -> dict[str, str]:
     """Versions by package of a lock."""
     lines = [line for line in (ROOT / "requirements" / name).read_text().splitlines() if not line.startswith("#")]

@@ -170,6 +170,8 @@ def _chunk(
             parameter.data = parameter.data.to(device)
             if model.moe.freeze_router:
                 parameter.requires_grad = False
+                # megatron makes it on the CPU. DDP moves what is trained; this would wait for its first forward pass.
+                parameter.data = parameter.data.to(next(chunk.parameters()).device)
     return chunk
 
 

@@ -30,8 +30,8 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 def add_gradients_in_fp32(chunk: Module) -> None:
     """Have linear layers add weight gradients to DDP's FP32 sums, instead of rounding each micro-batch's to the weight's type.
 
-    Transformer Engine's can; megarl gives megatron's own what they otherwise need NVIDIA Apex for. In a bf16 Qwen3 of 8 layers
-    and 64 micro-batches the rounding is 0.17 % of a weight's gradient, which bf16 activations make 5.8 % off.
+    Transformer Engine's can; megarl gives megatron's own what they otherwise need NVIDIA Apex for. benchmarks/gradients.py
+    measures what the rounding costs.
     """
     added = SimpleNamespace(wgrad_gemm_accum_fp32=lambda inputs, d, total: add_product(total, d.T, inputs))
     layers.fused_weight_gradient_mlp_cuda = added

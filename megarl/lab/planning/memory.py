@@ -58,7 +58,7 @@ def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, micro
     tokens = microbatch_tokens / model.context_parallel
     held = in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
     layers, again = (each * tokens for each in activation_bytes(recipe, shape, recipe.learner.recompute))
-    head = head_bytes(tokens, shape, model.tensor_parallel, width)
+    head = head_bytes(tokens, shape, width)
     ends = shape.embedding_parameters / model.tensor_parallel
     publication = recipe.weights.bucket_mb * 2**20 + 2 * largest_bucket(recipe, shape)
     if last:
@@ -217,14 +217,13 @@ def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
 HEAD_CHUNK = 4096 * 8192  # logits that the learner's head holds at a time (megarl/core/models/head/)
 
 
-def head_bytes(tokens: float, shape: Architecture, tensor_parallel: int, width: int) -> float:
+def head_bytes(tokens: float, shape: Architecture, width: int) -> float:
     """Return peak bytes of the head for this many trained tokens of a micro-batch (megarl/core/models/head/).
 
-    A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed and as passed on; where the
-    head is also the embedding, the zeros that autograd adds its part to. width: bytes of a number of the model.
+    A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed and as passed on. width: bytes
+    of a number of the model.
     """
-    zeros = width * shape.vocabulary / tensor_parallel * shape.hidden if shape.tied else 0.0
-    return (FP32 + width) * (HEAD_CHUNK + tokens * shape.hidden) + zeros
+    return (FP32 + width) * (HEAD_CHUNK + tokens * shape.hidden)
 
 
 def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:

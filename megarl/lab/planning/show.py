@@ -7,6 +7,7 @@ from operator import attrgetter
 from rich.console import Console
 from rich.table import Column, Table
 
+from megarl.core.base.architecture import Architecture
 from megarl.lab.planning import memory
 from megarl.lab.planning.hardware import ASSUMED, ERRORS, GB
 from megarl.lab.planning.layouts import Found, Plan, PlanningProblem
@@ -57,6 +58,7 @@ def tables(
     if isinstance(written, str):
         console.print(f"as written: {written}")
     for plan in list(plans.values())[:1]:
+        console.print(largest_allocation(plan, shape))
         for remark in _remarks(problem, plan):
             console.print(remark)
     if found.refused:
@@ -115,6 +117,16 @@ def cost(plan: Plan, price: float | None = None) -> str:
     return (
         f"{steps:,} steps take {hours:,.1f} h and {hours * plan.gpus:,.0f} GPU-hours{money} ({error('step')}), without starts "
         f"and evaluations; the ScaleRL paper's runs took {least:g} to {most:g} times what is planned for them (docs/plan.md)"
+    )
+
+
+def largest_allocation(plan: Plan, shape: Architecture) -> str:
+    """Name the largest piece of memory that a publication asks for at once, and who holds it."""
+    size = memory.largest_bucket(plan.recipe, shape)
+    what = "the embedding" if size > plan.recipe.weights.bucket_mb << 20 else "a bucket (weights.bucket_mb)"
+    return (
+        f"largest allocation of a publication: {what}, {size / GB:.1f} GB, on a server's GPU beside weights and KV; "
+        f"a learner's rank holds {plan.learner.publication / GB:.1f} GB of buckets"
     )
 
 

@@ -137,6 +137,18 @@ def test_infiniband_that_a_container_does_not_see(monkeypatch: pytest.MonkeyPatc
     assert (found()[0].grade, found()[0].found) == ("good", "mlx5_0")
 
 
+@pytest.mark.parametrize(("version", "old"), [("570.195.03", True), ("580.65.06", False), ("", False)])
+def test_a_driver_before_cuda_13(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, old: bool) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{version}\\n{version}\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # which torch cannot use
+    finding = doctor.cuda()
+    assert finding.found == "2 GPUs that torch cannot use"
+    assert finding.advice.startswith(f"the driver is {version}; update it to 580" if old else "replace torch's build")
+
+
 @pytest.mark.parametrize(("status", "found"), [("GPU 0: …\n\t Link 0: 26.562 GB/s", "between the GPUs"), ("", "none")])
 def test_gpus_without_nvlink(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, found: str) -> None:
     tool = tmp_path / "nvidia-smi"

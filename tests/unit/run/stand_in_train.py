@@ -7,7 +7,7 @@ from pathlib import Path
 from megarl.cli import write_report
 from megarl.core import recipe as recipes
 from megarl.core.base.rundir import RunDir
-from megarl.lab.preflight import check_inputs
+from megarl.lab.preflight import check_inputs, host_bytes
 from megarl.run import restart, train
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand
 from megarl.run.process import have_streams
@@ -38,4 +38,4 @@ if __name__ == "__main__":
     train.WATCH_S = 0.2
     restart.LONGEST_DELAY_S = 0.1
     report = write_report if sys.argv[3:] == ["report"] else lambda rundir: None  # seconds of matplotlib, seen once
-    sys.exit(train.main(loaded, check_inputs(loaded), report))
+    sys.exit(train.main(loaded, check_inputs(loaded), host_bytes(loaded), report))

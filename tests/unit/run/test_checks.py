@@ -8,17 +8,19 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.core.base.architecture import CONFIGS
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import INDEX
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted
-from megarl.core.recipe import Recipe, dump, from_tree
+from megarl.core.recipe import Recipe, dump, from_tree, load
 from megarl.lab import preflight
 from megarl.run import checks, devices
 from megarl.run.nodes import here
@@ -208,6 +210,38 @@ def test_what_saves_a_gpus_memory_needs_one(tree: Tree, key: str, value: Any) ->
     model = {"dtype": "bf16"} if key == "optimizer_offload" else {}
     with pytest.raises(MegarlError, match=rf"learner\.{key}: .* there is none here"):
         preflight.check_all(changed(tree, learner={key: value}, model=model))
+
+
+def test_the_hosts_memory_holds_what_the_learner_copies(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each node, the copies of all its ranks. In scalerl-8b four copies of the weights, and AdamW once: 161 GB."""
+    recipe = changed(tree, resources={"learner_ranks": 4, "servers": 1, "server_tensor_parallel": 1})
+    nodes = [replace(here(20, ""), name=f"n{i}", gpus=tuple("0123"), memory=100 * 10**9) for i in range(2)]
+    placed = place(recipe, nodes)
+    checks.check_placed(recipe, placed, host_bytes=25e9)
+    with pytest.raises(
+        MegarlError, match=r"^resources\.learner_ranks: 4 ranks on n1 fill 104 GB .* it has 100 GB; give"
+    ):
+        checks.check_placed(recipe, placed, host_bytes=26e9)
+    with monkeypatch.context() as patched:
+        patched.setattr(preflight, "host_bytes", lambda _: 1e15)
+        with pytest.raises(MegarlError, match=r"fill 4000000 GB of the host's memory"):
+            preflight.check_all(recipe)
+    scale = load("scalerl-8b", [f"model.path={CONFIGS / 'llama-3.1-8b.json'}"])
+    assert 16 * preflight.host_bytes(scale) == pytest.approx((4 * 2 + 12) * 8.03e9, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_cannot_be_handed_over(tree: Tree, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    sharing = {"resources": {"colocate": True, "servers": 1, "server_tensor_parallel": 1, "learner_ranks": 1},
+               "weights": {"transport": "cuda_ipc"}, "serving": {"memory_fraction": 0.4}}  # fmt: skip
+    for value, refused in (("max_split_size_mb:64", False), ("max_split_size_mb:64, expandable_segments: True", True)):
+        monkeypatch.setenv(name, value)
+        preflight.check_all(from_tree(tree))  # nothing is handed over
+        if refused:
+            with pytest.raises(MegarlError, match=rf"^{name}: expandable_segments:True.*weights\.transport=disk"):
+                preflight.check_all(changed(tree, **sharing))
+        else:
+            preflight.check_all(changed(tree, **sharing))
 
 
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,13 @@ def test_task_of_a_server(recipe: Recipe, tmp_path: Path) -> None:
     assert " ".join(made.arguments) == f"-m megarl serve {tmp_path}/recipe.yaml --index 1 --port 4001"
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert made.environment["PYTHONDONTWRITEBYTECODE"] is None
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in made.environment  # SGLang's own
     assert made.log() == tmp_path / "logs" / "server" / f"{HERE.nodes[0].name}.1.log"
+
+
+def test_a_learners_kernels_start_in_the_order_of_their_calls(recipe: Recipe, tmp_path: Path) -> None:
+    made = task(recipe, RunDir(tmp_path), Role("learner"), 0, Place(HERE.nodes, ("0", "1"), 2))
+    assert made.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 @pytest.mark.parametrize(("kind", "seen"), [("learner", "stopped"), ("controller", None)])

@@ -13,7 +13,7 @@ from megarl.run.restart import Role
 
 def nodes(count: int, gpus: int = 8, cores: int = 2) -> list[Node]:
     names = tuple(map(str, range(gpus)))
-    return [Node(f"n{i + 1}", f"n{i + 1}", f"10.0.0.{i + 1}", "ib0", names, cores, ()) for i in range(count)]
+    return [Node(f"n{i + 1}", f"n{i + 1}", f"10.0.0.{i + 1}", "ib0", names, cores, 0, ()) for i in range(count)]
 
 
 def recipe(servers: int, width: int, ranks: int, threads: int = 1) -> Recipe:

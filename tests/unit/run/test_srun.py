@@ -87,7 +87,7 @@ def test_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary:
 
 
 def test_nodes_must_reach_each_other_and_share_no_port() -> None:
-    first = Node("n1", "vm", "127.0.0.1", "lo", (), 2, (1, 2, 3))
+    first = Node("n1", "vm", "127.0.0.1", "lo", (), 2, 0, (1, 2, 3))
     second = replace(first, name="n2", ports=(3, 4))
     assert [node.ports for node in checked([first, second])] == [(1, 2, 3), (4,)]
     with pytest.raises(MegarlError, match=r"node n1: its address is 127\.0\.0\.1, where no other node reaches it"):

@@ -27,7 +27,7 @@ from megarl.run import step
 step.BEAT_S, step.UNANSWERED = 0.05, int(sys.argv[2])
 sys.exit(step.main(sys.argv[1]))
 """
-NODE = Node("n1", "vm", "127.0.0.1", "lo", (), 2, ())
+NODE = Node("n1", "vm", "127.0.0.1", "lo", (), 2, 0, ())
 LIMIT_S = 60.0
 PATIENT = 1000
 LEARNER = Role("learner")

@@ -87,10 +87,10 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             add_product(of_hidden[rows], d, weight[columns])
             add_product(weight.main_grad[columns], d.T, hidden[rows])
             del logits, d
-        # As in megatron's fused layers DDP's hook must run. It drops what it gets for the weight or, where that is also the
-        # embedding, adds it, because it holds that part.
+        # As in megatron's fused layers DDP's hook must run, and it drops what it gets for the weight. Where that is also the
+        # embedding of this stage, the embedding's gradient makes it run, and is added.
         weight.grad_added_to_main_grad = True
-        dropped = torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else weight.detach()
+        dropped = None if getattr(weight, "zero_out_wgrad", False) else weight.detach()
         return of_hidden.to(hidden.dtype), dropped, None, None
 
 
@@ -130,7 +130,7 @@ def logprobs_and_entropy(
     float32 or the weight's type. passes: passes.py or kernels.py; None: that of the device.
 
     Backward, each rank gets its columns' part of the gradient of `hidden`. The weight's is added to `weight.main_grad`
-    (float32, as megatron's DDP has it), and the gradient that autograd sees is zero.
+    (float32, as megatron's DDP has it), and autograd sees none of it that counts.
     """
     if passes is None:
         # Late: Triton looks for a GPU's driver, and takes a second.

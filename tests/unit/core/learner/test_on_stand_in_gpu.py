@@ -1,4 +1,5 @@
-"""A step of every family as a GPU would take it: no operation mixes devices, and the result is a CPU's."""
+"""A step of every family as a GPU would take it, its buckets and checkpoints: no operation mixes devices, and the result is a
+CPU's."""
 
 import json
 import os
@@ -64,6 +65,7 @@ def test_a_step_is_the_cpus(measured: tuple[dict[str, Any], dict[str, Any]], cas
     exact = case.endswith("fp32")
     for mine, theirs in zip(gpu["steps"], cpu["steps"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5 if exact else 0.03, abs=1e-5 if exact else 0.01)
+    assert gpu["published"] == cpu["published"]
     assert gpu["logprobs"] == pytest.approx(cpu["logprobs"], abs=1e-4 if exact else 0.1)
 
 

@@ -1,7 +1,11 @@
 """What SGLang's processes do in another way than SGLang."""
 
+import importlib.util
+import logging
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -41,3 +45,25 @@ def test_a_server_answers_with_our_checksum(monkeypatch: pytest.MonkeyPatch) -> 
     checker._get_model, checker._placement = lambda: model, dict.fromkeys(PLACEMENT, 0)
     said = checker.handle("checksum", role="target")["checksums"]
     assert said == {name: written(int(checksum(tensor))) for name, tensor in model.state_dict().items()}
+
+
+def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all parameters that are not in it. What it says of errors is still logged."""
+    from megarl.core.base import ranks
+
+    name, seen = "sglang.srt.models.mllama4", []
+    source = Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "models" / "mllama4.py"
+    assert "logger = logging.getLogger(__name__)\n" in source.read_text()
+    scheduler = ModuleType("scheduler")  # theirs takes seconds to import
+    scheduler.run_scheduler_process = lambda: seen.append(logging.getLogger(name).getEffectiveLevel())
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", scheduler)
+    monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    for owner, change in (
+        (workers, "own_buffers"),
+        (workers, "own_groups"),
+        (workers, "own_labels"),
+        (ranks, "bind_all"),
+    ):
+        monkeypatch.setattr(owner, change, lambda *_: None)
+    workers.scheduler(1.0)
+    assert seen == [logging.ERROR]

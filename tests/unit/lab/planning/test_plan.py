@@ -60,6 +60,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     out = capsys.readouterr().out
     assert "107.77B parameters, 17.17B active" in " ".join(out.split())
     assert "refused" in out
+    assert "largest allocation of a publication: the embedding, 2.1 GB" in " ".join(out.split())
     least, most = show.TAKEN_OVER_PLANNED
     assert "as written: 7,100 steps take" in " ".join(out.split())
     assert f"took {least} to {most} times what is planned" in " ".join(out.split())
@@ -110,6 +111,37 @@ def test_where_nothing_fits_recomputation_and_offload_are_tried(capsys: pytest.C
     assert search(problem("scalerl-8b", "llama-3.1-8b", "h100")).saving == {}, "what fits is left as it is"
     nothing = search(problem("scalerl-8b", "qwen3-30b-a3b", "h100", 2))
     assert (nothing.plans, nothing.saving) == ([], {})
+
+
+def test_a_learner_needs_the_hosts_memory_too() -> None:
+    """Scout's copy for a checkpoint and its offloaded AdamW are 2.9 TB: of 80 GPUs, nothing on hosts of 30 GB a GPU."""
+    asked = problem("scalerl-17bx16", "llama-4-scout", "gb200", 80, 6000, "learner.optimizer_offload=1.0")
+    assert search(asked).plans
+    poor = replace(asked, gpu=replace(asked.gpu, host_memory=30e9))
+    found = search(poor)
+    (reason,) = [reason for reason in found.refused if "host memory" in reason]
+    assert reason.startswith("learner: 30 GB of host memory a GPU do not hold a checkpoint's copy")
+    assert as_written(poor) == reason
+    least = min(plan.learner.host for plan in search(asked).plans)
+    assert all(plan.learner.host <= 30e9 for plan in found.plans)
+    assert least < 236e9
+
+
+@pytest.mark.parametrize(
+    ("config", "bucket_mb", "said"),
+    [
+        (
+            "llama-3.1-8b",
+            256,
+            "the embedding, 1.1 GB, on a server's GPU beside weights and KV; a learner's rank holds 2.4 GB",
+        ),
+        ("llama-3.1-8b", 2048, "a bucket (weights.bucket_mb), 2.1 GB, on"),
+    ],
+)
+def test_the_largest_allocation_is_named(config: str, bucket_mb: int, said: str) -> None:
+    """Its size is megatron's on planned ranks: test_planned_ranks."""
+    asked = problem("scalerl-8b", config, "h100", 80, 8000, f"weights.bucket_mb={bucket_mb}")
+    assert said in show.largest_allocation(written(asked), asked.shape)
 
 
 @pytest.mark.parametrize(

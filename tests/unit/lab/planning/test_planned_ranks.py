@@ -1,4 +1,9 @@
-"""What `megarl plan` counts, beside what megatron allocates on ranks of learners of 16 to 256 GPUs (tests/fake_ranks.py)."""
+"""What `megarl plan` counts, beside what megatron allocates on ranks of learners of 16 to 256 GPUs (tests/fake_ranks.py).
+
+Of each layout a few ranks stand for all. Ranks of one pipeline stage hold shards of the same shapes, whatever their tensor,
+expert and data parallelism; the optimiser's shares differ by padding alone, which the last rank has. So the first and the last
+rank are enough, and with two stages they are one of each.
+"""
 
 import json
 import os
@@ -57,8 +62,18 @@ def off(found: dict[str, Any], recipe: Recipe, config: str) -> dict[str, float]:
     [
         pytest.param(*EIGHT, [0, 1, 7, 15], [], id="8b-16"),
         pytest.param(*EIGHT, [0, 255], ["resources.learner_ranks=256", "batch.prompts=64"], id="8b-256"),
+        pytest.param(
+            *EIGHT, [0, 79], ["resources.learner_ranks=80", "batch.prompts=40"], id="8b-80", marks=pytest.mark.slow
+        ),
         pytest.param(*SCOUT, [0, 7, 8, 15], [], id="17bx16-16"),
         pytest.param(*SCOUT, [0, 79], ["resources.learner_ranks=80", "batch.prompts=50"], id="17bx16-80"),
+        pytest.param(
+            *SCOUT,
+            [0, 255],
+            ["resources.learner_ranks=256", "batch.prompts=64"],
+            id="17bx16-256",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("qwen3-8b-2nodes", "qwen3-8b", [0, 3], [], id="qwen3-8b"),
         pytest.param("qwen3-30b-a3b-2nodes", "qwen3-30b-a3b", [0], [], id="qwen3-30b-a3b", marks=pytest.mark.slow),
     ],
