@@ -64,8 +64,8 @@ def main() -> None:
             process.wait()
 
 
-def start(recipe: Recipe) -> tuple[subprocess.Popen[bytes], Endpoints]:
-    """`megarl serve`, not ready yet."""
+def start(recipe: Recipe, module: str = "megarl") -> tuple[subprocess.Popen[bytes], Endpoints]:
+    """`python -m MODULE serve`, not ready yet."""
     rundir = RunDir(recipe.run.path)
     rundir.create()
     (port,) = free_ports(1)
@@ -75,7 +75,7 @@ def start(recipe: Recipe) -> tuple[subprocess.Popen[bytes], Endpoints]:
     rundir.write_endpoints(endpoints)
     rundir.recipe.write_text(recipes.dump(recipe))
     with (rundir.logs / "server.log").open("wb") as log:
-        command = [sys.executable, "-m", "megarl", "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
+        command = [sys.executable, "-m", module, "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent
         )
