@@ -204,6 +204,20 @@ def test_fp8_without_transformer_engine() -> None:
     assert "model.fp8: tensorwise needs Transformer Engine" in outcome.why
 
 
+def test_fp8_is_compared_with_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bf16 in place of a format that needs a GPU: nothing may differ."""
+    (tmp_path / "part_fp8.py").write_text(
+        'from benchmarks.gpu.parts import fp8\nfp8.FORMATS = ("none",)\nrows = fp8.rows\n'
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    outcome = process.run("fp8", "part_fp8", 120, tiny=True)
+    assert (outcome.ending, outcome.why) == ("measured", ""), outcome.log
+    rows = {row.what: row for row in outcome.rows}
+    assert len(rows) == 6
+    assert rows["none to bf16: largest"].figure == 0
+    assert rows["none: gradient's norm"].ratio == 1
+
+
 def test_without_time_left(modules: Path, tmp_path: Path) -> None:
     (outcome,) = benchmark.measure({"well": Part("part_well", 60)}, time.monotonic() + 5, True, tmp_path)
     assert (outcome.ending, outcome.why[1:]) == ("not run", " s were left")
