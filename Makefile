@@ -50,7 +50,7 @@ lint: setup      ## ruff and mypy
 bench: setup     ## benchmarks/end_to_end.py: megarl against TRL and against its own bound
 	launch/bench.sh
 
-bench-gpu:       ## measure a GPU in ten minutes, also where there is no network (ARGS="--wheels DIR"; benchmarks/gpu/README.md)
+bench-gpu:       ## measure a GPU in half an hour, also where there is no network (ARGS="--wheels DIR"; benchmarks/gpu/README.md)
 	@benchmarks/gpu/run.sh $(ARGS)
 
 lock: setup      ## pin what requirements/cpu.in and gpu.in ask for (ARGS=--upgrade: the newest of all)

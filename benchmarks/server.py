@@ -53,9 +53,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         servers = []
-        for serial in (False, True)[: 1 + options.serial]:
-            recipe = recipes.load(options.recipe, [*options.overrides, f"run.dir={directory}", f"run.name={serial}"])
-            process, endpoints = start(recipe, serial)
+        for module in ("megarl", "benchmarks.no_overlap")[: 1 + options.serial]:
+            recipe = recipes.load(options.recipe, [*options.overrides, f"run.dir={directory}", f"run.name={module}"])
+            process, endpoints = start(recipe, module)
             stack.callback(process.wait)
             stack.callback(os.killpg, process.pid, signal.SIGKILL)
             wait_ready(endpoints.servers[0], recipe.serving.start_timeout_s, process.poll)
@@ -78,19 +78,8 @@ def main() -> None:
                     print(f"{load:>10} {concurrency:>11} {rate:>9.0f} {work:>17.0f} {share:>10.1%}", flush=True)
 
 
-SERIAL = """
-import sys
-from megarl import cli
-from megarl.core.server import launch
-arguments = launch.engine_arguments
-launch.engine_arguments = lambda *a, **k: arguments(*a, **k) | {"disable_overlap_schedule": True}
-sys.exit(cli.main(sys.argv[1:]))
-"""
-"""`megarl serve` with one argument of SGLang's changed, which no recipe can."""
-
-
-def start(recipe: Recipe, serial: bool = False) -> tuple[subprocess.Popen[bytes], Endpoints]:
-    """`megarl serve`, not ready yet. serial: without SGLang's overlap schedule."""
+def start(recipe: Recipe, module: str = "megarl") -> tuple[subprocess.Popen[bytes], Endpoints]:
+    """`python -m MODULE serve`, not ready yet."""
     rundir = RunDir(recipe.run.path)
     rundir.create()
     (port,) = free_ports(1)
@@ -100,8 +89,7 @@ def start(recipe: Recipe, serial: bool = False) -> tuple[subprocess.Popen[bytes]
     rundir.write_endpoints(endpoints)
     rundir.recipe.write_text(recipes.dump(recipe))
     with (rundir.logs / "server.log").open("wb") as log:
-        program = ["-c", SERIAL] if serial else ["-m", "megarl"]
-        command = [sys.executable, *program, "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
+        command = [sys.executable, "-m", module, "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent
         )

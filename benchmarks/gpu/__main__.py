@@ -1,11 +1,18 @@
-"""All parts in turn, within the time there is. The results are written after each part."""
+"""All parts in turn, within the time there is. The results are written after each part.
+
+A later run on the same machine, day, commit and versions adds its parts to the file, or measures them anew: where a command may
+not take long, some parts a command. With anything else changed it begins a file of its own.
+"""
 
 import argparse
+import itertools
+import json
 import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu import machine, process, report
 from benchmarks.gpu.parts import PARTS, Part
@@ -21,7 +28,7 @@ LEAST_S = 10
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="measure a GPU with megarl")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU: shows that everything runs")
-    parser.add_argument("--minutes", type=float, default=10, help="for everything")
+    parser.add_argument("--minutes", type=float, default=30, help="for everything")
     parser.add_argument("--spent", type=float, default=0, help="seconds of that which are gone")
     parser.add_argument("--parts", default=",".join(PARTS), help="of these, in this order")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder")
@@ -39,7 +46,8 @@ def measure(parts: Mapping[str, Part], deadline: float, tiny: bool, folder: Path
     """deadline: of time.monotonic()."""
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     facts = machine.facts(tiny)
-    path = folder / f"gpu-{date}-{machine.slug(facts)}"
+    path, earlier = place(folder, f"gpu-{date}-{machine.slug(facts)}", facts)
+    kept = [outcome for outcome in earlier if outcome.part not in parts]
     outcomes: list[Outcome] = []
     for name, part in parts.items():
         left = deadline - time.monotonic()
@@ -50,9 +58,22 @@ def measure(parts: Mapping[str, Part], deadline: float, tiny: bool, folder: Path
             print(f"{name}: at most {limit:.0f} s", flush=True)
             outcomes.append(process.run(name, part.module, limit, tiny))
         print(f"{name}: {outcomes[-1].ending} {outcomes[-1].why}".rstrip(), flush=True)
-        report.write(path, date, facts, outcomes)
+        report.write(path, date, facts, [*kept, *outcomes])
     print(f"\n{Path(f'{path}.md').read_text()}\n{path}.md, {path}.json")
     return outcomes
+
+
+def place(folder: Path, name: str, facts: dict[str, Any]) -> tuple[Path, list[Outcome]]:
+    """Where results of this machine go, without suffix, and those that are there already."""
+    for n in itertools.count(1):
+        path = folder / (name if n == 1 else f"{name}-{n}")
+        file = Path(f"{path}.json")
+        if not file.exists():
+            return path, []
+        tree = json.loads(file.read_text())
+        if tree["machine"] == facts:
+            return path, report.outcomes(tree)
+    raise AssertionError
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from megarl.core.learner.trainer import Trainer
 from megarl.core.models import Family, hf, parallel
 from megarl.core.recipe import Recipe
 from megarl.lab.planning import speed
+from megarl.lab.planning.hardware import GPUS, Gpu
 
 LIMIT_S = 60.0
 """Of forming the group of one rank, and of its collectives."""
@@ -135,6 +136,19 @@ def matmul_flops(tiny: bool) -> float:
     n, repeats = (128, 3) if tiny else (8192, 20)
     a, b = (torch.randn(n, n, device=DEVICE).bfloat16() for _ in range(2))
     return 2 * n**3 / timed(lambda: a @ b, repeats)
+
+
+def datasheet() -> Gpu | None:
+    """What megarl/lab/planning/hardware.yaml knows of this GPU; nothing of boards with lower rates than SXM's."""
+    return known(torch.cuda.get_device_properties(0).name) if DEVICE == "cuda" else None
+
+
+def known(name: str) -> Gpu | None:
+    """By the name that CUDA gives a GPU."""
+    words = name.lower().replace("-", " ").split()
+    if {"pcie", "nvl"} & set(words):
+        return None
+    return next((gpu for key, gpu in GPUS.items() if set(key.removeprefix("rtx-").split("-")) <= set(words)), None)
 
 
 def timed(work: Callable[[], Any], repeats: int) -> float:

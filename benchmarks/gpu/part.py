@@ -1,7 +1,7 @@
 """In the process of a part: `python -m benchmarks.gpu.part MODULE FILE [--tiny]`.
 
-MODULE.rows(tiny) yields rows and remarks, each of which goes to FILE at once as a line of JSON; the last line says how it
-ended. If there is none the process was killed.
+MODULE.rows(tiny) yields rows, remarks and raw figures, each of which goes to FILE at once as a line of JSON; the last line
+says how it ended. If there is none the process was killed.
 """
 
 import argparse
@@ -29,7 +29,8 @@ def main() -> None:
 
         try:
             for said in importlib.import_module(options.module).rows(options.tiny):
-                say(**({"row": asdict(said)} if isinstance(said, Row) else {"remark": said}))
+                kind = "row" if isinstance(said, Row) else "remark" if isinstance(said, str) else "raw"
+                say(**{kind: asdict(said) if isinstance(said, Row) else said})
         except Absent as error:
             say(ending="absent", why=str(error))
         except Exception as error:

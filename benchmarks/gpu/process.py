@@ -52,6 +52,7 @@ def run(part: str, module: str, limit_s: float, tiny: bool) -> Outcome:
         outcome.seconds = seconds
         outcome.rows = [Row(**line["row"]) for line in lines if "row" in line]
         outcome.remarks = [line["remark"] for line in lines if "remark" in line]
+        outcome.raw = [line["raw"] for line in lines if "raw" in line]
         if outcome.ending not in ("measured", "absent"):
             outcome.log = log.read_text(errors="replace")[-LOG_CHARACTERS:]
         return outcome

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,15 @@ def write(path: Path, date: str, facts: dict[str, Any], outcomes: Sequence[Outco
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text(text)
         os.replace(partial, f"{path}.{suffix}")
+
+
+def outcomes(tree: dict[str, Any]) -> list[Outcome]:
+    """Of such a JSON."""
+    names = [field.name for field in fields(Row)]
+    return [
+        Outcome(**part | {"rows": [Row(**{n: row[n] for n in names}) for row in part["rows"]]})
+        for part in tree["parts"]
+    ]
 
 
 def markdown(date: str, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> str:

@@ -1,7 +1,7 @@
 """What parts say, and how a part ended."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Row:
         return self.figure / self.reference_figure if self.reference_figure else None
 
 
-Said = Row | str
-"""What a part yields: a row, or a remark."""
+Said = Row | str | dict[str, Any]
+"""What a part yields: a row, a remark, or figures for the JSON alone, from which rows were made."""
 
 
 class Absent(Exception):
@@ -42,4 +42,5 @@ class Outcome:
     seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    raw: list[dict[str, Any]] = field(default_factory=list)
     log: str = ""

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.gpu import __main__ as benchmark
 from benchmarks.gpu import machine, networks, process, report
-from benchmarks.gpu.parts import Part, learner, marked_tests
+from benchmarks.gpu.parts import PARTS, Part, learner, marked_tests, run
 from benchmarks.gpu.rows import Absent, Outcome, Row
 from tests.processes import wait_until_gone
 
@@ -26,8 +26,8 @@ FIRST = """from benchmarks.gpu.rows import Absent, Row
 def rows(tiny):
     yield Row("a rate", 6.0, "GB/s", "2 x 3", "copy", 4.0)
 """
-PARTS = {
-    "well": '    yield "a remark | with a bar"\n',
+MADE_UP = {
+    "well": '    yield "a remark | with a bar"\n    yield {"seconds": [0.5, 1.5]}\n',
     "raises": '    raise ValueError("no such kernel\\nand more")\n',
     "segfault": "    import os, signal\n    os.kill(os.getpid(), signal.SIGSEGV)\n",
     "killed": "    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)\n",
@@ -44,7 +44,7 @@ PARTS = {
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Made-up parts, which a part's process finds."""
-    for name, body in PARTS.items():
+    for name, body in MADE_UP.items():
         (tmp_path / f"part_{name}.py").write_text(FIRST + body)
     (tmp_path / "part_unimportable.py").write_text("import a_wheel_that_nobody_brought\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -75,6 +75,7 @@ def test_each_part_ends_alone(modules: Path, tmp_path: Path) -> None:
         assert all(row["ratio"] == 1.5 for row in part["rows"])
     by_name = {part["part"]: part for part in tree["parts"]}
     assert by_name["well"]["remarks"] == ["a remark | with a bar"]
+    assert by_name["well"]["raw"] == [{"seconds": [0.5, 1.5]}]
     assert "Traceback" in by_name["raises"]["log"]
     table = text.with_suffix(".md").read_text()
     assert "| well | a rate | 6 GB/s | copy: 4 GB/s | 1.5 | 2 x 3 |" in table
@@ -110,6 +111,111 @@ def test_a_gpu_too_small_for_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networks, "memory", lambda: 24 << 30)
     with pytest.raises(Absent, match=r"one layer, embedding and head take 23 GB .* more than half of the GPU's 26 GB"):
         learner.layers()
+
+
+def test_parts_of_several_runs_are_one_table(modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one machine and commit; another's are not mixed with them."""
+
+    def measure(*names: str) -> list[str]:
+        parts = {name: Part(f"part_{name}", 60) for name in names}
+        benchmark.measure(parts, time.monotonic() + 600, True, tmp_path / "out")
+        return sorted(path.name.removeprefix("gpu-")[11:] for path in (tmp_path / "out").glob("*.json"))
+
+    def said() -> dict[str, tuple[str, int]]:
+        (path,) = (tmp_path / "out").glob("*-cpu.json")
+        parts = json.loads(path.read_text())["parts"]
+        return {part["part"]: (part["ending"], len(part["rows"])) for part in parts}
+
+    facts = machine.facts(tiny=True)
+    monkeypatch.setattr(machine, "facts", lambda tiny: facts)
+    assert measure("well", "raises") == ["cpu.json"]
+    assert measure("raises", "absent") == ["cpu.json"]
+    assert list(said().items()) == [("well", ("measured", 1)), ("raises", ("failed", 1)), ("absent", ("absent", 1))]
+    monkeypatch.setitem(facts, "commit", "another")
+    assert measure("well") == ["cpu-2.json", "cpu.json"]
+    assert len(said()) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA T4", None),
+    ],
+)
+def test_the_datasheet_of_a_gpu(name: str, known: str | None) -> None:
+    found = networks.known(name)
+    assert (found and found.name) == known
+
+
+def test_steps_that_were_trained_twice() -> None:
+    losses = [(0, 0.5), (1, 0.25), (2, 0.75), (1, 0.25), (2, 0.5), (3, 1.0)]
+    count, largest = run.again([{"step": step, "loss": loss, "empty": 0.0} for step, loss in losses], "")
+    assert (count.figure, largest.figure) == (2, 0.25)
+
+
+def causes(dtype: str) -> set[str]:
+    return {f"{dtype}, {cause}: mean difference of a log-prob" for cause in ("kernels", "decode", "total")}
+
+
+WHATS = {
+    "publication": {
+        "publications 1 to 3, checksums equal: the server stands still, median",
+        "publications 4 to 6, checksums equal: the server stands still, median",
+    },
+    "parity": causes("bf16") | causes("fp16"),
+    "server": {"megarl's client, streamed, overlap", "megarl's client, streamed, no overlap"},
+    "run": {"steps that trained", "from the kill to the next new step", "steps trained again after the kill"},
+}
+"""Some rows of each of these parts. test_whole of tests/parallel has the others."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", WHATS)
+def test_part(name: str) -> None:
+    """At its tiny size, with the real SGLang."""
+    outcome = process.run(name, PARTS[name].module, 800, tiny=True)
+    assert (outcome.ending, outcome.why) == ("measured", ""), outcome.log
+    rows = {row.what: row for row in outcome.rows}
+    assert rows.keys() >= WHATS[name]
+    assert all(row.figure >= 0 for row in outcome.rows)
+    if name == "publication":
+        assert "for there is no GPU and so no CUDA IPC" in outcome.rows[0].sizes
+        assert len(outcome.raw[0]["publications"]) == 6
+    if name == "run":
+        assert rows["steps that trained"].figure == rows["steps that trained"].reference_figure == run.STEPS
+        assert rows["steps trained again after the kill"].figure >= run.KILLED - run.SAVED
+        assert rows["their loss: largest difference"].figure == 0
+    if name == "parity":
+        for dtype in ("bf16", "fp16"):
+            assert (rows[f"{dtype}, kernels: mean difference of a log-prob"].ratio or 0) < 1
+
+
+def test_fp8_without_transformer_engine() -> None:
+    outcome = process.run("fp8", PARTS["fp8"].module, 120, tiny=True)
+    assert outcome.ending == "absent"
+    assert "model.fp8: blockwise needs Transformer Engine" in outcome.why
+    assert "model.fp8: tensorwise needs Transformer Engine" in outcome.why
+
+
+def test_fp8_is_compared_with_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bf16 in place of a format that needs a GPU: nothing may differ."""
+    (tmp_path / "part_fp8.py").write_text(
+        'from benchmarks.gpu.parts import fp8\nfp8.FORMATS = ("none",)\nrows = fp8.rows\n'
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    outcome = process.run("fp8", "part_fp8", 120, tiny=True)
+    assert (outcome.ending, outcome.why) == ("measured", ""), outcome.log
+    rows = {row.what: row for row in outcome.rows}
+    assert len(rows) == 6
+    assert rows["none to bf16: largest"].figure == 0
+    assert rows["none: gradient's norm"].ratio == 1
 
 
 def test_without_time_left(modules: Path, tmp_path: Path) -> None:
@@ -180,7 +286,7 @@ def test_nothing_else_is_imported() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def run(tmp_path: Path, torch: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run_sh(tmp_path: Path, torch: str, *words: str) -> subprocess.CompletedProcess[str]:
     """run.sh with a Python whose torch says that it is of this version."""
     (tmp_path / "torch.py").write_text(f'__version__ = "{torch}"\n')
     environment = {"PATH": "/usr/bin:/bin", "MEGARL_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
@@ -188,7 +294,7 @@ def run(tmp_path: Path, torch: str, *words: str) -> subprocess.CompletedProcess[
 
 
 def test_no_python_that_can(tmp_path: Path) -> None:
-    done = run(tmp_path, "2.10.0", "--tiny")
+    done = run_sh(tmp_path, "2.10.0", "--tiny")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("run.sh: no Python >= 3.12 with torch >= 2.11 (say which: MEGARL_PYTHON=/path/to/python); ")
@@ -204,7 +310,7 @@ def test_wheels_are_installed_beside_what_is_there(tmp_path: Path) -> None:
         wheel.writestr("made_up-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr("made_up-1.0.dist-info/RECORD", "")
     words = ["--tiny", "--wheels", str(wheels), "--venv", str(venv), "--minutes", "0.001", "--output", str(out)]
-    done = run(tmp_path, "2.11.0+cu130", *words)
+    done = run_sh(tmp_path, "2.11.0+cu130", *words)
     assert done.returncode == 1, done.stderr  # no part was run
     (text,) = out.glob("*.json")
     assert {part["ending"] for part in json.loads(text.read_text())["parts"]} == {"not run"}
@@ -216,5 +322,5 @@ def test_wheels_are_installed_beside_what_is_there(tmp_path: Path) -> None:
 
 
 def test_words_that_it_does_not_know(tmp_path: Path) -> None:
-    assert "--weels: unknown" in run(tmp_path, "2.11.0", "--weels").stderr
-    assert "no *.whl there" in run(tmp_path, "2.11.0", "--tiny", "--wheels", str(tmp_path)).stderr
+    assert "--weels: unknown" in run_sh(tmp_path, "2.11.0", "--weels").stderr
+    assert "no *.whl there" in run_sh(tmp_path, "2.11.0", "--tiny", "--wheels", str(tmp_path)).stderr

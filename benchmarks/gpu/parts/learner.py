@@ -50,6 +50,10 @@ def step(trainer: Trainer, tokens: int, peak: float) -> Iterator[Row]:
     yield Row("step", sum(lengths) / seconds, "tokens/s", sizes, at_peak, sum(lengths) * peak / flop)
     yield Row("step", flop / seconds / 1e12, "TFLOP/s", sizes, product, peak / 1e12)
     yield Row("forward and backward alone", flop / passes / 1e12, "TFLOP/s", sizes, product, peak / 1e12)
+    if sheet := networks.datasheet():
+        of = f"MFU: of the datasheet's dense bf16 of {sheet.name}"
+        yield Row("step", flop / seconds / 1e12, "TFLOP/s", sizes, of, sheet.bf16 / 1e12)
+        yield Row("forward and backward alone", flop / passes / 1e12, "TFLOP/s", sizes, of, sheet.bf16 / 1e12)
     planned = memory.learner(trainer.recipe, shape, tokens, MICROBATCHES)
     yield Row(
         "peak memory of a step", used / 1e9, "GB", sizes, "megarl plan's", (planned.total - planned.publication) / 1e9

@@ -1,0 +1,48 @@
+"""How far server and learner are apart in bf16 and in fp16, by cause (megarl/core/weights/parity.py), in short runs.
+
+Reference: the limits above which a run would be warned.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.gpu import serving
+from benchmarks.gpu.rows import Row, Said
+from benchmarks.gpu.training import Training
+from benchmarks.parity.__main__ import told
+from megarl.core.weights.parity import CAUSES, LIMITS
+
+STEPS = 8
+SHORT = (
+    f"run.steps={STEPS}",
+    "batch.prompts=8",
+    "sampling.generations=4",
+    "weights.parity_rollouts=8",
+    "serving.max_running_requests=32",
+    "checkpoint.every=100000",
+)
+
+
+def rows(tiny: bool) -> Iterator[Said]:
+    serving.need_sglang()
+    with tempfile.TemporaryDirectory() as name:
+        for dtype in ("bf16", "fp16"):
+            recipe = serving.one_gpu(Path(name), tiny, f"run.name={dtype}", f"model.dtype={dtype}", *SHORT)
+            run = Training(recipe)
+            run.finish()
+            found = told(run.rundir.path)
+            shutil.rmtree(run.rundir.checkpoints)  # the other type's must find room
+            yield {"dtype": dtype} | found
+            limits = LIMITS[dtype, False]
+            for cause in CAUSES:
+                if cause not in found:
+                    yield f"{dtype}, {cause}: nothing was measured"
+                    continue
+                one = found[cause]
+                sizes = f"{serving.sizes(recipe)}, {one['tokens']} tokens of {found['publications']} publications"
+                judged = cause in ("kernels", "decode")
+                limit = ("limit", limits.mean_of(cause)) if judged else ("", None)
+                yield Row(f"{dtype}, {cause}: mean difference of a log-prob", one["mean"], "nats", sizes, *limit)
+                yield Row(f"{dtype}, {cause}: 99th percentile", one["p99"], "nats", sizes)

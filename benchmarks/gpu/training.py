@@ -1,0 +1,61 @@
+"""`megarl train` of serving.py's recipe, in a process of its own."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+
+from megarl.core import recipe as recipes
+from megarl.core.base.rundir import Row, RunDir, complete, latest_rows
+from megarl.core.recipe import Recipe
+
+POLL_S = 0.2
+GONE_LIMIT_S = 60
+LOG_CHARACTERS = 1500
+
+
+class Training:
+    """One life of a run. When its part is ended, so are all its processes."""
+
+    def __init__(self, recipe: Recipe, resume: bool = False) -> None:
+        self.rundir = RunDir(recipe.run.path)
+        given = self.rundir.path.with_suffix(".yaml")
+        given.write_text(recipes.dump(recipe))
+        words = [sys.executable, "-m", "megarl", "train", str(given), *(["run.resume=auto"] if resume else [])]
+        self.process = subprocess.Popen(words, cwd=given.parent, stdin=subprocess.DEVNULL)
+
+    def rows(self) -> list[Row]:
+        """Of metrics.jsonl, by step."""
+        return latest_rows(self.rundir.metrics) if self.rundir.metrics.exists() else []
+
+    def wait_for(self, steps: int, saved: bool = False) -> float:
+        """time.monotonic() at which so many had been trained, and, if asked for, a checkpoint was whole on the disk."""
+        while len(self.rows()) < steps or (saved and not complete(self.rundir.checkpoints)):
+            if self.process.poll() is not None:
+                raise self.failed()
+            time.sleep(POLL_S)
+        return time.monotonic()
+
+    def finish(self) -> None:
+        if self.process.wait() != 0:
+            raise self.failed()
+
+    def kill(self) -> None:
+        """SIGKILL to the supervisor, and wait until what it started is gone too."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        self.process.wait()
+        _, left = psutil.wait_procs(family, GONE_LIMIT_S)
+        if left:
+            raise RuntimeError(f"{GONE_LIMIT_S} s after its supervisor was killed: {left}")
+
+    def failed(self) -> RuntimeError:
+        for log in sorted(self.rundir.logs.glob("*/*.log"), key=os.path.getmtime)[-3:]:
+            print(f"== {log.parent.name}/{log.name}\n{log.read_text(errors='replace')[-LOG_CHARACTERS:]}")
+        failure = self.rundir.failure_file
+        why = failure.read_text().strip() if failure.exists() else "its log says why"
+        return RuntimeError(
+            f"megarl train ended with status {self.process.returncode} at step {len(self.rows())}: {why}"
+        )
