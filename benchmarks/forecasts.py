@@ -36,16 +36,16 @@ AHEAD = (2.0, 4.0)
 NEAR = 0.1
 RESAMPLES = 2000
 
-Forecast = tuple[float, float, float]  # score, low, high
-Forecaster = Callable[[Curve, float], Forecast]
+Predicted = tuple[float, float, float]  # score, low, high
+Forecaster = Callable[[Curve, float], Predicted]
 
 
-def ours(curve: Curve, at: float) -> Forecast:
+def ours(curve: Curve, at: float) -> Predicted:
     there = predict(fit([curve], start=0.0), np.array([at]))
     return float(there.pass_rate[0]), float(there.low[0]), float(there.high[0])
 
 
-def last_value(curve: Curve, at: float) -> Forecast:
+def last_value(curve: Curve, at: float) -> Predicted:
     score = float(curve.pass_rate[-1])
     half = 1.96 * noise(score, curve)
     return score, score - half, score + half
@@ -54,7 +54,7 @@ def last_value(curve: Curve, at: float) -> Forecast:
 def _by_scipy(
     law: Callable[..., np.ndarray], start: tuple[float, ...], low: list[float], high: list[float]
 ) -> Forecaster:
-    def forecast(curve: Curve, at: float) -> Forecast:
+    def forecast(curve: Curve, at: float) -> Predicted:
         scale = curve.hours[-1]
         x, y = curve.hours / scale, curve.pass_rate
         r0 = y.min() if curve.r0 is None else curve.r0

@@ -4,7 +4,7 @@
                                                     │         ├───► compare.py         which run has the higher ceiling
     published.yaml ──► published.py                 │         └───► plot.py            pictures and a page of all this
     (the fits of ScaleRL's paper)                   │
-         forms.py, posterior.py, least_squares.py  ┘   the curve, how certain it is, the paper's own procedure
+                            forms.py, posterior.py  ┘   the curve, and how certain it is
 
 `tables.py` has what `megarl scaling` prints; a live run's forecast is in `extrapolate.py`. A command answers in about a second:
 only `plot.py` imports matplotlib, and nothing imports scipy, which alone would take half a second.

@@ -35,7 +35,7 @@ _CDF = np.array([0.5 * (1 + math.erf(z / math.sqrt(2))) for z in _Z])
 
 
 @dataclass(frozen=True, eq=False)
-class Points:
+class CurvePoints:
     """Evaluations of one or more curves, [points] each. x: compute as the form has it; curve: the number of the curve."""
 
     x: Array
@@ -43,7 +43,7 @@ class Points:
     curve: Array
     noise: Array | None = None  # standard deviation of each score; None: unknown, the same for all
 
-    def merged(self, most: int = MOST) -> "Points":
+    def merged(self, most: int = MOST) -> "CurvePoints":
         """Return at most about this many points: neighbours of a curve are averaged."""
         if len(self.x) <= most:
             return self
@@ -54,7 +54,7 @@ class Points:
             parts += [rows[i : i + together] for i in range(0, len(rows), together)]
         size = np.array([len(part) for part in parts])
         x, y, noise = (np.array([values[part].mean() for part in parts]) for values in (self.x, self.y, self._relative))
-        return Points(x, y, np.array([self.curve[part[0]] for part in parts]), noise / np.sqrt(size))
+        return CurvePoints(x, y, np.array([self.curve[part[0]] for part in parts]), noise / np.sqrt(size))
 
     @property
     def _relative(self) -> Array:
@@ -104,7 +104,7 @@ class _Cells(NamedTuple):
 class Posterior:
     """The posterior; `theta` [draws, 4] are its parameters (A, u, w, R_0)."""
 
-    def __init__(self, form: Form, points: Points, prior: Prior) -> None:
+    def __init__(self, form: Form, points: CurvePoints, prior: Prior) -> None:
         self.form, self.prior, self.points = form, prior, points.merged()
         x = self.points.x
         low, high = form.w_bounds

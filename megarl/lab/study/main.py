@@ -78,7 +78,7 @@ def table_and_plots(path: Path) -> int:
     return results.write(plan.opened(path), Console())
 
 
-Commands = Sequence[Sequence[str]]
+CommandLines = Sequence[Sequence[str]]
 
 
 class StudyHooks(NamedTuple):
@@ -88,7 +88,7 @@ class StudyHooks(NamedTuple):
     its run; end: called after all of them, returns the exit status.
     """
 
-    before: Callable[[StudyTask], Commands] = lambda task: ()
+    before: Callable[[StudyTask], CommandLines] = lambda task: ()
     ended: Callable[[StudyTask], bool] = lambda task: task.state() == "done"
     done: Callable[[StudyTask], object] = lambda task: None
     end: Callable[[Path], int] = table_and_plots

@@ -7,7 +7,7 @@ import pytest
 from scipy import optimize, stats
 
 from megarl.lab.scaling.forms import FORMS
-from megarl.lab.scaling.posterior import FLAT, Normal, Points, Posterior, Prior
+from megarl.lab.scaling.posterior import FLAT, CurvePoints, Normal, Posterior, Prior
 from tests.unit.lab.scaling.curves import law
 
 SIGMOID = FORMS["sigmoid"]
@@ -20,11 +20,11 @@ PRIOR = Prior(
 )  # fmt: skip
 
 
-def points(curves: int = 2) -> Points:
+def points(curves: int = 2) -> CurvePoints:
     rng = np.random.default_rng(0)
     scores = [law(HOURS, 0.61, 1.92, 2542) + NOISE * rng.standard_normal(len(X)) for _ in range(curves)]
     numbers = np.repeat(np.arange(curves), len(X))
-    return Points(np.tile(X, curves), np.concatenate(scores), numbers, np.full(curves * len(X), NOISE))
+    return CurvePoints(np.tile(X, curves), np.concatenate(scores), numbers, np.full(curves * len(X), NOISE))
 
 
 def in_full(posterior: Posterior, x: np.ndarray, curve: np.ndarray, rise: np.ndarray) -> np.ndarray:
@@ -102,7 +102,7 @@ def test_with_nothing_but_noise_the_intervals_are_those_of_least_squares() -> No
     scores = law(hours, 0.61, 1.92, 2542) + 0.002 * np.random.default_rng(3).standard_normal(40)
     plain = Prior(None, Normal(0.3, 1e-6), Normal(0.6, FLAT), (0.0,), (1.0,), 0.0, (1.0,), (1.0, 0.0))
     x = np.log(hours / 60_000)
-    posterior = Posterior(SIGMOID, Points(x, scores, np.zeros(40), np.full(40, 0.002)), plain)
+    posterior = Posterior(SIGMOID, CurvePoints(x, scores, np.zeros(40), np.full(40, 0.002)), plain)
 
     def curve(x: np.ndarray, a: float, u: float, w: float) -> np.ndarray:
         result: np.ndarray = 0.3 + (a - 0.3) / (1 + np.exp(-math.exp(w) * (x - u)))
@@ -118,7 +118,7 @@ def test_with_nothing_but_noise_the_intervals_are_those_of_least_squares() -> No
 
 def test_many_points_are_averaged_with_their_neighbours() -> None:
     x, y = np.linspace(-3, 0, 1000), np.linspace(0.3, 0.6, 1000)
-    merged = Points(x, y, np.repeat([0, 1], 500), np.full(1000, 0.01)).merged(64)
+    merged = CurvePoints(x, y, np.repeat([0, 1], 500), np.full(1000, 0.01)).merged(64)
     assert 60 <= len(merged.x) <= 64
     assert set(merged.curve) == {0, 1}
     assert merged.noise is not None
