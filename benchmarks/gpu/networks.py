@@ -30,7 +30,7 @@ from megarl.lab.planning import speed
 from megarl.lab.planning.hardware import GPUS, Gpu
 
 LIMIT_S = 60.0
-"""Of forming the group of one rank, and of its collectives."""
+"""Limit of forming the group of one rank, and of its collectives."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = {
     "hidden_size": 64,
@@ -91,7 +91,7 @@ def fill(chunks: Sequence[torch.nn.Module], family: Family | None = None, hf_dir
 
 
 def lengths_of(tokens: int) -> list[int]:
-    """Of the sequences of a micro-batch: a half, a quarter, … of it, so that they fill it."""
+    """Return lengths of sequences that fill a micro-batch: a half, a quarter, … of it."""
     parts = [tokens >> i for i in range(1, 6)]
     return [*parts, tokens - sum(parts)]
 

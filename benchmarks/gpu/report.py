@@ -24,7 +24,7 @@ def write(path: Path, date: str, facts: dict[str, Any], outcomes: Sequence[Outco
 
 
 def outcomes(tree: dict[str, Any]) -> list[Outcome]:
-    """Of such a JSON."""
+    """Return the outcomes in a report's JSON."""
     names = [field.name for field in fields(Row)]
     return [
         Outcome(**part | {"rows": [Row(**{n: row[n] for n in names}) for row in part["rows"]]})

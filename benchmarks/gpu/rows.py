@@ -17,7 +17,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Of the figure to its reference."""
+        """Return the figure divided by its reference."""
         return self.figure / self.reference_figure if self.reference_figure else None
 
 

@@ -27,7 +27,7 @@ class Training:
         self.process = subprocess.Popen(words, cwd=given.parent, stdin=subprocess.DEVNULL)
 
     def rows(self) -> list[Row]:
-        """Of metrics.jsonl, by step."""
+        """Return the rows of metrics.jsonl by step."""
         return latest_rows(self.rundir.metrics) if self.rundir.metrics.exists() else []
 
     def wait_for(self, steps: int, saved: bool = False) -> float:

@@ -11,7 +11,6 @@ PROGRAM_OF_ITS_OWN = ROOT / "benchmarks" / "gpu"
 """Is carried to a machine and run there alone; what it measures has the plainest names."""
 BY_SGLANG = "EntryClass"
 """SGLang looks for this name in each module with models."""
-TO_RENAME = {"State"}  # lab/study/plan.py: the four states of a run of a study
 
 
 def named(module: ast.Module) -> Iterator[tuple[str, str]]:
@@ -34,7 +33,7 @@ def test_no_two_things_have_one_name() -> None:
                 what = f"{path}: {thing}" if thing.startswith("class ") else thing
                 places[name][what].append(str(path.relative_to(ROOT)))
     twice = {name: dict(things) for name, things in places.items() if len(things) > 1}
-    assert {name: things for name, things in twice.items() if name not in {BY_SGLANG, *TO_RENAME}} == {}
+    assert {name: things for name, things in twice.items() if name != BY_SGLANG} == {}
     assert {"Recipe", "Row", "Decision"} <= places.keys()  # a class, `type …`, and `… = …`
 
 

@@ -16,7 +16,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.recipe import Recipe, differences, dump, load
 
-State = Literal["waiting", "begun", "done", "failed"]
+TaskState = Literal["waiting", "begun", "done", "failed"]
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class StudyTask:
     def rundir(self) -> RunDir:
         return RunDir(self.study / "runs" / self.name)
 
-    def state(self) -> State:
+    def state(self) -> TaskState:
         """Return the state, from the run's own files. `begun`: would resume if started again, whether alive or not."""
         if not self.rundir.summary.exists():
             return "begun" if self.rundir.recipe.exists() else "waiting"
-        states: dict[str, State] = {"finished": "done", "failed": "failed"}
+        states: dict[str, TaskState] = {"finished": "done", "failed": "failed"}
         return states.get(json.loads(self.rundir.summary.read_text())["outcome"], "begun")
 
 

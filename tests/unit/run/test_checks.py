@@ -213,7 +213,7 @@ def test_what_saves_a_gpus_memory_needs_one(tree: Tree, key: str, value: Any) ->
 
 
 def test_the_hosts_memory_holds_what_the_learner_copies(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each node, the copies of all its ranks. In scalerl-8b four copies of the weights, and AdamW once: 161 GB."""
+    """A node holds the copies of all its ranks. In scalerl-8b four copies of the weights, and AdamW once: 161 GB."""
     recipe = changed(tree, resources={"learner_ranks": 4, "servers": 1, "server_tensor_parallel": 1})
     nodes = [replace(here(20, ""), name=f"n{i}", gpus=tuple("0123"), memory=100 * 10**9) for i in range(2)]
     placed = place(recipe, nodes)

@@ -174,7 +174,7 @@ def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
 
 
 def test_same_bits_are_said_so(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    """Of the latest publication that was compared."""
+    """The view shows the latest publication that was compared."""
     rundir = write_run(5)
     assert "same bits" not in text(frame(recipe, rundir))
     append_jsonl(

@@ -48,7 +48,7 @@ def test_a_server_answers_with_our_checksum(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all parameters that are not in it. What it says of errors is still logged."""
+    """A warning would name all parameters that are not in it. Errors are still logged."""
     from megarl.core.base import ranks
 
     name, seen = "sglang.srt.models.mllama4", []
