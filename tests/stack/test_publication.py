@@ -11,6 +11,7 @@ import torch
 
 from megarl.core.base.messages import Publish, Published
 from megarl.core.models.families import Family, Weight
+from megarl.core.server.client import ServerClient
 from megarl.core.weights import process_group
 from megarl.core.weights.publisher import Publisher
 from megarl.core.weights.transport import buckets
@@ -141,6 +142,25 @@ def test_weights_that_a_server_did_not_take_are_noticed(
     assert "checksum: 1 differ" in result.error
     monkeypatch.undo()
     assert_good(publish(stack, learner, "a", 21))
+
+
+def test_a_directory_that_a_server_does_not_load_is_noticed(
+    stack: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers that it has, and has loaded another."""
+    chunks, family = learner("b")
+    load = ServerClient.load
+
+    async def load_another(self: ServerClient, path: str, version: int, flush: bool) -> None:
+        await load(self, str(stack.directory / "a"), version, flush)
+
+    monkeypatch.setattr(ServerClient, "load", load_another)
+    recipe = stack_recipe(stack.directory, weights={"transport": "disk", "timeout_s": 20})
+    publisher = Publisher(recipe, stack.endpoints, chunks, family)
+    (result,) = publish(stack, learner, "b", 22, publisher).results
+    assert "version 22 to server 0: checksum: " in result.error
+    monkeypatch.undo()
+    assert_good(publish(stack, learner, "b", 23, publisher))
 
 
 async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(stack: Stack, learner: Any) -> None:
