@@ -3,7 +3,8 @@
 import typing
 from collections.abc import Iterator
 
-from megarl.core.recipe import Recipe, Section
+from megarl.core.recipe import Recipe
+from megarl.core.recipe.tree import Section
 
 MID_SENTENCE = ("of ", "or ", "as ", "the same", "instead of ")
 
