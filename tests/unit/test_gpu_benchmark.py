@@ -184,7 +184,7 @@ def test_part(name: str) -> None:
     assert (outcome.ending, outcome.why) == ("measured", ""), outcome.log
     rows = {row.what: row for row in outcome.rows}
     assert rows.keys() >= WHATS[name]
-    assert all(row.figure >= 0 for row in outcome.rows)
+    assert all(row.figure >= 0 for row in outcome.rows if not row.what.startswith("reward_mean"))
     if name == "publication":
         assert "for there is no GPU and so no CUDA IPC" in outcome.rows[0].sizes
         assert len(outcome.raw[0]["publications"]) == 6
