@@ -54,7 +54,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         servers = []
         for serial in (False, True)[: 1 + options.serial]:
-            recipe = recipes.load(options.recipe, [*options.overrides, f"run.dir={directory}", f"run.name={serial}"])
+            run = [f"run.dir={directory}", f"run.name={'serial' if serial else 'overlapped'}"]
+            recipe = recipes.load(options.recipe, [*options.overrides, *run])
             process, endpoints = start(recipe, serial)
             stack.callback(process.wait)
             stack.callback(os.killpg, process.pid, signal.SIGKILL)
