@@ -91,6 +91,8 @@ def _forecast_column(path: Path) -> str:
     recipe = load(str(path))
     if not recipe.forecast_column:
         tasks = list(recipe.data.tasks)
+        if not tasks:
+            raise MegarlError(f"{path}: no task in it, so no score is known to be the one to fit; give --score-column")
         several = f"several tasks ({', '.join(tasks)}), whose laws are different ones; say which is fitted"
         which = f"--score-column pass_rate/{tasks[0]}, or evaluation.forecast={tasks[0]} in the recipe"
         raise MegarlError(f"{path}: {several}: {which} (--score-column pass_rate: all prompts together)")

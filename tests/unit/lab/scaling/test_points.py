@@ -79,6 +79,11 @@ def test_several_tasks_are_not_fitted_together_unasked(tmp_path: Path) -> None:
     assert curve.pass_rate.tolist() == pytest.approx([0.69, 0.68, 0.67])
 
 
+def test_a_recipe_without_tasks_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(MegarlError, match="no task in it, so no score is known to be the one to fit"):
+        read_points(run_of_two_tasks(tmp_path, "data: {tasks: {}}\n"))
+
+
 def test_run_without_metrics(tmp_path: Path) -> None:
     assert read_points(run(tmp_path, []))[0].first_epoch is None
 
