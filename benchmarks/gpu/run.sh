@@ -61,7 +61,7 @@ if [ -n "$wheels$stack" ]; then
         trap 'rm -rf "$venv"' EXIT
     fi
     there=$python
-    "$there" -m venv --system-site-packages --without-pip "$venv"
+    [ -x "$venv/bin/python" ] || "$there" -m venv --system-site-packages --without-pip "$venv"
     python=$venv/bin/python
     packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 fi
