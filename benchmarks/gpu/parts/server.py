@@ -5,6 +5,7 @@ process group is measured without a GPU only. Reference in the same run: a publi
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
@@ -75,7 +76,8 @@ def rows(tiny: bool) -> Iterator[Said]:
             print((Path(name) / "run" / "logs" / "server.log").read_text(errors="replace")[-3000:])
             raise
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and why is what is to be said
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
