@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "triton", "numpy")
+LIBRARIES = ("nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
 DRIVER = Path("/proc/driver/nvidia/version")
 LIMIT_S = 120
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,8 @@ def facts(tiny: bool) -> dict[str, Any]:
         "python": platform.python_version(),
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in (*PACKAGES, *LIBRARIES)},
+        "stack": [name for name in (*PACKAGES, *LIBRARIES) if _of_the_stack(name)],
         "commit": _commit(),
     } | ({} if tiny else _gpu())
 
@@ -53,6 +55,14 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _of_the_stack(name: str) -> bool:
+    """Whether run.sh --stack brought it."""
+    stack = os.environ.get("MEGARL_STACK")
+    if not stack or _version(name) == "not installed":
+        return False
+    return Path(str(importlib.metadata.distribution(name).locate_file(""))).resolve() == Path(stack).resolve()
 
 
 def _commit() -> str:

@@ -41,6 +41,7 @@ def markdown(date: str, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> s
         f"Driver {facts['driver']}, CUDA {facts['cuda']}, Python {facts['python']}, {facts['cpus']} CPUs, "
         f"kernel {facts['kernel']}.",
         f"{versions}.",
+        *([f"Of the stack: {', '.join(facts['stack'])}; the others were there."] if facts["stack"] else []),
         f"Commit {facts['commit']}.",
         "",
         *_table(("part", "what", "figure", "reference", "ratio", "sizes"), measured),

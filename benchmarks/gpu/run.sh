@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Measures a GPU with megarl on a machine that has PyTorch and perhaps nothing else, without a network: README.md beside this file.
-#   run.sh [--wheels DIR] [--venv DIR] [--tiny] [--minutes N] [--parts a,b] [--output DIR]
+#   run.sh [--wheels DIR | --stack DIR] [--venv DIR] [--tiny] [--minutes N] [--parts a,b] [--output DIR]
 # --wheels: installs these into a venv (--venv, or one that is removed afterwards), which also sees all that is there already.
+# --stack: what unpack.sh unpacked are the packages of that venv, before those that are there.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 
-wheels='' venv='' tiny='' gpu=' and a GPU' rest=()
+wheels='' stack='' venv='' tiny='' gpu=' and a GPU' rest=()
 while [ $# -gt 0 ]; do
     case $1 in
         --wheels) wheels=${2:?"$1 needs a folder"}; shift ;;
+        --stack) stack=$(cd "${2:?"$1 needs a folder"}" && pwd); shift ;;
         --venv) venv=${2:?"$1 needs a folder"}; shift ;;
         --tiny) tiny=yes gpu=''; rest+=("$1") ;;
         --minutes | --parts | --output) rest+=("$1" "${2:?"$1 needs a value"}"); shift ;;
@@ -16,6 +18,8 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
+
+[ -z "$wheels" ] || [ -z "$stack" ] || { echo "run.sh: --stack has all that --wheels would bring: give one of them" >&2; exit 2; }
 
 probe='
 import sys
@@ -39,7 +43,7 @@ sys.exit(not good)
 python='' found=''
 for candidate in "${MEGARL_PYTHON:-}" python3 python python3.12 python3.13 python3.14 "$root/.venv/bin/python"; do
     path=$(command -v "$candidate" 2>/dev/null) || continue
-    if said=$("$path" -W ignore -c "$probe" "$tiny" 2>/dev/null); then
+    if said=$(PYTHONPATH=${stack:-${PYTHONPATH:-}} "$path" -W ignore -c "$probe" "$tiny" 2>/dev/null); then
         python=$path
         echo "$path: $said"
         break
@@ -51,19 +55,42 @@ if [ -z "$python" ]; then
     exit 1
 fi
 
-if [ -n "$wheels" ]; then
-    shopt -s nullglob
-    names=("$wheels"/*.whl)
-    [ ${#names[@]} -gt 0 ] || { echo "run.sh: --wheels $wheels: no *.whl there" >&2; exit 1; }
+if [ -n "$wheels$stack" ]; then
     if [ -z "$venv" ]; then
         venv=$(mktemp -d)
         trap 'rm -rf "$venv"' EXIT
     fi
-    "$python" -m venv --system-site-packages --without-pip "$venv"
+    there=$python
+    [ -x "$venv/bin/python" ] || "$there" -m venv --system-site-packages --without-pip "$venv"
+    python=$venv/bin/python
+    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+fi
+if [ -n "$stack" ]; then
+    [ -L "$packages" ] || rmdir "$packages"
+    ln -sfn "$stack" "$packages"
+    # CUDA libraries that the stack leaves to what is there are looked for beside those that it brings.
+    "$there" - "$stack" <<'LINK'
+import importlib.util, pathlib, sys
+spec = importlib.util.find_spec("nvidia")
+for there in map(pathlib.Path, spec.submodule_search_locations if spec else ()):
+    for file in (file for file in there.rglob("*") if file.is_file()):
+        link = pathlib.Path(sys.argv[1], "nvidia", file.relative_to(there))
+        if not link.exists():
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file)
+LINK
+    # cuDNN is one of them, and may be older than the one that the stack's torch was compiled with.
+    export MEGARL_STACK=$stack CUDNN_HOME=$stack/nvidia/cudnn PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1
+fi
+if [ -n "$wheels$stack" ]; then
     # The Python found may be a venv itself, whose packages a venv made of it would not see.
     folders='import site, sys; print("\n".join(f"import site; site.addsitedir({p!r})" for p in sys.path if p.endswith("-packages")))'
-    "$python" -c "$folders" > "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/what-is-there.pth"
-    python=$venv/bin/python
+    "$there" -c "$folders" > "$packages/what-is-there.pth"
+fi
+if [ -n "$wheels" ]; then
+    shopt -s nullglob
+    names=("$wheels"/*.whl)
+    [ ${#names[@]} -gt 0 ] || { echo "run.sh: --wheels $wheels: no *.whl there" >&2; exit 1; }
     "$python" -m pip --version > /dev/null 2>&1 || "$python" -m ensurepip > /dev/null
     # NAME==VERSION: of one that is there for several Pythons pip takes the right file.
     mapfile -t names < <(printf '%s\n' "${names[@]##*/}" | awk -F- '{ print $1 "==" $2 }' | sort -u)

@@ -13,7 +13,7 @@ import random
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,7 +127,8 @@ def served(recipe: Recipe, module: str = "megarl") -> Iterator[Served]:
         print((RunDir(recipe.run.path).logs / "server.log").read_text(errors="replace")[-3000:])
         raise
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended, and why is what is to be said
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
