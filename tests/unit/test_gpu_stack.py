@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_gpu_benchmark import ROOT, RUN, run
+from tests.unit.test_gpu_benchmark import ROOT, RUN, run_sh
 from tests.unit.test_one_architecture import CODE, FATBIN, TEXT, library
 
 pytestmark = pytest.mark.processes
@@ -59,7 +59,7 @@ def test_the_stack_comes_before_what_is_there(tmp_path: Path) -> None:
     (site / "torch-2.14.1.dist-info").mkdir()
     (site / "torch-2.14.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.14.1\n")
     words = ["--tiny", "--stack", str(site), "--venv", str(venv), "--minutes", "0.001", "--output", str(out)]
-    done = run(tmp_path, "2.10.0", *words)
+    done = run_sh(tmp_path, "2.10.0", *words)
     assert done.returncode == 1, done.stderr  # no part was run
     (text,) = out.glob("*.json")
     assert json.loads(text.read_text())["machine"]["stack"] == ["torch"]
@@ -71,4 +71,4 @@ def test_the_stack_comes_before_what_is_there(tmp_path: Path) -> None:
     assert old.is_relative_to(Path(sys.prefix).resolve()) or old.is_relative_to(sys.prefix)
     assert (site / "nvidia" / "nccl" / "lib" / "libnccl.so.2").read_text() == "mine"
     assert (site / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9").is_file()
-    assert "give one of them" in run(tmp_path, "2.14.1", "--stack", str(site), "--wheels", str(site)).stderr
+    assert "give one of them" in run_sh(tmp_path, "2.14.1", "--stack", str(site), "--wheels", str(site)).stderr
