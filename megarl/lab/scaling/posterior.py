@@ -8,7 +8,7 @@
 
 Given (u, w) and the sizes of these three, y is linear in R_0 and A and everything is Gaussian, so R_0 and A are integrated in
 closed form. What is left is a sum over a grid of (u, w), of misfits, and of noises: exact to the grid's spacing, the same each
-time, and a tenth of a second for 64 points. R_0 and A are a truncated Gaussian in each cell, from which `Posterior` draws.
+time, and a tenth of a second. R_0 and A are a truncated Gaussian in each cell, from which `Posterior` draws.
 """
 
 import math
@@ -21,7 +21,6 @@ import numpy as np
 
 from megarl.lab.scaling.forms import Array, Form
 
-A, U, W, R0 = range(4)
 CELLS = (48, 28)  # of u and w
 ROUNDS = 3  # grids, each over the mass of the one before
 TRACE = 1e-6
@@ -53,12 +52,9 @@ class CurvePoints:
             rows = np.flatnonzero(self.curve == curve)
             parts += [rows[i : i + together] for i in range(0, len(rows), together)]
         size = np.array([len(part) for part in parts])
-        x, y, noise = (np.array([values[part].mean() for part in parts]) for values in (self.x, self.y, self._relative))
-        return CurvePoints(x, y, np.array([self.curve[part[0]] for part in parts]), noise / np.sqrt(size))
-
-    @property
-    def _relative(self) -> Array:
-        return np.ones(len(self.x)) if self.noise is None else self.noise
+        x, y = (np.array([values[part].mean() for part in parts]) for values in (self.x, self.y))
+        noise = None if self.noise is None else np.array([self.noise[part].mean() for part in parts]) / np.sqrt(size)
+        return CurvePoints(x, y, np.array([self.curve[part[0]] for part in parts]), noise)
 
 
 class Normal(NamedTuple):
@@ -154,7 +150,7 @@ class Posterior:
     @property
     def _unit(self) -> Array:
         """What the noises are multiples of, [points]."""
-        return self.points._relative * (self.gain if self.points.noise is None else 1)
+        return np.full(len(self.points.x), self.gain) if self.points.noise is None else self.points.noise
 
     def _each_size(self) -> Iterator[_Sizes]:
         points, same = self.points, self.points.curve[:, None] == self.points.curve

@@ -124,6 +124,7 @@ def test_many_points_are_averaged_with_their_neighbours() -> None:
     assert merged.noise is not None
     assert merged.noise[0] == pytest.approx(0.01 / 4)
     assert np.interp(merged.x[5], x, y) == pytest.approx(merged.y[5])
+    assert CurvePoints(x, y, np.zeros(1000)).merged().noise is None, "what is unknown stays so"
 
 
 def test_the_same_points_give_the_same_draws() -> None:
