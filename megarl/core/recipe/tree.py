@@ -180,7 +180,7 @@ class Run(Section):
         "nodes; empty: loopback",
     )
     stop_when: str = Field(
-        "", pattern=r"^$|^gain < [0-9.]+(e-?[0-9]+)? per (GPU|core)-hour$",
+        "", pattern=r"^$|^gain < [0-9]*\.?[0-9]+(e-?[0-9]+)? per (GPU|core)-hour$",
         description="such as gain < 1e-5 per GPU-hour: end when the rest of the run is predicted to gain less, even at the "
         "upper end of the 95 % interval",
     )  # fmt: skip

@@ -167,7 +167,11 @@ def _answers(where: str, row: Row, score: str) -> int | None:
     suffix = score.removeprefix("pass_rate")
     if (samples := row.get(f"samples{suffix}", row.get("samples"))) and (prompts := row.get(f"n_prompts{suffix}")):
         return int(prompts * samples)
-    return int(_number(where, row, "answers")) or None if row.get("answers") else None
+    if row.get("answers") in (None, ""):
+        return None
+    if (answers := _number(where, row, "answers")) < 1:
+        raise MegarlError(f"{where}: answers is {answers:g}; it is how many each score is the mean of")
+    return int(answers)
 
 
 def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> tuple[float, float, bool]:

@@ -461,6 +461,12 @@ def test_a_folder_that_cannot_be_written_in(tree: Tree, tmp_path: Path, monkeypa
         preflight.check_all(from_tree(tree))
 
 
+def test_a_price_in_hours_that_the_run_does_not_count(tree: Tree) -> None:
+    preflight.check_all(changed(tree, run={"stop_when": "gain < 0.1 per core-hour"}))
+    with pytest.raises(MegarlError, match=r"run\.stop_when: 'gain < 0.1 per GPU-hour', but this run counts core-hours"):
+        preflight.check_all(changed(tree, run={"stop_when": "gain < 0.1 per GPU-hour"}))
+
+
 @pytest.mark.processes
 def test_a_file_system_that_is_mounted_to_be_read(tree: Tree, tmp_path: Path) -> None:
     """Root may write wherever permissions are asked, but not there."""

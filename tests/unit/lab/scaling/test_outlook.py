@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.forecast import not_worth_it, words
+from megarl.core.recipe import from_tree
 from megarl.lab.scaling.extrapolate import forecast
 
 A, B, C_MID, R_0 = 0.61, 1.92, 2542.0, 0.3
@@ -49,6 +51,21 @@ def test_the_rest_is_worth_its_price_or_not() -> None:
     assert not_worth_it(row, "") == ""
     assert words(row).endswith("in the rest")
     assert words(rows(1, 1.0)[0]) == ""
+
+
+@pytest.mark.parametrize(
+    "price", ["gain < 1.2.3 per GPU-hour", "gain < . per core-hour", "gain < 1e-5", "gain > 1 per GPU-hour", "x"]
+)
+def test_a_price_that_is_none_is_refused_when_the_recipe_is_read(price: str) -> None:
+    with pytest.raises(MegarlError, match=r"run\.stop_when"):
+        from_tree({"run": {"stop_when": price}})
+
+
+@pytest.mark.parametrize(
+    "price", ["", "gain < .5 per core-hour", "gain < 0.02 per GPU-hour", "gain < 1e-5 per GPU-hour"]
+)
+def test_a_price_is_read(price: str) -> None:
+    assert from_tree({"run": {"stop_when": price}}).run.stop_when == price
 
 
 def test_it_is_worth_it_before_the_midpoint() -> None:

@@ -127,6 +127,13 @@ BAD = {
 }
 
 
+def test_how_many_answers_a_score_is_of(tmp_path: Path) -> None:
+    assert read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,800\n10,.3,800\n"))[0].answers == 800
+    assert read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,\n10,.3,\n"))[0].answers is None
+    with pytest.raises(MegarlError, match="answers is -5; it is how many each score is the mean of"):
+        read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,-5\n10,.3,-5\n"))
+
+
 @pytest.mark.parametrize(("message", "text"), BAD.items())
 def test_bad_csv(tmp_path: Path, message: str, text: str) -> None:
     with pytest.raises(MegarlError, match=message) as error:

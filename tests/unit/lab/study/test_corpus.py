@@ -106,7 +106,8 @@ def test_forecasts_are_judged_by_what_came() -> None:
 
 
 def test_a_run_that_falls_is_not_held() -> None:
-    """A check that must be able to fail: from the eighth evaluation on the score is half of the law's."""
-    run = curve_run(lambda c: (0.4 + 0.5 / (1 + (8 / c) ** 1.5)) * (1 if c < 12 else 0.5))
-    judged = [j for j in forecasts.judge([run])["megarl"] if j.score < 0.5]
-    assert judged == [] or not any(j.inside for j in judged)
+    """The check can fail: two evaluations in the middle have half of the law's score, and no earlier interval holds them."""
+    run = curve_run(lambda c: (0.4 + 0.5 / (1 + (8 / c) ** 1.5)) * (0.5 if 12 < c < 25 else 1))
+    fallen = [j for j in forecasts.judge([run])["megarl"] if j.score < 0.4]
+    assert fallen
+    assert not any(j.inside for j in fallen)
