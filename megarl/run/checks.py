@@ -56,13 +56,13 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: float) -
         placed = place(recipe, launcher.survey(0))
         check_placed(recipe, placed, host_bytes)
         with_gpus = bool(placed[Role("learner")].gpus)
+        unit = "GPU" if with_gpus else "core"
+        if recipe.run.stop_when and unit not in recipe.run.stop_when:
+            raise MegarlError(
+                f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; give its price in these"
+            )
     else:
         with_gpus = True  # the nodes report their GPUs when the run starts
-    unit = "GPU" if with_gpus else "core"
-    if recipe.run.stop_when and unit not in recipe.run.stop_when:
-        raise MegarlError(
-            f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; give its price in these"
-        )
     gpus = devices.needed(recipe) if with_gpus else 0
     counts = ((recipe.resources.servers, "server"), (recipe.resources.learner_ranks, "rank"), (gpus, "GPU"))
     return ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counts)

@@ -32,10 +32,8 @@ def words(row: Row) -> str:
     if "predicted_final" not in row:
         return ""
     low, high = row["predicted_final_low"], row["predicted_final_high"]
-    ceiling, rest = (
-        f"ceiling {row['predicted_asymptote']:.3f}",
-        f"{row['predicted_rest_high']:+.3f} at most in the rest",
-    )
+    ceiling = f"ceiling {row['predicted_asymptote']:.3f}"
+    rest = f"{row['predicted_rest_high']:+.3f} at most in the rest"
     return f"{_of(row)}{row['predicted_final']:.3f} ({low:.3f}–{high:.3f}) at the end · {ceiling} · {rest}"
 
 
