@@ -3,8 +3,8 @@
     python -m benchmarks.stopping DIR/records [--part open | held-out] [--out FILE.json]
 
 DIR is what `megarl study corpus` makes. After each evaluation of a run the forecast is made from what was known then, and the
-rule is asked as the controller asks it. Prices are gains of pass rate per whole budget of the run, so `.02` means: stop if the rest
-brings less than .02 times its share of the budget. Beside megarl's rule, which takes the upper end of the interval, stand
+rule is asked as the controller asks it. Prices are gains of pass rate per whole budget of the run, so `.02` means: stop if the
+rest brings less than .02 times its share of the budget. Beside megarl's rule, which takes the upper end of the interval, stand
 
     point estimate   the same rule with the gain of the best fit
     hindsight        the first evaluation after which the rest really brought less than the price, by the recorded scores
@@ -109,12 +109,18 @@ def main() -> None:
         }.items():
             each = [replay(run, rows, price) for run, rows in known]
             early = [stop for stop in each if stop.saved > 0]
-            saved, forgone = (float(np.mean([getattr(stop, key) for stop in each])) for key in ("saved", "forgone"))
-            most, wrong = max((stop.forgone for stop in early), default=0.0), sum(stop.wrong for stop in each)
-            print(
-                f"| {price:g} | {name} | {len(early)} of {len(each)} | {saved:.3f} | {forgone:.4f} | {most:.4f} | {wrong} |"
+            figures.append(
+                {
+                    "price": price,
+                    "rule": name,
+                    "early": f"{len(early)} of {len(each)}",
+                    "saved": round(float(np.mean([stop.saved for stop in each])), 3),
+                    "forgone": round(float(np.mean([stop.forgone for stop in each])), 4),
+                    "forgone_most": round(max((stop.forgone for stop in early), default=0.0), 4),
+                    "wrong": sum(stop.wrong for stop in each),
+                }
             )
-            figures.append({"price": price, "rule": name, "runs": len(each), "early": len(early), "saved": saved, "forgone": forgone, "most": most, "wrong": wrong})  # fmt: skip
+            print("| " + " | ".join(map(str, figures[-1].values())) + " |")
     if options.out:
         options.out.write_text(json.dumps({"part": options.part, "rows": figures}, indent=1) + "\n")
 
