@@ -131,8 +131,10 @@ async def measured(
             sampling = {"max_new_tokens": tokens, "ignore_eos": True}
             body = {"input_ids": prompt().tolist(), "sampling_params": sampling, "return_logprob": True}
             async with session.post(f"{url}/generate", data=msgspec.json.encode(body)) as reply:
-                await reply.read()
-                return tokens if reply.status == 200 else 0
+                answer = await reply.read()
+                if reply.status != 200:
+                    raise SystemExit(f"the server refused a request of {PROMPT_TOKENS} + {tokens} tokens: {answer.decode()}")
+                return tokens
 
         async def streamed(client: ServerClient) -> int:
             salt = str(generator.integers(1 << 30))
