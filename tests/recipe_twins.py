@@ -105,9 +105,7 @@ RULES = (
     Rule("serving.kv_tokens", fixed(32768), "what fits is not known on a CPU"),
     Rule("serving.memory_fraction", fixed(None), "a GPU's"),
     Rule("serving.max_running_requests", at_most(16), "a batch at a time, so that weights change between them"),
-    Rule("serving.stream_interval", at_most(16), "a completion has at most 52 tokens"),
     Rule("serving.start_timeout_s", fixed(300), "of a busy machine"),
-    Rule("serving.request_timeout_s", fixed(300), "of a busy machine"),
     Rule("weights.timeout_s", fixed(120), "of a busy machine"),
 )  # fmt: skip
 """Every key that a twin replaces, by what, and why."""

@@ -35,7 +35,7 @@ def sharing(models: tuple[Path, dict[str, Any]]) -> Iterator[Stack]:
         run={"name": "sharing", "dir": str(models[0])},
         resources={"colocate": True},
         pipeline={"k": 0},
-        weights={"transport": "cuda_ipc", "timeout_s": 20, "bucket_mb": 1, "pause": "retract"},
+        weights={"transport": "cuda_ipc", "timeout_s": 20, "bucket_mb": 1},
         serving={"memory_fraction": 0.5, "release_memory": True},
     ) as stack:
         yield stack
@@ -49,7 +49,7 @@ def with_small_buckets(stack: Stack, chunks: Any, family: Family, timeout_s: flo
     """Eight or more of them: the tiny model would fit in one of the smallest that a recipe can have."""
     weights = stack.recipe.weights.model_copy(update={"timeout_s": timeout_s})
     by = Publisher(stack.recipe.model_copy(update={"weights": weights}), stack.endpoints, chunks, family)
-    by._transport = CudaIpcTransport(chunks, family, BUCKET_BYTES, flush=True)
+    by._transport = CudaIpcTransport(chunks, family, BUCKET_BYTES)
     return by
 
 
@@ -90,7 +90,7 @@ async def test_weights_arrive_whole_while_a_request_goes_on(sharing: Stack, lear
 
 def test_it_brings_the_same_weights_as_disk(sharing: Stack, learner: Any) -> None:
     (handed,) = publish(sharing, publisher(sharing, learner, "b"), "b", 3).results
-    sharing.ask(lambda client: client.load(str(sharing.directory / "b"), 4, flush=True))
+    sharing.ask(lambda client: client.load(str(sharing.directory / "b"), 4))
     assert handed.checksum == sharing.ask(lambda client: client.checksums())[0]
 
 

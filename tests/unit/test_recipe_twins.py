@@ -19,8 +19,8 @@ KEPT = (
     "pipeline.*", "batch.zero_variance", "batch.positive_threshold", "batch.centring", "batch.advantage",
     "batch.aggregation", "loss.*", "reference.*", "learner.packing", "learner.recompute",
     "learner.epochs", "learner.optimizer.schedule", "learner.optimizer.betas",
-    "learner.optimizer.eps", "learner.optimizer.weight_decay", "learner.optimizer.grad_clip", "critic.path",
-    "critic.lam", "weights.pause", "serving.release_memory",
+    "learner.optimizer.eps", "learner.optimizer.weight_decay", "learner.optimizer.grad_clip",
+    "critic.lam", "serving.release_memory",
 )  # fmt: skip
 """What makes a recipe what it is: no rule may replace it."""
 

@@ -436,9 +436,8 @@ class CriticRate(Rate):
 
 
 class Critic(Section):
-    """The value model of `batch.centring: critic`, at the policy's layout. Not part of ScaleRL."""
+    """The value model of `batch.centring: critic`: model.path with a new head, at the policy's layout. Not part of ScaleRL."""
 
-    path: str = Field("", description="Hugging Face directory it starts from, with a new head; empty: model.path")
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "fp32", description="precision of its weights and activations, independent of model.dtype"
     )
@@ -453,19 +452,10 @@ class Weights(Section):
         description="how weights reach the servers; cuda_ipc: with resources.colocate, servers read the learner's memory",
     )
     bucket_mb: int = Field(512, ge=1, description="MiB sent at a time")
-    pause: Literal["in_place", "retract"] = Field(
-        "in_place", description="what becomes of running requests: they go on over their old KV, or are prefilled again"
-    )
-    parity_rollouts: int = Field(
-        4, ge=1, le=64, description="rollouts of each batch that servers and learner both score after a publication"
-    )
     timeout_s: float = Field(600, gt=0, description="limit of each call or bucket of a publication, in seconds")
 
 
 class Serving(Section):
-    port: int | None = Field(
-        None, ge=1, le=65_535, description="port of server 0; the next ones count up; null: free ports"
-    )
     kv_tokens: int | None = Field(
         None, ge=1, description="tokens of a server's KV cache; null: what fits in memory (GPU only)"
     )
@@ -480,11 +470,7 @@ class Serving(Section):
         description="true, with resources.colocate: the learner uses the KV cache's memory while it trains a step",
     )
     max_running_requests: int = Field(256, ge=1, description="most requests that a server works on at once")
-    stream_interval: int = Field(
-        64, ge=1, description="tokens between streamed chunks: what a lost server costs a request at most"
-    )
     start_timeout_s: float = Field(1200, gt=0, description="limit of a server's start, in seconds")
-    request_timeout_s: float = Field(3600, gt=0, description="limit of a generation request, in seconds")
 
 
 class Evaluation(Section):
@@ -524,20 +510,19 @@ class Wandb(Section):
     project: str = Field("", description="project to write to; empty: none")
 
 
-class Profile(Section):
-    """Steps that torch's profiler records, on every rank of the learner."""
-
-    start: int = Field(1, ge=0, description="the first of them")
-    steps: int = Field(0, ge=0, description="how many; 0: none")
-
-
 class Monitor(Section):
     prometheus: bool = Field(False, description="controller, learner and servers answer GET /metrics")
-    prometheus_port: int | None = Field(
-        None, ge=1, le=65_534, description="the controller's, the learner's is the next one; null: free ports"
-    )
     wandb: Wandb = Wandb()
-    profile: Profile = Profile()
+    profile_steps: tuple[int, int] | None = Field(
+        None, description="first and last step that torch's profiler records on every rank of the learner; null: none"
+    )
+
+    @field_validator("profile_steps")
+    @classmethod
+    def first_and_last(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+        if steps and not 0 <= steps[0] <= steps[1]:
+            raise ValueError(f"should be [first, last], 0 or more, got {list(steps)}")
+        return steps
 
 
 class JournalSection(Section):

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import ServerAddress
+from megarl.core.base.messages import PARITY_ROLLOUTS, ServerAddress
 from megarl.core.base.process import check_free, die_with_parent, start_logging
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.recipe import Recipe
@@ -29,6 +29,8 @@ from megarl.core.server.client import ServerClient, ServerSaid
 from megarl.core.server.proxy import Gate, OwnReplies
 
 WATCHDOG_MARGIN_S = 120.0
+STREAM_INTERVAL = 64
+"""Tokens between streamed chunks: what a lost server costs a request at most. Short completions come in four chunks."""
 WARM_UP_LIMIT_S = 600.0
 MODELS = "megarl.core.server.sglang_models"
 KEPT_FROM_INPUT = 6
@@ -153,8 +155,8 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "weight_version": "-1",  # of the directory; a published version is 0 or more
         "max_total_tokens": serving.kv_tokens,
         # Scoring for parity must not wait for a slot: as a rollout ends, and after a publication.
-        "max_running_requests": serving.max_running_requests + 2 * weights.parity_rollouts,
-        "stream_interval": serving.stream_interval,
+        "max_running_requests": serving.max_running_requests + 2 * PARITY_ROLLOUTS,
+        "stream_interval": min(STREAM_INTERVAL, max(1, recipe.length.completion_tokens // 4)),
         "incremental_streaming_output": True,
         # A weight update may legitimately keep the scheduler busy for weights.timeout_s.
         "watchdog_timeout": weights.timeout_s + WATCHDOG_MARGIN_S,

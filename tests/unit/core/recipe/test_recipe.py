@@ -396,6 +396,11 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
             {"sampling": {"top_p": 0.95}},
             "sampling.top_p: is no longer a key: training samples from the whole vocabulary",
         ),
+        ({"weights": {"pause": "retract"}}, "weights.pause: is no longer a key: requests go on over a publication"),
+        (
+            {"monitor": {"profile": {"start": 5, "steps": 2}}},
+            "monitor.profile: is no longer a key: set monitor.profile_steps",
+        ),
         ({"run": {"launcher": "srun"}}, "run.launcher: is no longer a key: export MEGARL_LAUNCHER=local or srun"),
         (
             {"data": {"services": {"s": {"url": "http://x", "api_key_env": "KEY"}}}},
@@ -437,12 +442,18 @@ def test_a_removed_key_with_the_value_that_is_now_fixed_is_read() -> None:
         },
         "learner": {"optimizer": {"final_lr_ratio": 0.0, "schedule": "cosine"}},
         "critic": {
+            "path": "",
             "gamma": 1.0,
             "value_clip": 0.2,
             "optimizer": {"schedule": "constant", "betas": [0.9, 0.95]},
         },  # not in use
-        "monitor": {"wandb": {"project": "", "entity": "", "mode": "online"}, "profile": {"memory": True}},
-        "serving": {"max_retries": 5},
+        "monitor": {
+            "wandb": {"project": "", "entity": "", "mode": "online"},
+            "prometheus_port": None,
+            "profile": {"start": 1, "steps": 0, "memory": True},
+        },
+        "serving": {"max_retries": 5, "port": None, "stream_interval": 16, "request_timeout_s": 300.0},
+        "weights": {"pause": "in_place", "parity_rollouts": 8},
         "sft": {"checkpoint_every": 250, "optimizer": {"betas": [0.9, 0.95], "eps": 1e-15}},
     }
     recipe = from_tree(old)
