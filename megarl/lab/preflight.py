@@ -40,7 +40,7 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
 
     path = recipe.model.path
     advice = f"download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one you have"
-    if path and path == recipe.sft.output:
+    if path and recipe.sft.init:
         advice = "it is what the warm start writes: run `megarl sft` with this recipe first (`make quickstart` does)"
     _check_model("model.path", path, advice)
     if not recipe.data.tasks:
@@ -71,8 +71,8 @@ def check_sft(recipe: Recipe) -> str:
     for source in recipe.data.decontaminate:
         if wrong := sources.problem(source):
             raise MegarlError(f"data.decontaminate: {wrong}")
-    if not recipe.sft.output:
-        raise MegarlError("sft.output: say where the trained model is to be written")
+    if not recipe.model.path:
+        raise MegarlError("model.path: say where the trained model is to be written")
     ranks, here = recipe.resources.learner_ranks, len(devices.gpus())
     if 0 < here < ranks:
         why = f"{ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs"

@@ -36,7 +36,7 @@ def sharing(models: tuple[Path, dict[str, Any]]) -> Iterator[Stack]:
         resources={"colocate": True},
         pipeline={"k": 0},
         weights={"transport": "cuda_ipc", "timeout_s": 20, "bucket_mb": 1},
-        serving={"memory_fraction": 0.5, "release_memory": True},
+        serving={"memory_fraction": 0.5},
     ) as stack:
         yield stack
 

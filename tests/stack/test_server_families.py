@@ -113,7 +113,7 @@ async def test_the_server_says_which_experts_it_chose(served: Stack, request: py
     np.testing.assert_array_equal(np.sort(routing.table, -1), expected)
 
 
-LAYOUTS = [["model.tensor_parallel=2", "model.sequence_parallel=true"], ["model.pipeline_parallel=2"]]
+LAYOUTS = [["model.tensor_parallel=2"], ["model.pipeline_parallel=2"]]
 EXPERT_LAYOUTS = [[*layout, "model.expert_parallel=2"] for layout in LAYOUTS]
 DIVIDED = {"qwen2": LAYOUTS, "qwen3_moe": EXPERT_LAYOUTS, "llama4_multimodal": EXPERT_LAYOUTS}
 """Others are tested otherwise: Llama, dense models without biases, Llama 4 without its vision tower."""

@@ -53,9 +53,9 @@ class Server(ServerClient):
 
     async def nothing(self, *_: object) -> None: ...
 
-    pause = resume = abort_all = begin = end = nothing  # type: ignore[assignment]
+    pause = resume = resume_memory = abort_all = begin = end = nothing  # type: ignore[assignment]
 
-    async def whereabouts(self) -> DeviceIdentity:
+    async def device_identity(self) -> DeviceIdentity:
         return device.of_rank()
 
     async def take(self, handles: list[Any], complete: int | None) -> None:

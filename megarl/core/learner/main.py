@@ -98,7 +98,7 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoint
         async with ServerClient(ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s) as server:
             while not rundir.stop_file.exists():
                 try:
-                    await server.whereabouts()
+                    await server.device_identity()
                     break
                 except MegarlError as error:
                     if time.monotonic() > until:

@@ -398,9 +398,9 @@ class ServerClient:
         ranks = said["ranks"]
         return said["per_engine_checksum"], ranks[0]["checksums"] if len(ranks) == 1 else None
 
-    async def whereabouts(self) -> DeviceIdentity:
+    async def device_identity(self) -> DeviceIdentity:
         """Return the server's machine and GPUs."""
-        return msgspec.convert(await self._call("ask where it is", "/whereabouts"), DeviceIdentity)
+        return msgspec.convert(await self._call("ask for its devices", "/device_identity"), DeviceIdentity)
 
     async def release_memory(self) -> None:
         """Release the memory of keys and values of a server paused with its requests retracted. Repeating it is harmless."""

@@ -113,7 +113,7 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, object]:
         return {}
     share = recipe.serving.memory_fraction
     static = {} if share is None else {"mem_fraction_static": static_fraction(share, free_and_total())}
-    return {"enable_memory_saver": recipe.serving.release_memory, **static}
+    return {"enable_memory_saver": recipe.lends_memory, **static}
 
 
 def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dict[str, str]:

@@ -112,7 +112,7 @@ class _Handle:
 
 async def _check_and_begin(server: ServerClient) -> None:
     """Raise MegarlError for a server that cannot read this rank's memory: the first handle would kill SGLang."""
-    mine, theirs = device.of_rank(), await server.whereabouts()
+    mine, theirs = device.of_rank(), await server.device_identity()
     if mine.machine != theirs.machine or not set(mine.gpus) <= set(theirs.gpus):
         where = "machine" if mine.machine != theirs.machine else f"GPU ({', '.join(mine.gpus)})"
         what = f"it is not on the learner's {where}; set resources.colocate=true, or weights.transport=process_group"

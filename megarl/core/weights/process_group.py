@@ -219,7 +219,7 @@ class ProcessGroupTransport:
 
 async def refuse_one_gpu(server: ServerClient, mine: DeviceIdentity) -> None:
     """Raise MegarlError for a server on the GPU `mine`: NCCL refuses two processes of a group on one device."""
-    common = set(mine.gpus) & set((await server.whereabouts()).gpus)
+    common = set(mine.gpus) & set((await server.device_identity()).gpus)
     if common:
         raise server.error(
             "form a process group",

@@ -62,7 +62,7 @@ class Publisher:
     def __init__(self, recipe: Recipe, endpoints: Endpoints, chunks: Sequence[Module], family: Family) -> None:
         weights = recipe.weights
         self._endpoints, self._limit_s = endpoints, weights.timeout_s
-        self._wakes = recipe.serving.release_memory
+        self._wakes = recipe.lends_memory
         bucket_bytes = weights.bucket_mb << 20
         self._transport: Transport
         if weights.transport == "disk":

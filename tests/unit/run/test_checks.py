@@ -47,7 +47,7 @@ def test_missing_model(tree: Tree) -> None:
     with pytest.raises(
         MegarlError, match=r"model\.path: '/nowhere' is not a Hugging Face model directory.*hf download"
     ):
-        preflight.check_inputs(changed(tree, model={"path": "/nowhere"}))
+        preflight.check_inputs(changed(tree, model={"path": "/nowhere"}, sft={"init": ""}))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_loss_of_the_users(tree: Tree, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_missing_warm_start(tree: Tree) -> None:
     with pytest.raises(MegarlError, match=r"model\.path: .*run `megarl sft` with this recipe first"):
-        preflight.check_inputs(changed(tree, model={"path": "/nowhere"}, sft={"output": "/nowhere"}))
+        preflight.check_inputs(changed(tree, model={"path": "/nowhere"}))
 
 
 def test_missing_data(tree: Tree) -> None:
@@ -263,7 +263,7 @@ def test_history_is_not_altered(
     ("section", "change"),
     [
         ("resources", {"servers": 3, "learner_ranks": 2}),
-        ("model", {"tensor_parallel": 1, "sequence_parallel": False}),
+        ("model", {"tensor_parallel": 1}),
         ("run", {"steps": 500}),
         ("evaluation", {"every": 5}),
         ("checkpoint", {"keep": 9}),
