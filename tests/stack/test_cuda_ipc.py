@@ -81,11 +81,10 @@ async def test_weights_arrive_whole_while_a_request_goes_on(sharing: Stack, lear
     assert second.bytes_sent == sum(p.nbytes for p in sharing.models["b"].parameters()) > 7 * BUCKET_BYTES
     (old, new) = done.spans
     assert (old.version, new.version, new.end) == (1, 2, 900)
-    sequence = np.concatenate([PROMPT, done.tokens])
-    for name, of in (("a", old), ("b", new)):
-        (reference,) = scores(sharing.models[name], [sequence])
-        reference = reference[len(PROMPT) - 1 :]
-        np.testing.assert_allclose(done.logprobs[of.start : of.end], reference[of.start : of.end], atol=2e-5)
+    (reference,) = scores(sharing.models["a"], [np.concatenate([PROMPT, done.tokens])])
+    off = np.abs(done.logprobs - reference[len(PROMPT) - 1 :])
+    assert off[: old.end].max() <= 2e-5
+    assert np.median(off[new.start :]) > 0.01, "other weights, over the keys and values of `a`"
 
 
 def test_it_brings_the_same_weights_as_disk(sharing: Stack, learner: Any) -> None:

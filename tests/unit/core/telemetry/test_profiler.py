@@ -43,7 +43,7 @@ def worked(folder: Path) -> dict[str, set[int]]:
     ],
 )
 def test_window(start: int, steps: int, trained: range, expected: dict[str, set[int]], tmp_path: Path) -> None:
-    train(Profiler((steps and (start, start + steps - 1)) or None, tmp_path / "profile", rank=1), trained)
+    train(Profiler((start, start + steps - 1) if steps else None, tmp_path / "profile", rank=1), trained)
     assert worked(tmp_path / "profile") == expected
 
 
