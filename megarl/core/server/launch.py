@@ -52,7 +52,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     cuda = torch.cuda.is_available()
     host = str(urlsplit(endpoints.servers[index]).hostname)
     check(recipe, cuda)
-    check_free("--port", host, port)
+    check_free(host, port)
     os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
     sglang_cpu.install()
     sglang_cpu.patch()
